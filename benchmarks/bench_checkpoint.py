@@ -11,8 +11,6 @@ saved and loaded::
                 in the page cache when they are read. `save` has its files on the disk when it
                 returns, which `save_file` has not: `save_file + fsync` waits for that too.
 
-Target: a peak of at most 1.15.
-
     python benchmarks/bench_checkpoint.py -o checkpoint.json
     python benchmarks/bench_checkpoint.py --size-mb 64 --layout fine_grained
 """
@@ -62,8 +60,6 @@ COLUMNS = {
 }
 MB = 1e6
 WIDTH, HIDDEN = 2048, 8192  # of a weight: 16.8 MB
-AGAINST = "peak of resident memory / float8 size, at most"
-MOST = 1.15
 
 
 class Model(nn.Module):
@@ -219,22 +215,6 @@ def memory(options: argparse.Namespace, folder: Path) -> tuple[list[Row], int]:
     return rows, size
 
 
-def judge(rows: Sequence[Row]) -> list[Row]:
-    """The targets whose rows were measured."""
-    return [
-        {
-            "layer": row["layer"],
-            "mode": row["layout"],
-            "against": AGAINST,
-            "target": MOST,
-            "measured": row["peak_ratio"],
-            "met": "yes" if row["peak_ratio"] <= MOST else "no",
-        }
-        for row in rows
-        if "peak_ratio" in row
-    ]
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -252,7 +232,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and report; 1 if a target was missed."""
+    """Measure and report."""
     options = parse(argv)
     if options.child:
         print(json.dumps(child(options)))
@@ -260,9 +240,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         rows, size = memory(options, Path(name))
         rows += throughput(options, Path(name), size)
-    targets = judge(rows)
-    report.publish("bench_checkpoint", argv, options, rows, COLUMNS, targets)
-    return int(any(target["met"] == "no" for target in targets))
+    report.publish("bench_checkpoint", argv, options, rows, COLUMNS)
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ says what a rank sends in each collective; nothing is estimated, and nothing is 
 Weights are gathered for forward and again for backward. Bytes are those of the rank that sends
 most, per step. The first step is left out: it has dynamic scales and other preparations. A form's
 bytes include those of its scales. "unsharded" is the peak memory of gathered parameters.
-Targets: weights as float8 are at most 0.52x the baseline's bytes, gradients at most
-0.55x, and scales of a model take one collective per step.
 
     python benchmarks/bench_comm.py -o comm.json
     python benchmarks/bench_comm.py --quick
@@ -48,7 +46,6 @@ from benchmarks.models.llama import SIZES, Llama, Sizes
 
 FSDP2, DDP = "FSDP2", "DDP"
 ALL = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-WEIGHTS_AT_MOST, GRADIENTS_AT_MOST, SCALE_COLLECTIVES = 0.52, 0.55, 1
 QUICK = Sizes(64, 192, 2, 1, batch=1, tokens=16, blocks=1)
 COLUMNS = {
     "processes": ("processes", "d"),
@@ -229,38 +226,6 @@ def row_of(form: Form, world: int, counted: dict[str, Row]) -> Row:
     return row
 
 
-def targets(rows: Sequence[Row]) -> list[Row]:
-    """A row per target and number of processes."""
-    forms = {form.name: form for form in FORMS}
-    verdicts = []
-    for row in rows:
-        form = forms[row["form"]]
-        if form.recipe:
-            verdicts.append(
-                _verdict(row, f"weights / {form.base}", "weights_ratio", WEIGHTS_AT_MOST)
-            )
-        if form.precomputes or form.recipe == "delayed":
-            wanted = "collectives for scales"
-            verdicts.append(_verdict(row, wanted, "scale_collectives", SCALE_COLLECTIVES))
-        if form.float8_gradients:
-            what = f"gradients / {form.base}"
-            verdicts.append(_verdict(row, what, "gradients_ratio", GRADIENTS_AT_MOST))
-    return verdicts
-
-
-def _verdict(row: Row, against: str, key: str, at_most: float) -> Row:
-    verdict = {
-        "layer": row["form"],
-        "mode": f"{row['processes']} processes",
-        "against": against,
-        "target": at_most,
-        "met": "not measured",
-    }
-    if key in row:
-        verdict |= {"measured": row[key], "met": "yes" if row[key] <= at_most else "no"}
-    return verdict
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
@@ -278,13 +243,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Count every form; 1 if a target is missed."""
+    """Count every form."""
     options = parse(argv)
     sizes = QUICK if options.quick else SIZES["tiny"]
     rows = [row for world in options.processes for row in measure(world, sizes, options.device)]
-    verdicts = targets(rows)
-    report.publish("bench_comm", argv, options, rows, COLUMNS, verdicts)
-    return int(any(verdict["met"] == "no" for verdict in verdicts))
+    report.publish("bench_comm", argv, options, rows, COLUMNS)
+    return 0
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ step on the CUDA stream. `of limit` compares a layer with the lower bound of its
 on CUDA); rows called `floor` are the lower bound of emulation (`floor.py`, on a CPU). `targets.py`
 has the speed-ups to reach.
 
-    python benchmarks/bench_linear.py --modes eager compiled -o linear.json --plot linear.png
+    python benchmarks/bench_linear.py --modes eager compiled -o linear.json
     python benchmarks/bench_linear.py --shapes 8b squares 2048,1024,4096 --recipes rowwise
 """
 
@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import contenders, harness, limit, plots, report, shapes, targets
+from benchmarks.measuring import contenders, harness, limit, report, shapes, targets
 from benchmarks.measuring.contenders import BASELINE, PEER, Operands
 from benchmarks.measuring.floor import FLOOR, floor
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
@@ -139,7 +139,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         choices=("kernel", "aten"),
         help="what torch.compile does with casts on CUDA, instead of float8.kernels.casts.COMPILED",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the speed-ups there")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
     on_cpu = torch.device(options.device).type == "cpu"
@@ -173,9 +172,7 @@ def main(argv: Sequence[str]) -> int:
             report.write("bench_linear", argv, options, rows, COLUMNS)
     finally:  # an interrupted run keeps what it measured
         judged = targets.summary(rows) if on_cuda else ()
-        made = report.publish("bench_linear", argv, options, rows, COLUMNS, judged)
-        if options.plot is not None and rows:
-            plots.save(made, options.plot)
+        report.publish("bench_linear", argv, options, rows, COLUMNS, judged)
     ours = [row for row in rows if not row["layer"].startswith(PEER)]
     return int(any(not row.get("refused", True) for row in ours))
 

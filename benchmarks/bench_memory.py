@@ -1,34 +1,16 @@
-"""How much memory does float8 save in training, where is the rest, and is the loss the same?
+"""How much memory does float8 save in training, and where is the rest?
 
-Three questions, each with rows of its own:
-
-    LLaMA       Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, context
-                2048), Llama-3-8B and 70B, traced without a GPU (`memory.py`): parameters,
-                gradients, optimizer states, activations, the peak of a step. Sizes that fit on no
-                GPU are computed, not measured.
-    demo GPT    the same of `scripts/train_gpt.py` on this machine, in real bytes: one process per
-                way, so that the peaks of resident memory do not mix
-    --quality   the demo GPT trained each way to the end, from several seeds: how much worse than
-                bf16 with float32 states does it end, and how far do the seeds lie apart?
+Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, context 2048), Llama-3-8B
+and 70B, traced without a GPU (`memory.py`): parameters, gradients, optimizer states, activations,
+the peak of a step. Sizes that fit on no GPU are computed, not measured.
 
 `savers.py` lists the ways. A block's activations are those of two blocks less those of one. "per
 GPU" shares parameters, gradients and states among `--gpus` GPUs, as FSDP does, and nothing else:
 gathered weights (two blocks, as a rule) and what each GPU keeps of its own batch come unshared.
 With --device cuda the LLaMA rows are measured: `max_memory_allocated` over one step, step times.
 
-Targets: optimizer states at most 0.27 of float32 AdamW's, a block's activations at most 0.6 of
-bf16's, losses within 1 %, and Llama-2-7B at least 1.54 times smaller: its peak on one GPU, and what
-each of `--gpus` holds. 1.54 is COAT's figure for four GPUs under FSDP, 55.1 GB against 35.6 on each
-(on one or two, bf16 did not fit). Sharding makes states a smaller part of the total, so that the
-second comparison is closer to COAT's and harder to reach. It is not the same: COAT's table leaves 9
-to 10 bytes per parameter for weights and gradients, enough for float32. Here they are bfloat16 (4
-bytes), which favours small states and activations: with 8 bytes, 1.9 times per GPU would be 1.7.
-COAT's baseline also has larger activations: float32 copies in its norms, which `memory.py` counts
-as one op without copies.
-
     python benchmarks/bench_memory.py -o memory.json
-    python benchmarks/bench_memory.py --quality --seeds 0 1 2 -o memory_quality.json
-    python benchmarks/bench_memory.py --models llama2-7b --ways bf16 tensorwise+O2 --no-demo
+    python benchmarks/bench_memory.py --models llama2-7b --ways bf16 tensorwise+O2
 """
 
 from __future__ import annotations
@@ -47,10 +29,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import demo_runs, harness, memory, report, savers
+from benchmarks.measuring import harness, memory, report, savers
 from benchmarks.measuring.harness import Row
-from benchmarks.measuring.savers import ALL_TOGETHER, BASELINE
+from benchmarks.measuring.savers import BASELINE
 from benchmarks.models.llama import MODELS, Sizes
+from scripts.training import savings
+from scripts.training.tensors import bytes_of, state_tensors
 
 COLUMNS = {
     "mode": ("model", ""),
@@ -60,22 +44,17 @@ COLUMNS = {
     "optimizer_mib": ("optimizer", ",.1f"),
     "activations_mib": ("activations", ",.1f"),
     "peak_mib": ("peak", ",.1f"),
-    "peak_rss_mib": ("peak RSS", ",.1f"),
     "ms": ("step ms", ",.1f"),
     "states_ratio": ("states / fp32's", ".3f"),
     "block_ratio": ("block / bf16's", ".3f"),
     "smaller": ("times smaller", ".2f"),
     "per_gpu_mib": ("per GPU", ",.1f"),
     "smaller_per_gpu": ("times smaller", ".2f"),
-    "val_loss": ("val. loss", ".4f"),
-    "gap_percent": ("gap to bf16 %", "+.2f"),
     "error": ("not run", ".60"),
 }
 MIB = 2**20
 ROUNDS = 5
-COAT, SMALLER = "llama2-7b", 1.54  # at batch 2 and context 2048, on each of four GPUs
 QUICK = {"models": ["tiny"], "blocks": 2}
-SMALL_MIB = 16  # weights of a demo GPT so small that norms, whose states stay float32, count
 
 
 def trace(way: str, sizes: Sizes) -> Row:
@@ -116,8 +95,8 @@ def measure(way: str, sizes: Sizes, device: str) -> Row:
     peak = torch.cuda.max_memory_allocated()
     samples = [harness.cuda_seconds(step, 1) for _ in range(ROUNDS)]
     return {
-        "parameters_mib": memory.bytes_of(held.model.parameters()) / MIB,
-        "optimizer_mib": memory.bytes_of(memory.state_tensors(held.optimizer)) / MIB,
+        "parameters_mib": bytes_of(held.model.parameters()) / MIB,
+        "optimizer_mib": bytes_of(state_tensors(held.optimizer)) / MIB,
         "peak_mib": peak / MIB,
         "ms": statistics.median(samples) * 1e3,
         "samples_s": samples,
@@ -160,35 +139,6 @@ def compare(rows: Sequence[Row], gpus: int) -> None:
             row["smaller"] = base["peak_mib"] / row["peak_mib"]
 
 
-def judge(rows: Sequence[Row]) -> list[Row]:
-    """The targets whose rows were measured."""
-    verdicts = []
-    for row in rows:
-        is_whole = row["mode"] == COAT and row.get("blocks") == MODELS[COAT].blocks
-        at_most, at_least = {}, {}
-        is_small = row["mode"] not in MODELS and row.get("parameters_mib", 0) < SMALL_MIB
-        if row["layer"].endswith("+float8_adamw") and not is_small:
-            at_most["optimizer states / fp32 AdamW's, at most"] = (0.27, row.get("states_ratio"))
-        if row["layer"] == ALL_TOGETHER and row["mode"] in MODELS:
-            at_most["a block's activations / bf16's, at most"] = (0.60, row.get("block_ratio"))
-        if row["layer"] == ALL_TOGETHER and is_whole:
-            at_least["bf16's peak / its own, at least"] = (SMALLER, row.get("smaller"))
-            per_gpu = (SMALLER, row.get("smaller_per_gpu"))
-            at_least["bf16's memory per GPU / its own, at least"] = per_gpu
-        verdicts += [_verdict(row, name, *pair, -1) for name, pair in at_most.items()]
-        verdicts += [_verdict(row, name, *pair, 1) for name, pair in at_least.items()]
-    return verdicts
-
-
-def _verdict(row: Row, against: str, target: float, measured: float | None, sign: int) -> Row:
-    verdict: Row = {key: row[key] for key in ("layer", "mode")}
-    verdict |= {"against": against, "target": target, "met": "not measured"}
-    if measured is not None:
-        met = "yes" if sign * measured >= sign * target else "no"
-        verdict |= {"measured": measured, "met": met}
-    return verdict
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on others filled in."""
     parser = argparse.ArgumentParser(
@@ -201,10 +151,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", help=f"all of: {', '.join(savers.WAYS)}")
     parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
     parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
-    parser.add_argument("--no-demo", action="store_true", help="LLaMA alone")
-    parser.add_argument("--quality", action="store_true", help="train the demo GPT instead")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --quality")
-    parser.add_argument("--steps", type=harness.positive, help="of --quality: the demo's own")
     parser.add_argument("--quick", action="store_true", help="sizes that take no time")
     parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
@@ -217,9 +163,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _check_ways(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     for way in options.ways or ():
-        if options.quality or way not in savers.WAYS:
+        if way not in savers.WAYS:
             try:
-                demo_runs.check(way)
+                savings.parts_of(way)
             except ValueError as error:
                 parser.error(f"--ways {error}")
     if options.ways and BASELINE not in options.ways:
@@ -233,30 +179,18 @@ def rows_of(options: argparse.Namespace, rows: list[Row]) -> None:
         list(itertools.product(options.models, ways)), options.stop_after
     ):
         rows.append(row_of(way, model, options))
-    of_demo = [] if options.no_demo or options.device != "cpu" else ways
-    for way in harness.in_time([w for w in of_demo if demo_runs.knows(w)], options.stop_after):
-        rows.append(demo_runs.sizes_of(way, options.quick))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, compare and report; 1 if a target was missed or a run of this library failed."""
+    """Measure, compare and report; 1 if a run of this library failed."""
     options = parse(argv)
     rows: list[Row] = []
-    targets: list[Row] = []
     try:
-        if options.quality:
-            demo_runs.train(options, rows)
-        else:
-            rows_of(options, rows)
+        rows_of(options, rows)
     finally:
-        if options.quality:
-            targets = demo_runs.judge(rows)
-        else:
-            compare(rows, options.gpus)
-            targets = judge(rows)
-        report.publish("bench_memory", argv, options, rows, COLUMNS, targets)
-    failed = any("error" in row and not row["refused"] for row in rows)
-    return int(failed or any(target["met"] == "no" for target in targets))
+        compare(rows, options.gpus)
+        report.publish("bench_memory", argv, options, rows, COLUMNS)
+    return int(any("error" in row and not row["refused"] for row in rows))
 
 
 if __name__ == "__main__":

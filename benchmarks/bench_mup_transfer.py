@@ -44,7 +44,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import harness, stability
 from benchmarks.measuring.harness import Row
-from benchmarks.measuring.optimum import ROOM, optimum
 from benchmarks.models import decoders, training
 from benchmarks.models.decoders import FORMATS, PARAMETRISATIONS
 from benchmarks.quality import study
@@ -69,6 +68,7 @@ COLUMNS = {
     "error": ("not run", ".80"),
 }
 MAX_SPREAD = 1.0  # octaves
+ROOM = 1.03  # a loss below that times the best one is near it
 QUICK = {"widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1}
 
 
@@ -134,6 +134,16 @@ def curve(rows: Sequence[Row], name: str, width: int) -> dict[int, float]:
         for octave, own in sorted(known.items())
         if len(own) == len(losses[octave])
     }
+
+
+def optimum(curve: dict[int, float]) -> float:
+    """Where a curve, log2(learning rate) -> loss, is lowest."""
+    best = min(curve, key=curve.__getitem__)
+    if best - 1 not in curve or best + 1 not in curve:
+        return float(best)
+    left, middle, right = (curve[best + step] for step in (-1, 0, 1))
+    bend = left - 2 * middle + right
+    return best + (left - right) / (2 * bend) if bend > 0 else float(best)
 
 
 def note_optima(rows: Sequence[Row]) -> None:

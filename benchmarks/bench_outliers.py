@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -36,6 +37,10 @@ from benchmarks.quality import study
 from benchmarks.quality.contenders import BASE, NOISE
 from benchmarks.quality.outlier_run import OutlierRun, train
 from benchmarks.quality.paired import difference, with_loss
+from scripts.training import picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EACH = (
     *(BASE, NOISE, "tensorwise", "delayed", "rowwise", "blockwise", "mxfp8", "down in bf16"),
@@ -72,6 +77,16 @@ OUTLIERS = {
         contenders=(BASE, NOISE, "tensorwise", "delayed", *OF_DELAYED, "smooth delayed"),
     ),
 }
+COLOURS = {
+    "tensorwise": picture.BLUE,
+    "delayed": picture.ORANGE,
+    "rowwise": picture.GREEN,
+    "blockwise": picture.PURPLE,
+    "mxfp8": picture.SKY,
+    "down in bf16": picture.GREY,
+}
+LINEAR = 0.1  # per cent: the axis is linear below
+PANELS = {"converted_gap": "right after conversion", "trained_gap": "trained on"}
 QUICK = {"steps": 2, "base_steps": 2, "settling_steps": 2, "seeds": [0]}
 QUICK_SIZES = {"width": 32, "layers": 1, "batch": 2, "context": 16, "held_out": 256}
 LOSSES: dict[str, Callable[[Row], float | None]] = {
@@ -173,6 +188,50 @@ def _casts(own: Sequence[Row]) -> Row:
     found = {key: sum(cast[key] for cast in casts) / len(casts) for key in ("flushed", "sqnr")}
     share = sum(cast["saturates"] for cast in casts) / sum(cast["inspected"] for cast in casts)
     return found | {"saturates": share}
+
+
+def draw(lines: Sequence[Row]) -> Figure:
+    """A panel per moment, a line per contender; Smooth-SwiGLU has its recipe's colour, dashed."""
+    from matplotlib.figure import Figure  # needed for drawing only
+
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, 2, sharey=True), PANELS.items(), strict=True):
+        picture.plain(axes, "left", "bottom")
+        axes.axhline(0, color=picture.PALE, linewidth=1)
+        for name, gaps in curves(lines, key).items():
+            recipe = name.removeprefix("smooth ")
+            axes.plot(
+                list(gaps),
+                list(gaps.values()),
+                color=COLOURS.get(recipe, picture.BLACK),
+                linestyle="-" if recipe == name else "--",
+                marker="o",
+                markersize=4,
+                linewidth=1.8,
+                label=name,
+            )
+        axes.set_yscale("symlog", linthresh=LINEAR)
+        axes.set_title(title, loc="left", fontweight="bold", pad=10)
+        axes.set_xlabel("log2(outlier / rest of the tensor)", color=picture.GREY)
+    figure.axes[0].set_ylabel("loss above bf16, %", color=picture.GREY)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False)
+    return figure
+
+
+def curves(lines: Sequence[Row], key: str) -> dict[str, dict[int, float]]:
+    """Contender -> exponent -> difference to bf16 in per cent, of the outlier that is often there.
+
+    Args:
+        lines: of `bench_outliers`.
+        key: of `PANELS`.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for line in lines:
+        if line["outlier"] == "often" and key in line:
+            exponent = int(line["size"].removeprefix("2^"))
+            found.setdefault(line["layer"], {})[exponent] = line[key]
+    return found
 
 
 def summary(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:

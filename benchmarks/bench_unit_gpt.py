@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness
 from benchmarks.measuring.harness import Row
 from benchmarks.models.nanogpt import CHARACTERS
 from benchmarks.quality import study
@@ -194,43 +193,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def check(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    """Refuse a file whose trainings have other sizes or segments, which no curve joins.
-
-    Raises:
-        ValueError: for the first such row.
-    """
-    ends = {first: min(first + options.every, options.steps) for first in starts(options)}
-    for run in (row["run"] for row in rows):
-        first = run.get("first")
-        ours = {**options.sizes, "first": first, "until": ends.get(first)}
-        theirs = {name: run.get(name) for name in ours}
-        if theirs != ours:
-            raise ValueError(
-                f"{options.output} has a segment of {theirs}, which is none of this command's: "
-                "give the options that made it, or -o another name"
-            )
-
-
-def starts(options: argparse.Namespace) -> range:
-    """The steps taken before each segment."""
-    return range(0, options.steps, options.every)
-
-
 def main(argv: Sequence[str]) -> int:
     """Make the segments that lack, print the gaps; 1 if the unit-scaled model misses the target."""
     options = parse(argv)
     folder = options.output.with_suffix(".checkpoints")
     make = partial(train, folder=folder, data=options.data, device=options.device)
-    try:
-        rows = study.known_rows(options.output, NAME)
-        check(rows, options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    late = harness.countdown(options.stop_after)
-    for first in starts(options):
-        if late():
-            break
+    rows = study.known_rows(options.output, NAME)
+    for first in range(0, options.steps, options.every):
         todo = segments(options, first, rows)
         rows = study.make(NAME, argv, options, todo, make, summary, COLUMNS)
     if options.plot:

@@ -59,8 +59,6 @@ FIGURES = {
     "mup_transfer": _of("cpu_mup_transfer.json"),
     "outliers": _of("cpu_outliers.json"),
     "quality": _of("cpu_quality.json"),
-    "quality_rates": _of("cpu_quality_rates.json"),
-    "quality_scaling": _of("cpu_quality_scaling.json"),
     "unit_gpt": _of("cpu_unit_gpt.json"),
 }
 

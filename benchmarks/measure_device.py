@@ -1,7 +1,16 @@
-"""Measure a device for `float8.estimate`, or fit one to results of the benchmarks.
+"""Measure this machine's GPU for `float8.estimate`, in less than a minute.
 
-python benchmarks/measure_device.py --save here.json     # this machine, in less than a minute
-python benchmarks/measure_device.py --fit bench_matmul.json bench_linear.json --save fitted.json
+Timed are a copy of memory, a launch, and the three GEMMs of a linear layer, in bfloat16 and under
+each scale granularity, at four sizes. The seconds of a GEMM of F operations follow
+
+    seconds - launch - writing the result = (F + half_size) / (peak * best)
+
+(`float8/estimate/devices.py`), and least squares of the relative errors give the rate and
+half_size of each kind. Candidates take turns and the fastest round of each counts: other load on
+the machine only adds time. Casts are assumed to run at the bandwidth of a copy, as fused kernels
+do.
+
+python benchmarks/measure_device.py --save here.json
 python -m float8.estimate 8192,4096,14336 --device here.json
 """
 
@@ -9,34 +18,143 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.cost_model.fit import fit
-from benchmarks.cost_model.measure import measure
-from float8.estimate.devices import DEVICES, find_device
+from benchmarks.measuring import harness
+from float8.config import RECIPES
+from float8.estimate.devices import BF16, DEVICES, FLOAT8, ROWWISE_BY_CUTLASS, Device, Figure
+from float8.estimate.devices import GemmSpeed as Speed
+from float8.estimate.gemms import busy, gemm_bytes, unoverlapped_bytes
+from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
+from float8.linear.scaling import bind_and_cast
+
+Size = tuple[int, int, int]
+SIZES = ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
+COPY_BYTES = 2**30
+ROUNDS = 7
+
+
+def measure(where: torch.device, sizes: Sequence[Size] = SIZES, copied: int = COPY_BYTES) -> Device:
+    """The figures of a device.
+
+    Args:
+        where: the device.
+        sizes: (M, K, N) of the layers whose GEMMs are timed.
+        copied: bytes of the buffer that is copied.
+    """
+    source = f"measured: here, torch {torch.__version__}"
+    memory, one = torch.zeros(copied, dtype=torch.uint8, device=where), torch.zeros(1, device=where)
+    target = torch.empty_like(memory)
+    copy_s, launch_s = best(where, [lambda: target.copy_(memory), lambda: one.add_(1)])
+    name, arch, processors = "this CPU", "cpu", None
+    if where.type == "cuda":
+        name, arch = torch.cuda.get_device_name(where), architecture(where.index)
+        count = torch.cuda.get_device_properties(where).multi_processor_count
+        processors = Figure(count, f"exact: multiprocessors of {name}")
+    sheet = next((own for key, own in DEVICES.items() if key in name.split()), None)
+    known = dict(sheet.products) if sheet else {BF16: _speed(1.0, 0.0, None, source)}
+    known.pop(ROWWISE_BY_CUTLASS, None)  # whatever runs here is timed as rowwise
+    device = Device(
+        name, arch, Figure(2 * copied / copy_s, source), Figure(1.0, "exact: of a copy"),
+        Figure(launch_s, source), known, processors=processors,
+    )  # fmt: skip
+    products = {
+        kind: _speed(*fitted(points), known.get(kind), source)
+        for kind, points in timed_gemms(device, where, sizes).items()
+        if points
+    }
+    return replace(device, products=known | products)
+
+
+def best(where: torch.device, candidates: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds per call of candidates that take turns: the fastest round of each."""
+    named = {str(i): candidate for i, candidate in enumerate(candidates)}
+    timer = harness.timer_for(str(where))
+    samples = harness.interleave(named, timer, repeats=ROUNDS, warmup=2)
+    return [min(own) for own in samples.values()]
+
+
+def timed_gemms(
+    device: Device, where: torch.device, sizes: Sequence[Size]
+) -> dict[str, list[tuple[float, float]]]:
+    """Kind of GEMM -> operations and seconds, without those that memory bounds."""
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (BF16, *FLOAT8)}
+    for M, K, N in sizes:
+        x, w, g = (
+            torch.randn(rows, columns, device=where, dtype=torch.bfloat16)
+            for rows, columns in ((M, K), (N, K), (M, N))
+        )
+        three = {"output": (x, w), "grad_input": (g, w.t()), "grad_weight": (g.t(), x.t())}
+        for gemm, (a, b) in three.items():
+            calls = {kind: _call(kind, gemm, device.arch, a, b) for kind in found}
+            able = {kind: call for kind, call in calls.items() if call is not None}
+            sides = a.shape[0], b.shape[0]
+            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.tiled_processors)
+            written = unoverlapped_bytes(sides[0] * sides[1], device.tiled_processors)
+            for kind, seconds in zip(able, best(where, list(able.values())), strict=True):
+                own = seconds - device.launch.value
+                moving = gemm_bytes(kind, *sides, a.shape[1]) / device.bytes_per_second
+                own_s = own - written / device.bytes_per_second
+                if moving < 0.9 * own and own_s > 0:
+                    found[kind].append((flops, own_s))
+    return found
+
+
+def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[], object] | None:
+    """``a @ b.T`` with operands cast as by the recipe of the kind; None if the device refuses."""
+    if kind == BF16:
+        return lambda: a @ b.t()
+    plan = getattr(RECIPES["mxfp8" if kind == MX else kind].plan, gemm)
+    blocks = (plan.a.block, plan.b.block)
+    if refuses_device(arch, *blocks, torch.bfloat16):
+        return None
+    (a8, a_scale), (b8, b_scale) = (
+        bind_and_cast(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b))
+    )
+    return lambda: scaled_mm(
+        a8, a_scale, b8, b_scale, *blocks,
+        out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum,
+    )  # fmt: skip
+
+
+def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Operations per second, and half_size, of the least relative errors; both at least 0."""
+    flops, seconds = torch.tensor(points, dtype=torch.float64).unbind(1)
+    matrix = torch.stack((flops / seconds, 1 / seconds), 1)
+    ones = torch.ones(len(points), 1, dtype=torch.float64)
+    for columns in (matrix, matrix[:, :1]):  # with half_size, and without
+        if len(points) < columns.shape[1]:
+            continue
+        costs = torch.linalg.lstsq(columns, ones, driver="gelsd").solution.flatten().tolist()
+        if min(costs) > 0:
+            break
+    return 1 / costs[0], costs[1] / costs[0] if len(costs) > 1 else 0.0
+
+
+def _speed(rate: float, half_size: float, known: Speed | None, source: str) -> Speed:
+    """A kind of GEMM that reaches a rate; a peak that is known stays."""
+    peak = known.peak if known else Figure(rate, source)
+    return Speed(peak, Figure(rate / peak.value, source), Figure(half_size, source))
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fit", nargs="+", type=Path, metavar="FILE", help="files of one device")
-    known = f"{', '.join(DEVICES)}, or a file"
-    parser.add_argument("--device", help=f"with --fit, for figures that the files lack: {known}")
     parser.add_argument("--save", type=Path, required=True, metavar="FILE", help="write JSON there")
     options = parser.parse_args(argv)
-    if options.device and not options.fit:
-        parser.error("--device is for --fit: without it, this machine is measured")
-    try:
-        options.save.parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
-        base = None if options.device is None else find_device(options.device)
-        device = fit(*options.fit, base=base) if options.fit else measure()
-        device.save(options.save)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    if not torch.cuda.is_available():
+        parser.error("no CUDA device to measure; DEVICES of float8.estimate lists datasheets")
+    device = measure(torch.device("cuda", 0))
+    options.save.parent.mkdir(parents=True, exist_ok=True)
+    device.save(options.save)
     print("\n".join([f"{device.name}: wrote {options.save}", *device.provenance()]))
     return 0
 

@@ -1,13 +1,12 @@
 """Draw a result file, as the program that wrote it draws it.
 
-    bench_linear, bench_matmul  speed-ups: one panel per mode, one line per recipe
     bench_mup_transfer          held-out loss over the learning rate, one line per width
     bench_quality               gaps to bf16 with their intervals; see `quality/pictures.py`
     bench_outliers              loss above bf16 over the size of an outlier, one line per contender
     bench_unit_gpt              training and held-out loss over the steps, one line per contender
     scripts/demo.py             loss curves, and gaps to the base
 
-python benchmarks/plots.py benchmarks/results/cpu_bench_matmul.json -o matmul.png
+python benchmarks/plots.py benchmarks/results/cpu_quality.json -o quality.png
 python benchmarks/plots.py out/demo/demo.json -o demo.png
 """
 
@@ -23,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks import bench_mup_transfer, bench_outliers, bench_unit_gpt
-from benchmarks.measuring import plots
-from benchmarks.quality import outlier_picture, pictures
+from benchmarks.quality import pictures
 from scripts.training import curves
 from scripts.training.picture import save
 
@@ -32,10 +30,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DRAWN: dict[str, Callable[[dict[str, Any]], Figure]] = {
-    **dict.fromkeys(plots.LINES, plots.draw),
-    "bench_quality": pictures.draw,
+    "bench_quality": lambda report: pictures.draw(report["rows"]),
     "bench_mup_transfer": lambda report: bench_mup_transfer.draw(report["rows"]),
-    "bench_outliers": lambda report: outlier_picture.draw(bench_outliers.lines(report["rows"])),
+    "bench_outliers": lambda report: bench_outliers.draw(bench_outliers.lines(report["rows"])),
     "bench_unit_gpt": lambda report: bench_unit_gpt.draw(report["rows"]),
     "demo": lambda report: curves.draw(report["runs"]),
 }

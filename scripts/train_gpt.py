@@ -39,7 +39,6 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring.memory import bytes_of, state_tensors
 from scripts.training import corpus, gpt, savings
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.environment import NotWritten, check_writable, environment, remove, write_json
@@ -54,6 +53,7 @@ from scripts.training.options import (
     row_of,
 )
 from scripts.training.parallel import Alone, launch, leave
+from scripts.training.tensors import bytes_of, state_tensors
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)

@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.measuring.harness import Row
 from float8.version import __version__
+from scripts.training.environment import cpu_model
 
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
@@ -73,14 +74,6 @@ def commit() -> Row:
     if not (ROOT / ".git").exists() or not (head := _git("rev-parse", "--verify", "HEAD")):
         return {"commit": "unknown", "dirty": None}
     return {"commit": head, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
-
-
-def cpu_model() -> str:
-    """The processor's name from /proc/cpuinfo, else from `platform`."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def version(package: str) -> str | None:

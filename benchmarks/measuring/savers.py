@@ -50,7 +50,6 @@ OURS = (
     "tensorwise+saved_activations+O2",
     "tensorwise+saved_activations+float8_adamw",
 )
-ALL_TOGETHER = OURS[-1]
 MASTER, NARROW = "bf16+fp32_master", "bf16+bf16_adamw"
 PEERS = {
     "torchao AdamW8bit": ("torchao.optim", "AdamW8bit"),

@@ -8,7 +8,11 @@ name                         the linear layers of the blocks
                              ``bf16`` by one rounding and has no other reason to be better or worse:
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
-a name of `configs.py`       converted with that config
+``down in bf16``             ``tensorwise``, but ``down`` is not converted
+``smooth ...``               the recipe by ``down``, which gives each channel of its input a scale
+                             (Smooth-SwiGLU, arXiv 2409.12517, section 4.4), and a dynamic scale to
+                             its weight
+``history H``, ``margin M``  ``delayed`` with a history of H steps, with amaxes times ``2^M``
 `SAVING`                     recipe ``tensorwise``; what other operations save for backward, and
                              the states of AdamW, are float8 too
 ``unit_bf16``                unit-scaled, in bf16: the base of all that are unit-scaled
@@ -17,9 +21,6 @@ a name of `configs.py`       converted with that config
                              have a dynamic scale, so that values which grow do not saturate
 ``torchao tensorwise``,      converted by torchao's own function; on a CPU with ``emulate``
 ``torchao rowwise``
-``only PART``,               recipe ``tensorwise`` with the casts of an operand or a single cast
-``all but PART``             alone, or with all but those, by a layer of the study's own
-                             (``ablated.py``)
 ============================ ======================================================================
 
 The output head keeps bf16 in all of them.
@@ -28,8 +29,6 @@ The output head keeps bf16 in all of them.
 from __future__ import annotations
 
 import importlib
-import itertools
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -38,14 +37,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.quality import configs
-from benchmarks.quality.ablated import ABLATIONS, ablate, casts_in
 from float8 import (
+    CastConfig,
+    DelayedScalingConfig,
     Float8LinearConfig,
     after_step,
     convert_to_float8_training,
     high_precision,
 )
+from float8.config import RECIPES
 from float8.unit_scaling.transforms import float8
 from scripts.training import gpt, savings
 
@@ -54,6 +54,25 @@ UNIT_BASE, UNIT_NOISE, UNIT_DYNAMIC = "unit_bf16", "unit_bf16 rounded", "unit, d
 CONTROLS = {BASE: NOISE, UNIT_BASE: UNIT_NOISE}  # of each base
 SAVING = "tensorwise+saved_activations+float8_adamw"  # as in training/savings.py
 PEER = "torchao "
+
+
+def _delayed(**settings: Any) -> Float8LinearConfig:
+    return replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(**settings))
+
+
+def _smooth(recipe: str) -> Float8LinearConfig:
+    return replace(RECIPES[recipe], cast_config_weight=CastConfig(), smooth_input=True)
+
+
+# name -> config of ``down``, which reads SwiGLU (None is bf16), and of the other linear layers
+CONFIGS = {
+    "history 1": (_delayed(history_len=1),) * 2,
+    "history 1024": (_delayed(history_len=1024),) * 2,
+    "margin 4": (_delayed(margin=4),) * 2,
+    "down in bf16": (None, RECIPES["tensorwise"]),
+    "smooth tensorwise": (_smooth("tensorwise"), RECIPES["tensorwise"]),
+    "smooth delayed": (_smooth("delayed"), RECIPES["delayed"]),
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +84,7 @@ class Contender:
         unit_scaled: it takes u-muP's optimizer and no clipping.
         after_step: to call after the optimizer's step.
         in_bf16: a context in which a float8 model runs in bf16; None for bf16, and for layers of
-            torchao's or of the study's own, which have no such switch.
+            torchao's, which have no such switch.
         optimizer: a name of `savings.OPTIMIZERS`, where the model is not unit-scaled.
     """
 
@@ -96,15 +115,15 @@ def contender(name: str, model: nn.Module) -> Contender:
         return replace(found, optimizer="float8_adamw")
     if base_of(name) == UNIT_BASE:
         return _unit_scaled(name, model)
-    if name in configs.CONFIGS:
-        converted = _by_configs(model, *configs.CONFIGS[name])
-    elif name in ABLATIONS:
-        ablate(model, casts_in(name))
-        return Contender(model)
+    if name in CONFIGS:
+        converted = _by_configs(model, *CONFIGS[name])
     else:
         converted = gpt.in_recipe(model, name)
-    after = _after_steps(converted, configs.LATE if name == configs.LATER else 0)
-    return Contender(converted, after_step=after, in_bf16=lambda: high_precision(converted))
+    return Contender(
+        converted,
+        after_step=lambda: after_step(converted),
+        in_bf16=lambda: high_precision(converted),
+    )
 
 
 @torch.no_grad()
@@ -142,14 +161,6 @@ def _by_configs(
         if config is not None:
             convert_to_float8_training(model, config=config, module_filter_fn=chosen)
     return model
-
-
-def _after_steps(model: nn.Module, skipped: int) -> Callable[[], object]:
-    """`after_step`, but for the first so many calls."""
-    if skipped:  # the reminder to call it
-        warnings.filterwarnings("ignore", "this model uses delayed scaling", UserWarning)
-    calls = itertools.count()
-    return lambda: after_step(model) if next(calls) >= skipped else None
 
 
 def _by_torchao(model: nn.Module, recipe: str) -> nn.Module:

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.measuring.harness import Row
-from benchmarks.quality import outliers, pretrained
+from benchmarks.quality import outliers
 from benchmarks.quality.contenders import Contender, contender
-from benchmarks.quality.gpt_run import GPTRun
 from benchmarks.quality.run import (
+    GPTRun,
     evaluate,
     optimizer_of,
     schedule,
@@ -42,6 +42,7 @@ from benchmarks.quality.run import (
     text_of,
     train_step,
 )
+from benchmarks.quality.study import save
 from float8 import Float8Linear, inspect
 from float8.numerics import CastStatistics
 from scripts.training import corpus, gpt
@@ -135,7 +136,7 @@ def base_of(
         channel = outliers.plant(model.cpu(), tokens, run.byte)
         outliers.hold(model.to(device), channel, column=False)
         _train(base, run, text, device, range(run.base_steps, run.steps_of_base))
-        pretrained.save((model.cpu().state_dict(), channel), path)
+        save((model.cpu().state_dict(), channel), path)
     weights, channel = torch.load(path, weights_only=True)
     return weights, channel
 

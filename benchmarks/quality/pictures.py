@@ -1,22 +1,19 @@
-"""Draws the file of a study of quality.
+"""Draws the file of `bench_quality`.
 
-recipes   the gaps to bf16 with their intervals, one below the other, in front of the interval
-          of the control; and the gaps against the steps of the runs. A contender whose interval
-          is far wider than the others' leaves the picture, and its numbers are written there
-rates     held-out loss against the learning rate
-scaling   the gap against parameters, one line per number of tokens, and the prediction
+The gaps to bf16 with their intervals, one below the other, in front of the interval of the control;
+and the gaps against the steps of the runs. A contender whose interval is far wider than the others'
+leaves the picture, and its numbers are written there.
 """
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.measuring.harness import Row
-from benchmarks.quality import rates, recipes, scaling
-from benchmarks.quality.contenders import BASE, CONTROLS, NOISE, base_of
+from benchmarks.quality import recipes
+from benchmarks.quality.contenders import CONTROLS, NOISE
 from benchmarks.quality.paired import Difference, by_contender, with_loss
 from scripts.training import picture
 
@@ -25,26 +22,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ACROSS = 3  # panels in a row
-COLOURS = (
-    *(picture.BLUE, picture.VERMILLION, picture.GREEN, picture.PURPLE, picture.ORANGE),
-    *(picture.SKY, picture.BLACK),
-)
 
 
-def draw(report: dict[str, Any]) -> Figure:
-    """The figure of a file of ``bench_quality``.
-
-    Raises:
-        ValueError: the study has no figure.
-    """
-    study = report["options"].get("study", "recipes")
-    if study not in DRAWN:
-        raise ValueError(f"the study of {study} has no figure; these have: {', '.join(DRAWN)}")
-    figure: Figure = DRAWN[study](report["rows"])
-    return figure
-
-
-def draw_recipes(rows: Sequence[Row]) -> Figure:
+def draw(rows: Sequence[Row]) -> Figure:
     """Final gaps on the left, gaps against steps on the right."""
     from matplotlib.figure import Figure  # needed for drawing only
 
@@ -138,82 +118,3 @@ def _after(contenders: dict[str, list[Row]], step: int) -> dict[str, list[Row]]:
 def _steps(contenders: dict[str, list[Row]]) -> list[int]:
     rows = [row for own in contenders.values() for row in own if "loss" in row]
     return sorted({step for row in rows for step, _ in row["curve"]})
-
-
-def draw_rates(rows: Sequence[Row]) -> Figure:
-    """A line per contender; a dot where the loss is least."""
-    figure, (axes,) = _panels(1, width=6)
-    picture.plain(axes, "left", "bottom")
-    contenders = by_contender(rows)
-    for (name, own), colour in zip(contenders.items(), itertools.cycle(COLOURS), strict=False):
-        losses = rates.curve(rates.octaves(own))
-        if losses:
-            style = ":" if base_of(name) != BASE else "-"
-            axes.plot(list(losses), list(losses.values()), style, color=colour, label=name)
-            best = rates.best(losses)
-            axes.plot([best], [losses[best]], "o", color=colour)
-    axes.set_xticks(list(rates.OCTAVES), [f"x{2.0**octave:g}" for octave in rates.OCTAVES])
-    axes.set_xlabel("learning rate, of the usual one", color=picture.GREY)
-    axes.set_ylabel("held-out loss", color=picture.GREY)
-    _legend(axes)
-    return figure
-
-
-def draw_scaling(rows: Sequence[Row]) -> Figure:
-    """A panel per contender: its seeds pale, their means in lines; dashed is the prediction."""
-    lines, _ = scaling.summary(rows)
-    cells = [line for line in lines if "gap_percent" in line]
-    wholes = {line["layer"]: line for line in lines if "mean" in line}
-    names = list(dict.fromkeys(line["layer"] for line in cells))
-    figure, panels = _panels(max(1, len(names)), width=3.2)
-    for axes, name in zip(panels, names, strict=False):
-        picture.plain(axes, "left", "bottom")
-        axes.axhline(0, color=picture.GREY, linewidth=0.8)
-        axes.set_xscale("log")
-        sizes = sorted({line["N"] for line in cells})
-        axes.set_xticks(sizes, [f"{N / 1000:,.0f}" for N in sizes], minor=False)
-        axes.set_xticks([], minor=True)
-        own = [line for line in cells if line["layer"] == name]
-        for D, colour in zip(sorted({line["D"] for line in own}), COLOURS, strict=False):
-            _draw_budget(axes, [line for line in own if line["D"] == D], colour)
-        axes.set_title(name, loc="left", fontweight="bold", pad=10)
-        whole = wholes.get(f"{name}, all sizes", {})
-        said = [f"mean {whole['mean']}"] if "mean" in whole else []
-        said += [f"$N_{{eff}}/N$ = {whole['kept']}"] if "kept" in whole else []
-        axes.set_xlabel(
-            "\n".join(["parameters of the blocks, in thousands", *said]), color=picture.GREY
-        )
-    panels[0].set_ylabel("gap to bf16, % of its loss", color=picture.GREY)
-    handles, labels = panels[len(names) - 1].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return figure
-
-
-def _draw_budget(axes: Axes, lines: Sequence[Row], colour: str) -> None:
-    """The gaps of one number of tokens."""
-    label = f"{lines[0]['D'] / 1e6:.2g} million tokens"
-    means = [(line["N"], line["gap_percent"]) for line in lines]
-    seeds = [(line["N"], gap) for line in lines for gap in line["gaps"]]
-    predicted = [(line["N"], line["predicted"]) for line in lines if "predicted" in line]
-    axes.plot(*zip(*seeds, strict=True), ".", color=colour, alpha=0.4)
-    axes.plot(*zip(*means, strict=True), "o-", color=colour, linewidth=1.4, label=label)
-    if predicted:
-        style: Any = {"color": colour, "linewidth": 1, "label": f"{label}, predicted"}
-        axes.plot(*zip(*predicted, strict=True), "--", **style)
-
-
-def _legend(axes: Axes) -> None:
-    """None where a file has nothing to draw yet."""
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize="small")
-
-
-def _panels(count: int, width: float) -> tuple[Figure, Sequence[Axes]]:
-    from matplotlib.figure import Figure  # needed for drawing only
-
-    figure = Figure(figsize=(width * count, 4.2), layout="constrained")
-    return figure, figure.subplots(1, count, squeeze=False, sharey=True)[0]
-
-
-DRAWN = {"recipes": draw_recipes, "rates": draw_rates, "scaling": draw_scaling}

@@ -1,7 +1,7 @@
 """The study of recipes: a line per contender, its mean loss and its paired gap to its base.
 
 A base has a control, as ``bf16 rounded``, which has no reason to be better or worse. Both are then
-the base, and a least-squares fit (`least_squares.py`) over all runs of a setting,
+the base, and a least-squares fit (`paired.py`) over all runs of a setting,
 
     100 ln(loss) = (a constant of the seed) + (one of the contender, 0 for base and control) + error
 
@@ -28,7 +28,6 @@ the errors of the base decide.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -47,9 +46,14 @@ from benchmarks.quality.contenders import (
     UNIT_NOISE,
     base_of,
 )
-from benchmarks.quality.least_squares import Observation, fit
-from benchmarks.quality.paired import Difference, by_contender, difference, settings
-from benchmarks.quality.run import Run, usual_runs
+from benchmarks.quality.paired import (
+    Difference,
+    Observation,
+    by_contender,
+    difference,
+    fit,
+    settings,
+)
 from float8.config import RECIPES
 
 LIMIT = 0.25  # per cent of the base's loss
@@ -69,11 +73,6 @@ COLUMNS = {
     "alarmed": ("runs with an alarm", ""),
     "diverged": ("diverged", ".0f"),
 }
-
-
-def runs(options: argparse.Namespace) -> list[Run]:
-    """Every contender for every seed, a seed after the other."""
-    return usual_runs(options, options.seeds)
 
 
 def lines(rows: Sequence[Row]) -> list[Row]:

@@ -1,7 +1,8 @@
 """One training of a quality study, decided by a `Run`.
 
-Weights and batches are those of `gpt_run.py`, the text torch's own Python sources
-(`scripts/training/corpus.py`): runs of one seed differ only in their contender. Parameters are
+The model is the GPT of `scripts/training/gpt.py`, the text torch's own Python sources. Runs of one
+seed and sizes start from the same bits and see the same batches: they differ only in their
+contender. Parameters are
 float32, the arithmetic is autocast to bf16, and AdamW decays matrices (betas 0.9 and 0.95, decay
 0.1; u-muP's AdamW and decay for unit-scaled models). Gradients are clipped to a norm of 1, but for
 unit-scaled models.
@@ -20,11 +21,10 @@ has the ``alarms`` that started, and ``seconds`` includes the looks.
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,10 @@ from torch import Tensor, nn
 import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
-from benchmarks.quality.gpt_run import GPTRun
 from float8 import inspect_every
 from float8.numerics import Alarm
 from scripts.train_gpt import BETAS, CLIP, UNIT_DECAY, WEIGHT_DECAY
-from scripts.training import corpus, savings
+from scripts.training import corpus, gpt, savings
 
 WARM_UP = 0.05  # of the steps
 SHORT = 2**17  # bytes of an evaluation before the last step
@@ -47,6 +46,40 @@ AVERAGED = 20  # steps whose training losses the row keeps as one mean
 WATCHED = 50  # steps from look to look
 SHOWN = 20  # alarms that a row keeps
 EVALUATION_BYTES = 2**12  # in one forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTRun:
+    """What all runs of the GPT say of themselves; each study adds its own fields.
+
+    Args:
+        seed: of weights and batches.
+        layers, width, heads, context: of the model.
+        batch: windows of text in a step.
+    """
+
+    seed: int
+    layers: int = 2
+    width: int = 128
+    heads: int = 2
+    context: int = 64
+    batch: int = 16
+
+    @property
+    def sizes(self) -> gpt.Sizes:
+        return gpt.Sizes(self.layers, self.width, self.heads, self.context)
+
+    def new_model(self, device: str = "cpu") -> gpt.GPT:
+        """The GPT before the first step."""
+        torch.manual_seed(self.seed)
+        return gpt.GPT(self.sizes).to(device)
+
+    def batch_of(
+        self, text: corpus.Corpus, step: int, device: str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (B, T) of a step, counted from 0."""
+        pair = text.batch(step, seed=self.seed, batch=self.batch, context=self.context)
+        return pair[0].to(device), pair[1].to(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,29 +105,6 @@ RATE, UNIT_RATE = 2e-3, 2**-2  # the best of scripts/training/options.py, at wid
 def usual_rate(contender: str, width: int) -> float:
     """The learning rate of a contender; u-muP's is that of all widths (arXiv 2407.17465)."""
     return UNIT_RATE if base_of(contender) == UNIT_BASE else RATE * 128 / width
-
-
-def usual_runs(options: argparse.Namespace, seeds: Sequence[int], **sizes: int) -> list[Run]:
-    """Every contender for every seed at its usual rate, a seed after the other.
-
-    Args:
-        options: ``contenders``, and ``sizes`` of runs; a head of attention has a width of 64.
-        seeds: of the runs.
-        sizes: other ones than those of the options.
-    """
-    sizes = {**options.sizes, **sizes}
-    width = sizes["width"]
-    return [
-        Run(
-            contender=name,
-            seed=seed,
-            learning_rate=usual_rate(name, width),
-            heads=max(1, width // 64),
-            **sizes,
-        )
-        for seed in seeds
-        for name in options.contenders
-    ]
 
 
 def schedule(step: int, steps: int) -> float:

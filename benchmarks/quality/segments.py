@@ -23,7 +23,6 @@ import torch
 
 from benchmarks.measuring.harness import Row
 from benchmarks.models.nanogpt import NanoGPT
-from benchmarks.quality import pretrained
 from benchmarks.quality.contenders import Contender, contender
 from benchmarks.quality.run import (
     Run,
@@ -34,6 +33,7 @@ from benchmarks.quality.run import (
     text_of,
     train_step,
 )
+from benchmarks.quality.study import save
 from scripts.training import corpus
 
 
@@ -107,7 +107,7 @@ def train(segment: Segment, folder: Path, data: Path | None = None, device: str 
     }
     states = {"model": what.model.state_dict(), "optimizer": optimizer.state_dict()}
     end = {"training": training, "until": segment.until, "row": json.dumps(row)}
-    pretrained.save(states | end, path)
+    save(states | end, path)
     return row
 
 

@@ -34,9 +34,9 @@ from torch import Tensor, nn
 import float8
 from benchmarks.measuring.harness import Row
 from benchmarks.quality.contenders import Contender, all_but_the_head
-from benchmarks.quality.gpt_run import GPTRun
 from benchmarks.quality.run import (
     SHOWN,
+    GPTRun,
     alarm_line,
     autocast,
     optimizer_of,

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.measuring.report import cpu_model
 from float8.numerics.snapshot import replace_file, try_writing
 from float8.version import __version__
 
@@ -38,6 +37,14 @@ def machine(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_model()}, {torch.get_num_threads()} threads"
+
+
+def cpu_model() -> str:
+    """The processor's name from /proc/cpuinfo, else from `platform`."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 class NotWritten(OSError):

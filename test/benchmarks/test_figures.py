@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from PIL import Image
 
 from benchmarks import figures
 from benchmarks.measuring import overview
@@ -32,19 +31,6 @@ def test_every_committed_figure_can_be_drawn_again():
     assert all(path.exists() for path in NOT_FROM_RESULTS.values())
     inputs = {name for figure in figures.FIGURES.values() for name in figure.inputs}
     assert all((overview.RESULTS / name).is_file() for name in inputs)
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
-def test_a_figure_is_small_and_sharp_at_the_width_of_a_page(path):
-    assert path.stat().st_size < 120_000
-    with Image.open(path) as picture:
-        assert picture.width >= 1000
-
-
-@pytest.mark.parametrize("name", [name for name in figures.FIGURES])
-def test_the_ground_is_white(name):
-    with Image.open(figures.FOLDER / f"{name}.png") as picture:
-        assert picture.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
 
 
 def test_figures_are_drawn_by_name(tmp_path, capsys):
@@ -113,36 +99,3 @@ def test_the_figure_writes_the_numbers_of_the_rows_and_says_what_is_predicted():
     assert "predicted" in speed.get_title(loc="left")
     assert any("not measured" in text for text in texts(speed))
     assert not any(patch.get_hatch() for patch in memory.patches)
-
-
-def test_whiskers_are_the_interval_and_lie_in_the_panel():
-    found = [
-        overview.Row("tensorwise", (0.25, 0.5), 2, 90),
-        overview.Row(UNIT_DYNAMIC, (3.0, 1.5), 3, 90),
-    ]
-    loss = overview.draw(found).axes[0]
-    lines = [tuple(line.get_xdata()) for line in loss.get_lines()]
-    assert {(-0.25, 0.75), (0.25,), (1.5, 4.5), (3.0,)} <= set(lines)
-    low, high = loss.get_xlim()
-    assert low < -0.25 and high > 4.5
-    assert any("90 steps" in text and "from 2 to 3 seeds" in text for text in texts(loss))
-
-
-def test_a_way_without_an_interval_says_so():
-    assert "not in this study" in texts(overview.draw([overview.Row(UNIT_DYNAMIC)]).axes[0])
-
-
-def test_no_text_leaves_the_figure_or_covers_another():
-    figure = overview.draw(overview.rows())
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    found = [t for axes in figure.axes for t in (*axes.texts, axes._left_title) if t.get_text()]
-    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in found]
-    for i, (name, box) in enumerate(boxes):
-        assert box.x0 >= 0 and box.x1 <= figure.bbox.width, name
-        assert box.y0 >= 0 and box.y1 <= figure.bbox.height, name
-        for other, space in boxes[i + 1 :]:
-            assert not box.padded(-1).overlaps(space.padded(-1)), (name, other)

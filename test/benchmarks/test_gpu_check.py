@@ -88,7 +88,6 @@ def test_it_attempts_every_part_and_the_most_important_first(run):
         "bench_model",
         "bench_numerics",
         "bench_optim",
-        "bench_overhead",
         "bench_unit",
         "check_estimate",
     }
@@ -98,13 +97,13 @@ def test_a_part_that_fails_is_named_and_starves_no_other(tmp_path):
     run = Run(tmp_path, FAILS="bench_matmul")
     assert run.status == 1
     assert "gpu_check: failed: bench_matmul" in run.report
-    assert run.options_of("bench_overhead")
+    assert run.options_of("bench_unit")
 
 
 def test_its_limits_together_stay_under_nine_minutes():
     parts = r'^(?:CUDA_VISIBLE_DEVICES=\'\' )?(?:tests \w+|benchmark \w+|part ".*"|part \w+) (\d+)'
     limits = re.findall(parts, SCRIPT.read_text(), re.M)
-    assert len(limits) == 18
+    assert len(limits) == 17
     assert sum(map(int, limits)) <= NINE_MINUTES
     assert f"seconds_in_all={NINE_MINUTES}" in SCRIPT.read_text()
 
@@ -119,7 +118,7 @@ def test_a_part_that_hangs_is_killed_and_the_next_ones_run_in_what_is_left(tmp_p
     run = Run(tmp_path, changed(tmp_path, text), HANGS="bench_matmul")
     assert run.status == 1
     assert "== bench_matmul: FAILED: stopped after 1 s" in run.report
-    assert run.options_of("bench_overhead")
+    assert run.options_of("bench_unit")
     assert "gpu_check: failed: bench_matmul" in run.report
 
 
@@ -186,7 +185,7 @@ def test_every_file_with_cuda_tests_is_named_once(run):
 
 
 def test_timings_are_measured_by_one_worker_alone(run):
-    (timing,) = (c for c in run.commands if "test/benchmarks/test_measure.py" in c)
+    (timing,) = (c for c in run.commands if "test/benchmarks/test_check_estimate.py" in c)
     assert "-n" not in timing
     assert "test/benchmarks/test_harness.py" in timing
 

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.quality.least_squares import QUANTILES, fit, quantile
-from benchmarks.quality.paired import Difference, difference, settings
+from benchmarks.quality.paired import QUANTILES, Difference, difference, fit, quantile, settings
 
 
 def rows(losses: dict[int, float], key: str = "loss", **run) -> list[dict]:

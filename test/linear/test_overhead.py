@@ -1,7 +1,7 @@
 """How many functions of the library a training step calls, and what torch.compile guards.
 
-Counted, not timed: `benchmarks/bench_overhead.py` measures the time. The calls are those of one
-warmed-up eager forward and backward of a layer without bias.
+Counted, not timed. The calls are those of one warmed-up eager forward and backward of a layer
+without bias.
 """
 
 from __future__ import annotations

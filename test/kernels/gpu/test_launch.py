@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from benchmarks.measuring.stubbed_gpu import StubbedDriver
 from float8.kernels.gpu import cast
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
@@ -94,6 +94,34 @@ def _scale_kernel(x_ptr, y_ptr, n, stride, factor, seed, TILE: tl.constexpr, ADD
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     x = tl.load(x_ptr + i * stride, i < n, 0.0)
     tl.store(y_ptr + i, x * factor + seed + (1.0 if ADDS else 0.0), i < n)
+
+
+class StubbedDriver:
+    """What Triton asks of a device; keeps what it is asked to launch."""
+
+    def __init__(self):
+        self.launches = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (self, None, 0, 0, 1024),  # module, function, ..., most threads
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+        )
+
+    def get_current_device(self):
+        return "stub"  # Triton keeps kernels by device
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def launcher_cls(self, source, metadata):
+        def launch(*given):  # x, y, z, stream, function, three of Triton's and two hooks
+            found = SimpleNamespace(kernel=metadata, grid=given[:3], arguments=given[9:])
+            self.launches.append(found)
+
+        return launch
 
 
 @pytest.fixture
