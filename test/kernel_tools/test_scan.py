@@ -257,14 +257,10 @@ def test_clean_code_is_left_alone(body):
     assert not found.unknown
 
 
-def test_the_way_to_the_store_is_shown():
+def test_a_finding_names_the_byte_its_origin_and_the_store():
     found = scanned(FAULTS["in the upper byte, through a shift and a sum"])
-    assert str(found).splitlines() == [
-        "byte 1 of R8 may come from the stack pointer:",
-        "    0090 LOP3.LUT R10, R1, 0xff, RZ, 0xc0, !PT",
-        "    00a0 IMAD R8, R10, 0x100, R9",
-        "    00b0 STG.E desc[UR4][R2.64], R8",
-    ]
+    store = "00b0 STG.E desc[UR4][R2.64], R8"
+    assert str(found) == f"byte 1 of R8 may come from the stack pointer: {store}"
 
 
 def test_an_unknown_instruction_is_named_and_hands_on_garbage():

@@ -17,6 +17,7 @@ Approximate instructions (``ex2.approx``) are computed in float64 and rounded: a
 differ in the last bits. `arithmetic` says by how much.
 """
 
+# ruff: noqa: F401
 from scripts.kernel_tools.ptx import (
     accesses,
     arithmetic,
@@ -27,29 +28,9 @@ from scripts.kernel_tools.ptx import (
     tensor_cores,
     tensor_memory,
 )
-from scripts.kernel_tools.ptx.machine import Machine, execute, instruction
-from scripts.kernel_tools.ptx.memory import GlobalMemory
-from scripts.kernel_tools.ptx.program import Instruction, Program, PtxError, fusible, parse
-from scripts.kernel_tools.ptx.report import Finding, Report
-
-__all__ = [
-    "Finding",
-    "GlobalMemory",
-    "Instruction",
-    "Machine",
-    "Program",
-    "PtxError",
-    "Report",
-    "accesses",
-    "arithmetic",
-    "async_copies",
-    "conversions",
-    "exchange",
-    "execute",
-    "fusible",
-    "instruction",
-    "mbarriers",
-    "parse",
-    "tensor_cores",
-    "tensor_memory",
-]
+from scripts.kernel_tools.ptx.machine import execute as execute
+from scripts.kernel_tools.ptx.memory import GlobalMemory as GlobalMemory
+from scripts.kernel_tools.ptx.program import PtxError as PtxError
+from scripts.kernel_tools.ptx.program import fusible as fusible
+from scripts.kernel_tools.ptx.program import parse as parse
+from scripts.kernel_tools.ptx.report import Report as Report

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.kernel_tools.ptx.machine import TYPES, Machine, instruction
-from scripts.kernel_tools.ptx.memory import add_traffic, distinct, sectors_and_lines, wavefronts
 from scripts.kernel_tools.ptx.program import Address, Instruction, Operand, PtxError, Symbol, Vector
 
 Lanes = npt.NDArray[Any]
@@ -33,7 +32,7 @@ def space_of(ins: Instruction) -> str:
 def reach(
     machine: Machine, ins: Instruction, address: Lanes, width: int, lanes: Lanes, is_write: bool
 ) -> tuple[npt.NDArray[np.uint8], Lanes, Lanes]:
-    """Check an access, and count its traffic.
+    """Check an access.
 
     Args:
         address: of ``lanes``, in the space that the instruction names.
@@ -52,20 +51,12 @@ def reach(
             machine.memory.writer[offset[:, None] + np.arange(width)] = program[:, None]
         else:
             machine.memory.note_reads(report, ins, offset, width, program)
-        warps = lanes // 32
-        sectors, lines = sectors_and_lines(offset, width, warps)
-        counts = {"sectors": sectors, "lines": lines}
         data = machine.memory.data
     else:
         allowed, offset = machine.shared.places(report, ins, address, width, lanes)
-        if len(offset) != len(lanes):
-            lanes, address = lanes[allowed], address[allowed]
+        lanes = lanes if len(offset) == len(lanes) else lanes[allowed]
         machine.shared.note(report, ins, offset, width, lanes, is_write)
-        passes, least = wavefronts(address, width, lanes)
-        counts = {"wavefronts": passes, "least": least}
         data = machine.shared.data
-    issues = distinct(lanes // 32)[0].size
-    add_traffic(report, ins.opcode, issues=issues, bytes=len(lanes) * width, **counts)
     return data, offset, lanes
 
 
@@ -124,8 +115,6 @@ _COMBINED: dict[str, Callable[[Any, Any], Any]] = {
     "or": operator.or_,
     "xor": operator.xor,
     "exch": lambda old, value: value,
-    "inc": lambda old, value: old * 0 if old >= value else old + 1,
-    "dec": lambda old, value: value if old == 0 or old > value else old - 1,
 }
 
 
@@ -155,7 +144,7 @@ def _atomic(machine: Machine, ins: Instruction) -> None:
     machine.write(result, found)
 
 
-@instruction("fence", "membar", "prefetch", "prefetchu", "createpolicy", "discard", "applypriority")
+@instruction("fence", "membar", "prefetch", "createpolicy")
 def _no_effect(machine: Machine, ins: Instruction) -> None:
     """Orders or places what is visible at once here."""
     if ins.modifiers[:2] == ("proxy", "async"):

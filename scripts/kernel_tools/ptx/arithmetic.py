@@ -4,9 +4,9 @@ Floats follow IEEE with one rounding, as PTX does: float32 by numpy's own operat
 by sums in float64 that are rounded to odd first. NaN results have a GPU's one pattern.
 
 *Approximations.* Instructions with ``.approx``, and ``div.full``, are computed in float64 and
-rounded once. A GPU's own results differ from that by at most `APPROXIMATE`, which NVIDIA's manual
-states (PTX ISA, "Floating Point Instructions"). A kernel that uses one has outputs within a
-tolerance, and not exact bits.
+rounded once. A GPU's own results differ from that by what NVIDIA's manual states (PTX ISA,
+"Floating Point Instructions"): 2 ulps for ``ex2`` and ``div.full``, a relative error of 2^-22 for
+most others. A kernel that uses one has outputs within a tolerance, and not exact bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from scripts.kernel_tools.ptx.formats import (
     to_bfloat16,
 )
 from scripts.kernel_tools.ptx.machine import TYPES, Machine, instruction
-from scripts.kernel_tools.ptx.program import Immediate, Instruction, PtxError, Register, Vector
+from scripts.kernel_tools.ptx.program import Instruction, PtxError, Register, Vector
 
 Lanes = npt.NDArray[Any]
 
@@ -256,23 +256,9 @@ def _divide(machine: Machine, ins: Instruction) -> None:
     machine.write(ins.operands[0], quotient if ins.name == "div" else a - quotient * b)
 
 
-# Opcode -> the largest difference of a GPU's result, as NVIDIA's manual of PTX states it.
-APPROXIMATE = {
-    "ex2.approx": "2 ulps from the rounded result",
-    "lg2.approx": "absolute error 2^-22 for operands in (0.5, 2), relative error 2^-22 for others",
-    "rcp.approx": "1 ulp",
-    "rsqrt.approx": "relative error 2^-22.9",
-    "sqrt.approx": "relative error 2^-23",
-    "div.full": "2 ulps",
-    "div.approx": "2 ulps, where the divisor is in [2^-126, 2^126]",
-    "tanh.approx": "relative error 2^-11",
-}
-
 _FUNCTIONS: dict[str, Callable[..., Lanes]] = {
     "ex2": np.exp2,
     "lg2": np.log2,
-    "sin": np.sin,
-    "cos": np.cos,
     "tanh": np.tanh,
     "sqrt": np.sqrt,
     "rcp": np.reciprocal,
@@ -280,7 +266,7 @@ _FUNCTIONS: dict[str, Callable[..., Lanes]] = {
 }
 
 
-@instruction("ex2", "lg2", "sin", "cos", "tanh", "sqrt", "rcp", "rsqrt")
+@instruction("ex2", "lg2", "tanh", "sqrt", "rcp", "rsqrt")
 def _function(machine: Machine, ins: Instruction) -> None:
     function = _FUNCTIONS[ins.name]
     if "approx" in ins.modifiers:
@@ -301,15 +287,15 @@ def _approximate(machine: Machine, ins: Instruction, function: Callable[..., Lan
 
 @instruction("min", "max")
 def _extremum(machine: Machine, ins: Instruction) -> None:
-    if not is_float(ins.type):
-        _elementwise(machine, ins, np.minimum if ins.name == "min" else np.maximum)
-        return
 
     def chosen(*operands: Lanes) -> Lanes:
         value = operands[0]
         for other in operands[1:]:
-            value = maximum_minimum(ins, ins.name, value, other)
-        return value
+            if is_float(ins.type):
+                value = maximum_minimum(ins, ins.name, value, other)
+            else:
+                value = (np.minimum if ins.name == "min" else np.maximum)(value, other)
+        return np.maximum(value, 0) if "relu" in ins.modifiers else value
 
     _elementwise(machine, ins, chosen)
 
@@ -344,11 +330,10 @@ _LOGIC: dict[str, Callable[..., Lanes]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
-    "cnot": lambda x: (x == 0).astype(x.dtype),
 }
 
 
-@instruction("and", "or", "xor", "not", "cnot")
+@instruction("and", "or", "xor", "not")
 def _logic(machine: Machine, ins: Instruction) -> None:
     values = [machine.read(o, ins.type) for o in ins.operands[1:]]
     machine.write(ins.operands[0], _LOGIC[ins.name](*values))
@@ -398,19 +383,6 @@ def _extract(machine: Machine, ins: Instruction) -> None:
     machine.write(ins.operands[0], field)
 
 
-@instruction("bfi")
-def _insert(machine: Machine, ins: Instruction) -> None:
-    x, into = (machine.read(o, ins.type) for o in ins.operands[1:3])
-    start, length = (machine.read(o, "u32") & np.uint32(255) for o in ins.operands[3:])
-    bits = 8 * x.dtype.itemsize
-    position = np.arange(bits)
-    inside = (position >= start[:, None]) & (position < (start + length)[:, None])
-    weights = np.array([1 << i for i in range(bits)], x.dtype)
-    mask = np.where(inside, weights, x.dtype.type(0)).sum(1, dtype=x.dtype)
-    shifted = np.where(start < bits, x << np.minimum(start, bits - 1).astype(x.dtype), 0)
-    machine.write(ins.operands[0], (into & ~mask | shifted & mask).astype(x.dtype))
-
-
 @instruction("prmt")
 def _permute(machine: Machine, ins: Instruction) -> None:
     """Each nibble of the last operand chooses a byte of the first two; its top bit, its sign."""
@@ -423,34 +395,6 @@ def _permute(machine: Machine, ins: Instruction) -> None:
     sign = np.where(byte & 0x80, np.uint8(0xFF), np.uint8(0))
     chosen = np.where(nibble & 8, sign, byte)
     machine.write(ins.operands[0], np.ascontiguousarray(chosen).view("<u4")[:, 0])
-
-
-@instruction("lop3")
-def _lookup(machine: Machine, ins: Instruction) -> None:
-    """A truth table of three bits, applied to each."""
-    a, b, c = (machine.read(o, "u32") for o in ins.operands[1:4])
-    table = ins.operands[4]
-    if ins.modifiers != ("b32",) or not isinstance(table, Immediate):
-        raise PtxError(f"{ins}: this form is not supported")
-    result = np.zeros(machine.count, np.uint32)
-    for row in range(8):
-        if table.value >> row & 1:
-            result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
-    machine.write(ins.operands[0], result)
-
-
-@instruction("popc", "clz", "brev")
-def _count_bits(machine: Machine, ins: Instruction) -> None:
-    x = machine.read(ins.operands[1], ins.type)
-    bits = 8 * x.dtype.itemsize
-    place = x[:, None] >> np.arange(bits, dtype=x.dtype) & x.dtype.type(1)
-    if ins.name == "popc":
-        value = place.sum(1).astype(np.uint32)
-    elif ins.name == "clz":
-        value = np.where(x == 0, bits, place[:, ::-1].argmax(1)).astype(np.uint32)
-    else:
-        value = (place[:, ::-1] << np.arange(bits, dtype=x.dtype)).sum(1).astype(x.dtype)
-    machine.write(ins.operands[0], value)
 
 
 # --- comparisons and moves

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from scripts.kernel_tools.ptx.machine import Lanes, Machine, instruction
-from scripts.kernel_tools.ptx.memory import add_traffic, sectors_and_lines
 from scripts.kernel_tools.ptx.program import Immediate, Instruction, PtxError
 
 
@@ -101,15 +100,6 @@ def _copy(machine: Machine, ins: Instruction, copies: Copies) -> None:
     readers = lanes[reads][allowed]
     machine.memory.note_reads(machine.report, ins, offset, size, machine.number[readers])
     data[np.flatnonzero(reads)[allowed]] = machine.memory.data[offset[:, None] + np.arange(size)]
-    sectors, lines = sectors_and_lines(offset, size, readers // 32)
-    add_traffic(
-        machine.report,
-        ins.opcode,
-        issues=np.unique(lanes // 32).size,
-        bytes=readers.size * size,
-        sectors=sectors,
-        lines=lines,
-    )
     allowed, to = machine.shared.places(
         machine.report, ins, machine.address(ins.operands[0])[lanes], size, lanes
     )

@@ -23,7 +23,6 @@ lanes that execute it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -491,7 +490,6 @@ def execute(
         )
     }
     report = Report(program.name, x * y * z, number)
-    begin = time.perf_counter()
     size = shared_bytes + sum(-(-n // 128) * 128 for n in program.shared.values())
     random = None if seed is None else np.random.default_rng(seed)
     order = np.arange(x * y * z) if random is None else random.permutation(x * y * z)
@@ -499,7 +497,6 @@ def execute(
         for first in range(0, x * y * z, batch):
             numbers = order[first : first + batch]
             Machine(program, values, memory, numbers, (x, y, z), number, size, report, random).run()
-    report.seconds = time.perf_counter() - begin
     return report
 
 

@@ -17,14 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.kernel_tools.ptx.program import Instruction
-from scripts.kernel_tools.ptx.report import Report, Traffic
+from scripts.kernel_tools.ptx.report import Report
 
 Lanes = npt.NDArray[Any]
 
 BASE = 0x7F0000000000  # the address of the first byte of global memory
 GUARD = 4096
-SECTOR, LINE = 32, 128
-BANKS = 32
 
 # Who accessed a byte: a lane, or one of these; _WARP - w: several lanes of warp w.
 _NOBODY, _SEVERAL, _WARP = -1, -2, -3
@@ -245,45 +243,3 @@ def _together(a: Lanes, b: Lanes) -> Lanes:
     warp = _warp_of(a)
     one_warp = (warp >= 0) & (warp == _warp_of(b))
     return np.where(a == b, a, np.where(one_warp, _WARP - warp, _SEVERAL))
-
-
-def distinct(values: Lanes) -> tuple[Lanes, Lanes]:
-    """The different values in ascending order, and where each begins in the sorted ones."""
-    ordered = np.sort(values, axis=None)
-    changes = np.ones(ordered.size, bool)
-    changes[1:] = ordered[1:] != ordered[:-1]
-    begins = np.flatnonzero(changes)
-    return ordered[begins], begins
-
-
-def sectors_and_lines(offset: Lanes, width: int, warp: Lanes) -> tuple[int, int]:
-    """How many units of 32 and of 128 bytes the accesses of each warp touch."""
-    key = warp.astype(np.int64) << 42
-    sectors, _ = distinct(key + offset // SECTOR)
-    lines, _ = distinct((sectors >> 42 << 42) + (sectors & (1 << 42) - 1) // (LINE // SECTOR))
-    return sectors.size, lines.size
-
-
-def wavefronts(address: Lanes, width: int, lanes: Lanes) -> tuple[int, int]:
-    """Passes over the banks that accesses to shared memory take, and would without conflicts.
-
-    A bank delivers one 4-byte word a pass, to all lanes that ask for it. A warp's accesses of 8
-    bytes a lane take two passes at least, by half-warps, and those of 16 bytes four.
-    """
-    words = max(1, width // 4)
-    group = lanes // (32 // words)
-    word = (address.astype(np.int64) // 4)[:, None] + np.arange(words)
-    keys, _ = distinct((group.astype(np.int64)[:, None] << 32) + word)
-    if keys.size == 0:
-        return 0, 0
-    banks, begins = distinct((keys >> 32) * BANKS + keys % BANKS)
-    counts = np.diff(begins, append=keys.size)
-    _, first = distinct(banks // BANKS)
-    return int(np.maximum.reduceat(counts, first).sum()), first.size
-
-
-def add_traffic(report: Report, opcode: str, **counts: int) -> None:
-    """Add to the traffic of an opcode."""
-    traffic = report.traffic.setdefault(opcode, Traffic())
-    for name, count in counts.items():
-        setattr(traffic, name, getattr(traffic, name) + count)

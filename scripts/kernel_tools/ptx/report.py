@@ -36,33 +36,18 @@ class Finding:
 
 
 @dataclass
-class Traffic:
-    """The accesses of one opcode to memory, by warps."""
-
-    issues: int = 0
-    bytes: int = 0  # what the lanes asked for
-    sectors: int = 0  # global: units of 32 bytes that each access touches
-    lines: int = 0  # global: units of 128 bytes
-    wavefronts: int = 0  # shared: passes over the 32 banks
-    least: int = 0  # shared: passes if no lanes conflicted
-
-
-@dataclass
 class Report:
     """The result of a launch.
 
     ``instructions``: opcode -> issues of the whole launch, one for each warp in which at least one
     thread reaches it, also where its guard is false. Divide by ``programs`` for one program.
-    ``traffic``: opcode -> bytes, sectors, wavefronts.
     """
 
     kernel: str = ""
     programs: int = 0
     threads: int = 0  # of a program
     instructions: Counter[str] = field(default_factory=Counter)
-    traffic: dict[str, Traffic] = field(default_factory=dict)
     divergences: int = 0  # branches that lanes of one batch took differently
-    seconds: float = 0.0
     form: str = ""  # which compilation of the kernel: equal for equal ones
     _findings: dict[tuple[str, int], Finding] = field(default_factory=dict)
 

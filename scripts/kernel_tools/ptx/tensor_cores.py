@@ -26,7 +26,6 @@ from scripts.kernel_tools.ptx import fragments
 from scripts.kernel_tools.ptx.descriptors import SharedMatrix, addresses, of_wgmma
 from scripts.kernel_tools.ptx.formats import canonical, from_bfloat16, from_float8
 from scripts.kernel_tools.ptx.machine import WARP, Lanes, Machine, instruction
-from scripts.kernel_tools.ptx.memory import add_traffic, wavefronts
 from scripts.kernel_tools.ptx.program import Immediate, Instruction, Operand, PtxError, Vector
 
 Matrices = npt.NDArray[np.float64]
@@ -55,15 +54,6 @@ def _matrices(machine: Machine, ins: Instruction) -> None:
     address = machine.address(place)[lanes]
     allowed, offset = machine.shared.places(machine.report, ins, address, 16, lanes)
     machine.shared.note(machine.report, ins, offset, 16, lanes[allowed], is_write=is_store)
-    passes, least = wavefronts(address, 16, lanes)
-    add_traffic(
-        machine.report,
-        ins.opcode,
-        issues=warps.size,
-        bytes=lanes.size * 16,
-        wavefronts=passes,
-        least=least,
-    )
     if not allowed.all():
         return  # what a GPU would do is not defined
     table = fragments.matrix_8x8("trans" in ins.modifiers)

@@ -50,14 +50,11 @@ Effect = Callable[["Reader"], list[int]]  # the flags of the registers that an i
 class Reader:
     """Reads operands in one state."""
 
-    def __init__(self, state: State, written: int, instead: State | None = None) -> None:
+    def __init__(self, state: State, written: int) -> None:
         self.state = state
         self.written = written  # a bit per register that some path has written
-        self.instead = instead or {}  # what registers are taken to hold
 
     def register(self, number: int) -> int:
-        if number in self.instead:
-            return self.instead[number]
         if number == STACK_POINTER:
             return (STACK | NONZERO) * ALL_BYTES
         if not self.written >> number & 1:

@@ -22,11 +22,10 @@ cannot run: where several branches depend on one predicate, only the nearest is 
 from __future__ import annotations
 
 import re
-from collections import deque
 from dataclasses import dataclass
 
-from scripts.kernel_tools.sass.effects import Reader, stored
-from scripts.kernel_tools.sass.flow import Flow, Node
+from scripts.kernel_tools.sass.effects import stored
+from scripts.kernel_tools.sass.flow import Flow
 from scripts.kernel_tools.sass.instructions import UNIFORM, Instruction
 from scripts.kernel_tools.sass.kinds import (
     ALL_BYTES,
@@ -35,7 +34,6 @@ from scripts.kernel_tools.sass.kinds import (
     GARBAGE,
     GLOBAL,
     INTEGER,
-    SHARED,
     STACK,
     UNWRITTEN,
     byte_of,
@@ -53,20 +51,15 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A store of garbage; ``path`` leads from where the byte comes from to the store."""
+    """A store of a byte of ``register`` that may be garbage, and what it may come from."""
 
     register: str
     byte: int
     origin: str
-    path: tuple[Instruction, ...]
-
-    @property
-    def store(self) -> Instruction:
-        return self.path[-1]
+    store: Instruction
 
     def __str__(self) -> str:
-        head = f"byte {self.byte} of {self.register} may come from {self.origin}:"
-        return "\n".join([head, *(f"    {step}" for step in self.path)])
+        return f"byte {self.byte} of {self.register} may come from {self.origin}: {self.store}"
 
 
 @dataclass(frozen=True)
@@ -111,13 +104,14 @@ def _findings(flow: Flow) -> list[Finding]:
         if i in found or not flags & bad * ALL_BYTES:
             continue
         instruction = flow.steps[i].instruction
-        runs = stored(instruction, _reader(flow, node, i, instruction.guard))[register]
+        guarded = flow.run(node, instruction.guard, i)
+        reader = next(reader for step, reader in guarded if step == i)
+        runs = stored(instruction, reader)[register]
         if runs & bad * ALL_BYTES:
             byte = next(k for k in range(4) if byte_of(runs, k) & bad)
             kind = byte_of(runs, byte) & bad
             kind &= -kind  # one of them, the worst
-            path = _path(flow, node, i, (register, byte), kind)
-            found[i] = Finding(_name(register), byte, _NAMES[kind], path)
+            found[i] = Finding(_name(register), byte, _NAMES[kind], instruction)
     return [found[i] for i in sorted(found)]
 
 
@@ -127,88 +121,3 @@ def _narrow(flow: Flow, index: int) -> bool:
 
 def _name(register: int) -> str:
     return f"UR{register - UNIFORM}" if register >= UNIFORM else f"R{register}"
-
-
-def _reader(flow: Flow, node: Node, index: int, guard: str = "") -> Reader:
-    return next(reader for i, reader in flow.run(node, guard, index) if i == index)
-
-
-Byte = tuple[int, int]  # of a register: its number, and which
-
-
-def _path(
-    flow: Flow, node: Node, index: int, target: Byte | None, kind: int
-) -> tuple[Instruction, ...]:
-    """Backwards from a store: what wrote this byte, from which byte of an operand, and so on."""
-    path = [flow.steps[index].instruction]
-    seen: set[tuple[Node, int, Byte]] = set()
-    while target is not None and (found := _writer(flow, node, index, target, kind)) is not None:
-        node, index = found
-        if (node, index, target) in seen:
-            break
-        seen.add((node, index, target))
-        path.append(flow.steps[index].instruction)
-        target = _source(flow, node, index, target, kind)
-    return tuple(reversed(path))
-
-
-def _writer(flow: Flow, node: Node, index: int, target: Byte, kind: int) -> tuple[Node, int] | None:
-    """The nearest instruction before ``index`` that may give this byte this kind."""
-    register, byte = target
-    todo, seen = deque([(node, index)]), set[Node]()
-    while todo:
-        node, end = todo.popleft()
-        last, overwritten = None, False
-        for i, reader in flow.run(node):
-            step = flow.steps[i]
-            if i == end:
-                break
-            if register in step.writes:
-                if byte_of(step.effect(reader)[step.writes.index(register)], byte) & kind:
-                    last = i
-                elif not step.instruction.guard:
-                    last, overwritten = None, True
-        if last is not None:
-            return node, last
-        if not overwritten:
-            for before in flow.before[node]:
-                if before not in seen:
-                    seen.add(before)
-                    todo.append((before, flow.indices(before).stop))
-    return None
-
-
-def _source(flow: Flow, node: Node, index: int, target: Byte, kind: int) -> Byte | None:
-    """The byte of an operand from which this one has its kind; None if it begins here.
-
-    Found by trying: with the kind in one byte of one operand and in no other, does the result have
-    it? In place of a kind that arithmetic makes anew, other operands have another one.
-    """
-    reader, step = _reader(flow, node, index), flow.steps[index]
-    at, byte = step.writes.index(target[0]), target[1]
-    other = 0 if kind & GARBAGE else SHARED
-
-    def results_in(instead: dict[int, int]) -> bool:
-        trial = Reader(reader.state, reader.written, instead)
-        return bool(byte_of(step.effect(trial)[at], byte) & kind)
-
-    operands = " ".join(step.instruction.operands[1:])
-    numbers = [int(n) + UNIFORM * bool(u) for u, n in re.findall(r"(?<!\w)(U?)R(\d+)", operands)]
-    held = {n + i: reader.register(n + i) for n in numbers for i in range(4)}
-    without = {
-        register: sum(
-            (byte_of(flags, k) & ~kind | (other if byte_of(flags, k) & kind else 0)) << 8 * k
-            for k in range(4)
-        )
-        for register, flags in held.items()
-    }
-    if results_in(without):
-        return None
-    for register, flags in held.items():
-        for k in range(4):
-            if byte_of(flags, k) & kind and results_in(
-                {**without, register: without[register] | kind << 8 * k}
-            ):
-                begins = kind & GARBAGE and not reader.state.get(register, 0) & kind << 8 * k
-                return None if begins else (register, k)
-    return None

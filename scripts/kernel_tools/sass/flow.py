@@ -37,7 +37,6 @@ class Flow:
         steps: its instructions in the order of the listing.
         unknown: opcodes of which it is not known here what they do.
         nodes: the blocks that the entry reaches.
-        before: node -> the nodes from which control comes.
 
     Raises:
         ValueError: there are no instructions, or a jump or a call cannot be followed.
@@ -57,10 +56,6 @@ class Flow:
         self._ends = dict(zip(starts, [*starts[1:], len(self.steps)], strict=True))
         self._after = self._graph()
         self.nodes = list(self._after)
-        self.before: dict[Node, list[Node]] = {node: [] for node in self.nodes}
-        for node, following in self._after.items():
-            for other in following:
-                self.before[other].append(node)
         self._written = self._written_registers()
         self._states: dict[Node, dict[int, int]] = {node: {} for node in self.nodes}
         self._find_fixpoint()
