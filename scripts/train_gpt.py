@@ -253,6 +253,7 @@ class Trainer:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         o = self.options
+        optimizer: torch.optim.Optimizer
         if self.unit_scaled:
             from float8.unit_scaling import optim
 
