@@ -27,7 +27,7 @@ from scripts.kernel_tools.ptx.formats import (
     to_bfloat16,
 )
 from scripts.kernel_tools.ptx.machine import TYPES, Machine, instruction
-from scripts.kernel_tools.ptx.program import Instruction, PtxError, Register, Vector
+from scripts.kernel_tools.ptx.program import Immediate, Instruction, PtxError, Register, Vector
 
 Lanes = npt.NDArray[Any]
 
@@ -259,6 +259,8 @@ def _divide(machine: Machine, ins: Instruction) -> None:
 _FUNCTIONS: dict[str, Callable[..., Lanes]] = {
     "ex2": np.exp2,
     "lg2": np.log2,
+    "sin": np.sin,
+    "cos": np.cos,
     "tanh": np.tanh,
     "sqrt": np.sqrt,
     "rcp": np.reciprocal,
@@ -266,7 +268,7 @@ _FUNCTIONS: dict[str, Callable[..., Lanes]] = {
 }
 
 
-@instruction("ex2", "lg2", "tanh", "sqrt", "rcp", "rsqrt")
+@instruction("ex2", "lg2", "sin", "cos", "tanh", "sqrt", "rcp", "rsqrt")
 def _function(machine: Machine, ins: Instruction) -> None:
     function = _FUNCTIONS[ins.name]
     if "approx" in ins.modifiers:
@@ -287,7 +289,6 @@ def _approximate(machine: Machine, ins: Instruction, function: Callable[..., Lan
 
 @instruction("min", "max")
 def _extremum(machine: Machine, ins: Instruction) -> None:
-
     def chosen(*operands: Lanes) -> Lanes:
         value = operands[0]
         for other in operands[1:]:
@@ -330,10 +331,11 @@ _LOGIC: dict[str, Callable[..., Lanes]] = {
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
     "not": np.invert,
+    "cnot": lambda x: (x == 0).astype(x.dtype),
 }
 
 
-@instruction("and", "or", "xor", "not")
+@instruction("and", "or", "xor", "not", "cnot")
 def _logic(machine: Machine, ins: Instruction) -> None:
     values = [machine.read(o, ins.type) for o in ins.operands[1:]]
     machine.write(ins.operands[0], _LOGIC[ins.name](*values))
@@ -383,6 +385,19 @@ def _extract(machine: Machine, ins: Instruction) -> None:
     machine.write(ins.operands[0], field)
 
 
+@instruction("bfi")
+def _insert(machine: Machine, ins: Instruction) -> None:
+    x, into = (machine.read(o, ins.type) for o in ins.operands[1:3])
+    start, length = (machine.read(o, "u32") & np.uint32(255) for o in ins.operands[3:])
+    bits = 8 * x.dtype.itemsize
+    position = np.arange(bits)
+    inside = (position >= start[:, None]) & (position < (start + length)[:, None])
+    weights = np.array([1 << i for i in range(bits)], x.dtype)
+    mask = np.where(inside, weights, x.dtype.type(0)).sum(1, dtype=x.dtype)
+    shifted = np.where(start < bits, x << np.minimum(start, bits - 1).astype(x.dtype), 0)
+    machine.write(ins.operands[0], (into & ~mask | shifted & mask).astype(x.dtype))
+
+
 @instruction("prmt")
 def _permute(machine: Machine, ins: Instruction) -> None:
     """Each nibble of the last operand chooses a byte of the first two; its top bit, its sign."""
@@ -395,6 +410,34 @@ def _permute(machine: Machine, ins: Instruction) -> None:
     sign = np.where(byte & 0x80, np.uint8(0xFF), np.uint8(0))
     chosen = np.where(nibble & 8, sign, byte)
     machine.write(ins.operands[0], np.ascontiguousarray(chosen).view("<u4")[:, 0])
+
+
+@instruction("lop3")
+def _lookup(machine: Machine, ins: Instruction) -> None:
+    """A truth table of three bits, applied to each."""
+    a, b, c = (machine.read(o, "u32") for o in ins.operands[1:4])
+    table = ins.operands[4]
+    if ins.modifiers != ("b32",) or not isinstance(table, Immediate):
+        raise PtxError(f"{ins}: this form is not supported")
+    result = np.zeros(machine.count, np.uint32)
+    for row in range(8):
+        if table.value >> row & 1:
+            result |= (a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c)
+    machine.write(ins.operands[0], result)
+
+
+@instruction("popc", "clz", "brev")
+def _count_bits(machine: Machine, ins: Instruction) -> None:
+    x = machine.read(ins.operands[1], ins.type)
+    bits = 8 * x.dtype.itemsize
+    place = x[:, None] >> np.arange(bits, dtype=x.dtype) & x.dtype.type(1)
+    if ins.name == "popc":
+        value = place.sum(1).astype(np.uint32)
+    elif ins.name == "clz":
+        value = np.where(x == 0, bits, place[:, ::-1].argmax(1)).astype(np.uint32)
+    else:
+        value = (place[:, ::-1] << np.arange(bits, dtype=x.dtype)).sum(1).astype(x.dtype)
+    machine.write(ins.operands[0], value)
 
 
 # --- comparisons and moves

@@ -23,12 +23,13 @@ from scripts.kernel_tools.ptx.program import Instruction, PtxError
 Lanes = npt.NDArray[Any]
 
 _ROUND: dict[str, Any] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+_DIRECTED = {"rz": 0, "rm": -1, "rp": 1}
 
 
 @instruction("cvt")
 def _convert(machine: Machine, ins: Instruction) -> None:
     to, source = ins.modifiers[-2:]
-    supported = {"rn", "rni", "rzi", "rmi", "rpi", "ftz", "satfinite"}
+    supported = {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat", "satfinite"}
     if unknown := set(ins.modifiers[:-2]) - supported:
         raise PtxError(f"{ins}: the modifier .{min(unknown)} is not supported")
     # Triton converts a single number beside one that was never written, and takes its half.
@@ -72,10 +73,15 @@ def _between_numbers(ins: Instruction, modifiers: tuple[str, ...], to: str, x: L
     if dtype.kind == "f":
         if whole is not None:
             x = _ROUND[whole](x)
-        y = x.astype(dtype)
+        direction = next((_DIRECTED[m] for m in modifiers if m in _DIRECTED), None)
+        y = x.astype(dtype) if direction is None else _toward(x, dtype, direction)
+        if "sat" in modifiers:
+            y = np.where(np.isnan(y), dtype.type(0), np.clip(y, dtype.type(0), dtype.type(1)))
         return canonical(flushed(y) if "ftz" in modifiers and to == "f32" else y)
     limits = np.iinfo(dtype)
     if not is_float:
+        if "sat" in modifiers:
+            return np.clip(x.astype(object), limits.min, limits.max).astype(dtype)
         return x.astype(dtype)
     if whole is None:
         raise PtxError(f"{ins}: a conversion to an integer needs a rounding")
@@ -83,3 +89,17 @@ def _between_numbers(ins: Instruction, modifiers: tuple[str, ...], to: str, x: L
     small, large = y <= limits.min, y >= limits.max  # limits.max may round up: then it is beyond
     inner = np.where(np.isnan(y) | small | large, 0, y).astype(dtype)
     return np.where(small, dtype.type(limits.min), np.where(large, dtype.type(limits.max), inner))
+
+
+def _toward(x: Lanes, dtype: Any, direction: int) -> Lanes:
+    """x rounded to a narrower float: 0 toward zero, -1 down, 1 up."""
+    exact = x.astype(np.float64) if x.dtype.itemsize < 8 or x.dtype.kind == "f" else x
+    y = x.astype(dtype)
+    wide = y.astype(np.float64)
+    if direction == 0:
+        beyond = np.abs(wide) > np.abs(exact)
+        target = np.zeros_like(y)
+    else:
+        beyond = wide < exact if direction > 0 else wide > exact
+        target = np.full_like(y, direction * np.inf)
+    return np.where(beyond, np.nextafter(y, target), y)

@@ -1,4 +1,4 @@
-"""Instructions by which threads exchange values or wait for each other: shuffles, barriers.
+"""Instructions by which threads exchange values or wait for each other: shuffles, votes, barriers.
 
 A barrier of only some threads of a program (``bar.sync 1, 64``) is taken to order the accesses of
 all of them: races with the other threads can go unseen.
@@ -114,6 +114,26 @@ def _reduce(machine: Machine, ins: Instruction) -> None:
     machine.write(result, np.repeat(total, WARP))
 
 
+@instruction("vote")
+def _vote(machine: Machine, ins: Instruction) -> None:
+    result, predicate, mask = ins.operands
+    named = members(machine, ins, mask)
+    values = machine.read(predicate, "pred")
+    yes, no = by_warp(values & named), by_warp(~values & named)
+    match ins.modifiers[1]:
+        case "ballot":
+            bits = (yes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(1)
+            machine.write(result, np.repeat(bits.astype(np.uint32), WARP))
+        case "all":
+            machine.write(result, np.repeat(~no.any(1), WARP))
+        case "any":
+            machine.write(result, np.repeat(yes.any(1), WARP))
+        case "uni":
+            machine.write(result, np.repeat(~(yes.any(1) & no.any(1)), WARP))
+        case other:
+            raise PtxError(f"{ins}: vote.{other} is not supported")
+
+
 @instruction("elect")
 def _elect(machine: Machine, ins: Instruction) -> None:
     """The first thread of each warp's named ones."""
@@ -123,6 +143,13 @@ def _elect(machine: Machine, ins: Instruction) -> None:
     if ins.second is not None:
         is_leader = np.arange(WARP) == leader[:, None]
         machine.write(ins.second, (is_leader & named).reshape(-1))
+
+
+@instruction("activemask")
+def _active(machine: Machine, ins: Instruction) -> None:
+    live = by_warp(current(machine)).astype(np.uint32)
+    bits = (live << np.arange(WARP, dtype=np.uint32)).sum(1).astype(np.uint32)
+    machine.write(ins.operands[0], np.repeat(bits, WARP))
 
 
 @instruction("bar", "barrier")

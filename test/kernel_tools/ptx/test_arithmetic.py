@@ -128,6 +128,15 @@ def test_prmt_is_its_definition():
     assert got.tolist() == [scalar_prmt(*map(int, abc)) for abc in zip(a, b, c, strict=True)]
 
 
+@pytest.mark.parametrize("table", [0xE8, 0x96, 0x01, 0xF0])
+def test_lop3_is_its_table(table):
+    a, b, c = RNG.integers(0, 1 << 32, (3, 100), np.uint32)
+    got = compute(f"lop3.b32 $0, $1, $2, $3, {table};", a, b, c, output=np.uint32)
+    for x, y, z, g in zip(*(v.tolist() for v in (a, b, c, got)), strict=True):
+        rows = ((x >> i & 1) << 2 | (y >> i & 1) << 1 | (z >> i & 1) for i in range(32))
+        assert g == sum((table >> row & 1) << i for i, row in enumerate(rows))
+
+
 @pytest.mark.parametrize("type_", ["s32", "u32", "s64", "u64"])
 def test_integer_division_truncates(type_):
     dtype = {"s": "i", "u": "u"}[type_[0]] + str(int(type_[1:]) // 8)
@@ -192,6 +201,11 @@ def test_bit_fields(type_):
             (v >> p + i & 1 if i < n and p + i <= top else bool(sign)) << i for i in range(top + 1)
         )
         assert g == want, (v, p, n)
+    y = x[::-1].copy()
+    got = compute(f"bfi.b{8 * size} $0, $1, $2, $3, $4;", x, y, start, length, output=x.dtype)
+    for v, w, p, n, g in zip(*(a.tolist() for a in (x, y, start, length, got)), strict=True):
+        mask = ((1 << n) - 1 << p) % (1 << 8 * size)
+        assert g == (w & ~mask) | (v << p & mask)
 
 
 def test_funnel_shift():
@@ -204,10 +218,17 @@ def test_funnel_shift():
             assert g == ((both << by) >> 32 if side == "l" else both >> by) % (1 << 32)
 
 
-def test_an_integer_extremum_stops_at_zero():
-    a, b = np.int32([-5, -5, 7]), np.int32([-3, 4, 9])
-    assert compute("max.relu.s32 $0, $1, $2;", a, b, output=np.int32).tolist() == [0, 4, 9]
-    assert compute("min.relu.s32 $0, $1, $2;", a, b, output=np.int32).tolist() == [0, 0, 7]
+def test_bit_counts():
+    x = np.concatenate([RNG.integers(0, 1 << 32, 100, np.uint32), np.uint32([0, 1, 1 << 31])])
+    assert compute("popc.b32 $0, $1;", x, output=np.uint32).tolist() == [
+        int(v).bit_count() for v in x
+    ]
+    assert compute("clz.b32 $0, $1;", x, output=np.uint32).tolist() == [
+        32 - int(v).bit_length() for v in x
+    ]
+    assert compute("brev.b32 $0, $1;", x, output=np.uint32).tolist() == [
+        int(f"{v:032b}"[::-1], 2) for v in x
+    ]
 
 
 def test_comparisons_of_nans():
@@ -252,3 +273,9 @@ def test_approximations_are_the_rounded_function(opcode, function, domain):
     got = compute(f"{opcode} $0, $1;", x, output=np.float32)
     exact = function(x.astype(np.float64))
     assert (np.abs(got - exact) <= 2.0**-24 * np.abs(exact) + 2.0**-149).all()
+
+
+def test_an_integer_extremum_stops_at_zero():
+    a, b = np.int32([-5, -5, 7]), np.int32([-3, 4, 9])
+    assert compute("max.relu.s32 $0, $1, $2;", a, b, output=np.int32).tolist() == [0, 4, 9]
+    assert compute("min.relu.s32 $0, $1, $2;", a, b, output=np.int32).tolist() == [0, 0, 7]

@@ -128,3 +128,14 @@ def test_integers_are_extended_by_their_own_sign():
     x = np.int32([2**24 + 1, -(2**24) - 3, 7])
     got = compute("cvt.rn.f32.s32 $0, $1;", x, output=np.float32)
     assert got.tolist() == [2.0**24, -(2.0**24) - 4, 7]
+
+
+def test_directed_roundings():
+    x = np.array([1 + 2.0**-30, -1 - 2.0**-30, 1.0])
+    above, below = np.nextafter(np.float32(1), np.float32(2)), np.float32(1)
+    for direction, want in {
+        "rz": [below, -below, 1], "rm": [below, -above, 1], "rp": [above, -below, 1],
+        "rn": [below, -below, 1],
+    }.items():  # fmt: skip
+        got = compute(f"cvt.{direction}.f32.f64 $0, $1;", x, output=np.float32)
+        assert np.array_equal(got, np.float32(want)), direction
