@@ -5,7 +5,6 @@
     python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
     python scripts/demo.py --recipes bf16 bf16+float8_adamw tensorwise+saved_activations
     bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
-    bash scripts/demo.sh --experts 8         # mixtures of 8 experts and a shared one, in `MIXED`
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
 linear layers (see training/gpt.py, also for why the output head is not in float8). Recipes in bf16
@@ -46,17 +45,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from scripts.train_gpt import Trainer
 from scripts.training import corpus, curves
 from scripts.training.ctrl_c import CtrlC, at_once
-from scripts.training.curves import base_of, times
+from scripts.training.curves import base_of, name_of
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.options import Options, give_up, options_from, parser, processes
-from scripts.training.options import seed as seed_of
 from scripts.training.parallel import launch, leave
 from scripts.training.picture import save
 from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
-MIXED = ("bf16", "tensorwise", "rowwise", "blockwise", "mxfp8")  # with --experts
 
 
 def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
@@ -64,7 +61,7 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
     text, made = corpus.load(options.data), []
     for seed in seeds:
         for recipe in recipes:
-            path = folder / f"{recipe}_{seed}{times(options.nproc)}.pt"
+            path = folder / f"{recipe}_{seed}_{options.nproc}.pt"
             own = replace(options, **parts_of(recipe), seed=seed, checkpoint=path)
             resume = options.resume and path.is_file()
             made.append(Trainer(replace(own, resume=resume), text))
@@ -111,19 +108,18 @@ COLUMNS = {
     "saved_for_backward_mib": ("saved for backward [MiB]", "{:.1f}"),
     "optimizer_mib": ("optimizer [MiB]", "{:.1f}"),
 }
-ALONE = "gap_to_alone_percent"
-SPREAD = ("final_val_loss", "gap_to_bf16_percent", "gap_to_base_percent", ALONE)  # the seed's
+SPREAD = tuple(COLUMNS)[:4]  # what differs between seeds
 
 
 def table(runs: list[dict[str, Any]]) -> str:
     """A row per recipe: the mean over the seeds, and of several the standard deviation."""
-    several = any(run["processes"] > 1 for run in runs)
-    shown = {key: column for key, column in COLUMNS.items() if several or key != ALONE}
+    shown = {k: c for k, c in COLUMNS.items() if any(run[k] is not None for run in runs)}
     rows = []
-    for recipe, count in dict.fromkeys((run["recipe"], run["processes"]) for run in runs):
-        own = [run for run in runs if (run["recipe"], run["processes"]) == (recipe, count)]
-        cells = (cell([run[key] for run in own], shown[key][1], key in SPREAD) for key in shown)
-        rows.append([f"{recipe} {times(count)}".strip(), *cells])
+    for name in dict.fromkeys(map(name_of, runs)):
+        own = [run for run in runs if name_of(run) == name]
+        rows.append(
+            [name, *(cell([run[k] for run in own], shown[k][1], k in SPREAD) for k in shown)]
+        )
     align = ["left", *["right"] * len(shown)]
     headers = ["recipe", *(name for name, _ in shown.values())]
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
@@ -143,12 +139,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = parser((__doc__ or "").partition("\n")[0])
     p.add_argument("--recipes", nargs="+", help=f"{' '.join(RECIPES)}; RECIPE+float8_adamw")
-    p.add_argument("--seeds", type=seed_of, nargs="+", help="in place of --seed: one run each")
+    p.add_argument("--seeds", type=int, nargs="+", help="in place of --seed: one run each")
     p.add_argument("--out-dir", type=Path, default=Path("out/demo"))
     args = p.parse_args(argv)
     try:
         options = options_from(args)
-        default = MIXED if options.experts else RECIPES if options.nproc == 1 else SHARDED
+        default = RECIPES if options.nproc == 1 else SHARDED
         recipes, seeds = (
             list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
         )

@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from scripts.training import corpus, gpt, savings
 from scripts.training.ctrl_c import CtrlC, at_once
-from scripts.training.environment import NotWritten, check_writable, environment, remove, write_json
+from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.half_products import HalfProducts
 from scripts.training.options import (
     EPILOG,
@@ -58,10 +58,6 @@ from scripts.training.tensors import bytes_of, state_tensors
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
 FINAL_LEARNING_RATE = 0.1  # of the peak: cosine, as Llama
-# Options that older checkpoints lack, and the values that those were trained with.
-SINCE = {"nproc": 1, "optimizer": "adamw", "saved_activations": False, "ms_amp": None}
-SINCE |= {"experts": 0, "top_k": 2}
-PARTS = {"identity": dict, "text": str, "model": dict, "optimizer": dict, "history": dict}
 
 
 @dataclass
@@ -86,7 +82,7 @@ class Trainer:
         self.options, self.text, self.history = options, text, History()
         self.team = team(options)
         o = options
-        sizes = gpt.Sizes(o.layers, o.width, o.heads, o.context, o.experts, o.top_k)
+        sizes = gpt.Sizes(o.layers, o.width, o.heads, o.context)
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
         self.model = self.team.model(model, options.recipe)
@@ -117,17 +113,25 @@ class Trainer:
     def fit(self, stop: Callable[[], bool] = lambda: False, until: int | None = None) -> bool:
         """Train to the last step, or to step `until`; False, and a checkpoint, if `stop()`."""
         o, until = self.options, self.options.steps if until is None else until
-        with progress_bar(o, self.step, hidden=self.team.rank > 0) as bar:
+        name, often = f"{o.run:>12}", 0.5 if sys.stderr.isatty() else 10.0  # seconds
+        with tqdm(
+            total=o.steps, initial=self.step, desc=name, unit="step", mininterval=often,
+            disable=self.team.rank > 0,
+        ) as bar:  # fmt: skip
             while self.step < until:
                 if self.team.any(stop()):
                     self.save()
                     return False
-                self._timed_step()
+                start = time.perf_counter()
+                with self.watch:
+                    loss = self._train_step()  # .item() in it waits for the device
+                self.history.seconds.append(time.perf_counter() - start)
+                self.history.train_loss.append(loss)
                 if self.step % o.eval_interval == 0 or self.step == o.steps:
                     self.history.val_loss.append((self.step, self.validate()))
                     self.save()
-                loss, speed = self.history.train_loss[-1], self.tokens_per_second()
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s", refresh=False)
+                speed = f"{self.tokens_per_second():,.0f} tokens/s"
+                bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
                 bar.update()
         return True
 
@@ -216,59 +220,29 @@ class Trainer:
             torch.save(state, partial)
             os.replace(partial, path)
         except (OSError, RuntimeError) as error:  # the latter is C++'s, of a full disk
-            raise NotWritten(self._why_unsaved(error)) from error
-        finally:
-            remove(partial)
-
-    def _why_unsaved(self, error: Exception) -> str:
-        path = self.options.checkpoint
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split("\n", 1)[0].split())
-        kept = f", after {path} was kept as it was" if path.is_file() else ""
-        return (
-            f"the checkpoint of step {self.step} could not be written to {path} ({reason}){kept}: "
-            "make room, or take another --checkpoint"
-        )
+            partial.unlink(missing_ok=True)
+            raise NotWritten(f"the checkpoint was not written to {path}: {error}") from error
 
     def _load(self) -> None:
-        path, state = self.options.checkpoint, self._read_checkpoint()
-        if state["text"] != self.text.digest:
-            raise ValueError(
-                f"{path} was trained on another text than {self.options.data or 'this Python'}'s: "
-                "resume with its --data (and, without --data, its Python)"
-            )
-        identity = {**SINCE, **state["identity"]}
-        for name, ours in self.options.identity().items():
-            theirs, flag = identity.get(name), "--" + name.replace("_", "-")
-            if theirs != ours:
-                same = f"{flag} {theirs}".replace(" True", "") if theirs else f"no {flag}"
-                raise ValueError(
-                    f"{path} was trained with {flag} {theirs}, not {ours}: resume with "
-                    f"{same}, or leave out --resume to start afresh"
-                )
-        try:
-            self.history = History(**state["history"])
-            self.team.load(self.model, self.optimizer, state)
-        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ValueError(_no_checkpoint(path, first)) from error
-
-    def _read_checkpoint(self) -> dict[str, Any]:
         path = self.options.checkpoint
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"no checkpoint at {path}: leave out --resume to start afresh, or name the file "
-                "that training wrote with --checkpoint"
-            )
         try:
             state = torch.load(path, map_location=self.options.device, weights_only=True)
-        except (
-            Exception
-        ) as error:  # a damaged file may contain any pickle instruction, and fail in any way
-            raise ValueError(_no_checkpoint(path, "cut off, or something else")) from error
-        for part, kind in PARTS.items():
-            if not isinstance(state, dict) or not isinstance(state.get(part), kind):
-                raise ValueError(_no_checkpoint(path, f"it has no {part}"))
-        return dict(state)
+            text, identity = state["text"], state["identity"]
+            self.history = History(**state["history"])
+        except FileNotFoundError as error:
+            raise ValueError(f"no checkpoint at {path}: leave out --resume") from error
+        except Exception as error:  # a damaged file may contain any pickle instruction
+            raise ValueError(f"{path} is not a whole checkpoint: leave out --resume") from error
+        if text != self.text.digest:
+            raise ValueError(f"{path} was trained on another text: resume with its --data")
+        for name, ours in self.options.identity().items():
+            if identity.get(name) != ours:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(
+                    f"{path} was trained with {flag} {identity.get(name)}, not {ours}: resume "
+                    "with that, or leave out --resume"
+                )
+        self.team.load(self.model, self.optimizer, state)
 
     def _adamw(self) -> torch.optim.Optimizer:
         """Weight decay is for matrices; gains of norms have no reason to be small."""
@@ -279,25 +253,16 @@ class Trainer:
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
         o = self.options
+        optimizer: torch.optim.Optimizer
         if self.unit_scaled:
-            optimizer = self._unit_adamw(groups)
+            from float8.unit_scaling import optim
+
+            optimizer = optim.AdamW(groups, o.unit_learning_rate, betas=BETAS, fused=True)
         else:
             optimizer = savings.adamw(o.optimizer, groups, o.learning_rate, BETAS)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
-
-    def _unit_adamw(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        from float8.unit_scaling import optim
-
-        return optim.AdamW(groups, self.options.unit_learning_rate, betas=BETAS, fused=True)
-
-    def _timed_step(self) -> None:
-        start = time.perf_counter()
-        with self.watch:
-            loss = self._train_step()  # .item() in it waits for the device
-        self.history.seconds.append(time.perf_counter() - start)
-        self.history.train_loss.append(loss)
 
     def _train_step(self) -> float:
         for group in self.optimizer.param_groups:
@@ -327,13 +292,6 @@ class Trainer:
         return loss
 
 
-def _no_checkpoint(path: Path, reason: str) -> str:
-    return (
-        f"{path} is not a whole checkpoint of train_gpt.py ({reason}): name another with "
-        "--checkpoint, or leave out --resume to start afresh"
-    )
-
-
 def multiplies_slowly(options: Options) -> bool:
     """Whether bf16 products gain from the detour of `HalfProducts`; tiny ones would lose."""
     large = options.batch * options.context * options.width >= 2**16
@@ -349,41 +307,15 @@ def schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warmup) * decay
 
 
-def progress_bar(options: Options, step: int, hidden: bool) -> "tqdm[Any]":
-    quiet = 0.5 if sys.stderr.isatty() else 10.0  # seconds between updates: logs keep every one
-    return tqdm(
-        total=options.steps,
-        initial=step,
-        desc=f"{options.run:>12}",
-        unit="step",
-        mininterval=quiet,
-        disable=hidden,
-    )
-
-
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
     p.epilog = EPILOG
-    p.add_argument(
-        "--recipe",
-        default="bf16",
-        help="bf16 (default), naive, unit_bf16, or one of float8's: tensorwise, rowwise, delayed "
-        "and others (an unknown name lists them)",
-    )
-    p.add_argument(
-        "--optimizer",
-        choices=savings.OPTIMIZERS,
-        help="how AdamW keeps its moments: in float32 (default), in float8, or with the second "
-        "in float16",
-    )
-    p.add_argument(
-        "--saved-activations", action="store_true", help="what backward needs, in float8"
-    )
+    p.add_argument("--recipe", help="bf16 (default), naive, unit_bf16, or one of float8's")
+    p.add_argument("--optimizer", choices=savings.OPTIMIZERS, help="how AdamW keeps its moments")
+    p.add_argument("--saved-activations", action="store_true", help="for backward, in float8")
     p.add_argument("--ms-amp", choices=savings.LEVELS, help="an MS-AMP level (float8.ms_amp)")
     p.add_argument("--checkpoint", type=Path, help="default: out/gpt_RUN.pt")
-    p.add_argument(
-        "--inspect", type=Path, help="write what casts do, for python -m float8.numerics.report"
-    )
+    p.add_argument("--inspect", type=Path, help="a file for python -m float8.numerics.report")
     p.add_argument("--out", type=Path, help="write the losses and speeds here, as JSON")
     args = p.parse_args(argv)
     try:

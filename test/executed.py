@@ -1,4 +1,4 @@
-"""Run the tests of kernels on compiled code: `scripts/ptx` in place of Triton's interpreter.
+"""Run the tests of kernels on compiled code: `kernel_tools.ptx` in place of Triton's interpreter.
 
 Inside ``with executed("sm_90") as runs:``, `interpreter.launcher` gives a launcher for CPU tensors
 that compiles its kernels for that architecture and executes their PTX. Whatever the execution
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.ptx import Report
+from scripts.kernel_tools.ptx import Report
 
 _blocks: list[tuple[str, bool, list[Report]]] = []  # that are entered, the innermost last
 
@@ -40,7 +40,7 @@ def is_active() -> bool:
 def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, or what launches the kernels of an op, running compiled code."""
     from float8.kernels.gpu.launch import LAUNCHERS  # imports Triton
-    from scripts.ptx.launch import compiled
+    from scripts.kernel_tools.ptx.launch import compiled
 
     arch, raises, reports = _blocks[-1]
     if isinstance(function, torch._ops.OpOverload):

@@ -17,7 +17,8 @@ from float8.kernels.gpu.jit import (
     tile_of_program,
     unpack_4,
 )
-from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS, Variant
+from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS
+from scripts.kernel_tools.forms import Variant
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.ptx import GlobalMemory, Report, execute, parse
+from scripts.kernel_tools.ptx import GlobalMemory, Report, execute, parse
 
 REGISTERS = {"%p": "pred", "%h": "b16", "%r": "b32", "%f": "f32", "%d": "b64", "%e": "f64"}
 

@@ -251,8 +251,8 @@ LAUNCH = Figure(2e-6, "published: torchao's roofline_utils.py, a kernel of one e
 BANDWIDTH_BEST = 0.92  # pointwise kernels on an H100 by torchao's roofline_utils.py
 CAST_RATE = 0.83  # torchao's blockwise casts on an H100 with HBM3 reach 0.79 to 0.87 of the peak
 # The parts of the bandwidth at which this library's kernels are predicted to run, from their
-# machine code: python scripts/kernel_report.py --predict H100 H200 B200 --sizes 16384,8192 (Triton
-# 3.9). Published casts of other libraries reach similar ones. Other passes run at CAST_RATE.
+# machine code: python -m scripts.kernel_tools report --predict H100 H200 B200 --sizes 16384,8192
+# (Triton 3.9). Published casts of other libraries reach similar ones. Others run at CAST_RATE.
 KERNEL_RATES = {
     # pass: (H100, H200, B200)
     "amax tensorwise": (0.87, 0.81, 0.71),
@@ -327,7 +327,7 @@ def _gpu(
         )
     }
     if kernels is not None:
-        source = "predicted: the kernels' machine code, scripts/kernel_report.py --predict"
+        source = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
         casts |= {
             name: Figure(parts[kernels] * bandwidth.value, source)
             for name, parts in KERNEL_RATES.items()

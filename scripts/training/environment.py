@@ -1,6 +1,5 @@
 """The record of a run's machine, versions and command, and writing the file of its results."""
 
-import contextlib
 import json
 import os
 import platform
@@ -21,6 +20,9 @@ def environment(seed: int, device: str) -> dict[str, Any]:
     here = Path(__file__).parent
     git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    machine = f"{cpu_model()}, {torch.get_num_threads()} threads"
+    if torch.device(device).type == "cuda":
+        machine = torch.cuda.get_device_name(device)
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "seed": seed,
@@ -28,15 +30,8 @@ def environment(seed: int, device: str) -> dict[str, Any]:
         "float8": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": machine(device),
+        "machine": machine,
     }
-
-
-def machine(device: str) -> str:
-    """The GPU's name, or the CPU's and how many of its threads torch uses."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_model()}, {torch.get_num_threads()} threads"
 
 
 def cpu_model() -> str:
@@ -66,12 +61,6 @@ def check_writable(path: Path, option: str) -> None:
         raise NotWritten(
             f"{path} cannot be written ({error.strerror or error}): take another {option}"
         ) from error
-
-
-def remove(path: Path) -> None:
-    """Without an error where it is not there, or cannot be removed."""
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

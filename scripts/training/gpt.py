@@ -14,19 +14,15 @@ a recipe changes only what the blocks' linear layers do inside that. The output 
 every recipe, as is usual: its output feeds the loss directly, and casting it to float8 costs more
 accuracy than the layer costs time.
 
-With experts the feed-forward part is a mixture of them (`MixtureOfExperts`): of E SwiGLUs each
-token passes through its best k, and through one that all tokens share. The hidden width is divided
-among those that a token passes, so that its arithmetic stays that of the model without experts.
-
 Shapes: B batch, T context, C width, H heads, D = C / H, F hidden width of the feed-forward part,
-V vocabulary; E experts, k of them for each token, S = k * B * T rows of tokens sorted by expert.
+V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -47,35 +43,17 @@ class Sizes:
     width: int
     heads: int
     context: int
-    experts: int = 0
-    top_k: int = 2
 
     def __post_init__(self) -> None:
-        if self.experts and not 1 <= self.top_k <= self.experts:
-            raise ValueError(
-                f"--top-k {self.top_k} of --experts {self.experts}: a token takes from 1 to all of "
-                "them; change one of the two"
-            )
         if self.width % 16:
-            near = max(16, round(self.width / 16) * 16)
-            raise ValueError(
-                f"--width {self.width} is not a multiple of 16, which float8 matrix products "
-                f"need: take --width {near}"
-            )
+            raise ValueError(f"--width {self.width}: float8 products need a multiple of 16")
         if self.width % (2 * self.heads):
-            raise ValueError(
-                f"--width {self.width} does not split into --heads {self.heads} of even width "
-                "(rotary positions turn pairs): change one of the two"
-            )
+            raise ValueError(f"--width {self.width} is not --heads {self.heads} of even width")
 
     @property
     def hidden(self) -> int:
-        """8/3 of the width (so SwiGLU's three matrices cost what two of 4x do), in 64s.
-
-        Among experts each has its share of that: a token passes k of them, and the shared one.
-        """
-        parts = self.top_k + 1 if self.experts else 1
-        return math.ceil(self.width * 8 / 3 / parts / 64) * 64
+        """8/3 of the width (so SwiGLU's three matrices cost what two of 4x do), in 64s."""
+        return math.ceil(self.width * 8 / 3 / 64) * 64
 
 
 class Attention(nn.Module):
@@ -106,60 +84,13 @@ class SwiGLU(nn.Module):
         return out
 
 
-class Experts(nn.Module):
-    """E SwiGLUs as grouped GEMMs; rows of `x_SC` are sorted by expert, group e ends at offs[e]."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(sizes.experts, 2 * sizes.hidden, sizes.width))
-        self.down = nn.Parameter(torch.empty(sizes.experts, sizes.width, sizes.hidden))
-
-    def forward(self, x_SC: Tensor, offs: Tensor) -> Tensor:
-        gate_up, down = (under_autocast(weight) for weight in (self.gate_up, self.down))
-        gate_SF, up_SF = F.grouped_mm(under_autocast(x_SC), gate_up.mT, offs=offs).chunk(2, -1)
-        return F.grouped_mm(F.silu(gate_SF) * up_SF, down.mT, offs=offs)
-
-
-def under_autocast(x: Tensor) -> Tensor:
-    """In autocast's dtype, where it is on: it does not know `F.grouped_mm`."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-class MixtureOfExperts(nn.Module):
-    """``shared(x) + sum over the best k of p_e expert_e(x)``, p being the softmax among these k.
-
-    No token is dropped, and nothing balances the experts.
-    """
-
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.top_k = sizes.top_k
-        self.router = nn.Linear(sizes.width, sizes.experts, bias=False)
-        self.experts = Experts(sizes)
-        self.shared = SwiGLU(sizes)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        x_NC = x_BTC.flatten(0, 1)
-        best, expert = self.router(x_NC).float().topk(self.top_k)
-        p_S = best.softmax(-1).flatten()
-        order = expert.flatten().argsort(stable=True)
-        token_S = order // self.top_k
-        counts = torch.bincount(expert.flatten(), minlength=self.router.out_features)
-        offs = counts.cumsum(0, dtype=torch.int32)
-        y_SC = self.experts(x_NC[token_S], offs) * p_S[order].unsqueeze(-1)
-        mixed = torch.zeros_like(x_NC).index_add(0, token_S, y_SC.to(x_NC.dtype))
-        out: Tensor = self.shared(x_BTC) + mixed.view_as(x_BTC)
-        return out
-
-
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
         self.feed_forward_norm = nn.RMSNorm(sizes.width)
-        self.feed_forward = MixtureOfExperts(sizes) if sizes.experts else SwiGLU(sizes)
+        self.feed_forward = SwiGLU(sizes)
 
     def forward(self, h_BTC: Tensor, rotary: Tensor) -> Tensor:
         h_BTC = h_BTC + self.attention(self.attention_norm(h_BTC), rotary)
@@ -183,7 +114,7 @@ class GPT(nn.Module):
     def _initialise(self, layers: int) -> None:
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
-                last = name.endswith(("proj.weight", "down.weight", "experts.down"))
+                last = name.endswith(("proj.weight", "down.weight"))
                 nn.init.normal_(parameter, std=INIT_STD / math.sqrt(2 * layers if last else 1))
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
@@ -209,11 +140,11 @@ def rotate(x_BHTD: Tensor, rotary: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).to(x_BHTD.dtype)
 
 
-def in_recipe(model: M, recipe: str) -> M:
+def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
     """The model with its linear layers in `recipe`, unit-scaled if it is one of `UNIT`.
 
     The layer called ``head`` keeps its precision. Unit scaling copies the model; otherwise it is
-    the same object, with the same parameters.
+    the same object, with the same parameters. ``gathers``: FSDP2 gathers its weights as float8.
 
     Raises:
         ValueError: for an unknown recipe.
@@ -223,10 +154,9 @@ def in_recipe(model: M, recipe: str) -> M:
     if recipe in UNIT:
         return _unit_scaled(model, recipe)
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
-    from float8 import Float8LinearConfig, convert_to_float8_training, register_experts
+    from float8 import Float8LinearConfig, convert_to_float8_training
     from float8.config import RECIPES
 
-    register_experts(Experts)
     if recipe not in (*OWN, *RECIPES):
         raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join((*OWN, *RECIPES))}")
     # "naive" is a plain `.to(torch.float8_e4m3fn)` without any scale, which is
@@ -234,6 +164,7 @@ def in_recipe(model: M, recipe: str) -> M:
     # of 1e-5 and less, which E5M2, whose smallest number is 1.5e-5, rounds to zero; weights of 0.02
     # lie where E4M3 has one or two bits left.
     config = Float8LinearConfig.from_recipe_name("unit" if recipe == "naive" else recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=gathers)
     with warnings.catch_warnings():
         if recipe == "naive":  # conversion warns of just that
             warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')

@@ -22,7 +22,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
-GROUPED = torch.ops.aten._grouped_mm.default  # the same for each group of rows
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -35,7 +34,4 @@ class HalfProducts(TorchDispatchMode):
         if func in PRODUCTS and args[0].dtype in HALF and args[0].dtype == args[1].dtype:
             left, right = args
             return func(left.float(), right.float()).to(left.dtype)
-        if func is GROUPED and args[0].dtype in HALF and args[0].dtype == args[1].dtype:
-            a, b, *rest = args
-            return func(a.float(), b.float(), *rest, **(kwargs or {})).to(a.dtype)
         return func(*args, **(kwargs or {}))

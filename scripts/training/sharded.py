@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,13 +43,9 @@ class Sharded(Alone):
         Raises:
             ValueError: a recipe of the unit-scaled model.
         """
-        if recipe in gpt.UNIT:
-            raise ValueError(
-                f"recipe {recipe} trains in one process so far: unit_scale plans on a copy of the "
-                "model, and FSDP2 forbids copies; leave it out of --recipes, or take --nproc 1"
-            )
-        convert = _gathering_float8 if recipe in GATHERED else gpt.in_recipe
-        model = convert(plain, recipe)
+        if recipe in gpt.UNIT:  # unit_scale plans on a copy of the model, and FSDP2 forbids copies
+            raise ValueError(f"recipe {recipe} trains in one process: leave it out, or --nproc 1")
+        model = gpt.in_recipe(plain, recipe, gathers=recipe in GATHERED)
         # The views are added to the residual stream, and not in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         half = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
@@ -100,15 +95,3 @@ class Sharded(Alone):
         """At the end, together."""
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _gathering_float8(model: gpt.GPT, recipe: str) -> nn.Module:
-    """The model in a recipe, as `gpt.in_recipe` has it, with weights gathered as float8."""
-    from float8 import Float8LinearConfig, convert_to_float8_training, register_experts
-
-    register_experts(gpt.Experts)
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    config = replace(config, enable_fsdp_float8_all_gather=True)
-    return convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, fqn: fqn != "head"
-    )

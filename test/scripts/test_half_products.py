@@ -55,34 +55,3 @@ def test_the_products_of_backward_and_of_autocast_go_the_same_way() -> None:
     assert torch.equal(y.detach(), (x.detach().float() @ weight.float().t()).bfloat16())
     assert x.grad is not None
     assert torch.equal(x.grad, (grad.float() @ weight.float()).bfloat16())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_of_other_dtypes_are_left_alone(dtype: torch.dtype) -> None:
-    left, right = normal(4, 6, dtype=dtype), normal(6, 3, dtype=dtype)
-    with HalfProducts():
-        assert torch.equal(left @ right, torch.mm(left, right))
-
-
-def test_a_float32_sum_that_is_rounded_twice_would_be_seen() -> None:
-    """GEMMs that round every product miss the bound of the first test."""
-    left, right = normal(7, 33), normal(33, 5)
-    rounded = (left[:, :, None] * right[None]).sum(1)
-    exact = left.double() @ right.double()
-    assert not bool(((rounded.double() - exact).abs() <= bound_of(left, right)).all())
-
-
-def test_grouped_products_of_each_group_go_the_same_way() -> None:
-    x, w, grad = normal(9, 16), normal(3, 8, 16), normal(9, 8)
-    x.requires_grad_(), w.requires_grad_()
-    offs = torch.tensor([4, 4, 9], dtype=torch.int32)
-    with HalfProducts():
-        y = torch.nn.functional.grouped_mm(x, w.mT, offs=offs)
-        y.backward(grad)
-    x32, w32, g32 = x.detach().float(), w.detach().float(), grad.float()
-    assert x.grad is not None and w.grad is not None
-    for e, rows in ((0, slice(0, 4)), (2, slice(4, 9))):
-        assert torch.equal(y.detach()[rows], (x32[rows] @ w32[e].t()).bfloat16())
-        assert torch.equal(x.grad[rows], (g32[rows] @ w32[e]).bfloat16())
-        assert torch.equal(w.grad[e], (g32[rows].t() @ x32[rows]).bfloat16())
-    assert not w.grad[1].any()

@@ -29,7 +29,7 @@ def run(path):
     sys.path.insert(0, path.rpartition("/")[0])
     with contextlib.redirect_stdout(out):
         try:
-            if path.startswith("float8"):
+            if path.startswith("float8") or path.endswith("__main__.py"):
                 name = path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
                 runpy.run_module(name, run_name="__main__", alter_sys=False)
             else:
@@ -57,7 +57,8 @@ def test_a_program_prints_its_help_and_exits_0(path, ends):
     status, said = ends[path]
     assert status == 0
     name = path.removesuffix(".py").removesuffix("/__main__").replace("/", ".")
-    prog = f"python -m {name}" if path.startswith("float8") else Path(path).name
+    is_module = path.startswith("float8") or path.endswith("__main__.py")
+    prog = f"python -m {name}" if is_module else Path(path).name
     assert said.startswith(f"usage: {prog} ")
 
 

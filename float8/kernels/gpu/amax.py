@@ -21,14 +21,11 @@ from torch import Tensor
 from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Variant,
     count_of,
     is_transposed,
     launch,
-    meta,
     sizes_of,
     tiles_of,
-    variant,
 )
 
 MAX_PARTIALS = 512  # programs of the pass: about four per multiprocessor of an H100
@@ -139,13 +136,3 @@ def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
         **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS,
     )  # fmt: skip
     return of_rows, of_cols
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The variants that the recipes launch on a bfloat16 matrix."""
-    x = meta(M, K)
-    return [
-        variant("amax", partial_amaxes, x),
-        variant("amax, rows and columns", line_amaxes, x, True, True),
-        variant("amax, columns", line_amaxes, x, False, True),
-    ]

@@ -19,9 +19,9 @@ loaded byte by byte (`scaled_mm` hands over others).
 
 Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
 of each thread's 255, so that is the largest tile that does not spill. `TILES` is the whole list.
-It was chosen by machine code (``scripts/kernel_report.py``): no spills, copies to shared memory of
-16 bytes per thread that bypass registers, and the tensor cores' float8 instructions. Which of them
-runs is measured on the device (`fastest_tile`); `tile_of` is the rule where nothing is measured.
+It was chosen by machine code (``scripts.kernel_tools report``): no spills, copies to shared memory
+of 16 bytes per thread that bypass registers, and the tensor cores' float8 instructions. Which
+of them runs is measured on the device (`fastest_tile`); without, `tile_of` is the rule.
 
 What the machine code of sm_90 says of them: the tensor cores need 512 clocks for a step of
 128 x 128 x 128. They then wait for the promotion, 128 clocks of multiply-adds, and for about 100
@@ -52,7 +52,7 @@ from torch import Tensor
 from float8.granularity import ceil_div, scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu.fastest_tile import fastest
-from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
+from float8.kernels.gpu.launch import check_device, launch, register
 from float8.kernels.gpu.proxy_fence import IS_LEFT_OUT, fence, stages
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -308,37 +308,3 @@ blockwise_mm = register(
     definition=_definition,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """Every tile with the pairs of blocks that the recipe multiplies, and other forms once."""
-    bf16 = torch.bfloat16
-    forms = [(tile, *rows, E4M3, bf16) for tile in TILES for rows in ((1, 128), (1, 1))]
-    forms += [
-        (TILES[0], 128, 1, E4M3, bf16),
-        (TILES[0], 1, 128, E5M2, bf16),
-        (TILES[0], 1, 128, E4M3, torch.float32),
-    ]
-    return [_variant(*form, M, K) for form in forms]
-
-
-def _variant(
-    tile: Tile, a_rows: int, b_rows: int, a_dtype: torch.dtype, out_dtype: torch.dtype,
-    M: int, K: int,
-) -> Variant:  # fmt: skip
-    """With scales as `cast_blockwise` and cuBLASLt have them; a bias where float32 is written."""
-    N, blocks = 4096, ceil_div(K, 128)
-
-    def scales(lines: int, rows: int) -> Tensor:
-        if rows == 1:
-            return meta(blocks, lines, dtype=torch.float32).t()
-        return meta(ceil_div(lines, rows), blocks, dtype=torch.float32)
-
-    a, b = meta(M, K, dtype=a_dtype), meta(N, K, dtype=E4M3)
-    bias = meta(N) if out_dtype == torch.float32 else None
-    formats = {E4M3: "e4m3", E5M2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32"}
-    return variant(
-        f"blockwise_mm {tile.M}x{tile.N}, {a_rows}x128 by {b_rows}x128, "
-        f"{formats[a_dtype]} to {formats[out_dtype]}",
-        _launch, a, scales(M, a_rows), b, scales(N, b_rows), a_rows, b_rows, bias, out_dtype, tile,
-    )  # fmt: skip

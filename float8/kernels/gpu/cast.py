@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, ceil_div
+from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.kernels.gpu.amax import partial_amaxes
 from float8.kernels.gpu.jit import (
@@ -48,20 +48,17 @@ from float8.kernels.gpu.jit import (
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Variant,
     check_column_sums,
     check_device,
     count_of,
     define_column_sums,
     is_transposed,
     launch,
-    meta,
     new_data,
     one_scale_arguments,
     register,
     sizes_of,
     tiles_of,
-    variant,
 )
 
 _WHOLE = (WHOLE, WHOLE)
@@ -237,22 +234,3 @@ cast_dynamic = register(
     definition=_cast_dynamic_definition,
     fake=_cast_dynamic_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    x, scale, amax = meta(M, K), meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
-    sums = meta(ceil_div(M, _ROWS), K, dtype=torch.float32)
-    both, given = "rows and columns", "cast by a given scale"
-    return [
-        variant(f"cast, e4m3, {both}", _cast_dynamic, x, e4m3, False, True, True),
-        variant(f"cast, e5m2, {both}", _cast_dynamic, x, e5m2, False, True, True),
-        variant("cast, e4m3, rows", _cast_dynamic, x, e4m3, False, True, False),
-        variant(f"{given}, e4m3, {both}", _cast, x, scale, e4m3, True, True),
-        variant(f"{given}, e5m2, {both}, amax", _cast, x, scale, e5m2, True, True, amax),
-        variant(
-            f"{given}, e5m2, {both}, amax, sums", _cast, x, scale, e5m2, True, True, amax, sums
-        ),
-        variant(f"{given}, e4m3, columns", _cast, x, scale, e4m3, False, True),
-    ]

@@ -25,8 +25,6 @@ not always have loads under way, so about 0.7 of a copy's bandwidth is predicted
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -48,7 +46,6 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     BothWays,
-    Variant,
     as_bytes,
     check_column_sums,
     count_of,
@@ -56,12 +53,10 @@ from float8.kernels.gpu.launch import (
     define_column_sums,
     format_constants,
     launch,
-    meta,
     new_data,
     read_row_major,
     register,
     sizes_of,
-    variant,
 )
 
 _BLOCKS: tuple[Block, ...] = ((1, 128), (128, 128))
@@ -202,20 +197,3 @@ cast_blockwise = register(
     definition=_definition,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the blockwise recipe launches on bfloat16."""
-    sums = meta(ceil_div(M, 128), K, dtype=torch.float32)
-    forms: dict[str, tuple[Any, ...]] = {
-        "1x128, rows and columns": (1, 128, True, True),
-        "1x128, rows and columns, sums": (1, 128, True, True, sums),
-        "1x128, rows": (1, 128, True, False),
-        "128x128, rows and columns": (128, 128, True, True),
-        "128x128, columns": (128, 128, False, True),
-    }
-    x, e4m3 = meta(M, K), torch.float8_e4m3fn
-    return [
-        variant(f"cast_blockwise, e4m3, {name}", _launch, x, e4m3, True, *form)
-        for name, form in forms.items()
-    ]

@@ -45,17 +45,14 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
     BothWays,
-    Variant,
     as_bytes,
     count_of,
     launch,
-    meta,
     new_data,
     read_row_major,
     register,
     sizes_of,
     tiles_of,
-    variant,
 )
 
 # Programs of 4 warps: three of those that write both orientations share a multiprocessor.
@@ -316,18 +313,3 @@ cast_mx = register(
     definition=_definition,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the recipe mxfp8 launches on bfloat16, and a cast to a Float8Tensor."""
-    x, e4m3 = meta(M, K), torch.float8_e4m3fn
-    forms = {
-        "rows and columns": (definition.E8M0, True, True, True),
-        "rows": (definition.E8M0, True, True, False),
-        "columns": (definition.E8M0, True, False, True),
-        "rows and columns, floor": (definition.E8M0_FLOOR, True, True, True),
-        "rows, plain scales": (definition.E8M0, False, True, False),
-    }
-    return [
-        variant(f"cast_mx, e4m3, {name}", _launch, x, e4m3, *form) for name, form in forms.items()
-    ]

@@ -49,7 +49,6 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     BothWays,
-    Variant,
     as_bytes,
     check_column_sums,
     count_of,
@@ -57,13 +56,11 @@ from float8.kernels.gpu.launch import (
     define_column_sums,
     format_constants,
     launch,
-    meta,
     new_data,
     read_row_major,
     register,
     sizes_of,
     tiles_of,
-    variant,
 )
 
 _LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
@@ -232,20 +229,3 @@ cast_rowwise = register(
     definition=_definition,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
-    sums = meta(ceil_div(M, _ROWS), K, dtype=torch.float32)
-    forms: dict[str, tuple[Any, ...]] = {
-        "rows": (K, True, False),
-        "rows in chunks": (2 * _LONGEST_ROW, True, False),
-        "rows and columns": (K, True, True),
-        "rows and columns, sums": (K, True, True, sums),
-        "columns": (K, False, True),
-    }
-    e4m3 = torch.float8_e4m3fn
-    return [
-        variant(f"cast_rowwise, e4m3, {name}", _launch, meta(M, k), e4m3, True, *form)
-        for name, (k, *form) in forms.items()
-    ]

@@ -60,15 +60,12 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     BothWays,
-    Variant,
     as_bytes,
     check_device,
     format_constants,
     launch,
-    meta,
     new_data,
     register,
-    variant,
 )
 
 ALIGNMENT = 16
@@ -310,27 +307,3 @@ def _fake(
 cast_tokens = register(
     "cast_tokens" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the recipes launch on bfloat16."""
-    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    x, offs, scale = (
-        meta(M, K), meta(64, dtype=torch.int32), meta(1, 1, dtype=torch.float32)
-    )  # fmt: skip
-    exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
-    forms = {
-        "e4m3, tensor": (_TENSOR, e4m3, exact, None, True, True),
-        "e5m2, tensor": (_TENSOR, e5m2, exact, None, True, True),
-        "e4m3, tensor, rows": (_TENSOR, e4m3, exact, None, True, False),
-        "e4m3, given scale": (_TENSOR, e4m3, exact, scale, True, True),
-        "e4m3, 1 x K": (_ROW, e4m3, rounded, None, True, True),
-        "e4m3, 1 x K, columns": (_ROW, e4m3, rounded, None, False, True),
-        "e4m3, 1 x 128": (_BY_128, e4m3, rounded, None, True, True),
-        "e4m3, 1 x 128, columns": (_BY_128, e4m3, rounded, None, False, True),
-    }
-    amaxes = variant("cast_tokens, amaxes", _line_amaxes, x, offs, True)
-    return [amaxes] + [
-        variant(f"cast_tokens, {name}", _launch, x, offs, *form[:4], ALIGNMENT, *form[4:])
-        for name, form in forms.items()
-    ]

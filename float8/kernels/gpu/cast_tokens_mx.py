@@ -38,14 +38,11 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
     BothWays,
-    Variant,
     as_bytes,
     check_device,
     launch,
-    meta,
     new_data,
     register,
-    variant,
 )
 
 ALIGNMENT = 128
@@ -176,16 +173,3 @@ def _fake(
 cast_tokens_mx = register(
     "cast_tokens_mx" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the recipe mxfp8 launches on bfloat16."""
-    x, offs, e4m3 = meta(M, K), meta(64, dtype=torch.int32), torch.float8_e4m3fn
-    forms = {"both": (True, True), "rows": (True, False), "columns": (False, True)}
-    return [
-        variant(
-            f"cast_tokens_mx, e4m3, {name}", _launch, x, offs, _BLOCK, e4m3, definition.E8M0, None,
-            ALIGNMENT, *wanted,
-        )
-        for name, wanted in forms.items()
-    ]  # fmt: skip

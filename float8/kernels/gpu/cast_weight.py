@@ -17,13 +17,10 @@ from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
-    Variant,
     as_bytes,
     check_device,
     launch,
-    meta,
     register,
-    variant,
 )
 from float8.kernels.gpu.moments import LINEAR, load
 
@@ -111,14 +108,3 @@ cast_weight = register(
     definition=_definition,
     fake=lambda *_: None,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The form of a weight whose rows are whole groups."""
-    master, master_scale = (
-        meta(M, K, dtype=torch.float16),
-        meta(M, ceil_div(K, 128), dtype=torch.float32),
-    )
-    data, scale = meta(M, K, dtype=torch.float8_e4m3fn), meta(dtype=torch.float32)
-    arguments = master, master_scale, data, scale, 128, meta(1, dtype=torch.float32)
-    return [variant("cast_weight", _launch, *arguments)]

@@ -48,10 +48,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, block_name, ceil_div, scale_shape
+from float8.granularity import WHOLE, ceil_div, scale_shape
 from float8.kernels.gpu.blockwise_mm import (
-    E4M3,
-    E5M2,
     FORMATS,
     FUSION,
     GROUP,
@@ -66,7 +64,7 @@ from float8.kernels.gpu.blockwise_mm import (
 )
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
-from float8.kernels.gpu.launch import Variant, check_device, launch, meta, register, variant
+from float8.kernels.gpu.launch import check_device, launch, register
 from float8.kernels.grouped_mm import grouped_mm as define
 
 ONE, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
@@ -278,47 +276,3 @@ grouped_mm_gpu = register(
     definition=_definition,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """Both forms of each product in the largest tile, and of blockwise ones in that of 4 warps."""
-    forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
-    for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
-        forms += [(tile, by_tokens, pair, E4M3, False) for tile in TILES[::2]]
-        forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
-        forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
-    forms += [(TILES[0], False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW))]
-    return [_variant(*form, M, K) for form in forms]
-
-
-def _variant(
-    tile: Tile, by_tokens: bool, pair: tuple[Block, Block], a_dtype: torch.dtype, fast: bool,
-    M: int, K: int,
-) -> Variant:  # fmt: skip
-    """M tokens of 32 experts with weights (4096, K), and scales in the layouts of the casts."""
-    N, E = 4096, 32
-    shapes = ((N, M), (K, M)) if by_tokens else ((M, K), (N, K))
-    a, b = (meta(*s, dtype=dtype) for s, dtype in zip(shapes, (a_dtype, E4M3), strict=True))
-    scales = []
-    for x, block in zip((a, b), pair, strict=True):
-        rows, columns = scale_shape(x.shape, block)
-        if by_tokens and block == ROW:
-            scales.append(meta(E, x.shape[0], dtype=torch.float32))
-        elif by_tokens and block == BY_128:
-            scales.append(meta(columns + E, rows, dtype=torch.float32).t())
-        elif block == BY_128:
-            scales.append(meta(columns, rows, dtype=torch.float32).t())
-        elif x is b and not by_tokens:
-            scales.append(meta(E, rows, columns, dtype=torch.float32))
-        else:
-            scales.append(meta(rows, columns, dtype=torch.float32))
-    if not by_tokens:
-        b = meta(E, N, K, dtype=E4M3)
-    kind = "tokens" if by_tokens else "experts"
-    names = " by ".join(block_name(block) for block in pair)
-    format = "e4m3" if a_dtype == E4M3 else "e5m2"
-    return variant(
-        f"grouped_mm by {kind} {tile.M}x{tile.N}, {names}, {format}{', fast' * fast}",
-        _launch, a, scales[0], b, scales[1], meta(E, dtype=torch.int32), *pair, torch.bfloat16, 16,
-        fast, tile,
-    )  # fmt: skip

@@ -1,10 +1,9 @@
-"""The host code that kernel files share: registration, launches, and the shipped variants.
+"""The host code that kernel files share: registration and launches.
 
 A kernel file holds one op: the ``@triton.jit`` kernel, the function that launches it on CUDA
-tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), the shapes that it
-returns (for FakeTensors), and the forms that ship. `register` makes an op of them,
-``torch.ops.float8.<name>``: torch.compile, CUDA graphs and FakeTensorMode treat it as one of
-torch's own.
+tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), and the shapes that it
+returns (for FakeTensors). `register` makes an op of them, ``torch.ops.float8.<name>``:
+torch.compile, CUDA graphs and FakeTensorMode treat it as one of torch's own.
 
 The files are imported when a CUDA tensor first needs one: importing Triton takes half a second, and
 it may not be installed.
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +37,6 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-# Triton's name of each dtype.
-POINTERS = {dtype: str(t) for dtype, t in (TRITON_FORMATS | TRITON_DTYPES).items()}
-POINTERS |= {torch.uint8: "u8", torch.int32: "i32", torch.int64: "i64"}
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
@@ -74,34 +69,8 @@ def register(
     return getattr(torch.ops.float8, name).default
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One compiled form of a kernel that ships, for inspection without a GPU.
-
-    Args:
-        name: its title in reports.
-        kernel: the ``@triton.jit`` function.
-        types: each runtime argument's Triton type, in the order of the signature
-            (``"*bf16"``, ``"i32"``).
-        constants: every compile-time argument.
-        options: ``num_warps`` and what else the launch passes.
-        programs: the size of the grid.
-        arguments: every runtime argument, tensors without memory.
-    """
-
-    name: str
-    kernel: Any
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    options: Mapping[str, Any]
-    programs: tuple[int, int] = (1, 1)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
 NO_FUSION = {"enable_fp_fusion": False}
-
-_recorded: list[tuple[Any, tuple[int, int], tuple[Any, ...], dict[str, Any]]] = []
 
 # What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
 # launch works this out anew each time, which takes longer than all else that a cast does.
@@ -126,9 +95,6 @@ def launch(
         constants: the compile-time arguments, which end the signature, and Triton's options.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
-    if x.is_meta:  # no memory: see `variants`
-        _recorded.append((kernel, grid[:2], (x, *arguments), constants))
-        return
     if not isinstance(kernel, JITFunction):
         kernel[grid](x, *arguments, **constants)  # interpreted
         return
@@ -152,50 +118,6 @@ def launch(
         names = kernel.arg_names[1 + len(arguments) :]
         # With the kernel itself, whose id no other object then has.
         _compiled[form] = compiled, kernel, tuple(constants[name] for name in names)
-
-
-def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any) -> Variant:
-    """The form of the last kernel that ``launcher`` launches, for arguments on the meta device."""
-    return variants(name, launcher, *arguments, **options)[-1]
-
-
-def variants(
-    name: str, launcher: Callable[..., Any], *arguments: Any, **options: Any
-) -> list[Variant]:
-    """The forms of all kernels that ``launcher`` launches, for arguments on the meta device."""
-    _recorded.clear()
-    launcher(*arguments, **options)
-    launches, _recorded[:] = _recorded[:], []
-    return [_variant(name, *launched) for launched in launches]
-
-
-def _variant(
-    name: str,
-    kernel: Any,
-    programs: tuple[int, int],
-    values: tuple[Any, ...],
-    keywords: Mapping[str, Any],
-) -> Variant:
-    types: dict[str, str] = {}
-    constants: dict[str, Any] = {}
-    for parameter, value in zip(kernel.arg_names, values, strict=False):
-        if isinstance(value, int) and value == 1:
-            constants[parameter] = 1  # Triton compiles it in
-        elif value is None:
-            constants[parameter] = None  # likewise
-        elif isinstance(value, Tensor):
-            types[parameter] = f"*{POINTERS[value.dtype]}"
-        else:
-            types[parameter] = "i32" if isinstance(value, int) else "fp32"
-    constants |= {n: value for n, value in keywords.items() if n in kernel.arg_names}
-    compiler = {n: value for n, value in keywords.items() if n not in kernel.arg_names}
-    runtime = dict(zip(kernel.arg_names, values, strict=False))
-    return Variant(name, kernel, types, constants, compiler, programs, runtime)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor without memory, for `variant`."""
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

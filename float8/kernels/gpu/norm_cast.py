@@ -59,15 +59,12 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_DTYPES,
-    Variant,
     check_device,
     launch,
-    meta,
     new_data,
     one_scale_arguments,
     register,
     row_major,
-    variant,
 )
 
 _ROWS = {"ROWS": 4, "COLS": 1024}
@@ -440,26 +437,3 @@ layer_norm_cast = register(
     definition=_of_layer_norm(_definition),
     fake=_of_layer_norm(_fake),
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The variants that the recipes launch on bfloat16."""
-    x, weight = meta(M, K), meta(K)
-    statistic, scale = meta(M, 1, dtype=torch.float32), meta(1, 1, dtype=torch.float32)
-    amax, cast_to = meta(dtype=torch.float32), (torch.bfloat16, torch.float8_e4m3fn, False)
-    forms = []
-    for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
-        norm = Norm(weight, bias, 1e-5, bias is not None)
-        known = (x, norm, None if bias is None else statistic, statistic, torch.bfloat16)
-        given, whole = f"{op}: a given scale", (x, norm, scale, *cast_to)
-        forms += [
-            variant(f"{op}: statistics and amax", _statistics, *known, True),
-            variant(f"{op}: statistics", _statistics, *known, False),
-            variant(f"{op}: tiles", _launch, x, norm, None, *cast_to, True),
-            variant(
-                f"{given}, tiles, amax", _launch, x, norm, scale, *cast_to, True, amax, own=False
-            ),
-            variant(f"{given}, whole rows, amax", _launch, *whole, True, amax, own=True),
-            variant(f"{given}, whole rows, not transposed", _launch, *whole, False, own=True),
-        ]
-    return forms

@@ -40,12 +40,9 @@ from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Variant,
     check_device,
     launch,
-    meta,
     register,
-    variant,
 )
 from float8.kernels.gpu.moments import (
     DENSE,
@@ -422,46 +419,3 @@ optimizer_step = register(
     definition=_reference,
     fake=_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """Variants for bfloat16, float32, CUDA graphs, masters, and rows that groups do not divide."""
-    bf16, fp32, fp16 = torch.bfloat16, torch.float32, torch.float16
-    forms: list[tuple[str, torch.dtype, dict[str, Any]]] = [
-        ("bf16, e4m3, expanded e4m3", bf16, {"random": "v"}),  # AdamW's defaults
-        ("the same, to nearest", bf16, {}),
-        ("fp32, e4m3, fp16", fp32, {"v": fp16}),
-        ("bf16 all at random, captured", bf16, {"random": "pmv", "captured": True}),
-        ("bf16, ragged groups", bf16, {"random": "v", "ragged": True}),
-        ("master", fp16, {"g": bf16, "master": True, "random": "pv"}),
-        ("fp32 lion", fp32, {"rule": "lion", "random": "m"}),
-        ("bf16, e4m3, expanded e4m3, amax", bf16, {"random": "v", "record": True}),
-    ]
-    return [_variant(name, (M, K), dtype, **form) for name, dtype, form in forms]
-
-
-def _variant(
-    name: str, shape: tuple[int, int], p_dtype: torch.dtype, *, g: torch.dtype | None = None,
-    v: torch.dtype = torch.float8_e4m3fn, master: bool = False, rule: str = "adamw",
-    ragged: bool = False, captured: bool = False, random: str = "", record: bool = False,
-) -> Variant:  # fmt: skip
-    M, K = shape
-    C = K - 2 if ragged else K
-
-    def state(dtype: torch.dtype, has_exponent: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale = meta(M, ceil_div(C, 128), dtype=torch.float32)
-        return meta(M, C, dtype=dtype), scale, scale if has_exponent else None
-
-    numbers = {
-        "adamw": [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.0],
-        "lion": [1e-4, 0.9, 0.99, 0.1, 0.0],
-    }[rule]
-    number = meta(dtype=torch.float32) if captured else None
-    p, p_scale, _ = state(p_dtype, False)
-    second = state(v, v.itemsize == 1) if rule == "adamw" else (None, None, None)
-    return variant(
-        f"optimizer_step: {name}", _launch, rule, numbers, number, 0.0 if captured else 7.0, number,
-        p, p_scale if master else None, meta(M, C, dtype=g or p_dtype),
-        *state(torch.float8_e4m3fn, False), *second, 128, [x in random for x in "pmv"], 7, 7,
-        number, number, meta(dtype=torch.float32) if master or record else None,
-    )  # fmt: skip

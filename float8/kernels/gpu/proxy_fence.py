@@ -15,7 +15,7 @@ that it is missing there; no GPU has shown a wrong product of this library. For 
   loop load through registers, without a pipeline: Triton fences such stores itself. This costs the
   overlap of loads and products.
 
-``scripts/run_ptx.py`` checks each form (findings of the kind "proxy"). The tensor cores of sm_89
+``scripts.kernel_tools run`` checks each form (findings of the kind "proxy"). Tensor cores of sm_89
 and sm_120 (`mma.sync`) read registers and need no such fence.
 """
 

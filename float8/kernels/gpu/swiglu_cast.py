@@ -49,15 +49,12 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_DTYPES,
-    Variant,
     check_device,
     launch,
-    meta,
     one_scale_arguments,
     register,
     row_major,
     tiles_of,
-    variant,
 )
 
 # 1024 programs of 40 registers a thread: eight on each multiprocessor of an H100, all at once.
@@ -370,21 +367,3 @@ swiglu_backward = register(
     definition=definition.swiglu_backward,
     fake=_backward_fake,
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The forms that the recipes launch on bfloat16."""
-    gate, up = meta(M, K), meta(M, K)
-    scale, amax = meta(1, 1, dtype=torch.float32), meta(dtype=torch.float32)
-    factors = meta(1, K, dtype=torch.float32)
-    cast_to = (torch.bfloat16, torch.float8_e4m3fn, False)
-    given = "swiglu_cast: a given scale"
-    return [
-        variant("swiglu_cast: amax", _partial_amaxes, gate, up, torch.bfloat16),
-        variant("swiglu_cast: tiles", _launch, gate, up, None, *cast_to, True),
-        variant(f"{given}, amax", _launch, gate, up, scale, *cast_to, True, amax),
-        variant(f"{given}, not transposed", _launch, gate, up, scale, *cast_to, False),
-        variant("swiglu_cast: amaxes of columns", _launch_amaxes, gate, up, torch.bfloat16),
-        variant(f"{given}, factors", _launch, gate, up, scale, *cast_to, True, None, factors),
-        variant("swiglu_backward", _launch_backward, gate, gate, up),
-    ]

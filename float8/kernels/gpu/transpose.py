@@ -15,14 +15,11 @@ from torch import Tensor
 from float8.kernels.gpu.jit import load_4_rows, pack_4, place_of_tile, store_packed, tile_of_program
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Variant,
     as_bytes,
     launch,
-    meta,
     new_data,
     register,
     tiles_of,
-    variant,
 )
 
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
@@ -79,8 +76,3 @@ def _fake(data: Tensor) -> Tensor:
 transpose = register(
     "transpose(Tensor data) -> Tensor", kernel=_launch, definition=_definition, fake=_fake
 )
-
-
-def shipped(M: int = 4096, K: int = 4096) -> list[Variant]:
-    """The form that the recipes launch."""
-    return [variant("transpose", _launch, meta(M, K, dtype=torch.float8_e4m3fn))]

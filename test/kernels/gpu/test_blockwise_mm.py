@@ -22,7 +22,8 @@ from torch import Tensor
 from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm as module
 from float8.kernels.gpu import fastest_tile
-from scripts import kernel_report
+from scripts.kernel_tools.forms import compile_for
+from scripts.kernel_tools.shipped import variants
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = {
@@ -358,7 +359,7 @@ def test_on_a_cpu_the_op_is_its_definition(rows):
 )
 def test_tensor_cores_multiply_float8_copied_16_bytes_at_a_time(arch, instruction, kibibytes):
     """In the largest tile, whose shared memory is what a block of that architecture may have."""
-    compiled = kernel_report.compile_for(module.shipped()[0], arch)
+    compiled = compile_for(variants(("blockwise_mm",))[0], arch)
     assert compiled.metadata.shared <= kibibytes * 1024
     ptx = compiled.asm["ptx"]
     assert re.search(instruction, ptx)

@@ -1,14 +1,14 @@
 """Each kernel's compiled form, executed: it has the definition's bits and does nothing forbidden.
 
-Triton compiles for a GPU that is not there, and `scripts/ptx` executes the PTX. The checks are
-those of the kernels' own tests, called inside `executed.executed`, which also raises for what an
-execution finds (accesses out of bounds, races, reads of what was never written). GEMMs are held to
-their definition's error, and to its bits where every sum is exact.
+Triton compiles for a GPU that is not there, and `scripts/kernel_tools/ptx` executes the PTX. The
+checks are those of the kernels' own tests, called inside `executed.executed`, which also raises for
+what an execution finds (accesses out of bounds, races, reads of what was never written). GEMMs are
+held to their definition's error, and to its bits where every sum is exact.
 
 The cases have edges of tiles, odd sizes and strides, and special values. Those whose sizes are
-multiples of 16 are the forms that training uses. `shipped_cases.py` has at least one for each form
-that ships, of which the suite runs one for each file. ``scripts/run_ptx.py`` runs all of both, for
-other architectures and other versions of Triton too.
+multiples of 16 are the forms that training uses. `test/kernel_tools/shipped_cases.py` has at least
+one for each form that ships, of which the suite runs one for each file. ``scripts.kernel_tools
+run`` runs all of both, for other architectures and other versions of Triton too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from assertions import assert_bitwise
 from executed import executed
 from interpreter import launcher
+from kernel_tools.shipped_cases import CASES as SHIPPED
 from kernels.gpu import (
     test_blockwise_mm,
     test_cast,
@@ -43,14 +44,13 @@ from kernels.gpu import (
     test_swiglu_cast,
     test_transpose,
 )
-from kernels.gpu.shipped_cases import CASES as SHIPPED
 from kernels.gpu.test_column_sums import OPS
 
 from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm
-from scripts.ptx import launch
-from scripts.ptx.machine import execute
+from scripts.kernel_tools.ptx import launch
+from scripts.kernel_tools.ptx.machine import execute
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -59,7 +59,7 @@ BOTH = (True, True)
 NEAREST, AT_RANDOM = (False, False, False), (True, False, True)
 
 # A test, its arguments but the device, and the architectures for which the suite runs it:
-# compiling takes most of the time. ``scripts/run_ptx.py`` runs all of them for each.
+# compiling takes most of the time. ``scripts.kernel_tools run`` runs all of them for each.
 EVERYWHERE = ("sm_89", "sm_90", "sm_100")
 CASES: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
     (test_cast.test_given_scale, ((80, 272), "contiguous", E4M3), EVERYWHERE),

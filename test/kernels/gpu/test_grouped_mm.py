@@ -23,7 +23,8 @@ from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
-from scripts import kernel_report
+from scripts.kernel_tools.forms import compile_for
+from scripts.kernel_tools.shipped import variants
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
@@ -357,8 +358,10 @@ def test_only_fast_accumulation_leaves_the_whole_sum_to_the_tensor_core(arch):
     """Without it, each step's sum is added in float32: at 128 x 128, 64 additions per thread."""
     for fast in (False, True):
         variant = next(
-            v for v in module.shipped() if v.constants["FAST"] == fast and "rowwise" in v.name
+            v
+            for v in variants(("grouped_mm",))
+            if v.constants["FAST"] == fast and "rowwise" in v.name
         )
-        ptx = kernel_report.compile_for(variant, arch).asm["ptx"]
+        ptx = compile_for(variant, arch).asm["ptx"]
         additions = len(re.findall(r"\badd(\.\w+)*\.f32", ptx))
         assert additions == (0 if fast else 64), variant.name

@@ -20,7 +20,8 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS
 
 from float8.kernels import definition
-from scripts.kernel_report import compile_for, variants
+from scripts.kernel_tools.forms import compile_for
+from scripts.kernel_tools.shipped import variants
 
 # One form of each kernel that writes float8.
 FIRST = {

@@ -20,13 +20,12 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     check_device,
     launch,
-    meta,
     new_data,
     on_device_of,
     register,
-    variant,
 )
-from scripts.kernel_report import variants
+from scripts.kernel_tools.forms import meta, variant
+from scripts.kernel_tools.shipped import variants
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
@@ -68,11 +67,13 @@ def test_cpu_tensors_need_no_device():
         pass
 
 
-def test_a_launch_on_the_meta_device_is_a_variant():
+def test_a_recorded_launch_is_a_variant():
     """Types of the arguments, a constant for a 1, and options apart from compile-time arguments."""
     kernel = SimpleNamespace(arg_names=["x_ptr", "n", "stride", "eps", "TILE"])
     found = variant(
-        "name", lambda x: launch(kernel, 3, x, 16, 1, 0.5, TILE=4, num_warps=2), meta(8)
+        "name",
+        lambda x: launch_module.launch(kernel, 3, x, 16, 1, 0.5, TILE=4, num_warps=2),
+        meta(8),
     )
     assert (found.name, found.kernel) == ("name", kernel)
     assert found.types == {"x_ptr": "*bf16", "n": "i32", "eps": "fp32"}

@@ -1,8 +1,8 @@
 """Every shipped kernel compiles for every architecture, and its machine code is what it should be.
 
-No GPU is needed: Triton compiles for one that is not there, and `scripts/kernel_report.py` reads
+No GPU is needed: Triton compiles for one that is not there, and `scripts.kernel_tools report` reads
 the cubin. Held: no registers spill, bulk accesses to device memory are 16 bytes wide, float8 comes
-from conversion instructions, and no store writes garbage (`test/scripts/test_machine_code.py` has
+from conversion instructions, and no store writes garbage (`test/kernel_tools/test_scan.py` has
 the faults that the scan for it must find).
 """
 
@@ -14,7 +14,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from scripts.kernel_report import ARCHITECTURES, compile_for, main, row, variants
+from scripts.kernel_tools.__main__ import main
+from scripts.kernel_tools.forms import ARCHITECTURES, compile_for
+from scripts.kernel_tools.report import row
+from scripts.kernel_tools.shipped import variants
 
 VARIANTS = variants()
 
@@ -68,7 +71,7 @@ def test_a_size_of_one_compiles(variant):
 def test_the_report_prints_and_writes_what_it_reads(tmp_path, capsys):
     pytest.importorskip("tabulate")
     file = tmp_path / "report.json"
-    assert main(["--arch", "sm_90", "--only", "transpose", "-o", str(file)]) == 0
+    assert main(["report", "--arch", "sm_90", "--only", "transpose", "-o", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "transpose" in printed
     assert "4x16" in printed

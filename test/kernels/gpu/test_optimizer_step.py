@@ -20,9 +20,10 @@ from shapes import DEVICES, pairs
 
 from float8.kernels import moments
 from float8.kernels import optimizer_step as host
-from float8.kernels.gpu.optimizer_step import _reference, optimizer_step, shipped
+from float8.kernels.gpu.optimizer_step import _reference, optimizer_step
 from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
-from scripts.kernel_report import compile_for
+from scripts.kernel_tools.forms import compile_for
+from scripts.kernel_tools.shipped import variants
 
 NAMES = ("p", "p.scale", "g", "m", "m.scale", "m.exponent", "v", "v.scale", "v.exponent")
 # name -> rule, step
@@ -270,7 +271,7 @@ def test_opcheck(device):
 
 def test_a_vector_and_a_column_compile():
     """Triton makes a constant of a size that is 1."""
-    ragged = next(v for v in shipped() if "ragged" in v.name)
+    ragged = next(v for v in variants(("optimizer_step",)) if "ragged" in v.name)
     types = {name: kind for name, kind in ragged.types.items() if name not in ("R", "C")}
     one = replace(ragged, types=types, constants={**ragged.constants, "R": 1, "C": 1})
     assert compile_for(one, "sm_90").asm["cubin"]

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from float8.kernels.gpu import blockwise_mm
-from float8.kernels.gpu.launch import Variant
 from float8.kernels.gpu.proxy_fence import IS_LEFT_OUT, fence, stages
-from scripts.kernel_report import compile_for
+from scripts.kernel_tools.forms import Variant, compile_for
+from scripts.kernel_tools.shipped import variants
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "executed_ptx.json"
 OURS = "fence.proxy.async.shared::cta; mov"  # Triton writes its own without a move
@@ -56,7 +56,7 @@ def test_tensor_cores_that_read_registers_need_none():
 
 def test_a_gemm_has_one_fence_before_its_products():
     """By Triton or by this library, not by both."""
-    form = next(v for v in blockwise_mm.shipped() if "64x64" in v.name)
+    form = next(v for v in variants(("blockwise_mm",)) if "64x64" in v.name)
     loop = compile_for(form, "sm_90").asm["ptx"].split("cp.async.wait_group")[1]
     before, product, _ = loop.partition("wgmma.mma_async")
     assert product and before.count("fence.proxy.async") == 1

@@ -1,0 +1,1 @@
+"""Tools for Triton kernels that need no GPU; README.md says how to use them."""

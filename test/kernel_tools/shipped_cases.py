@@ -1,0 +1,342 @@
+"""Cases that together execute every compiled form that `scripts/kernel_tools/shipped.py` lists.
+
+What Triton compiles in decides the sizes. Sizes and strides of a shipped form are multiples of 16,
+the number of experts too, and its number of partial amaxes is the most that a pass has programs
+for. So the tall matrices have more tiles than that, and each program of the pass reads several. A
+square block's scales have a stride of 16 blocks, which is why contractions are 1936 long.
+
+``scripts.kernel_tools run`` runs all of them, and names the forms that none executed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from assertions import assert_bitwise
+from interpreter import launcher
+from kernels.gpu import (
+    test_blockwise_mm,
+    test_cast_blockwise,
+    test_cast_mx,
+    test_cast_rowwise,
+    test_cast_tokens,
+    test_cast_tokens_mx,
+    test_cast_weight,
+    test_column_sums,
+    test_grouped_mm,
+    test_norm_cast,
+    test_optimizer_step,
+    test_swiglu_cast,
+    test_transpose,
+)
+from shapes import Case
+from torch import Tensor
+
+from float8.granularity import scale_shape
+from float8.kernels import definition
+from float8.kernels.gpu import grouped_mm
+from float8.kernels.gpu.launch import DEFINITIONS
+from float8.kernels.update_rules import AdamW
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F32, BF16 = torch.float32, torch.bfloat16
+BOTH, ROWS, COLS = (True, True), (True, False), (False, True)
+NEAREST, SECOND_AT_RANDOM = (False, False, False), (False, False, True)
+
+# Rows that give an amax pass more tiles than programs.
+TALL = 64 * 513 + 16  # 512 programs, tiles of 64 rows
+TALL_GATES = 16 * 1025 + 16  # 1024 programs, tiles of 16 rows
+TALL_NORM = 4 * 1025 + 12  # 1024 programs, or 512 twice, tiles of 4 rows
+STEPS = 1936  # the contraction of a GEMM: 16 blocks, the last one ragged
+
+# Tokens of 64 groups: empty ones, one of several tiles, sizes that are no multiple of anything.
+GROUPS_OF_64 = [(5, 0, 33, 130, 1, 16, 64, 7)[i % 8] * (i < 24) for i in range(64)]
+
+
+def cast(dtype: torch.dtype, wanted: tuple[bool, bool], records: bool, sums: bool) -> None:
+    """By a given scale, of special values too."""
+    x = Case((80, 272), BF16, fill="wide", exponent=9, specials=("nan", "inf", "tiny")).make()
+    if sums:  # of small integers, which are exact in any order
+        x = (torch.arange(x.numel()).reshape(x.shape) * 7 % 31 - 15).to(BF16)
+    seen = torch.tensor(3.0) if records else None
+    found = torch.full((2, 272), torch.nan) if sums else None
+    _agrees("cast", "_cast", x, torch.tensor([[0.37]]), dtype, *wanted, seen, found)
+
+
+def cast_dynamic(dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
+    x = Case((TALL, 16), BF16, fill="wide").make()
+    x[-1, -1] = 77.0  # the largest, in the last tile
+    _agrees("cast_dynamic", "_cast_dynamic", x, dtype, False, *wanted)
+
+
+def _agrees(op: str, function: str, *arguments: Any) -> None:
+    """A cast's results, and what it writes into its arguments, are the definition's."""
+
+    def copies() -> list[Any]:
+        return [a.clone() if isinstance(a, Tensor) else a for a in arguments]
+
+    mine, theirs = copies(), copies()
+    got = launcher("cast", function, "cpu")(*mine)
+    pairs = zip((*got, *mine), (*DEFINITIONS[op](*theirs), *theirs), strict=True)
+    for place, (one, other) in enumerate(pairs):
+        if isinstance(one, Tensor):
+            assert_bitwise(one, other, (op, arguments[1:]), str(place))
+
+
+def cast_rowwise(shape: tuple[int, int], wanted: tuple[bool, bool]) -> None:
+    case = Case(shape, BF16, fill="wide", specials=("nan", "zero"), seed=1)
+    test_cast_rowwise.check(case.make(), E4M3, True, *wanted, "cpu", case)
+
+
+def cast_blockwise(block: tuple[int, int], wanted: tuple[bool, bool]) -> None:
+    case = Case((80, 272), BF16, fill="wide", specials=("inf", "zero"), seed=2)
+    test_cast_blockwise.check(case.make(), E4M3, True, block, *wanted, "cpu", case)
+
+
+def cast_mx(rounding: str, swizzled: bool, wanted: tuple[bool, bool]) -> None:
+    case = Case((80, 144), BF16, fill="wide", specials=("nan", "zero"), seed=3)
+    test_cast_mx.check(case.make(), E4M3, rounding, swizzled, *wanted, "cpu", case)
+
+
+def cast_tokens(
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    wanted: tuple[bool, bool],
+    scale: float | None = None,
+) -> None:
+    """By 64 experts; where the amax of all is computed, of so many tokens that a pass is full."""
+    sizes, is_amax = list(GROUPS_OF_64), block == test_cast_tokens.TENSOR and scale is None
+    if is_amax:
+        sizes[-1] = TALL
+    rest = -sum(sizes) % 16 + 16
+    x, offs = test_cast_tokens.tokens(sizes, rest, 16 if is_amax else 144, dtype=BF16, fill="wide")
+    given = None if scale is None else torch.tensor([[scale]])
+    tensor, others = definition.FLOAT32, definition.scale_format_of(True)
+    scale_format = tensor if block == test_cast_tokens.TENSOR else others
+    test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, "cpu", block, given)
+
+
+def cast_tokens_mx(wanted: tuple[bool, bool]) -> None:
+    rest = -sum(GROUPS_OF_64) % 16 + 16
+    x, offs = test_cast_tokens_mx.tokens(GROUPS_OF_64, rest, 144, dtype=BF16, fill="wide")
+    op = launcher("cast_tokens_mx", "_launch", "cpu")
+    test_cast_tokens_mx.check(op, x, offs, E4M3, definition.E8M0, wanted, wanted)
+
+
+def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
+    shape = (80, 272) if form == "whole rows" else (TALL_NORM, 48)
+    replay, x, norm_ = test_norm_cast.make(shape, norm, "cpu", (BF16, BF16))
+    seen = torch.tensor(0.25) if records else None
+    got = test_norm_cast.run(x, norm_, form, BF16, cols=cols, amax=seen)
+    if not cols:
+        assert got[1].shape == (0, 0)
+        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), *got[2:])
+    test_norm_cast.check(got, x, norm_, BF16, (replay, form))
+    amax = test_norm_cast.y_of(x, norm_, *got[3:], BF16).abs().amax().float()
+    if seen is not None:
+        assert_bitwise(seen, amax.clamp(min=0.25), replay, "recorded amax")
+    if form == "dynamic":
+        expected = definition.scale_from_amax(amax.reshape(1, 1), 448.0)
+        assert_bitwise(got[2], expected, replay, "scale")
+
+
+def swiglu_cast(shape: tuple[int, int], scale: float | None, cols: bool = True) -> None:
+    """Without recording the amax."""
+    cases, gate, up = test_swiglu_cast.make(shape, BF16, "cpu")
+    got = test_swiglu_cast.run("cpu", gate, up, scale, BF16, cols=cols)
+    if not cols:
+        assert got[1].shape == (0, 0)
+        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), got[2])
+    test_swiglu_cast.check(got, gate, up, BF16, cases)
+    if scale is None:
+        low, high = test_swiglu_cast.bounds(gate, up, BF16)
+        scales = [
+            definition.scale_from_amax(y.abs().amax().float().reshape(1, 1), 448.0)
+            for y in (low, high)
+        ]
+        assert min(scales) <= got[2] <= max(scales), cases
+
+
+def optimizer_step(
+    rule: Any, dtype: Any, v_kind: str | None, at_random: tuple[bool, bool, bool],
+    shape: tuple[int, int] = (48, 256), captured: bool = False, records: bool = False,
+) -> None:  # fmt: skip
+    tensors = test_optimizer_step.operands(shape, 128, dtype, "e4m3", v_kind)
+    options: dict[str, Any] = {"at_random": at_random, "seed": 7, "first": 7}
+    options["amax"] = torch.zeros(1) if records or dtype == "master" else None
+    if captured:
+        options |= {"lr": torch.tensor(1e-2), "step_tensor": torch.tensor(3.0)}
+        options |= {"grad_scale": torch.tensor([4.0]), "found_inf": torch.tensor([0.0])}
+    found, expected = test_optimizer_step.both(rule, tensors, 128, "cpu", **options)
+    replay = (rule, dtype, v_kind, at_random, shape)
+    test_optimizer_step.assert_same_step(found, expected, [*tensors, options["amax"]], replay)
+
+
+def blockwise_mm(tile: Any, rows: tuple[int, int], formats: Any, out_dtype: torch.dtype) -> None:
+    """Random operands to twice the definition's error; small integers to its bits."""
+    shape = (M, K, N) = (144, 272 if rows == (1, 1) else STEPS, 144)
+    blocks = test_blockwise_mm.BLOCKS[rows]
+    bias = Case((N,), BF16, seed=3).make() if out_dtype == F32 else None
+    exact = []
+    for size, block, dtype in zip((M, N), blocks, formats, strict=True):
+        exact += [_integers((size, K), dtype), _powers(scale_shape((size, K), block))]
+    for parts in (test_blockwise_mm.operands(shape, rows, formats), exact):
+        for i, block in ((1, blocks[0]), (3, blocks[1])):
+            if block[0] == 1:  # as casts write them
+                parts[i] = parts[i].t().contiguous().t()
+        run = launcher("blockwise_mm", "_launch", "cpu")
+        found = run(*parts, *rows, bias, out_dtype, tile=tile)
+        if parts is exact:
+            expected = definition.scaled_mm(*parts, *blocks, bias, F32).to(out_dtype)
+            assert_bitwise(found, expected, (tile, rows, formats))
+        elif bias is None:
+            test_blockwise_mm.check(found, parts, rows, (tile, rows, formats))
+
+
+def _integers(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.randint(-8, 9, shape).float().to(dtype)
+
+
+def _powers(shape: tuple[int, ...]) -> Tensor:
+    """Scales so near to 1 that sums of 2000 products of `_integers` need 24 bits at most."""
+    return torch.randint(-1, 2, shape).float().exp2()
+
+
+def grouped(tile: Any, by: str, blocks: str, formats: Any, fast: bool = False) -> None:
+    """Of 32 experts, as `blockwise_mm`; the sign of a sum of zeros is not compared."""
+    sizes = [5, 0, 33, 130, 1, 16, 7, *[0] * 24, 9]
+    spare = -sum(sizes) % 16 + 16
+    build = {"experts": test_grouped_mm.by_experts, "tokens": test_grouped_mm.by_tokens}[by]
+    K = STEPS if "128x128" in blocks else 144
+    shape = (K, 144) if by == "experts" else (144, 144)
+    for make in (test_grouped_mm.quantized, _exact):
+        pair = test_grouped_mm.BLOCKS[blocks]
+        product = build(sizes, *shape, pair, formats, spare, make)
+        found = product.multiply("cpu", BF16, tile=tile, use_fast_accum=fast)
+        if make is _exact:
+            groups = [definition.scaled_mm(*parts, *pair, None, F32) for parts in product.groups]
+            expected = (torch.stack if by == "tokens" else torch.cat)(groups).to(BF16)
+            assert_bitwise(found[: len(expected)] + 0, expected + 0, (tile, by, blocks))
+        else:
+            product.check(found, (tile, by, blocks))
+
+
+def _exact(
+    shape: tuple[int, int], block: tuple[int, int], dtype: torch.dtype, seed: int
+) -> tuple[Tensor, Tensor]:
+    return _integers(shape, dtype), _powers(scale_shape(shape, block))
+
+
+TILES, GROUPED_TILES = test_blockwise_mm.module.TILES, grouped_mm.TILES
+SAME, MIXED = (E4M3, E4M3), (E5M2, E4M3)
+ADAMW = (AdamW(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
+TENSOR, ROW, BY_128 = test_cast_tokens.TENSOR, test_cast_tokens.ROW, test_cast_tokens.BY_128
+NORMS = ("rms, weight", "layer, weight and bias")
+
+# file of `float8/kernels/gpu/` -> cases: a function and its arguments. The suite runs the first.
+CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
+    "amax": [
+        (cast_rowwise, ((80, 272), COLS)),
+        (cast_rowwise, ((80, 272), BOTH)),
+        (cast_dynamic, (E4M3, ROWS)),
+    ],
+    "blockwise_mm": [
+        (blockwise_mm, (TILES[3], (1, 1), SAME, BF16)),
+        *((blockwise_mm, (tile, (1, 1), SAME, BF16)) for tile in TILES[:3]),
+        *((blockwise_mm, (tile, (1, 128), SAME, BF16)) for tile in TILES),
+        (blockwise_mm, (TILES[0], (128, 1), SAME, BF16)),
+        (blockwise_mm, (TILES[0], (1, 128), MIXED, BF16)),
+        (blockwise_mm, (TILES[0], (1, 128), SAME, F32)),
+    ],
+    "cast": [
+        (cast, (E4M3, COLS, False, False)),
+        (cast, (E4M3, BOTH, False, False)),
+        (cast, (E5M2, BOTH, True, False)),
+        (cast, (E5M2, BOTH, True, True)),
+        (cast_dynamic, (E4M3, BOTH)),
+        (cast_dynamic, (E5M2, BOTH)),
+        (cast_dynamic, (E4M3, ROWS)),
+    ],
+    "cast_blockwise": [
+        (cast_blockwise, ((1, 128), ROWS)),
+        (cast_blockwise, ((1, 128), BOTH)),
+        (cast_blockwise, ((128, 128), BOTH)),
+        (cast_blockwise, ((128, 128), COLS)),
+        (
+            test_column_sums.test_sums_are_exact_where_they_can_be,
+            ("cast_blockwise, 1x128", (80, 272), "contiguous", "cpu"),
+        ),
+    ],
+    "cast_mx": [
+        (cast_mx, (definition.E8M0, True, COLS)),
+        (cast_mx, (definition.E8M0, True, ROWS)),
+        (cast_mx, (definition.E8M0, True, BOTH)),
+        (cast_mx, (definition.E8M0_FLOOR, True, BOTH)),
+        (cast_mx, (definition.E8M0, False, ROWS)),
+    ],
+    "cast_rowwise": [
+        (cast_rowwise, ((16, 2064), ROWS)),  # a program holds a row of 4096 elements
+        (cast_rowwise, ((16, 16400), ROWS)),  # rows longer than a program holds
+        (cast_rowwise, ((80, 272), BOTH)),
+        (cast_rowwise, ((80, 272), COLS)),
+        (
+            test_column_sums.test_sums_are_exact_where_they_can_be,
+            ("cast_rowwise", (80, 272), "contiguous", "cpu"),
+        ),
+    ],
+    "cast_tokens": [
+        (cast_tokens, (BY_128, E4M3, COLS)),
+        (cast_tokens, (BY_128, E4M3, BOTH)),
+        (cast_tokens, (ROW, E4M3, BOTH)),
+        (cast_tokens, (ROW, E4M3, COLS)),
+        (cast_tokens, (TENSOR, E4M3, BOTH, 0.37)),
+        (cast_tokens, (TENSOR, E4M3, BOTH)),
+        (cast_tokens, (TENSOR, E5M2, BOTH)),
+        (cast_tokens, (TENSOR, E4M3, ROWS)),
+    ],
+    "cast_tokens_mx": [(cast_tokens_mx, (wanted,)) for wanted in (COLS, ROWS, BOTH)],
+    "cast_weight": [(test_cast_weight.test_agrees, ((48, 256), 128, E4M3, False, "cpu"))],
+    "grouped_mm": [
+        (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME, True)),
+        (grouped, (GROUPED_TILES[0], "experts", "tensorwise", SAME, True)),
+        (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME)),
+        (grouped, (GROUPED_TILES[0], "experts", "tensorwise", MIXED)),
+        (grouped, (GROUPED_TILES[0], "experts", "1x128 by 128x128", SAME)),
+        (grouped, (GROUPED_TILES[2], "experts", "1x128 by 128x128", SAME)),
+        (grouped, (GROUPED_TILES[0], "tokens", "1x128", SAME)),
+        (grouped, (GROUPED_TILES[2], "tokens", "1x128", SAME)),
+        (grouped, (GROUPED_TILES[0], "tokens", "rowwise", SAME)),
+        (grouped, (GROUPED_TILES[0], "tokens", "tensorwise", MIXED)),
+    ],
+    "norm_cast": [
+        *((norm_cast, (norm, "whole rows", False, False)) for norm in NORMS),
+        *((norm_cast, (norm, "whole rows", True)) for norm in NORMS),
+        *((norm_cast, (norm, "tiles", True)) for norm in NORMS),
+        *((norm_cast, (norm, "dynamic", False)) for norm in NORMS),
+    ],
+    "optimizer_step": [
+        (optimizer_step, ("lion", F32, None, (False, True, False))),
+        (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM)),
+        (optimizer_step, ("adamw", BF16, "expanded", NEAREST)),
+        (optimizer_step, ("adamw", F32, "float16", NEAREST)),
+        (optimizer_step, (ADAMW, BF16, "expanded", (True, True, True), (48, 256), True)),
+        (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM, (48, 304))),
+        (optimizer_step, ("adamw", "master", "expanded", (True, False, True))),
+        (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM, (48, 256), False, True)),
+    ],
+    "swiglu_cast": [
+        (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
+        (swiglu_cast, ((80, 272), 0.037, False)),
+        (swiglu_cast, ((TALL_GATES, 16), None)),
+        (
+            test_swiglu_cast.check_factors,
+            ((80, 272), BF16, BF16, "contiguous", "cpu", False),
+        ),
+        (
+            test_swiglu_cast.check_data_and_amax,
+            ((80, 272), (BF16, BF16), 0.037, "contiguous", "cpu"),
+        ),
+    ],
+    "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
+}

@@ -1,0 +1,213 @@
+"""The model of a kernel's time: its parts on small examples, its form, and the committed table."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from scripts.kernel_tools.predict.devices import DEVICES
+from scripts.kernel_tools.predict.instructions import INTEGER, ISSUE, MEMORY, work_of
+from scripts.kernel_tools.predict.launches import predict_launch, resident_programs
+from scripts.kernel_tools.predict.model import rates
+from scripts.kernel_tools.predict.requests import Access, Loop, Program, program_of
+from scripts.kernel_tools.predict.traffic import traffic_of
+from scripts.kernel_tools.report import SIZES
+from scripts.kernel_tools.shipped import variants
+
+TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "predicted_kernels.json"
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "warps", "programs"),
+    [
+        ("sm_90", 128, 0, 4, 4),  # 128 * 128 registers of 65536
+        ("sm_90", 168, 0, 4, 3),
+        ("sm_90", 255, 0, 8, 1),
+        ("sm_90", 32, 0, 4, 16),  # 64 warps
+        ("sm_89", 32, 0, 4, 12),  # 48 warps
+        ("sm_90", 16, 0, 1, 32),  # 32 programs
+        ("sm_90", 32, 132 << 10, 4, 1),  # 133 KiB of 228
+        ("sm_89", 32, 49 << 10, 4, 2),
+    ],
+)
+def test_programs_of_a_multiprocessor(arch, registers, shared, warps, programs):
+    assert resident_programs(arch, registers, shared, warps) == programs
+
+
+def test_rates_end_in_littles_law_and_the_roofline():
+    delay, queues = 9.0, [1.0, 0.5]
+    found = rates(200, delay, queues)
+    assert found[0] == pytest.approx(1 / 10.5)
+    assert all(more > 0.999999 * less for less, more in pairwise(found))
+    assert found[-1] == pytest.approx(1 / max(queues), rel=1e-3)
+    assert all(x <= min(n / 10.5, 1.0) + 1e-12 for n, x in enumerate(found, 1))
+
+
+TTIR = """
+module {
+  tt.func public @kernel(%x: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x"), %y: !tt.ptr<i8>, %n: i32) attributes {} {
+    %c = arith.constant 4 : i32 loc(#loc1)
+    %one = arith.constant dense<1.5E-38> : tensor<64xf32>
+    %pid = tt.get_program_id x : i32
+    %last = arith.subi %n, %pid : i32
+    %p = tt.addptr %x, %last : !tt.ptr<bf16>, i32
+    %t = tt.splat %p : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>>
+    %sum:2 = scf.for %i = %pid to %n step %c iter_args(%a = %one, %q = %t) -> (tensor<64xf32>, tensor<64x!tt.ptr<bf16>>)  : i32 {
+      %v = tt.load %q : tensor<64x!tt.ptr<bf16>>
+      %r = "tt.reduce"(%v) <{axis = 0 : i32}> ({
+      ^bb0(%u: f32, %w: f32):
+        %s = arith.addf %u, %w : f32
+        tt.reduce.return %s : f32
+      }) : (tensor<64xbf16>) -> f32
+      scf.yield %a, %q : tensor<64xf32>, tensor<64x!tt.ptr<bf16>>
+    }
+    %is = arith.cmpi eq, %pid, %c : i32
+    scf.if %is {
+      tt.store %y, %c : !tt.ptr<i8>
+    } else {
+      %k = tt.splat %y : !tt.ptr<i8> -> tensor<32x!tt.ptr<i8>>
+      tt.store %k, %one : tensor<32x!tt.ptr<i8>>
+    }
+    tt.return
+  }
+}
+"""  # noqa: E501
+
+
+def test_a_program_is_followed():
+    found = program_of(TTIR, ("x", "y", "n"), {"x": "x", "y": "y", "n": 19}, (8, 1), 3)
+    loop = Loop(0, 4)  # of 3, 7, 11, 15
+    assert found.loops == ((loop,),)
+    assert found.accesses == (
+        Access("x", 64, 2, False, (loop,), 16),
+        Access("y", 32, 1, True, (), 0),
+    )
+    assert found.accesses[0].bytes == 64 * 2 * 4
+
+
+def test_an_unknown_bound_has_the_trips_that_are_assumed():
+    """As of tokens, whose groups' sizes the host does not know."""
+    ttir = TTIR.replace("%pid to %n", "%pid to %unknown")
+    found = program_of(ttir, ("x", "y", "n"), {"x": "x", "y": "y", "n": 19}, (8, 1), 3, 7)
+    assert found.accesses[0].times == 7
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.64 R8, desc[UR4][R2.64+0x10] ;
+.L_x_0:
+        /*0030*/                   LDG.E R12, desc[UR4][R2.64+0x20] ;
+        /*0040*/                   IADD3 R4, R4, R8, RZ ;
+        /*0050*/                   STS.128 [R20], R4 ;
+        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0070*/                   IADD3 R12, R12, 0x1, RZ ;
+        /*0080*/              @!P0 BRA `(.L_x_0) ;
+        /*0090*/                   EXIT ;
+.L_x_1:
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
+        /*00b0*/              @!P0 BRA `(.L_x_1) ;
+        /*00c0*/                   BRA `(.L_x_0) ;
+.L_x_2:
+        /*00d0*/                   BRA `(.L_x_2);
+$__internal_0_slowpath:
+        /*00e0*/                   MUFU.RCP R4, R4 ;
+"""
+
+
+def test_instructions_count_as_often_as_their_loops():
+    loop = Loop(0, 10)
+    work = work_of(SASS, [(loop,)])
+    assert work.pipes[INTEGER] == 20
+    assert work.pipes[MEMORY] == 2 + 2 * 10
+    assert work.memory_clocks == 4 + 2 + 10 * (1 + 4)  # bytes of 32 threads by 128
+    assert work.barriers == 10
+    assert "special" not in work.pipes  # of rare operands
+    clocks = work.clocks(warps=4)
+    assert clocks[INTEGER] == 20 * 4 / 2
+    assert clocks[ISSUE] == work.issued == 1 + 2 + 6 * 10 + 4
+
+
+def test_loads_before_their_first_use_are_one_wait():
+    loop = Loop(0, 10)
+    outside, inside = (w for w in work_of(SASS, [(loop,)]).waits)
+    assert (outside.bytes, outside.times) == (24, 1)
+    assert (inside.bytes, inside.times) == (4, 10)
+
+
+def test_other_loops_than_those_of_the_ir_are_refused():
+    with pytest.raises(ValueError, match="1 loops in the machine code, 0 in the IR"):
+        work_of(SASS, [])
+
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_a_second_read_comes_from_l2_as_far_as_it_fits():
+    """4 of 64 programs are resident; each reads 16 KiB twice, and all share the weight."""
+    first, second = Loop(0, 8), Loop(1, 8)
+    program = Program(
+        (
+            Access("x", 1024, 2, False, (first,), 0),
+            Access("x", 1024, 2, False, (second,), 0),
+            Access("w", 1024, 2, False, (second,), 0),
+            Access("out", 1024, 1, True, (second,), 0),
+        ),
+        ((first,), (second,)),
+    )
+    x, w, out = meta(64, 8192), meta(8192), meta(64, 8192, dtype=torch.uint8)
+    arguments = {"x": x, "w": w, "out": out}
+    size, weight = 64 * 8192 * 2, 8192 * 2
+    fits = traffic_of(program, arguments, 64, 4, 64 << 10, 0)
+    assert fits.needed == fits.dram == size + weight + size // 2
+    assert fits.l2 == 3 * size + size // 2
+    assert fits.hit == 1 and fits.from_dram[(first,)] == 1
+
+    half = traffic_of(program, arguments, 64, 4, 32 << 10, 0)
+    assert half.hit == 0.5
+    assert half.dram == fits.dram + size / 2
+
+
+def test_tokens_leave_programs_without_work():
+    program = Program((Access("x", 1024, 2, False, (), 0),), ())
+    found = traffic_of(program, {"x": meta(64, 1024)}, 80, 8, 1 << 20, 0)
+    assert found.active == 0.8
+    assert found.dram == 64 * 1024 * 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_constant_has_a_source(device):
+    figures = DEVICES[device]
+    names = {f for f in figures.__dataclass_fields__ if f not in ("arch", "sources")}
+    assert set(figures.sources) == names
+    for source in figures.sources.values():
+        assert source.partition(":")[0] in ("datasheet", "published", "seen", "assumed"), source
+
+
+def test_one_kernel_is_predicted():
+    """The transpose of bytes: what it moves, and that it nears a copy."""
+    (variant,) = variants(("transpose",), 4096, 8192)
+    found = predict_launch(variant, "H200")
+    copy = 2 * 4096 * 8192 / DEVICES["H200"].copy
+    assert found.memory == pytest.approx(copy, rel=1e-3)
+    assert 0.7 < found.of_limit < 1
+    assert found.seconds == pytest.approx(copy / found.of_limit, rel=1e-6)
+
+
+def test_the_table_has_every_launch_that_ships():
+    """For each GPU in it, and all sizes."""
+    table = json.loads(TABLE.read_text())
+    rows, names = table["rows"], [variant.name for variant in variants()]
+    known = {(row["device"], row["kernel"], row["M"], row["K"]) for row in rows}
+    assert "H200" in table["devices"]
+    missing = {
+        (d, name, M, K) for d in table["devices"] for name in names for M, K in SIZES
+    } - known
+    assert not missing, "scripts.kernel_tools report --predict writes it again"
+    assert all(0 < row["of_limit"] < 1.01 and math.isfinite(row["seconds"]) for row in rows)
