@@ -58,7 +58,7 @@ def base_of(recipe: str) -> str:
 
 def name_of(run: Run) -> str:
     """The recipe, and of several processes their number."""
-    return f"{run['recipe']} x{run['processes']}".removesuffix(" x1")
+    return f"{run['recipe']} x{run.get('processes', 1)}".removesuffix(" x1")
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -84,7 +84,7 @@ def gaps_of(runs: Sequence[Run]) -> Lines:
     by_key = {(run["recipe"], run.get("processes", 1), run["seed"]): run for run in runs}
     found: Lines = {}
     for run in runs:
-        base = by_key.get((base_of(run["recipe"]), run["processes"], run["seed"]))
+        base = by_key.get((base_of(run["recipe"]), run.get("processes", 1), run["seed"]))
         if base is not None and base is not run:
             pairs = zip(run["val_loss"], base["val_loss"], strict=True)
             gaps = [100 * (loss / other - 1) for (_, loss), (_, other) in pairs]
