@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What must hold before a change lands: lint, format, types, documentation, tests. CI runs exactly
-# this.
+# What must hold before a change lands: lint, format, types, documentation, all tests. CI runs
+# exactly this.
 #
 #     bash scripts/check.sh
 #
@@ -23,7 +23,7 @@ done
 echo "== documentation"
 bash scripts/docs.sh || failed+=("documentation")
 echo "== tests"
-bash scripts/test.sh "$@" || failed+=("tests")
+bash scripts/test.sh --all "$@" || failed+=("tests")
 
 if [ ${#failed[@]} -gt 0 ]; then
     printf -v names '%s, ' "${failed[@]}"

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# Run the whole test suite on a machine that has Python >= 3.10 and pip. Options go to pytest, whose
-# own are those of `.venv/bin/python -m pytest --help`:
+# Run the test suite on a machine that has Python >= 3.10 and pip, without the tests that are slow by
+# nature (marker `slow`: compiled kernels of every form, frameworks, pages, studies). Options go to
+# pytest, whose own are those of `.venv/bin/python -m pytest --help`:
 #
+#     bash scripts/test.sh --all            # every test, as CI
 #     bash scripts/test.sh test/scripts -k resume
 #     bash scripts/test.sh --cov=float8     # coverage; takes about three times as long
 #
@@ -19,4 +21,9 @@ bash scripts/setup_env.sh test
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE}
 workers=$(env -u OMP_NUM_THREADS nproc)  # which otherwise counts threads, not cores
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # the cores are taken by the workers
-exec .venv/bin/python -m pytest -n $(((workers < 8 ? workers : 8) + 1)) "$@"
+marker="not slow"
+for argument in "$@"; do
+    shift
+    if [ "$argument" = --all ]; then marker=""; else set -- "$@" "$argument"; fi
+done
+exec .venv/bin/python -m pytest -n $(((workers < 8 ? workers : 8) + 1)) -m "$marker" "$@"
