@@ -93,7 +93,7 @@ VALUE_ERRORS = [
     ),
 ]
 TYPE_ERRORS = [
-    (plain, training(CastConfig()), "a CastConfig is of one operand"),
+    (plain, training(CastConfig()), "config must be a Float8LinearConfig, got a CastConfig"),
     (plain, training(None, "head"), r"skip_names\(\"lm_head\"\)"),
     (plain, inference(config=7), "config must be"),
     (plain, inference(0.5), "static_scales must map layer names.*got a float"),
