@@ -83,8 +83,11 @@ def layout_for(
         found = made(granularity=variant) if variant else made(static_inputs=is_static)
     else:
         found = made()
-    reads_it = transformers_config(model) is None or not transformers_refuses(found, shapes or {})
-    return found if reads_it or not is_default else _INSTEAD.get(found, found)
+    instead = _INSTEAD.get(found)
+    if instead is None or not is_default or transformers_config(model) is None:
+        return found
+    refused = [transformers_refuses(each, shapes or {}) for each in (found, instead)]
+    return instead if refused[0] and not refused[1] else found
 
 
 def _layout_of_recipe(casts: list[OperandCast]) -> str:

@@ -88,7 +88,10 @@ def plan_of_float8(
     for fqn in names:
         if is_sharded(tensor_of(model, join(fqn, "weight"))):
             raise ValueError(f"nothing was loaded from {source.path}: {named(fqn)}: {SHARDED}")
-    plan = plan_conversion(model, None, lambda _, fqn: fqn in names, "load", replaces_weights=True)
+    any_size = Float8LinearConfig(emulate=True)  # `_refused` asks what the device takes
+    plan = plan_conversion(
+        model, any_size, lambda _, fqn: fqn in names, "load", replaces_weights=True
+    )
     plan.module_filter_fn = None
     shared = {
         id(tensor_of(model, join(fqn, "weight"))): fqn for fqn in names if fqn not in plan.layers

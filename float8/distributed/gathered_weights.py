@@ -88,7 +88,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     The others are found in one pass over the shards.
 
     Left out are weights that are unsharded at the moment (``unshard()``), and weights with static
-    scales or with delayed scales after the first ``sync``. The all-reduce is by position, in the
+    scales or with a delayed scale. The all-reduce is by position, in the
     alphabetical order of the layers' names: the order of registration does not matter.
 
     Args:

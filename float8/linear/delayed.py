@@ -12,11 +12,12 @@ enters the history at index 0. ``amax`` is the maximum over the history (or its 
 change. A non-finite amax of one step enters the history as 0, or with ``remember_nonfinite`` as
 infinity, as in TransformerEngine.
 
-The first scale is another matter. At the start of a training amaxes grow by large factors from one
-step to the next: projections that start at zero let no gradient through, small weights double in a
-step. A scale of past steps would saturate most of a tensor then. So a cast without a scale stays
-dynamic until its history is full, or has the amaxes of `DYNAMIC_STEPS` steps. TransformerEngine
-starts from a scale of 1, and changes it from the first step on (``enable_amax_init=False``).
+The first scale comes later. At the start of a training amaxes grow by large factors from step to
+step: gradients behind a projection that is zero are zero in the first step, and small weights
+double in one step. A scale of past steps would then saturate most of a tensor. So a cast without a
+scale stays dynamic until the amax of ``min(history_len, DYNAMIC_STEPS) - 1`` syncs ago is above 0
+too: usually for `DYNAMIC_STEPS` steps, or until the history is full. TransformerEngine starts from
+a scale of 1, and changes it from the first step on (``enable_amax_init=False``).
 
 `DelayedCast` owns the state, all of it in float32 buffers:
 

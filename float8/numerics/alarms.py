@@ -24,7 +24,7 @@ on purpose and skips the step. The others happen at single looks of healthy runs
 the learning rate rises; ``benchmarks/bench_alarms.py`` found none at three in a row, 10 steps
 apart. Looks at consecutive steps are like one look. Saturation above 10 % starts an alarm at once:
 healthy runs had at most 0.9 % at any step, and weights that start at zero up to 83 % under delayed
-scales.
+scales that were dynamic in one step only.
 
 An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that
 a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an SQNR

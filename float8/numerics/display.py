@@ -3,8 +3,8 @@
 **Text** has one line for each cast and at most 100 columns. An operand that is cast otherwise for
 its second GEMM, which contracts its other dimension, has a second line marked ``.T``. The common
 beginning of all layer names is written once, and names that are still too long lose their middle.
-Below the casts stand their problems in words: an SQNR weighs by power, and shows no small values
-that became zero.
+Their problems follow in words, because an SQNR follows the large elements and hides small ones that
+became zero.
 
 **A picture** has one panel for each cast: a bar for each power of two, as high as the share of the
 operand's nonzero elements in it, on a logarithmic scale. The range that the format represents under

@@ -9,11 +9,11 @@
             optimizer.step()
 
 Steps 0, 4, n, 2n ... are inspected (`float8.numerics.inspection`), the others cost a comparison of
-integers. Step 4 is one of the first with delayed scales: weights that were zero at the start, or
-all of one magnitude, may then lie far beyond the range of their scales. An inspected step makes
-every cast once more and reads it about ten times in float64. The cost is a share of
-``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected step over that of a
-plain one; ``benchmarks/bench_numerics.py`` measures both.
+integers. Step 4 is one of the first: where delayed scales do not start dynamic, as in
+TransformerEngine's recipe, values that grow from zero may then lie far beyond the range of their
+scales. An inspected step makes every cast once more and reads it about ten times in float64. The
+cost is a share of ``(ratio - 1) / n`` of a training, where ``ratio`` is the time of an inspected
+step over that of a plain one; ``benchmarks/bench_numerics.py`` measures both.
 
 The file holds all snapshots so far and is replaced as a whole, so that it is complete at any time,
 also after the training was killed. An existing file is continued: a training that resumes passes
@@ -58,7 +58,7 @@ OnAlarm = Callable[[Alarm], object]
 EARLY = 4  # a step that is inspected for every n
 _UNUSED = (
     "inspect_every: this monitor was never opened and inspected nothing; write `with monitor:` "
-    "around each training step"
+    "around each training step, or call its start_step and end_step"
 )
 _NAMED = 3  # places that a line of the log names
 

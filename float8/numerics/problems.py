@@ -168,7 +168,9 @@ def _flush_message(cast: CastStatistics) -> str:
         return f"{lost}."
     if _sqnr_level(cast):
         return f"{lost}; its SQNR is {cast.sqnr:.1f} dB."
-    return f"{lost}. Its SQNR of {cast.sqnr:.1f} dB does not show them: others have the power."
+    return (
+        f"{lost}. Its SQNR of {cast.sqnr:.1f} dB does not show them: it follows the large elements."
+    )
 
 
 def _noise_message(cast: CastStatistics) -> str:
