@@ -5,6 +5,8 @@ import ast
 import mutate
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TOY = '''"""A module: 1 + 1."""
 LIMIT = 3
 

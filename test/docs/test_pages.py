@@ -10,7 +10,7 @@ import torch
 from fresh import ROOT
 from pages import blocks_of, check_command, check_output, lacks, run_commands, run_page
 
-pytestmark = pytest.mark.usefixtures("full_start")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("full_start")]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [page for page in PAGES if blocks_of(page.read_text(encoding="utf-8"))]
 

@@ -7,6 +7,8 @@ import torch.distributed.fsdp
 from fresh import ROOT
 from processes import failures
 
+pytestmark = pytest.mark.slow
+
 if importlib.util.find_spec("torchtitan") is None:  # importing it takes seconds
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):

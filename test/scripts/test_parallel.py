@@ -18,6 +18,8 @@ from scripts.train_gpt import Trainer
 from scripts.training.options import options_from, parser
 from scripts.training.parallel import leave
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "4"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]
 RECIPES = ("bf16", "tensorwise", "delayed", "rowwise")

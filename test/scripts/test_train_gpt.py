@@ -19,6 +19,8 @@ from scripts.train_gpt import Trainer
 from scripts.training import corpus, gpt, savings
 from scripts.training.options import Options, options_from, parser
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(train_gpt.__file__).parent
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 TINY += ["--device", "cpu", "--eval-batches", "2"]

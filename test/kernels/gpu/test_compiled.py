@@ -52,6 +52,8 @@ from float8.kernels.gpu import blockwise_mm
 from scripts.kernel_tools.ptx import launch
 from scripts.kernel_tools.ptx.machine import execute
 
+pytestmark = pytest.mark.slow
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = blockwise_mm.TILES
