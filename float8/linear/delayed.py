@@ -113,7 +113,9 @@ def updated_history(
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
     history_NH = torch.cat([newest_N.unsqueeze(1), history_NH[:, :-1]], dim=1)
-    amax_N = newest_N if config.amax_compute_algo == "most_recent" else history_NH.amax(1)
+    amax_N = history_NH.amax(1)
+    if config.amax_compute_algo == "most_recent":  # a layer without data now may get a first scale
+        amax_N = torch.where((newest_N > 0) | (scale_N != 0), newest_N, amax_N)
     largest = format_max * 2.0**-config.margin  # what the amax is mapped to
     scaled = kernels.scale_from_amax(amax_N, largest, scale_format)
     # A large margin may move the scale out of float32's range.

@@ -34,7 +34,7 @@ _IN_HIGH_PRECISION = (
 REFUSES_SHARDED_BLOCKS = (
     "the weight is a DTensor, as torch's ColwiseParallel and RowwiseParallel leave it, and this "
     "config has scales of blocks, which DTensors do not take; use float8.Float8ColwiseParallel and "
-    "float8.Float8RowwiseParallel"
+    "float8.Float8RowwiseParallel, or plain tensors (to_local) where nothing is sharded"
 )
 REFUSES_SMOOTH_EXPERTS = (
     "smooth_input=True is for linear layers, not for experts; convert these with another config"

@@ -463,6 +463,15 @@ def test_a_cast_is_dynamic_until_its_history_is_full(full_start, history_len, fi
         assert cast.scale.item() == (pytest.approx(step / E4M3_MAX) if step >= first else 0)
 
 
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_cast_that_runs_in_every_other_step_gets_a_scale(full_start, algo):
+    cast = (model := _model(1, history_len=4, amax_compute_algo=algo))[0].cast_input
+    for step in range(8):
+        cast.current_amax.fill_(step % 2 * 3.0)
+        sync_float8_amax_and_scale_history(model)
+    assert cast.scale.item() == pytest.approx(3.0 / E4M3_MAX)
+
+
 @pytest.mark.parametrize("saved", [2, 6])
 def test_a_run_that_resumes_at_its_start_has_the_same_scales(full_start, saved):
     """Also of a layer that trains in every other step, whose history is never full of amaxes."""

@@ -119,10 +119,15 @@ class Composition:
             # torch's product of DTensors, which layers in high precision take too, needs tokens.
             not (self.is_tp and any(S == 0 for _, S in self.tokens)) or self.is_all_ours,
             not (self.layers == "torch's TP" and self.convert_first),
+            # Dynamo makes strides dynamic where they differ between blocks; DTensor's rules cannot
+            # hash them, for plain layers too (torch 2.13).
+            not (self.layers == "torch's TP" and self.compile and self.is_cut),
             # The styles replace each layer's weight, which unties two of them.
             not (self.is_tp and self.tied == "weight"),
-            # Experts that stay in high precision call torch's grouped_mm, which autocast ignores.
-            not (self.has_experts and self.recipe == "delayed" and self.dtype == "mixed"),
+            # Experts that stay in high precision call torch's grouped_mm, which autocast ignores
+            # and which takes bfloat16 alone when it is compiled.
+            not (self.has_experts and self.recipe == "delayed")
+            or self.dtype in (("bfloat16",) if self.compile else ("bfloat16", "float32")),
             # Nothing is composed.
             self.data != "none" or self.layers != "whole" or self.compile or self.recompute,
         )
