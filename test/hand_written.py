@@ -20,6 +20,28 @@ FINE = {
 }
 
 
+def compressed(strategy: str, static: bool = False, **others: object) -> dict:
+    """A quantization_config as llm-compressor writes it, with its fields that are None."""
+    unset = dict.fromkeys(("actorder", "block_structure", "group_size", "observer"))
+    common = unset | {"num_bits": 8, "type": "float", "symmetric": True}
+    mx = {"group_size": 32, "scale_dtype": "torch.uint8"} if strategy == "group" else {}
+    inputs = {"strategy": "group" if mx else "token", "dynamic": True, **mx}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": strategy, "dynamic": False, **mx},
+        "input_activations": common
+        | ({"strategy": "tensor", "dynamic": False} if static else inputs),
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["gate", "head"],
+        **others,
+    }
+
+
 def fine_grained(
     state: dict[str, Tensor], layers: Iterable[str], block: tuple[int, int] = (128, 128)
 ) -> dict[str, Tensor]:
