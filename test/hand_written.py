@@ -43,14 +43,17 @@ def compressed(strategy: str, static: bool = False, **others: object) -> dict:
 
 
 def fine_grained(
-    state: dict[str, Tensor], layers: Iterable[str], block: tuple[int, int] = (128, 128)
+    state: dict[str, Tensor],
+    layers: Iterable[str],
+    block: tuple[int, int] = (128, 128),
+    scale_format: str = "float32",
 ) -> dict[str, Tensor]:
     """The tensors of a fine_grained checkpoint: ``layers`` in float8, all else as it is."""
     tensors = {key: value.detach().clone() for key, value in state.items()}
     for name in layers:
-        data, scale = oracle.quantize(tensors[f"{name}.weight"], block, E4M3, "float32")
+        data, scale = oracle.quantize(tensors[f"{name}.weight"], block, E4M3, scale_format)
         tensors[f"{name}.weight"] = data.view(E4M3)
-        tensors[f"{name}.weight_scale_inv"] = scale.float()
+        tensors[f"{name}.weight_scale_inv"] = scale
     return tensors
 
 

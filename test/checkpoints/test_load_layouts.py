@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
-from hand_written import LAYERS, Block, write
+from hand_written import LAYERS, Block, compressed, write
 
 import float8
 from float8 import Float8LinearConfig, ScalingType, convert_to_float8_training
@@ -16,25 +16,6 @@ E4M3 = torch.float8_e4m3fn
 TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
 INPUT_SCALES = {"up": 0.01, "down": 0.02}
 BLOCKS = {"tensor": (-1, -1), "channel": (1, -1)}
-
-
-def compressed(strategy: str, static: bool = False) -> dict:
-    """A quantization_config of llm-compressor."""
-    float8_ = {"num_bits": 8, "type": "float", "symmetric": True}
-    mx = {"group_size": 32, "scale_dtype": "torch.uint8"} if strategy == "group" else {}
-    inputs = {"strategy": "group" if mx else "token", "dynamic": True, **mx}
-    if static:
-        inputs = {"strategy": "tensor", "dynamic": False}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**float8_, "strategy": strategy, "dynamic": False, **mx},
-        "input_activations": {**float8_, **inputs},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": group},
-        "ignore": ["gate", "head"],
-    }
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["gate"]}
