@@ -116,22 +116,6 @@ def test_a_model_that_accelerate_compiles_has_the_same_bits(recipe):
     one.assert_same_model(accelerator.unwrap_model(model), expected, recipe)
 
 
-def test_a_model_converted_by_hand_needs_no_patch_and_no_help():
-    config = replace(GATHERING, cast_config_input=RECIPES["delayed"].cast_config_input)
-    expected = convert_to_float8_training(make(), config=config)
-    losses = bare_loop(expected, one.adamw(expected), range(4))
-    accelerator = accelerator_of(mixed_precision="bf16")
-    model = convert_to_float8_training(make(), config=config)
-    model, optimizer = accelerator.prepare(model, one.adamw(model))
-    found = []
-    for i in range(4):
-        found += train(accelerator, model, optimizer, [i])
-        if accelerator.sync_gradients:
-            sync_float8_amax_and_scale_history(model)
-    assert found == losses
-    one.assert_same_model(model, expected, "by hand")
-
-
 @pytest.mark.parametrize("config", [RECIPES["delayed"], GATHERING])
 def test_a_saved_state_goes_on_to_the_same_bits_in_another_model(config, tmp_path):
     for seed in (0, 1):
@@ -204,20 +188,6 @@ def test_a_prepared_model_is_saved_as_a_float8_checkpoint(tmp_path):
         found = source.layer(name, layer.weight.dtype).weight
         assert_bitwise(found.scale, layer.cast_weight.scale.reshape(1, 1))
         assert_bitwise(found.dequantize(), layer.cast_weight(layer.weight.detach()).dequantize())
-
-
-def test_a_plain_checkpoint_starts_a_history(tmp_path):
-    accelerator = accelerator_of()
-    plain = accelerator.prepare(make())
-    accelerator.save_model(plain, tmp_path)
-    model = make(1)
-    model, optimizer = prepare_float8(accelerator, model, one.adamw(model), "delayed")
-    train(accelerator, model, optimizer, range(2))
-    from safetensors.torch import load_model
-
-    load_model(model, tmp_path / "model.safetensors")
-    assert torch.equal(model[0].weight, plain[0].weight)
-    assert not model[0].cast_input.history_ready
 
 
 def test_an_optimizer_of_before_follows_with_its_states():
@@ -308,43 +278,7 @@ def test_torchao_settings_bring_their_filter(own_filter, converted, monkeypatch)
     assert model[int(converted)].config == RECIPES["rowwise"]
 
 
-def replaced(model):
-    """(model, an optimizer from before its conversion)"""
-    stale = one.adamw(model)
-    return convert_to_float8_training(model, config=GATHERING), stale
-
-
 # What follows the accelerator in a call, made of a model; the error; what it must say.
-REFUSED = {
-    "another config": (
-        lambda m: (convert_to_float8_training(m), one.adamw(m), "rowwise"),
-        (ValueError, r"^0 was converted before with another config"),
-    ),
-    "replaced parameters": (
-        replaced,
-        (ValueError, r"weight of 0 that.*then build the optimizer"),
-    ),
-    "an optimizer of another model": (
-        lambda m: (m, one.adamw(make())),
-        (ValueError, r"none of the 4 parameters of this AdamW"),
-    ),
-    "a loader as config": (
-        lambda m: (m, one.adamw(m), torch.utils.data.DataLoader(torch.zeros(8, 2))),
-        (TypeError, "config must be"),
-    ),
-    "no optimizer": (lambda m: (m, None), (TypeError, "optimizer must be")),
-    "an unknown recipe": (
-        lambda m: (m, one.adamw(m), "rowwize"),
-        (ValueError, "unknown recipe 'rowwize'"),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_arguments_that_do_not_go_together_are_refused(case):
-    arguments, (error, message) = REFUSED[case]
-    with pytest.raises(error, match=message):
-        prepare_float8(accelerator_of(), *arguments(make()))
 
 
 class TestRefusals:
