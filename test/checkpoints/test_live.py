@@ -26,15 +26,6 @@ from float8.checkpoints import CompressedTensors, save_pretrained, weight_update
 from float8.checkpoints.stacks import published
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 class Casts(TorchDispatchMode):
     """Counts the elements that ops write in float8 and read in high precision."""
 

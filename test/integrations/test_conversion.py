@@ -18,7 +18,6 @@ from float8 import (
     RMSNormCast,
     convert_to_float8_training,
     fuse_norms,
-    high_precision,
 )
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
@@ -191,15 +190,6 @@ def test_a_part_that_is_called_by_itself_evaluates_as_the_model_does(case):
             assert torch.equal(layer(x), plain)
             model(x)
     assert torch.equal(layer(x), quantised)
-
-
-def test_an_open_high_precision_context_stays_open(case):
-    model, x, plain, quantised = case
-    with high_precision(model):
-        with torch.no_grad():
-            model.eval()(x)
-        assert torch.equal(model(x), plain)
-    assert torch.equal(model(x), quantised)
 
 
 def test_after_an_error_training_is_in_float8(case):
