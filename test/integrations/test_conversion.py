@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import metadata
 
 import pytest
@@ -42,28 +42,6 @@ class TestConfigs:
         assert as_config(None) is None
         assert as_config("rowwise") == RECIPES["rowwise"]
         assert as_config(GATHERING) is GATHERING
-
-    def test_of_transformer_engine_as_accelerate_and_its_files_write_them(self):
-        expected = Float8LinearConfig.from_te_recipe(
-            margin=1, interval=2, amax_history_len=8, amax_compute_algo="most_recent"
-        )
-        file = {"MARGIN": 1, "interval": 2, "amax_history_length": 8}
-        assert as_config({**file, "amax_compute_algorithm": "most_recent"}) == expected
-
-        @dataclass
-        class TERecipeKwargs:  # Accelerate's cannot be made without TransformerEngine
-            use_autocast_during_eval: bool = False
-            margin: int = 1
-            interval: int = 2
-            fp8_format: str = "HYBRID"
-            amax_history_len: int = 8
-            amax_compute_algo: str = "most_recent"
-            override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
-            use_mxfp8_block_scaling: bool = False
-
-        assert as_config(TERecipeKwargs()) == expected
-        assert evaluates_in_float8(TERecipeKwargs(True))
-        assert not evaluates_in_float8(TERecipeKwargs())
 
     @pytest.mark.parametrize("key", ["use_autocast_during_eval", "FP8_USE_AUTOCAST_DURING_EVAL"])
     def test_how_to_evaluate_is_no_part_of_a_config(self, key):
