@@ -174,14 +174,6 @@ def test_wrapped_models_load(stored, wrapped):
         assert_bitwise(model(TOKENS), convert_to_float8_training(plain)(TOKENS))
 
 
-def test_a_layer_alone_loads(tmp_path):
-    layer = nn.Linear(144, 272).bfloat16()
-    tensors = fine_grained({f"m.{k}": v for k, v in layer.state_dict().items()}, ["m"])
-    tensors = {key.removeprefix("m."): value for key, value in tensors.items()}
-    with pytest.raises(ValueError, match="float8"):  # ".weight" is asked for: a module has a name
-        load(layer, write(tmp_path, tensors), "float8")
-
-
 def test_a_float8_weight_that_an_embedding_reads_is_dequantised(tmp_path):
     tensors = tensors_of(Block(seed=1), [*LAYERS, "embed"])
     model = load(Block(seed=2), write(tmp_path, tensors), "float8")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 import warnings
 from dataclasses import replace
 from importlib import metadata
@@ -196,36 +195,6 @@ def test_compiled_in_one_graph(case):
         assert torch.equal(compiled.train()(x), quantised)
         with torch.no_grad():
             assert torch.equal(compiled.eval()(x), plain)
-
-
-def test_a_thread_that_evaluates_changes_nothing_of_one_that_infers_in_float8(case):
-    model, x, plain, quantised = case
-    model.eval()
-    assert torch.equal(model(x), quantised)  # with gradients, as an importance score asks for them
-    is_inside, may_end, found = threading.Event(), threading.Event(), []
-
-    class Wait(nn.Module):
-        def forward(self, x):
-            if not torch.is_grad_enabled():
-                is_inside.set()
-                assert may_end.wait(60)
-            return x
-
-    def evaluate():
-        with torch.no_grad():
-            found.append(model(x))
-
-    gelu, model[1] = model[1], nn.Sequential(model[1], Wait())
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    assert is_inside.wait(60)
-    try:
-        assert torch.equal(model(x), quantised)  # while the other one is between two layers
-    finally:
-        may_end.set()
-        thread.join()
-    assert torch.equal(found[0], plain)
-    model[1] = gelu
 
 
 def test_a_norm_that_is_fused_later_evaluates_as_its_consumers_do():
