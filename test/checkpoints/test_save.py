@@ -11,6 +11,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
+from disk import full_after
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -463,6 +464,16 @@ def test_the_current_folder_is_not_replaced(inside, overwrite, tmp_path, monkeyp
     assert Path.cwd() == tmp_path / "it" / inside
     save_pretrained(model_of(), "new")
     assert entries(Path("new")) == ["config.json", "model.safetensors"]
+
+
+def test_a_mount_point_is_refused_and_a_full_disk_leaves_no_checkpoint(tmp_path, monkeypatch):
+    with full_after(60_000), pytest.raises(OSError, match="nothing of it is left"):
+        save_pretrained(model_of(), tmp_path / "it")
+    assert entries(tmp_path) == []
+    (tmp_path / "it").mkdir()
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "it")
+    with pytest.raises(FileExistsError, match="mount point"):
+        save_pretrained(model_of(), tmp_path / "it")
 
 
 def test_a_model_is_left_as_it_was(tmp_path):

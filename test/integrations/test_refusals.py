@@ -86,9 +86,9 @@ def test_a_model_and_an_optimizer_that_do_not_go_together_are_refused(enter, mis
 
 @pytest.mark.parametrize("enter", ENTRIES)
 def test_a_converted_model_keeps_its_layers(enter):
-    model = convert_to_float8_training(make(), config=RECIPES["rowwise"])
-    layers = list(model)
     for config in (None, "rowwise"):
+        model = convert_to_float8_training(make(), config=RECIPES["rowwise"])
+        layers = list(model)
         enter(model, adamw(model), config)
         assert list(model) == layers
 
