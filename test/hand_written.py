@@ -20,15 +20,40 @@ FINE = {
 }
 
 
+def compressed(strategy: str, static: bool = False, **others: object) -> dict:
+    """A quantization_config as llm-compressor writes it, with its fields that are None."""
+    unset = dict.fromkeys(("actorder", "block_structure", "group_size", "observer"))
+    common = unset | {"num_bits": 8, "type": "float", "symmetric": True}
+    mx = {"group_size": 32, "scale_dtype": "torch.uint8"} if strategy == "group" else {}
+    inputs = {"strategy": "group" if mx else "token", "dynamic": True, **mx}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": strategy, "dynamic": False, **mx},
+        "input_activations": common
+        | ({"strategy": "tensor", "dynamic": False} if static else inputs),
+        "output_activations": None,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["gate", "head"],
+        **others,
+    }
+
+
 def fine_grained(
-    state: dict[str, Tensor], layers: Iterable[str], block: tuple[int, int] = (128, 128)
+    state: dict[str, Tensor],
+    layers: Iterable[str],
+    block: tuple[int, int] = (128, 128),
+    scale_format: str = "float32",
 ) -> dict[str, Tensor]:
     """The tensors of a fine_grained checkpoint: ``layers`` in float8, all else as it is."""
     tensors = {key: value.detach().clone() for key, value in state.items()}
     for name in layers:
-        data, scale = oracle.quantize(tensors[f"{name}.weight"], block, E4M3, "float32")
+        data, scale = oracle.quantize(tensors[f"{name}.weight"], block, E4M3, scale_format)
         tensors[f"{name}.weight"] = data.view(E4M3)
-        tensors[f"{name}.weight_scale_inv"] = scale.float()
+        tensors[f"{name}.weight_scale_inv"] = scale
     return tensors
 
 

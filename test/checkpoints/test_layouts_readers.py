@@ -6,9 +6,7 @@ for bit. vLLM is not installed with the tests: the rules of its loader are a tab
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,136 +19,17 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 from compressed_tensors.utils.match import is_match
 from layout_cases import LAYOUT_CASES, layer_of
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
-    CompressedTensorsConfig,
     FineGrainedFP8Config,
-    LlamaConfig,
-    LlamaForCausalLM,
 )
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from float8 import E4M3, Float8Tensor, ScaleFormat
-from float8.checkpoints.layout import Layer, Layout
-
 FINE_GRAINED = {n: c for n, c in LAYOUT_CASES.items() if n.startswith("fine_grained")}
 FORMAT = {n: c for n, c in LAYOUT_CASES.items() if c.name == "compressed_tensors"}
-IDS = torch.arange(10)[None]
-
-
-def llama() -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def write(
-    layout: Layout, model: LlamaForCausalLM, folder: Path, dtype: torch.dtype, power_of_two=False
-) -> dict[str, Tensor]:
-    """A checkpoint of the model in a layout, and what its state dict must be when it is loaded."""
-    expected = {key: t.detach().to(dtype) for key, t in model.state_dict().items()}
-    stored: dict[str, Tensor] = dict(expected)
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            weight = Float8Tensor.from_high_precision(
-                module.weight.detach().to(dtype),
-                E4M3,
-                layout.granularity,
-                scale_format=ScaleFormat.POWER_OF_TWO if power_of_two else layout.scale_format,
-            )
-            scale = torch.tensor(0.02) if layout.static_inputs else None
-            stored |= layout.tensors(Layer(name, weight, scale))
-            expected[f"{name}.weight"] = weight.dequantize()
-            layers.append(name)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = model.config.to_dict() | {
-        "architectures": ["LlamaForCausalLM"],
-        "dtype": str(dtype).removeprefix("torch."),
-        "quantization_config": layout.quantization_config(layers, ["lm_head"]),
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return expected
-
-
-def loaded(folder: Path, dtype: torch.dtype, **options: object) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-
-
-def assert_same_state(model: nn.Module, expected: dict[str, Tensor], replay: object) -> None:
-    found = model.state_dict()
-    for key, tensor in expected.items():
-        assert_bitwise(found[key], tensor, replay, key)
-
-
-@torch.no_grad()
-def assert_same_logits(model: nn.Module, expected: dict[str, Tensor]) -> None:
-    """The logits of the dequantised weights in float32, up to the order of its sums."""
-    reference = llama()
-    reference.load_state_dict(expected)
-    torch.testing.assert_close(model(IDS).logits, reference(IDS).logits, rtol=1e-5, atol=1e-6)
 
 
 # --- transformers
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", [n for n in FINE_GRAINED if n != "fine_grained_3x5"])
-def test_transformers_reads_fine_grained_bit_for_bit(name, dtype, tmp_path):
-    """On a CPU it dequantises while it loads."""
-    expected = write(FINE_GRAINED[name], llama(), tmp_path, dtype)
-    model = loaded(tmp_path, dtype)
-    assert_same_state(model, expected, name)
-    if dtype == torch.float32:
-        assert_same_logits(model, expected)
-
-
-@pytest.mark.filterwarnings("ignore:You passed `quantization_config`:UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", FORMAT)
-def test_transformers_dequantises_compressed_tensors_bit_for_bit(name, dtype, tmp_path):
-    expected = write(FORMAT[name], llama(), tmp_path, dtype)
-    option = CompressedTensorsConfig(dequantize=True)
-    model = loaded(tmp_path, dtype, quantization_config=option)
-    assert_same_state(model, expected, name)
-    if dtype == torch.float32:
-        assert_same_logits(model, expected)
-
-
-@pytest.mark.parametrize("name", [n for n in FORMAT if n != "mx"])
-def test_transformers_runs_compressed_tensors(name, tmp_path):
-    """It keeps float8 weights until the first forward, and casts inputs as the config says."""
-    expected = write(FORMAT[name], llama(), tmp_path, torch.float32)
-    model = loaded(tmp_path, torch.float32)
-    layer = model.model.layers[0].mlp.up_proj
-    assert layer.weight.dtype == torch.float8_e4m3fn
-    static = FORMAT[name].static_inputs
-    assert hasattr(layer, "input_scale") == static
-    assert not static or torch.equal(layer.input_scale, torch.tensor([0.02]))
-    with torch.no_grad():
-        logits = model(IDS).logits
-    assert logits.isfinite().all()
-    assert_same_state(model, expected, name)
-
-
-def test_transformers_keeps_powers_of_two_in_bfloat16(tmp_path):
-    """Without ``dequantize=True`` it has scales in the dtype of the model, which rounds others."""
-    model = llama().to(torch.bfloat16)
-    rounded = write(FORMAT["rowwise"], model, tmp_path, torch.bfloat16, power_of_two=True)
-    found = loaded(tmp_path, torch.bfloat16)
-    with torch.no_grad():
-        found(IDS)
-    assert_same_state(found, rounded, "powers of two")
 
 
 def test_transformers_parses_the_config_of_fine_grained():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import re
-import shutil
+from dataclasses import replace
 
 import oracle
 import pytest
@@ -18,7 +15,6 @@ import float8
 from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
 from float8.checkpoints import save_pretrained
 from float8.checkpoints.loading import load
-from float8.checkpoints.source import Source
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
@@ -69,20 +65,6 @@ def test_weights_are_dequantised_in_place_and_all_else_is_copied(stored, dtype):
     assert model.head.weight is model.embed.weight
     assert model.steps == 1
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
-
-
-def test_files_without_float8_load(tmp_path):
-    source, model = Block(seed=1), Block(seed=2)
-    state = {k: v for k, v in source.state_dict().items() if k != "head.weight"}
-    load(model, write(tmp_path, state, config=None))
-    for key, value in source.state_dict().items():
-        assert_bitwise(model.state_dict()[key], value, replay=key)
-
-
-def test_one_file_is_a_checkpoint_and_its_config_lies_beside_it(tmp_path):
-    tensors = tensors_of(Block(seed=1))
-    model = load(Block(seed=2), write(tmp_path, tensors) / "model.safetensors")
-    assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
 
 
 def test_a_model_on_meta_gets_memory_for_what_is_loaded(stored):
@@ -138,6 +120,7 @@ def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
         layer = model.get_submodule(name)
         assert isinstance(layer, Float8Linear)
         assert_bitwise(layer.weight.float8_data, tensors[f"{name}.weight"])
+        assert layer.weight.float8_data.untyped_storage().nbytes() == layer.weight.numel()
         assert_bitwise(layer.weight.scale, tensors[f"{name}.weight_scale_inv"])
         assert not layer.weight.requires_grad
     assert_bitwise(model.up.bias.detach(), tensors["up.bias"].to(dtype))
@@ -191,52 +174,12 @@ def test_wrapped_models_load(stored, wrapped):
         assert_bitwise(model(TOKENS), convert_to_float8_training(plain)(TOKENS))
 
 
-def test_half_of_the_memory_of_bfloat16_remains(tmp_path):
-    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 256, bias=False))
-    model = model.bfloat16()
-    plain = sum(p.untyped_storage().nbytes() for p in model.parameters())
-    folder = write(tmp_path, fine_grained(model.state_dict(), ["0", "1"]))
-    model = load(model, folder, "float8")
-    parts = [part for w in model.parameters() for part in (w.float8_data, w.scale)]
-    assert sum(part.untyped_storage().nbytes() for part in parts) <= 0.501 * plain
-
-
-def test_a_layer_alone_loads(tmp_path):
-    layer = nn.Linear(144, 272).bfloat16()
-    tensors = fine_grained({f"m.{k}": v for k, v in layer.state_dict().items()}, ["m"])
-    tensors = {key.removeprefix("m."): value for key, value in tensors.items()}
-    with pytest.raises(ValueError, match="float8"):  # ".weight" is asked for: a module has a name
-        load(layer, write(tmp_path, tensors), "float8")
-
-
 def test_a_float8_weight_that_an_embedding_reads_is_dequantised(tmp_path):
     tensors = tensors_of(Block(seed=1), [*LAYERS, "embed"])
     model = load(Block(seed=2), write(tmp_path, tensors), "float8")
     assert "that of embed too, and dequantised" in model.float8_conversion.skipped["head"]
     wanted = dequantised(tensors, "embed", torch.bfloat16)
     assert_bitwise(model.embed.weight.detach(), wanted)
-
-
-def test_adapters_train_on_float8_weights(stored):
-    _, folder = stored
-    model = load(Block(torch.float32), folder, "float8")
-    before = bits_of(model)
-    up = model.up
-    a, b = nn.Linear(144, 4, bias=False), nn.Linear(4, 272, bias=False)
-    nn.init.zeros_(b.weight)
-    handle = up.register_forward_hook(lambda _, args, out: out + b(a(args[0])))
-    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.01)
-    losses, wanted = [], TOKENS.roll(1)
-    for _ in range(8):
-        loss = nn.functional.cross_entropy(model(TOKENS), wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    handle.remove()
-    assert losses[-1] < losses[0]
-    for key, value in before.items():
-        assert_bitwise(model.state_dict()[key], value, replay=key)
 
 
 # --- training
@@ -274,155 +217,73 @@ def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
     empty(TOKENS).sum().backward()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_dynamic_cast_finds_the_same_data(tmp_path, dtype):
-    """The scale to the dtype's rounding of the largest value, as the docstring of `load` says."""
-    source = Block(torch.float32, seed=1)
-    source.up.weight.data *= torch.logspace(-3, 2, 272).unsqueeze(1)
-    tensors = tensors_of(source)
-    folder = write(tmp_path, tensors)
-    layer = replaced_blocks()
-    model = load(Block(dtype), folder, "training", config=layer)
-    for name in LAYERS:
-        found = model.get_submodule(name).cast_weight(model.get_submodule(name).weight.detach())
-        scale = tensors[f"{name}.weight_scale_inv"]
-        assert_bitwise(found.float8_data, tensors[f"{name}.weight"])
-        assert float(((found.scale - scale) / scale).abs().max()) <= torch.finfo(dtype).eps
+def test_the_first_dynamic_cast_finds_the_data_and_the_scale_of_the_file(tmp_path):
+    """As the docstring of `load` says: the scale to the rounding of the parameter's dtype.
 
-
-def replaced_blocks() -> Float8LinearConfig:
-    """The recipe blockwise with float32 scales, as the files have."""
-    import dataclasses
-
-    config = config_of("blockwise")
-    casts = {
-        name: dataclasses.replace(getattr(config, name), scale_format=float8.ScaleFormat.FLOAT32)
-        for name in ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
-    }
-    return dataclasses.replace(config, **casts)
-
-
-def test_powers_of_two_come_back_exactly_where_the_largest_value_is_above_224(tmp_path):
-    source = Block(seed=1)
-    config = config_of("blockwise")
-    tensors = {k: v for k, v in source.state_dict().items() if k != "head.weight"}
-    for name in LAYERS:
-        w = tensors[f"{name}.weight"]
-        data, scale = oracle.quantize(w, (128, 128), torch.float8_e4m3fn, "power_of_two")
-        tensors[f"{name}.weight"] = data.view(torch.float8_e4m3fn)
-        tensors[f"{name}.weight_scale_inv"] = scale
-    folder = write(tmp_path, tensors, FINE | {"scale_fmt": "ue8m0"})
-    model = load(Block(seed=2), folder, "training", config=config)
-    for name in LAYERS:
-        layer = model.get_submodule(name)
-        found = layer.cast_weight(layer.weight.detach())
-        values = oracle.values(found.float8_data, found.scale, (128, 128))
-        stored = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
-        assert torch.equal(values, oracle.values(*stored, (128, 128)))  # always
-        largest = oracle.amax(stored[0].double(), (128, 128)) > 224
-        assert bool(largest.any())
-        assert torch.equal(found.scale[largest], stored[1][largest])
+    Powers of two come back exactly where the largest value is above 224.
+    """
+    state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
+    state["up.weight"] *= torch.logspace(-3, 2, 272).unsqueeze(1)
+    recipe = config_of("blockwise")
+    casts = ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
+    for form in ("float32", "power_of_two"):
+        scales = float8.ScaleFormat(form)
+        own = {name: replace(getattr(recipe, name), scale_format=scales) for name in casts}
+        tensors = fine_grained(state, LAYERS, scale_format=form)
+        config = FINE | ({} if form == "float32" else {"scale_fmt": "ue8m0"})
+        folder = write(tmp_path / form, tensors, config)
+        model = load(Block(), folder, "training", config=replace(recipe, **own))
+        for name in LAYERS:
+            layer = model.get_submodule(name)
+            found = layer.cast_weight(layer.weight.detach())
+            data, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
+            if form == "float32":
+                assert_bitwise(found.float8_data, data)
+                error = ((found.scale - scale) / scale).abs().max()
+                assert float(error) <= torch.finfo(torch.bfloat16).eps
+            else:
+                values = oracle.values(found.float8_data, found.scale, (128, 128))
+                assert torch.equal(values, oracle.values(data, scale, (128, 128)))
+                large = oracle.amax(data.double(), (128, 128)) > 224
+                assert bool(large.any())
+                assert torch.equal(found.scale[large], scale[large])
 
 
 # --- what is refused
 
-
-def broken(change: str, tensors: dict) -> tuple[dict, dict | None]:
-    """A checkpoint with one mistake: its tensors and its config."""
-    t, scale = dict(tensors), "up.weight_scale_inv"
-    config: dict | None = dict(FINE)
-    match change:
-        case "no scale":
-            del t[scale]
-        case "no data":
-            t["up.weight"] = t["up.weight"].bfloat16()
-        case "no weight":
-            del t["up.weight"]
-        case "another block":
-            config["weight_block_size"] = [64, 128]
-        case "nan":
-            t[scale] = t[scale].index_fill(0, torch.tensor([1]), torch.nan)
-        case "zero":
-            t[scale] = t[scale] * 0
-        case "negative":
-            t[scale] = -t[scale]
-        case "listed as skipped":
-            config["modules_to_not_convert"] = ["lm_head", "up"]
-        case "no config":
-            config = None
-        case "another method":
-            config = {"quant_method": "gptq"}
-        case "missing":
-            del t["norm.bias"]
-        case "unexpected":
-            t["other.weight"] = torch.zeros(2, 2)
-        case "another shape":
-            t["gate.weight"] = torch.zeros(4, 144)
-        case "float8 of a bias":
-            t["up.bias"] = t["up.bias"].to(torch.float8_e4m3fn)
-        case "another dtype":
-            t["steps"] = torch.tensor(1.5)
-    return t, config
+MISFITS = [
+    ({"norm.bias": None}, r"norm\.bias of the model is missing"),
+    ({"other.weight": torch.zeros(2, 2)}, r"model\.safetensors: other\.weight is not in the model"),
+    ({"gate.weight": torch.zeros(4, 144)}, r"has shape \(4, 144\), and the model's is \(3, 144\)"),
+    ({"steps": torch.tensor(1.5)}, r"steps is torch\.float32, and the model's is torch\.int64"),
+]
 
 
-SAYS = {
-    "no scale": r"model.*: up\.weight_scale_inv is missing",
-    "no data": r"up\.weight_scale_inv is the scale of float8 data, and up\.weight is torch\.bfloat",
-    "no weight": r"up\.weight_scale_inv is the scale of float8 data, and up\.weight is missing",
-    "another block": r"up\.weight_scale_inv has shape \(3, 2\), expected \(5, 2\)",
-    "nan": r"up\.weight_scale_inv.*nan",
-    "zero": r"up\.weight_scale_inv.*0\.0",
-    "negative": r"up\.weight_scale_inv.*-",
-    "listed as skipped": r"safetensors: up\.weight is in float8, and config\.json lists 'up'",
-    "no config": r"up\.weight is torch\.float8_e4m3fn, and no quantization_config",
-    "another method": r"config\.json: .*quant_method='gptq'",
-    "missing": r"norm\.bias of the model is missing",
-    "unexpected": r"model\.safetensors: other\.weight is not in the model",
-    "another shape": r"gate\.weight has shape \(4, 144\), and the model's is \(3, 144\)",
-    "float8 of a bias": r"up\.bias is in float8, and only weights",
-    "another dtype": r"steps is torch\.float32, and the model's is torch\.int64",
-}
-
-
-@pytest.mark.parametrize("change", SAYS)
-def test_a_mistake_is_told_and_nothing_has_changed(stored, change, tmp_path):
-    tensors, _ = stored
-    folder = write(tmp_path, *broken(change, tensors))
-    model = Block(seed=2)
+@pytest.mark.parametrize(("changed", "says"), MISFITS)
+def test_files_that_do_not_fit_the_model_change_nothing(stored, changed, says, tmp_path):
+    tensors = {k: x for k, x in (stored[0] | changed).items() if x is not None}
+    folder, model = write(tmp_path, tensors), Block(seed=2)
     before = bits_of(model)
-    for weights, options in (
-        ("high_precision", {}),
-        ("float8", {}),
-        ("training", {"config": config_of("delayed")}),
-    ):
-        with pytest.raises(ValueError, match=SAYS[change]):
-            load(model, folder, weights, **options)
+    for weights, config in (("high_precision", None), ("float8", None), ("training", "delayed")):
+        with pytest.raises(ValueError, match=says):
+            load(model, folder, weights, config=config)
         assert_unchanged(model, before)
 
 
-def test_all_mistakes_are_told_at_once_and_a_long_list_is_cut(stored, tmp_path):
-    tensors, _ = stored
-    scales = {k: -v for k, v in tensors.items() if k.endswith("_inv")}
-    with pytest.raises(ValueError, match=r"(?s)down\.weight_scale_inv.*up\.weight_scale_inv"):
-        load(Block(), write(tmp_path / "two", tensors | scales))
-    extra = {f"extra.{i}": torch.zeros(1) for i in range(15)}
-    with pytest.raises(ValueError, match=r"extra\.4.*\n  \.\.\. and 5 more"):
-        load(Block(), write(tmp_path / "many", tensors | extra))
+# (weights, config, what is no str or torch.device ...): the exception, a word of its message
+ARGUMENTS = [
+    ({"weights": "float16"}, ValueError, "weights must be one of"),
+    ({"config": "delayed"}, ValueError, "config is for weights="),
+    ({"ignore": "*.k_scale"}, TypeError, "ignore must be a list"),
+    ({"device": 1.5}, TypeError, "device must be"),
+    ({"path": 3}, TypeError, "path"),
+]
 
 
-def test_a_truncated_or_missing_shard_changes_nothing(stored, tmp_path):
-    tensors, _ = stored
-    folder = write(tmp_path, tensors, shards=3)
-    model = Block(seed=2)
-    before = bits_of(model)
-    shard = sorted(folder.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{shard.name}: .*truncated"):
-        load(model, folder)
-    shard.unlink()
-    with pytest.raises(FileNotFoundError, match=shard.name):
-        load(model, folder)
-    assert_unchanged(model, before)
+@pytest.mark.parametrize(("changed", "error", "says"), ARGUMENTS)
+def test_arguments_of_other_kinds_are_refused(stored, changed, error, says):
+    with pytest.raises(error, match=says):
+        load(Block(), **({"path": stored[1]} | changed))
 
 
 def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
@@ -496,76 +357,3 @@ def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path)
     load(model, folder)
     values = oracle.values(tensors["up.weight"], tensors["up.weight_scale_inv"], (64, 64))
     assert_bitwise(model.up.weight.detach(), values.bfloat16())
-
-
-def test_a_source_lists_its_weights(stored):
-    tensors, folder = stored
-    source = Source(folder)
-    assert sorted(source.layers) == sorted(LAYERS)
-    assert set(source.weights()) == {k for k in tensors if not k.endswith("_inv")}
-    (folder.parent / "bad").mkdir(exist_ok=True)
-    bad = write(folder.parent / "bad", tensors)
-    (bad / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: it is not readable"):
-        Source(bad)
-
-
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ([], "it is .*, expected an object"),
-        ({"quantization_config": [1]}, r"quantization_config is \[1\], expected an object"),
-        ({"modules_to_not_convert": [3]}, r"modules_to_not_convert is \[3\], expected a list of"),
-        ({"modules_to_not_convert": "lm_head"}, "is 'lm_head', expected a list of names"),
-        ({"quantization": None}, "quantization is None, expected an object"),
-    ],
-)
-def test_a_config_of_other_types_is_refused_by_the_name_of_its_field(
-    stored, config, says, tmp_path
-):
-    folder = shutil.copytree(stored[1], tmp_path / "it")
-    whole = json.loads((folder / "config.json").read_text())
-    if isinstance(config, dict) and "quantization_config" not in config:
-        config = {"quantization_config": whole["quantization_config"] | config}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
-        Source(folder)
-
-
-def test_memory_is_that_of_one_tensor_beside_the_model(tmp_path):
-    """Dequantising works through rows: no float32 copy of a whole weight."""
-    from float8.checkpoints import parameters
-
-    assert parameters._ELEMENTS * 4 <= 16 << 20
-    layer = nn.Linear(300, 700, bias=False).bfloat16()
-    model = nn.Sequential(layer)
-    tensors = fine_grained(model.state_dict(), ["0"])
-    folder = write(tmp_path, tensors)
-    wanted = dequantised(tensors, "0", torch.bfloat16)
-    seen = []
-    original = parameters._plain
-
-    def watched(source, box):
-        seen.append(box[0].stop - box[0].start)
-        return original(source, box)
-
-    for limit in (1, 300 * 256, 300 * 640):
-        seen.clear()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(parameters, "_ELEMENTS", limit)
-            patch.setattr(parameters, "_plain", watched)
-            load(model, folder)
-        assert max(seen) <= max(128, limit // 300)
-        assert_bitwise(layer.weight.detach(), wanted)
-
-
-def test_a_copied_model_has_nothing_of_the_files(stored, tmp_path):
-    tensors, _ = stored
-    folder = write(tmp_path, tensors)
-    model = load(Block(), folder, "float8")
-    expected = model(TOKENS)
-    file = folder / "model.safetensors"
-    file.write_bytes(b"\0" * file.stat().st_size)
-    assert_bitwise(copy.deepcopy(model)(TOKENS), expected)
-    assert json.loads((folder / "config.json").read_text())
-    assert re.match("converted", str(model.float8_conversion))

@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
-from hand_written import LAYERS, Block, write
+from hand_written import LAYERS, Block, compressed, write
 
 import float8
 from float8 import Float8LinearConfig, ScalingType, convert_to_float8_training
@@ -16,25 +16,6 @@ E4M3 = torch.float8_e4m3fn
 TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
 INPUT_SCALES = {"up": 0.01, "down": 0.02}
 BLOCKS = {"tensor": (-1, -1), "channel": (1, -1)}
-
-
-def compressed(strategy: str, static: bool = False) -> dict:
-    """A quantization_config of llm-compressor."""
-    float8_ = {"num_bits": 8, "type": "float", "symmetric": True}
-    mx = {"group_size": 32, "scale_dtype": "torch.uint8"} if strategy == "group" else {}
-    inputs = {"strategy": "group" if mx else "token", "dynamic": True, **mx}
-    if static:
-        inputs = {"strategy": "tensor", "dynamic": False}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**float8_, "strategy": strategy, "dynamic": False, **mx},
-        "input_activations": {**float8_, **inputs},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "config_groups": {"group_0": group},
-        "ignore": ["gate", "head"],
-    }
 
 
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["gate"]}
@@ -107,21 +88,6 @@ def test_modelopt_is_static_and_per_tensor(tmp_path):
         ValueError, match=r"down\.weight is in float8, and hf_quant_config.* 'd\*n'"
     ):
         load(Block(seed=3), folder, "float8")
-
-
-def test_mx_weights_keep_their_scales_of_one_byte(tmp_path):
-    torch.manual_seed(0)
-    layer = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False)).bfloat16()
-    w = layer[0].weight.detach()
-    data, scale = oracle.quantize(w, (1, 32), E4M3, "e8m0")
-    tensors = {"0.weight": data.view(E4M3), "0.weight_scale": scale.view(torch.uint8)}
-    folder = write(tmp_path, tensors, compressed("group"))
-    model = load(torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False)), folder, "float8")
-    assert_bitwise(model[0].weight.scale, scale)
-    assert_bitwise(model[0].weight.float8_data, tensors["0.weight"])
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
-    exact = x.double() @ oracle.values(data.view(E4M3), scale, (1, 32)).t()
-    assert_sqnr_at_least(model(x), exact, 28)
 
 
 def test_a_delayed_cast_of_smooth_channels_starts_without_the_scale_of_the_file(tmp_path):
@@ -209,14 +175,6 @@ def test_scales_per_row_leave_delayed_casts_to_find_theirs(tmp_path, gather):
         values(tensors, "up", "channel").bfloat16(),
     )
     model(TOKENS).sum().backward()
-
-
-def test_a_static_scale_that_is_missing_is_told(tmp_path):
-    tensors = tensors_of("tensor", static=True)
-    del tensors["down.input_scale"]
-    folder = write(tmp_path, tensors, compressed("tensor", static=True))
-    with pytest.raises(ValueError, match=r"down\.input_scale is missing.*static_inputs=True"):
-        load(Block(), folder, "float8")
 
 
 def test_input_scales_that_the_config_does_not_tell_of_are_unexpected(tmp_path):

@@ -85,6 +85,7 @@ def test_shared_tensors_on_meta_stay_shared_and_others_are_left():
     assert kept.weight is weight
 
 
+@pytest.mark.slow
 def test_reading_imports_no_distributed_tensors(tmp_path):
     # Their import takes about a second, longer than loading a small model.
     program = f"""

@@ -50,7 +50,7 @@ def misread(folder, plain, layers):
             slot.of(stacks[slot.parameter]),
             slot.of(ours.state_dict()[slot.parameter]),
         )
-        if (found.float() - expected.float()).norm() > 0.01 * expected.float().norm():
+        if not torch.equal(found, expected):
             wrong.add(key.removesuffix(".weight"))
     return wrong
 
@@ -97,6 +97,7 @@ LAYOUTS = {
     "fine_grained_mx": FineGrained((1, 32), ScaleFormat.E8M0),
     "modelopt": ModelOpt(),
 }
+SIZES_OF_BLOCKS = ("llama", "mixtral")  # the experts of others have fewer rows
 NARROW = {"intermediate_size": 64}
 SQUARE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128}
 
@@ -109,7 +110,8 @@ SQUARE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_plan_names_the_readers_of_each_layout(kind, name, sizes, tmp_path, capsys):
     layout = LAYOUTS[kind]
-    plain = model_of(name, **sizes, tie_word_embeddings=False).bfloat16()
+    plain = model_of(name, **sizes, tie_word_embeddings=False)
+    plain = plain.bfloat16() if kind == "mx" else plain  # what compressed-tensors makes of MX
     model = convert(copy.deepcopy(plain), "tensorwise")
     scales = dict.fromkeys(plan_save(model).layers, 0.02) if layout.static_inputs else None
     plan = save_pretrained(model, tmp_path / "it", layout, input_scales=scales)
@@ -125,20 +127,24 @@ def test_a_plan_names_the_readers_of_each_layout(kind, name, sizes, tmp_path, ca
 
 @pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("name", ["mixtral", "llama"])
+@pytest.mark.parametrize("name", ["mixtral", "llama", "qwen3_moe", "deepseek_v3"])
 def test_transformers_reads_the_default_layout_of_its_models(name, recipe, tmp_path):
     """And so does `load`, to the bits of training, as layers that keep the files' float8 too."""
-    plain = model_of(name, **SQUARE, tie_word_embeddings=False).bfloat16()
+    sizes = {} if name == "deepseek_v3" else SQUARE
+    if not sizes and recipe == "mxfp8":
+        pytest.skip("layers that are no multiples of 32")
+    plain = model_of(name, **sizes, tie_word_embeddings=False)
+    plain = plain.bfloat16() if recipe == "mxfp8" else plain
     model = convert(copy.deepcopy(plain), recipe)
     plan = save_pretrained(model, tmp_path / "it")
     assert TRANSFORMERS in plan.notes[0]
     assert misread(tmp_path / "it", plain, plan.layers) == set()
-    if recipe != "tensorwise":  # q, k, v and gate, up share a scale
+    if recipe != "tensorwise" and name in SIZES_OF_BLOCKS:  # q, k, v and gate, up share a scale
         assert set(plan.layers.values()) == {TRAINING_CAST}
-    if recipe in ("blockwise", "mxfp8"):  # rowwise inputs are cast by float32 scales then
+    if recipe in ("blockwise", "mxfp8") and sizes:  # rowwise inputs are cast by float32 scales then
         resident = load(copy.deepcopy(plain), tmp_path / "it", "float8")
         q = "model.layers.0.self_attn.q_proj"
-        x = torch.randn(16, 128).bfloat16()
+        x = torch.randn(16, 128).to(plain.dtype)
         assert_bitwise(resident.get_submodule(q)(x), model.get_submodule(q)(x))
 
 

@@ -14,8 +14,7 @@ from oracle import values
 from published_models import convert, model_of
 from safetensors.torch import load_file
 
-from float8 import Float8Tensor
-from float8.checkpoints import plan_save, save_pretrained
+from float8.checkpoints import save_pretrained
 from float8.checkpoints.shards import Shards
 
 
@@ -50,20 +49,3 @@ def test_names_values_and_configs_are_transformers_own(name, tmp_path):
         assert ours == theirs
     assert before == model._orig_mod.config.to_dict()
     assert not hasattr(model._orig_mod.config, "quantization_config")
-
-
-def test_experts_share_the_scales_of_gate_and_up(tmp_path):
-    model = convert(model_of("mixtral"), "tensorwise")
-    plan = save_pretrained(model, tmp_path / "it")
-    shards = Shards(tmp_path / "it")
-    stack = model.model.layers[0].mlp.experts.gate_up_proj.detach()
-    for expert in range(len(stack)):
-        name = f"model.layers.0.block_sparse_moe.experts.{expert}"
-        assert plan.layers[f"{name}.w1"] == "the cast it trains with, one scale with w3"
-        whole = Float8Tensor.from_high_precision(stack[expert], torch.float8_e4m3fn)
-        data = torch.cat([shards.read(f"{name}.{part}.weight") for part in ("w1", "w3")])
-        assert_bitwise(data, whole.float8_data, name)
-        for part in ("w1", "w3"):
-            assert shards.read(f"{name}.{part}.weight_scale").item() == whole.scale.item()
-    assert plan.skipped["model.layers.0.block_sparse_moe.gate"]
-    assert plan_save(model) == plan

@@ -37,15 +37,6 @@ def written(tmp_path_factory):
     return tensors
 
 
-@pytest.fixture
-def one_rank():
-    """A process group of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def tensors_of(model):
     """Parameters and buffers by their names, shared ones under every name."""
     named = dict(model.named_parameters(remove_duplicate=False))
@@ -64,24 +55,6 @@ def assert_same_tensors(model, expected):
 @pytest.mark.parametrize("name", MODELS)
 def test_keys_and_bytes_are_those_of_save_pretrained(name, written):
     assert_same_tensors(model_of(name), written[name])
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_writing_through_the_slots_gives_the_same_parameters(name, written):
-    expected, model = tensors_of(model_of(name)), model_of(name, seed=1)
-    own = tensors_of(model)
-    with torch.no_grad():
-        for key, slot in published(model).items():
-            slot.of(own[slot.parameter]).copy_(written[name][key])
-    for key, x in expected.items():
-        assert_bitwise(own[key], x, replay=key)
-
-
-@pytest.mark.parametrize(
-    ("name", "recipe"), [("mixtral", "blockwise"), ("deepseek_v3", "rowwise"), ("llama", "delayed")]
-)
-def test_converted_models_have_the_keys_of_plain_ones(name, recipe, written):
-    assert_same_tensors(convert(model_of(name), recipe), written[name])
 
 
 def test_wrappers_add_nothing_to_keys(written):

@@ -9,56 +9,28 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import published_models
 import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import moe
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
-from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.mixtral import modeling_mixtral as mixtral
-from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3
 
 import float8
 from float8 import Float8LinearConfig, filters
 from float8.integrations.transformers import convert as convert_by_default
 
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.1,
-}  # fmt: skip
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
 pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
 
-MODELS = {
-    "mixtral": lambda: mixtral.MixtralForCausalLM(
-        mixtral.MixtralConfig(intermediate_size=48, num_local_experts=4, **SIZES)
-    ),
-    "qwen3": lambda: qwen3.Qwen3MoeForCausalLM(
-        qwen3.Qwen3MoeConfig(
-            intermediate_size=48, moe_intermediate_size=32, head_dim=16, num_experts=4, **SIZES
-        )
-    ),
-    "deepseek": lambda: deepseek.DeepseekV3ForCausalLM(  # a dense layer, one of experts
-        deepseek.DeepseekV3Config(
-            intermediate_size=48, moe_intermediate_size=32, n_routed_experts=4, n_group=2,
-            topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
-            qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_shared_experts=1, **SIZES,
-        )
-    ),
-    "gpt_oss": lambda: gpt_oss.GptOssForCausalLM(  # transposed weights, with biases
-        gpt_oss.GptOssConfig(
-            intermediate_size=32, head_dim=16, num_local_experts=4,
-            layer_types=["sliding_attention", "full_attention"], **SIZES,
-        )
-    ),
-}  # fmt: skip
-EXPERTS = {"deepseek": ["model.layers.1.mlp.experts"]}
-ROUTERS = {"gpt_oss": "router", "deepseek": "gate", "mixtral": "gate", "qwen3": "gate"}
+MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
+EXPERTS = {"deepseek_v3": ["model.layers.1.mlp.experts"]}
 
 
 def model_of(name, dtype=torch.bfloat16):
+    experts = {"num_local_experts": 4} if name == "mixtral" else {}
     torch.manual_seed(0)
-    return MODELS[name]().to(dtype)
+    return published_models.MODELS[name](**experts).to(dtype)
 
 
 def convert(model, recipe="rowwise", **options):
@@ -111,7 +83,7 @@ def test_losses_are_those_of_bfloat16_within_two_percent(name, recipe, in_bfloat
     assert expected[-1] < 0.8 * expected[0]
     assert losses != expected
     assert losses == pytest.approx(expected, rel=0.02)
-    watched = [n for n in exact if ".experts." in n or f".{ROUTERS[name]}.weight" in n]
+    watched = [n for n in exact if ".experts." in n or n.endswith(("gate.weight", "router.weight"))]
     assert len(watched) == len(names) * (5 if name == "gpt_oss" else 3)
     for parameter in watched:
         assert gradients[parameter].isfinite().all()
@@ -152,7 +124,7 @@ def test_float8_whatever_the_config_says(implementation):
 def test_routers_stay_and_the_report_says_so():
     done = convert(model_of("gpt_oss")).float8_conversion
     assert done.skipped["model.layers.0.mlp.router"].startswith("it routes tokens to experts")
-    done = convert(model_of("deepseek")).float8_conversion
+    done = convert(model_of("deepseek_v3")).float8_conversion
     assert "model.layers.1.mlp.gate" in done.skipped
     assert "model.layers.1.mlp.shared_experts.gate_proj" in done.converted
     assert "model.layers.0.mlp.gate_proj" in done.converted
@@ -227,13 +199,10 @@ def test_compiled_in_one_graph_with_products_in_float8(dtype):
     assert "grouped_mm" not in graph.code
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
 def test_a_whole_model_compiles_in_one_graph():
-    torch.manual_seed(0)
-    config = mixtral.MixtralConfig(
-        intermediate_size=48, num_local_experts=4, **{**SIZES, "num_hidden_layers": 1}
-    )
-    model = convert(mixtral.MixtralForCausalLM(config).bfloat16())
+    model = convert(published_models.model_of("mixtral", num_hidden_layers=1).bfloat16())
     expected = model(**batch()).loss
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     loss = compiled(**batch()).loss
@@ -244,8 +213,8 @@ def test_a_whole_model_compiles_in_one_graph():
 
 def test_the_default_choice_takes_experts_of_sizes_that_tensor_cores_take():
     assert len(convert_by_default(model_of("mixtral")).float8_conversion.experts) == 2
-    odd = mixtral.MixtralConfig(intermediate_size=40, num_local_experts=4, **SIZES)
-    done = convert_by_default(mixtral.MixtralForCausalLM(odd)).float8_conversion
+    odd = published_models.model_of("mixtral", intermediate_size=40)
+    done = convert_by_default(odd).float8_conversion
     assert done.experts == []
     assert "not multiples of 16" in done.skipped["model.layers.0.mlp.experts"]
 

@@ -8,11 +8,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 import torch
-from assertions import assert_sqnr_at_least
 from trainers import data_of, llama, short_collections, trainer_of  # noqa: F401
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from float8 import high_precision
+from float8.checkpoints import load
 from float8.checkpoints.__main__ import main
 from float8.integrations.transformers import Float8Callback
 
@@ -31,22 +29,14 @@ def trained(folder, recipe, layout=None, **options):
     ("recipe", "layout"),
     [("tensorwise", None), ("rowwise", "compressed_tensors"), ("blockwise", None)],
 )
-def test_transformers_reads_the_weights_that_were_trained(recipe, layout, tmp_path, capsys):
+def test_the_folder_has_the_weights_that_were_trained(recipe, layout, tmp_path, capsys):
     trainer = trained(tmp_path, recipe, layout, load_best_model_at_end=False)
     folder = str(tmp_path / "float8")
     assert main(["inspect", folder, "--data"]) == 0
     assert "7 layers in float8" in capsys.readouterr().out
     plain = str(tmp_path / "out" / "checkpoint-2")  # the Trainer's own, after the same step
     assert main(["compare", plain, folder, "--at-least", "28"]) == 0
-    options = {"dtype": torch.float32}
-    if recipe == "blockwise":  # whose product transformers has for GPUs alone
-        options["quantization_config"] = FineGrainedFP8Config(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    tokens = torch.stack([row["input_ids"] for row in data_of(4)])
-    with torch.no_grad(), high_precision(trainer.model):
-        exact = trainer.model.eval()(tokens).logits
-        found = model.eval()(tokens).logits
-    assert_sqnr_at_least(found, exact.double(), 20)
+    model = load(llama(1), folder)
     # The head and the embedding are those of the trained model, to the bit.
     head = trainer.model.lm_head.weight
     assert torch.equal(model.lm_head.weight, head)
@@ -66,10 +56,6 @@ def test_scales_of_inputs_are_those_of_the_training(tmp_path, capsys):
 
 
 def test_what_would_fail_after_the_training_fails_before_it(tmp_path):
-    with pytest.raises(ValueError, match=r"layout='fine_grained' needs save_float8=FOLDER"):
-        Float8Callback(layout="fine_grained")
-    with pytest.raises(ValueError, match=r"layout must be one of 'fine_grained', .*got 'gguf'"):
-        Float8Callback(save_float8="out", layout="gguf")
     (tmp_path / "float8").mkdir()
     (tmp_path / "float8" / "notes").write_text("mine")
     with pytest.raises(FileExistsError, match=r"save_float8=.*float8'.* give another name"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import textwrap
 from dataclasses import replace
@@ -18,7 +17,6 @@ from fresh import example_of
 from one_process import assert_same_model
 from processes import failures
 from safetensors.torch import load_file
-from torch import nn
 from trainers import (  # noqa: F401
     LAYERS,
     data_of,
@@ -33,7 +31,6 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
-    convert_to_float8_training,
 )
 from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed.sharded_weight import ShardedWeight
@@ -102,26 +99,6 @@ def test_a_checkpoint_is_that_of_a_plain_model(tmp_path):
         assert torch.equal(trainer.model.eval()(tokens).logits, expected)
 
 
-def test_steps_are_synced_once_whatever_is_accumulated(tmp_path):
-    trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"), save_strategy="no")
-    trainer.train()
-    casts = [m for m in trainer.model.modules() if hasattr(m, "amax_history")]
-    assert len(casts) == 3 * LAYERS
-    assert {int((cast.amax_history > 0).sum()) for cast in casts} == {4}
-
-
-def test_checkpointing_activations_changes_no_bit(tmp_path):
-    models = []
-    for on in (False, True):
-        trainer = trainer_of(
-            tmp_path, llama(), Float8Callback("delayed"), save_strategy="no", max_steps=2,
-            activation_checkpointing=on,
-        )  # fmt: skip
-        trainer.train()
-        models.append(trainer.model)
-    assert_same_model(*models, "activation_checkpointing")
-
-
 @pytest.mark.slow
 def test_compiled(tmp_path):
     def one(module, fqn):  # dynamo takes a second for each layer
@@ -181,15 +158,6 @@ def test_a_run_without_float8_goes_on_with_it(tmp_path):
 
 
 class TestConversion:
-    def test_a_converted_model_stays_as_it_is(self, tmp_path):
-        model = convert_to_float8_training(llama(), config=RECIPES["delayed"])
-        trainer = trainer_of(tmp_path, model, Float8Callback(), max_steps=1)
-        trainer.train()
-        assert trainer.model is model
-        assert isinstance(model.lm_head, Float8Linear)
-        stored = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-        assert stored.keys() == llama().state_dict().keys()
-
     def test_weights_that_are_gathered_in_float8_are_written_plain(self, tmp_path):
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # built before
@@ -288,22 +256,6 @@ def test_accelerates_settings_mean_what_they_say():
 
 
 class TestRefusals:
-    def test_another_config(self, tmp_path):
-        with pytest.raises(ValueError, match="with another config"):
-            trainer_of(tmp_path, convert(llama(), "delayed"), Float8Callback("rowwise"))
-
-    def test_an_optimizer_of_replaced_parameters(self, tmp_path):
-        model = llama()
-        stale = torch.optim.AdamW(model.parameters())
-        convert(model, GATHERING)
-        with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj that.*build the opti"):
-            trainer_of(tmp_path, model, Float8Callback(), (stale, None))
-
-    def test_an_optimizer_of_another_model(self, tmp_path):
-        other = torch.optim.AdamW(llama().parameters())
-        with pytest.raises(ValueError, match=r"none of the 12 parameters of this AdamW"):
-            trainer_of(tmp_path, llama(), Float8Callback(), (other, None))
-
     def test_a_model_init_that_makes_a_plain_model(self, tmp_path):
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)
         data = data_of()
@@ -355,20 +307,6 @@ class TestRefusals:
                 SimpleNamespace(n_gpu=2), None, None, model=model, optimizer=optimizer
             )
 
-    def test_arguments(self):
-        with pytest.raises(ValueError, match="needs inspect_every"):
-            Float8Callback(report_path="run.json")
-        with pytest.raises(ValueError, match="unknown recipe"):
-            Float8Callback("tensorwize")
-        with pytest.raises(TypeError, match="config must be"):
-            Float8Callback(7)
-
-
-def test_a_layer_by_itself_is_refused(tmp_path):
-    arguments = SimpleNamespace(mixed_precision="no")
-    with pytest.raises(ValueError, match="wrap it in a module"):
-        Float8Callback().on_init_end(arguments, None, None, model=nn.Linear(32, 32))
-
 
 @pytest.mark.parametrize(
     "corrupt",
@@ -403,20 +341,6 @@ def test_corrupt_histories_name_the_layer_the_file_and_the_fix(corrupt):
     for empty in ({}, {"attributes": {"histories": []}}):
         with pytest.raises(ValueError, match=r"trainer_state\.json cannot be read \(it has no"):
             callback._restore(empty, "out/trainer_state.json")
-
-
-def test_a_corrupt_checkpoint_is_found_before_training(tmp_path):
-    trainer_of(tmp_path, llama(), Float8Callback("delayed"), max_steps=2).train()
-    file = tmp_path / "checkpoint-2" / "trainer_state.json"
-    state = json.loads(file.read_text())
-    histories = state["stateful_callbacks"]["Float8Callback"]["attributes"]["histories"]
-    name = next(iter(histories))
-    histories[name]["amax_history"] = histories[name]["amax_history"][:-5]
-    file.write_text(json.dumps(state))
-    trainer = trainer_of(tmp_path, llama(), Float8Callback("delayed"))
-    expected = rf"^{name}: its history of amaxes in the trainer_state\.json of the checkpoint"
-    with pytest.raises(ValueError, match=expected):
-        trainer.train(resume_from_checkpoint=True)
 
 
 # What `accelerate config` writes. Its launcher sets the environment, which the Trainer reads.

@@ -69,11 +69,6 @@ def test_what_is_adapted_and_not_its_adapters():
     assert "lm_head.base_layer" in done.skipped
 
 
-def test_a_filter_decides_alone():
-    model = convert(llama(), module_filter_fn=lambda module, fqn: fqn == "lm_head")
-    assert model.float8_conversion.converted == ["lm_head"]
-
-
 def test_an_encoder_generates_in_high_precision_too(tmp_path):
     """`generate` calls it by itself."""
     torch.manual_seed(0)
