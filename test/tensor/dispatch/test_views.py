@@ -71,11 +71,11 @@ REFUSED = [
      "cannot cat along dim 0, which shares one scale.*dequantize"),
     (Blockwise(4, 24), lambda q: torch.cat([q[4:], q[:4]]), r"\[2, 4\] are not multiples of the"),
     *(
-        (granularity, lambda q, other=other: torch.cat([OTHER, q if other is None else other]), "of different kinds")
-        for granularity, other in (
-            (Tensorwise(), None),
-            (Rowwise(), example(Rowwise(), fmt=E5M2)),
-            (Rowwise(), OTHER.to(torch.bfloat16)),
+        (Rowwise(), lambda q, other=other: torch.cat([q, other]), "of different kinds")
+        for other in (
+            example(Tensorwise()),
+            example(Rowwise(), fmt=E5M2),
+            OTHER.to(torch.bfloat16),
         )
     ),
     (Rowwise(), lambda q: torch.cat([q, torch.ones(6, 24)]), "cat a Float8Tensor with a plain"),
