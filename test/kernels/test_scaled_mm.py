@@ -43,40 +43,20 @@ from float8.kernels import definition
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
-# architecture -> product -> the candidate that runs it in bfloat16
+
+
+# architecture, CUDA -> of each product, who writes bfloat16, float32 and float16: t is torch, T the
+# Triton GEMM, and - nobody. Rowwise products are cuBLASLt's on sm_90 from CUDA 12.9 on.
+ORDER = ("tensorwise", "rowwise", "blockwise", "mx")
 RUNS = {
-    "sm_89": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON},
-    "sm_90": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TORCH},
-    **{
-        arch: {"tensorwise": BY_TORCH, "rowwise": BY_TORCH, "blockwise": BY_TRITON, "mx": BY_TORCH}
-        for arch in ("sm_100", "sm_103", "sm_120", "sm_121")
-    },
-    "gfx94": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
-    "gfx95": {"tensorwise": BY_TORCH, "rowwise": BY_TORCH},
-    "sm_80": {},
-    "gfx90": {},
-}
-
-
-# (architecture, CUDA) -> product -> candidates that write float32, float16; None: refused
-WRITERS = {
-    ("sm_90", "13.0"): {
-        "tensorwise": (BY_TORCH, BY_TORCH),
-        "rowwise": (BY_TORCH, BY_TORCH),  # by cuBLASLt
-        "blockwise": (BY_TORCH, BY_TRITON),
-    },
-    ("sm_90", "12.8"): {
-        "tensorwise": (BY_TORCH, BY_TORCH),
-        "rowwise": (None, None),  # by CUTLASS
-        "blockwise": (BY_TRITON, BY_TRITON),
-    },
-    ("sm_120", "13.0"): {
-        "tensorwise": (BY_TORCH, BY_TORCH),
-        "rowwise": (None, None),
-        "blockwise": (BY_TRITON, BY_TRITON),
-        "mx": (BY_TORCH, BY_TORCH),
-    },
-    ("gfx94", None): {"tensorwise": (BY_TORCH, BY_TORCH), "rowwise": (None, None)},
+    ("sm_89", "13.0"): "ttt t-- TTT ---",
+    ("sm_90", "13.0"): "ttt ttt ttT ---",
+    ("sm_90", None): "ttt ttt ttT ---",
+    ("sm_90", "12.9"): "ttt ttt ttT ---",
+    ("sm_90", "12.8"): "ttt t-- TTT ---",
+    **{(f"sm_{n}", "13.0"): "ttt t-- TTT ttt" for n in (100, 103, 120, 121)},
+    **{(arch, None): "ttt t-- --- ---" for arch in ("gfx94", "gfx95")},
+    **{(arch, None): "--- --- --- ---" for arch in ("sm_80", "gfx90")},
 }
 
 
@@ -90,34 +70,35 @@ def torch_calls(monkeypatch):
 # --- choices and refusals
 
 
-@pytest.mark.parametrize("arch", RUNS)
+@pytest.mark.parametrize(("arch", "cuda"), RUNS)
 @EVERY_PRODUCT
-def test_an_architecture_runs_a_product_or_says_why_not(arch, a_block, b_block, monkeypatch):
+def test_a_device_runs_a_product_or_says_why_not(arch, cuda, a_block, b_block, monkeypatch):
     """It is traced so on fake CUDA tensors, where torch checks layouts; odd sizes are padded."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(module, "architecture", lambda index=None: arch)
-    reason, product = (
-        module.refuses_device(arch, a_block, b_block, BF16),
-        PRODUCTS[a_block, b_block],
-    )
-    chosen = RUNS[arch].get(product)
-    assert module.gemm_for(arch, a_block, b_block, BF16) == (chosen or "", reason)
-    assert (reason is None) == (chosen is not None)
-    for M, K, N in ((256, 384, 128), (5, 123, 7)):
-        with FakeTensorMode(), torch.no_grad(), Products() as products:
-            parts = fake_operands(M, K, N, a_block, b_block)
-            parts[0] = torch.empty(K, M, dtype=E4M3, device="cuda").t()
-            rest = (a_block, b_block, torch.empty(N, dtype=BF16, device="cuda"))
-            if reason is not None:
-                with pytest.raises(ValueError, match=f"{arch} .*emulate=True"):
-                    kernels.scaled_mm(*parts, *rest, out_dtype=BF16, pad=True)
-                continue
-            out = kernels.scaled_mm(*parts, *rest, out_dtype=BF16, pad=True)
-            assert (out.shape, out.dtype, out.device.type) == ((M, N), BF16, "cuda")
-        assert products.names == [chosen]
-    if reason is not None and RUNS[arch]:
-        assert all(candidate.name in reason for candidate in module.CANDIDATES[product])
-    elif reason is not None:
-        assert all(known in reason for known in module.SUPPORT)
+    letters = RUNS[arch, cuda].split()[ORDER.index(PRODUCTS[a_block, b_block])]
+    for letter, out_dtype in zip(letters, (BF16, torch.float32, torch.float16), strict=True):
+        chosen = {"t": BY_TORCH, "T": BY_TRITON, "-": ""}[letter]
+        name, reason = module.gemm_for(arch, a_block, b_block, out_dtype)
+        assert (name, reason is None) == (chosen, chosen != "")
+        assert module.refuses_device(arch, a_block, b_block, out_dtype) == reason
+        for M, K, N in ((256, 384, 128), (5, 123, 7)):
+            with FakeTensorMode(), torch.no_grad(), Products() as products:
+                parts = fake_operands(M, K, N, a_block, b_block)
+                parts[0] = torch.empty(K, M, dtype=E4M3, device="cuda").t()
+                rest = (a_block, b_block, torch.empty(N, dtype=out_dtype, device="cuda"))
+                if reason is not None:
+                    with pytest.raises(ValueError, match=f"{arch} .*emulate=True"):
+                        kernels.scaled_mm(*parts, *rest, out_dtype=out_dtype, pad=True)
+                    continue
+                out = kernels.scaled_mm(*parts, *rest, out_dtype=out_dtype, pad=True)
+                assert (out.shape, out.dtype, out.device.type) == ((M, N), out_dtype, "cuda")
+            assert products.names == [chosen]
+
+
+def test_every_architecture_that_is_supported_is_tested():
+    assert set(module.SUPPORT) == {arch for (arch, _), runs in RUNS.items() if "t" in runs}
+    assert set(module.CANDIDATES) == set(PRODUCTS.values()) == set(ORDER)
 
 
 @pytest.mark.parametrize("a_block", [TENSOR, ROW, B1, B128, (3, 5)], ids=str)
@@ -132,35 +113,13 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(a_block, b_block
         assert module.refuses_device("sm_90", a_block, b_block, BF16) == reason
 
 
-@EVERY_PRODUCT
-@pytest.mark.parametrize("which", WRITERS, ids=str)
-def test_candidates_that_write_other_dtypes_than_bfloat16(a_block, b_block, which, monkeypatch):
-    arch, cuda = which
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    product = PRODUCTS[a_block, b_block]
-    for out_dtype, chosen in zip(
-        (torch.float32, torch.float16), WRITERS[which].get(product, (None, None)), strict=True
-    ):
-        name, reason = module.gemm_for(arch, a_block, b_block, out_dtype)
-        assert (name, reason is None) == (chosen or "", chosen is not None)
-        assert chosen or product != "rowwise" or f"bfloat16 only, not {out_dtype}" in reason
-
-
-@pytest.mark.parametrize(
-    ("cuda", "chosen"),
-    [("12.8", BY_TRITON), ("12.9", BY_TORCH), ("13.0", BY_TORCH), (None, BY_TORCH)],
-)
-def test_blockwise_products_by_torch_need_a_cuda_that_has_them(cuda, chosen, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    assert module.gemm_for("sm_90", B1, B128, BF16) == (chosen, None)
-    assert module.gemm_for("sm_90", ROW, ROW, BF16) == (BY_TORCH, None)
+def test_without_triton_the_refusal_says_what_would_make_each_candidate_run(monkeypatch):
     assert module._has_triton() == (importlib.util.find_spec("triton") is not None)
     monkeypatch.setattr(module, "_has_triton", lambda: False)
-    reason = module.refuses_device("sm_90", B1, B128, BF16)
-    assert reason is None if chosen == BY_TORCH else "from CUDA 12.9 on" in reason
-    assert reason is None or "pip install triton" in reason
-    reason = module.refuses_device("sm_89", B1, B128, torch.float16)
-    assert all(words in reason for words in ("on sm_90 only", "pip install triton", "float16"))
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for arch, words in (("sm_89", "on sm_90 only"), ("sm_90", "from CUDA 12.9 on")):
+        reason = module.refuses_device(arch, B1, B128, BF16)
+        assert words in reason and "pip install triton" in reason
 
 
 @pytest.mark.parametrize(
@@ -205,13 +164,6 @@ def test_the_architecture_of_a_device(hip, device, arch, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     assert module.architecture() == arch
     module._architecture.cache_clear()
-
-
-def test_every_architecture_that_is_supported_is_tested():
-    assert set(module.SUPPORT) == {arch for arch, runs in RUNS.items() if runs}
-    assert set(module.CANDIDATES) == set(PRODUCTS.values())
-    by_torch = {product for product, row in module.CANDIDATES.items() if module.TORCH in row}
-    assert all(set(products) == by_torch for products in module.SUPPORT.values())
 
 
 def test_a_row_of_the_table_chooses_for_its_architecture_alone(torch_calls, monkeypatch):
@@ -357,54 +309,35 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
 
 @pytest.mark.cuda
 @EVERY_PRODUCT
-@pytest.mark.parametrize(
-    "sizes",
+@shapes.pairs(
     # whole tiles; odd; few rows, of which cuBLASLt takes fours where scales are of 128
-    [(48, 272, 160), (256, 384, 128), (5, 123, 7), *((M, 272, 160) for M in (1, 2, 3, 5))],
-    ids=str,
+    sizes=[(48, 272, 160), (256, 384, 128), (5, 123, 7), *((M, 272, 160) for M in (1, 2, 3, 5))],
+    out_dtype=shapes.HIGH_PRECISION,
+    with_bias=[False, True],
+    pad=[False, True],
+    fast=[False, True],
 )
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("pad", [False, True])
-def test_a_gpu_multiplies_as_the_oracle_or_refuses(a_block, b_block, sizes, with_bias, pad):
-    _, K, N = sizes
-    product = (module.architecture(), a_block, b_block, BF16)
-    parts = operands(*sizes, a_block, b_block)
-    bias = Case((N,), BF16, seed=3).make() if with_bias else None
-    on_gpu = [part.cuda() for part in parts]
-    gpu_bias = None if bias is None else bias.cuda()
-    refused = module.refuses_device(*product) or (
-        None if pad else module.refuses_sizes(*product, K, N)
-    )
-    if refused is not None:
-        with pytest.raises(ValueError, match="scaled_mm"):
-            kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
-        return
-    actual = kernels.scaled_mm(*on_gpu, a_block, b_block, gpu_bias, out_dtype=BF16, pad=pad)
-    assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))
-
-
-@pytest.mark.cuda
-@EVERY_PRODUCT
-@pytest.mark.parametrize("out_dtype", shapes.HIGH_PRECISION, ids=str)
-@pytest.mark.parametrize("fast", [False, True])
-def test_a_gpu_writes_what_the_table_says_it_does(a_block, b_block, out_dtype, fast):
-    """Every dtype, with a bias and without; with fast accumulation where there is one."""
-    if fast and PRODUCTS[a_block, b_block] == "blockwise":
-        pytest.skip("no fast accumulation: the plan never asks for it")
+def test_a_gpu_multiplies_as_the_oracle_or_refuses(
+    a_block, b_block, sizes, out_dtype, with_bias, pad, fast
+):
+    """In every dtype; with fast accumulation where there is one."""
+    fast = fast and PRODUCTS[a_block, b_block] != "blockwise"
     product = (module.architecture(), a_block, b_block, out_dtype)
-    parts = operands(48, 272, 160, a_block, b_block)
-    for bias in (None, Case((160,), out_dtype, seed=3).make()):
-        given = [part.cuda() for part in parts], None if bias is None else bias.cuda()
-        options = {"out_dtype": out_dtype, "use_fast_accum": fast}
-        if (reason := module.refuses_device(*product)) is not None:
-            assert "does not run" in reason
-            with pytest.raises(ValueError, match="does not run"):
-                kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options)
-            continue
-        actual = kernels.scaled_mm(*given[0], a_block, b_block, given[1], **options).cpu()
-        assert actual.dtype == out_dtype
-        exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
-        exact = exact if bias is None else exact + bias.double()
-        # A tensor core's sum has 14 bits without promotion (arXiv 2412.19437, 3.3.2).
-        error = (actual.double() - exact).norm() / exact.norm()
-        assert error <= 2.0**-7, (a_block, b_block, out_dtype, fast, float(error))
+    parts = operands(*sizes, a_block, b_block)
+    bias = Case((sizes[2],), out_dtype, seed=3).make() if with_bias else None
+    given = [None if part is None else part.cuda() for part in (*parts, bias)]
+    arguments = (*given[:4], a_block, b_block, given[4])
+    options = {"out_dtype": out_dtype, "use_fast_accum": fast, "pad": pad}
+    if module.refuses_device(*product) or (not pad and module.refuses_sizes(*product, *sizes[1:])):
+        with pytest.raises(ValueError, match="scaled_mm"):
+            kernels.scaled_mm(*arguments, **options)
+        return
+    actual = kernels.scaled_mm(*arguments, **options).cpu()
+    assert actual.dtype == out_dtype
+    if out_dtype == BF16 and not fast:
+        assert_product_of(actual, parts, a_block, b_block, bias, (sizes, a_block, b_block))
+    exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
+    exact = exact if bias is None else exact + bias.double()
+    # A tensor core's sum has 14 bits without promotion (arXiv 2412.19437, 3.3.2).
+    error = (actual.double() - exact).norm() / exact.norm()
+    assert error <= 2.0**-7, (a_block, b_block, out_dtype, fast, float(error))

@@ -22,9 +22,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from assertions import assert_bitwise
 from executed import executed
-from interpreter import launcher
 from kernel_tools.shipped_cases import CASES as SHIPPED
 from kernels.gpu import (
     test_blockwise_mm,
@@ -40,8 +38,6 @@ from kernels.gpu import (
 )
 from kernels.gpu.test_casts import BOTH, KINDS
 
-from float8.granularity import scale_shape
-from float8.kernels import definition
 from float8.kernels.gpu import blockwise_mm
 from scripts.kernel_tools.ptx import launch
 from scripts.kernel_tools.ptx.machine import execute
@@ -139,29 +135,6 @@ def test_a_shipped_form_of_each_file(file):
     with executed("sm_90") as runs:
         function(*arguments)
     assert runs
-
-
-@pytest.mark.parametrize(
-    ("arch", "rows", "tile"),
-    [
-        ("sm_89", (1, 128), TILES[1]),
-        ("sm_90", (1, 1), TILES[0]),
-        ("sm_90", (1, 128), TILES[2]),
-        ("sm_100", (1, 128), TILES[3]),
-    ],
-)
-def test_exact_sums(arch, rows, tile):
-    """Small integers, and scales that are powers of two: no order of additions changes a bit."""
-    (M, K, N), blocks = (131, 400, 144), test_blockwise_mm.BLOCKS[rows]
-    parts = []
-    for size, block in zip((M, N), blocks, strict=True):
-        scale = torch.randint(-3, 4, scale_shape((size, K), block)).float().exp2()
-        parts += [torch.randint(-8, 9, (size, K)).float().to(E4M3), scale]
-    with executed(arch) as runs:
-        multiply = launcher("blockwise_mm", "_launch", "cpu")
-        found = multiply(*parts, *rows, None, F32, tile=tile)
-    assert_bitwise(found, definition.scaled_mm(*parts, *blocks, None, F32))
-    assert runs[0].programs == -(-M // tile.M) * -(-N // tile.N)
 
 
 # What adds or compares across warps or programs: sums of columns, amaxes, norms, group amaxes.
