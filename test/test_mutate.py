@@ -21,7 +21,6 @@ def clamp(x: int, low: int = 0) -> int:
     return pow(x, LIMIT)
 '''
 TEST = "from float8.toy.clamp import clamp\n\ndef test_clamp():\n    assert clamp(-1) == 0\n"
-FAILS = "\n\ndef test_that_always_fails():\n    assert False\n"
 
 
 @pytest.fixture
@@ -68,8 +67,7 @@ def test_mutants_change_what_runs_and_nothing_else():
 
 
 def test_a_planted_mutant_is_caught(toy):
-    """The comparison is tested, its boundary is not, and a failing test proves nothing."""
-    (toy / "test/toy/test_clamp.py").write_text(TEST + FAILS)
+    """The comparison is tested, its boundary is not."""
     mutants = mutate.mutants_of("float8/toy/clamp.py", TOY)
     planted = [m for m in mutants if (m.line, m.kind) in [(8, "comparison"), (8, "boundary")]]
     found = mutate.failures([toy], planted, "toy", [], limit=60)

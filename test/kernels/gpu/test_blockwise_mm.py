@@ -222,26 +222,6 @@ def test_a_long_contraction_is_as_exact_as_a_short_one():
 # --- the choice of a tile
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "tile"),
-    [
-        (8192, 8192, (128, 128)),
-        (2048, 2048, (128, 128)),
-        (1024, 2048, (128, 64)),
-        (1024, 1024, (64, 64)),
-        (64, 32768, (64, 128)),
-        (64, 4096, (64, 64)),
-        (16, 32768, (64, 64)),
-        (65536, 64, (128, 64)),
-        (1, 1, (64, 64)),
-    ],
-)
-def test_the_largest_tile_that_fills_a_gpu(M, N, tile):
-    chosen = module.tile_of(M, N)
-    assert chosen[:2] == tile
-    assert module.tile_of(M, N) is chosen
-
-
 def test_a_tile_lies_inside_a_block_and_fits_shared_memory():
     for tile in module.TILES:
         assert 128 % tile.M == 128 % tile.N == 0
