@@ -15,29 +15,19 @@ from fresh import ROOT, facts_of
 FILES = sorted((ROOT / "float8").rglob("*.py"))
 
 # A package imports packages of lower levels only, and itself.
-LEVELS = {
-    "arguments": 0,
-    "version": 0,
-    "formats": 1,
-    "granularity": 1,
-    "config": 2,
-    "kernels": 2,
-    "tensor": 3,
-    "linear": 4,
-    "convert": 5,
-    "experts": 5,
-    "activations": 6,
-    "distributed": 6,
-    "estimate": 6,
-    "fusion": 6,
-    "numerics": 6,
-    "optim": 6,
-    "unit_scaling": 6,
-    "checkpoints": 7,
-    "integrations": 8,
-    "ms_amp": 7,
-    "__init__": 10,
-}
+ORDER = (
+    ("arguments", "version"),
+    ("formats", "granularity"),
+    ("config", "kernels"),
+    ("tensor",),
+    ("linear",),
+    ("convert", "experts"),
+    ("activations", "distributed", "estimate", "fusion", "numerics", "optim", "unit_scaling"),
+    ("checkpoints", "ms_amp"),
+    ("integrations",),
+    ("__init__",),
+)
+LEVELS = {name: level for level, names in enumerate(ORDER) for name in names}
 # A package that may not use all that is below it.
 ONLY = {"kernels": {"formats", "granularity"}}
 

@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 from assertions import assert_bitwise
 from pretend import (
     B1,
@@ -197,35 +196,3 @@ def test_float32_scales_of_1x32_blocks_are_refused(hardware):
         ValueError, match=r"E8M0 scales only, got torch.float32; .*ScaleFormat.E8M0"
     ):
         multiply([a, a_scale.to(torch.float32), b, b_scale], MX, MX)
-
-
-def test_torch_checks_what_it_gets(monkeypatch):
-    """Both of torch's functions accept the operands, on fake CUDA tensors.
-
-    ``F.scaled_mm`` is told that the scales are swizzled; ``_scaled_mm`` takes no others.
-    """
-    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_100")
-    original, seen = torch._scaled_mm, []
-
-    def both(a, b, *, scale_a, scale_b, bias, out_dtype, use_fast_accum):
-        how = (F.ScalingType.BlockWise1x32,) * 2
-        swizzle = (F.SwizzleType.SWIZZLE_32_4_4,) * 2
-        out = F.scaled_mm(a, b, scale_a, how[0], scale_b, how[1], *swizzle, bias, out_dtype)
-        seen.append(out.shape)
-        return original(
-            a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
-            use_fast_accum=use_fast_accum,
-        )  # fmt: skip
-
-    monkeypatch.setattr(torch, "_scaled_mm", both)
-    for M, K, N in ((48, 272, 160), (5, 257, 123), (1, 16, 16), (4096, 4096, 64)):
-        with FakeTensorMode(), torch.no_grad():
-            parts = []
-            for rows in (M, N):
-                parts.append(torch.empty(rows, K, dtype=E4M3, device="cuda"))
-                shape = rows, -(-K // 32)
-                parts.append(torch.empty(shape, dtype=torch.float8_e8m0fnu, device="cuda"))
-            bias = torch.empty(N, dtype=BF16, device="cuda")
-            out = kernels.scaled_mm(*parts, MX, MX, bias, out_dtype=BF16, pad=True)
-            assert (out.shape, out.dtype) == ((M, N), BF16)
-    assert seen == [(48, 160), (5, 128), (1, 16), (4096, 64)]
