@@ -131,6 +131,7 @@ layer(torch.randn(4, 16)).backward(torch.randn(4, 16))
 facts["trains"] = layer.weight.grad.isfinite().all().item()
 facts["asked"] = list(asked)
 facts["before"] = [n for n in float8._PACKAGES if f"float8.{n}" in sys.modules]
+sys.meta_path.pop(0)
 facts["reached"] = [getattr(float8, n).__name__ for n in float8._PACKAGES]
 facts["kernels"] = [name for name in sys.modules if name.startswith("float8.kernels.gpu")]
 """

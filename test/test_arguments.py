@@ -275,6 +275,9 @@ def test_every_public_name_has_a_row():
     assert {*CALLS, *NO_CALLS} - public_callables() - {"inspect"} == set()
 
 
+WORDS = re.compile("must|takes|unknown|is not|needs|recipe|stands for|beside|has no")
+
+
 def outcome(function, arguments, name: str, bad: object) -> str:
     """The reason why a call's answer to a bad value is wrong, or nothing."""
     makes = {k: v() if inspect.isfunction(v) else v for k, v in arguments.items()}
@@ -286,7 +289,7 @@ def outcome(function, arguments, name: str, bad: object) -> str:
     except (TypeError, ValueError) as error:
         words = ("object has no attribute", "unexpected keyword", "missing 1 required")
         is_raw = any(raw in str(error) for raw in words)
-        says = name in str(error) or re.search("must|takes|unknown|is not|needs|recipe", str(error))
+        says = name in str(error) or WORDS.search(str(error))
         return str(error) if is_raw or not (says or name == "-") else ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
