@@ -56,6 +56,8 @@ VIEWS = {
     "reshape of 3d copies": Op(lambda q: q.view(2, 3, 24).transpose(0, 1).reshape(6, 24), ROWS),
     "flatten": Op(lambda q: q.flatten(), ALL - {"tensorwise"}),
     "unsqueeze": Op(lambda q: q.unsqueeze(0)),
+    "unsqueeze and flatten": Op(lambda q: q.unsqueeze(0).view(-1), ALL - {"tensorwise"}),
+    "unsqueeze and merge": Op(lambda q: q.unsqueeze(0).view(6, 24)),
     "unsqueeze last": Op(lambda q: q.unsqueeze(-1)),
     "t": Op(lambda q: q.t()),
     "transpose": Op(lambda q: q.transpose(0, 1)),
