@@ -316,16 +316,19 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
     with_bias=[False, True],
     pad=[False, True],
     fast=[False, True],
+    index=[0, 1],
 )
 def test_a_gpu_multiplies_as_the_oracle_or_refuses(
-    a_block, b_block, sizes, out_dtype, with_bias, pad, fast
+    a_block, b_block, sizes, out_dtype, with_bias, pad, fast, index
 ):
-    """In every dtype; with fast accumulation where there is one."""
+    """In every dtype; with fast accumulation where there is one; on a second device too."""
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs a second CUDA device")
     fast = fast and PRODUCTS[a_block, b_block] != "blockwise"
     product = (module.architecture(), a_block, b_block, out_dtype)
     parts = operands(*sizes, a_block, b_block)
     bias = Case((sizes[2],), out_dtype, seed=3).make() if with_bias else None
-    given = [None if part is None else part.cuda() for part in (*parts, bias)]
+    given = [None if part is None else part.cuda(index) for part in (*parts, bias)]
     arguments = (*given[:4], a_block, b_block, given[4])
     options = {"out_dtype": out_dtype, "use_fast_accum": fast, "pad": pad}
     if module.refuses_device(*product) or (not pad and module.refuses_sizes(*product, *sizes[1:])):

@@ -238,6 +238,17 @@ def test_opcheck(name, shape, wanted, all_arguments, device):
     torch.library.opcheck(getattr(OPS, kind.op).default, given)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+@EVERY_KIND
+def test_a_second_device_casts(name):
+    """While another one is current: its kernels are launched there, on its own memory."""
+    case, scale_format = Case((256, 256), torch.bfloat16), KINDS[name].scale_formats[1]
+    assert torch.cuda.current_device() == 0
+    x = case.make("cuda:1")
+    check(name, x, E4M3, scale_format, BOTH, "cuda", case, records=False)
+
+
 X, META = torch.ones(32, 48), torch.ones((), device="meta")
 REFUSED = [
     (LAUNCHERS["cast"], (X, META, E4M3, *BOTH), "scale is on meta and the operand on cpu"),

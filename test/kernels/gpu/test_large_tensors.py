@@ -100,29 +100,3 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     exact = definition.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)
     assert (out[-64:].float() - exact).norm() <= 0.01 * exact.norm()
     assert not out[:-64].count_nonzero()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
-@pytest.mark.parametrize("block", [WHOLE, ROW, BY_128, SQUARE], ids=str)
-def test_a_second_device_casts_and_multiplies(block):
-    """While another one is current: its kernels are launched there, on its own memory."""
-    x = torch.randn(256, 256, device="cuda:1").bfloat16()
-    assert torch.cuda.current_device() == 0
-    got = kernels.cast_operand(
-        x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
-    )
-    expected = kernels.cast_operand(
-        x.to("cuda:0"), block, E4M3, True, row_major=True, transposed=True
-    )
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.device == x.device
-        assert_bitwise(mine.cpu(), theirs.cpu(), block)
-    other = BY_128 if block == SQUARE else block
-    b = kernels.cast_operand(x, other, E4M3, scale_format=POWER_OF_TWO)
-    blocks = block, other
-    parts = got.data, got.scale, b.data, b.scale
-    actual = kernels.scaled_mm(*parts, *blocks, out_dtype=torch.bfloat16)
-    assert actual.device == x.device
-    exact = definition.scaled_mm(*(p.cpu() for p in parts), *blocks, None, torch.float32)
-    assert (actual.cpu().float() - exact).norm() <= 0.01 * exact.norm()
