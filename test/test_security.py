@@ -6,6 +6,7 @@ The library's sources are read as syntax trees: an import inside a function coun
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 from fresh import ROOT
@@ -31,16 +32,22 @@ def sources(*folders: str) -> dict[str, str]:
     return {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
 
 
+@functools.cache
+def nodes_of(source: str) -> list[ast.AST]:
+    """Every node of a source file."""
+    return list(ast.walk(ast.parse(source)))
+
+
 def calls(source: str) -> list[tuple[str, ast.Call]]:
     """Name, as written, and node of every call of a function by its name."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    nodes = [node for node in nodes_of(source) if isinstance(node, ast.Call)]
     return [(ast.unparse(node.func), node) for node in nodes]
 
 
 def executes(source: str) -> list[str]:
     """The forbidden modules that a source imports, and the forbidden functions that it calls."""
     imported = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
