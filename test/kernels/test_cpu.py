@@ -61,6 +61,19 @@ def test_every_code_has_its_value(dtype, count):
         assert_bitwise(cpu.decode(some.view(dtype)), expected, (dtype, some.stride()))
 
 
+def test_codes_are_decoded_where_subnormals_are_flushed():
+    """Small codes are subnormal bfloat16s on the way, which torch.set_flush_denormal zeroes."""
+    codes = torch.arange(112, dtype=torch.uint8).repeat(80).view(E4M3)
+    expected = cpu.decode(codes)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush subnormals")
+    try:
+        decoded = cpu.decode(codes)
+    finally:
+        torch.set_flush_denormal(False)
+    assert_bitwise(decoded, expected)
+
+
 # --- compiled
 
 
