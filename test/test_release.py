@@ -53,11 +53,10 @@ Path("facts.json").write_text(json.dumps(facts))
 
 @dataclass(frozen=True)
 class Built:
-    """What was built, and the sdist unpacked."""
+    """What was built."""
 
     wheel: Path
     sdist: Path
-    tree: Path
 
     def of_the_wheel(self, name: str) -> str:
         """A file of its .dist-info."""
@@ -96,10 +95,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     command = ["-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(copy)]
     succeeds(sys.executable, *command, cwd=folder)
     (wheel,), (sdist,) = (list((folder / "dist").glob(f"*{end}")) for end in (".whl", ".tar.gz"))
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
-    (tree,) = (folder / "unpacked").iterdir()
-    return Built(wheel, sdist, tree)
+    return Built(wheel, sdist)
 
 
 # --- what is in them
