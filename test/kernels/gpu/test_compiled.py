@@ -117,7 +117,9 @@ ON = [(file, "sm_90") for file in CASES] + [("cast", "sm_89"), ("cast", "sm_100"
 
 def on_cpu(test: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """``arguments``, and the device where it is left to give."""
-    is_device_left = len(inspect.signature(test).parameters) > len(arguments)
+    signature = inspect.signature(test)
+    is_given = "device" in signature.bind_partial(*arguments).arguments
+    is_device_left = "device" in signature.parameters and not is_given
     return (*arguments, "cpu") if is_device_left else arguments
 
 
