@@ -275,7 +275,7 @@ def test_every_public_name_has_a_row():
     assert {*CALLS, *NO_CALLS} - public_callables() - {"inspect"} == set()
 
 
-WORDS = re.compile("must|takes|unknown|is not|needs|recipe|stands for|beside|has no")
+WORDS = re.compile("must|takes|unknown|is not|needs|recipe|stands for|beside|has no add")
 
 
 def outcome(function, arguments, name: str, bad: object) -> str:
