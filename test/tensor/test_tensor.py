@@ -10,7 +10,6 @@ import io
 import pickle
 from contextlib import nullcontext
 
-import numpy
 import oracle
 import pytest
 import shapes
@@ -70,11 +69,12 @@ def test_any_rank(shape):
 
 
 @pytest.mark.parametrize(
-    "given", [0.5, numpy.float32(0.5), torch.tensor(0.5), torch.full((6, 1), 0.5)], ids=repr
+    "given", [0.5, "numpy", torch.tensor(0.5), torch.full((6, 1), 0.5)], ids=repr
 )
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
 def test_a_given_scale_is_used_as_it_is_now_and_the_cast_saturates(given, dtype):
     x, scale = Case((6, 40), exponent=16, specials=("nan", "inf")).make(), torch.full((6, 1), 0.5)
+    given = pytest.importorskip("numpy").float32(0.5) if isinstance(given, str) else given
     given = given.clone() if isinstance(given, torch.Tensor) else given
     q = quantize(x, dtype, Rowwise(), given)
     if isinstance(given, torch.Tensor):
