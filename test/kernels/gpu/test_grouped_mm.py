@@ -164,6 +164,7 @@ BUILD = {"experts": by_experts, "tokens": by_tokens}
 )
 def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
     blocks = "1x128" if by == "tokens" and SQUARE in BLOCKS[blocks] else blocks
+    how = (None, False) if (device, how[0]) == ("cuda", torch.float32) else how
     product = BUILD[by](sizes, *shape, BLOCKS[blocks], formats)
     actual = product.multiply(device, how[0], use_fast_accum=how[1], tile=tile)
     product.check(actual, (by, sizes, blocks, formats, shape, tile, how))
