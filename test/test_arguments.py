@@ -311,7 +311,8 @@ def test_a_bad_argument_is_refused_in_words(name):
 @pytest.mark.parametrize(
     ("value", "way_out"),
     [
-        (torch.optim.SGD([torch.ones(1)]), "an SGD.* the model"),
+        (torch.optim.SGD([torch.ones(1)]), "a SGD.* the model"),
+        (nn.Embedding(1, 1).weight, "a Parameter"),
         (nn.Linear, r"the class Linear.*Linear\(\.\.\.\)"),
         ([nn.Linear(1, 1)], r"a list.*ModuleList"),
         ({"a": nn.Linear(1, 1)}, "ModuleDict"),
