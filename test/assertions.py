@@ -88,19 +88,6 @@ def error(actual: Tensor, exact: Tensor) -> float:
     return float((actual.detach().cpu().double() - exact.detach().cpu().double()).norm())
 
 
-def assert_no_saturation(x: Tensor, data: Tensor, scale: Tensor, replay: Any = "") -> None:
-    """No element of x is beyond what its scale times the format's largest value can hold.
-
-    ``scale`` broadcasts against x: tensorwise, or already spread over the elements.
-    """
-    limit = scale.detach().cpu().double() * torch.finfo(data.dtype).max
-    beyond = x.detach().cpu().double().abs() > limit
-    if bool(beyond.any()):
-        at = _first(beyond)
-        text = f"{int(beyond.sum())} elements saturate, first x{at} = {x[at].item()!r}"
-        raise AssertionError(_text("saturation", replay, text))
-
-
 def assert_all_finite(x: Tensor, replay: Any = "", what: str = "") -> None:
     """Neither inf nor NaN anywhere."""
     bad = ~x.detach().cpu().float().isfinite()

@@ -9,9 +9,9 @@ of another area may catch it, and so may tests marked slow or ``cuda``.
 
 Mutants live in copies of the repository in a temporary folder, one copy per worker. Each runs the
 tests of its area with ``pytest -x``: first the test file named like the mutated module, then files
-that import it, then those of its package, then the others. A test that fails without a mutant too
-is left out. The same seed takes the same sample of the same sources. ``--fast`` runs no test that
-is marked slow.
+that import it, then those of its package, then the others; all of them must pass without a mutant.
+The same seed takes the same sample of the same sources. ``--fast`` runs no test that is marked
+slow.
 """
 
 from __future__ import annotations
@@ -230,25 +230,21 @@ def copy_repository(root: Path, to: Path) -> Path:
 def failures(
     copies: list[Path], mutants: list[Mutant], area: str, arguments: list[str], limit: float
 ) -> dict[Mutant, list[str] | None]:
-    """What `run_tests` says of each mutant; tests that fail without a mutant do not count."""
+    """What `run_tests` says of each mutant."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
-    near, others = tests_of(copies[0], mutants[0].path, area)
-    excluded = set(run_tests(copies[0], ["--collect-only", *near, *others], limit) or ())
 
     def run(mutant: Mutant) -> list[str] | None:
         copy = free.get()
         file = copy / mutant.path
         source = file.read_bytes()
-        without = [f"--deselect={name}" for name in excluded]
         result: list[str] | None = []
         try:
             file.write_bytes(mutated(source, mutant))
-            for group in tests_of(copy, mutant.path, area):  # others are imported if need be
-                tests = [test for test in group if test not in excluded]
+            for tests in tests_of(copy, mutant.path, area):  # others are imported if need be
                 if tests and result == []:
-                    result = run_tests(copy, ["-x", *without, *arguments, *tests], limit)
+                    result = run_tests(copy, ["-x", *arguments, *tests], limit)
         finally:
             file.write_bytes(source)
             free.put(copy)
@@ -256,17 +252,8 @@ def failures(
         print(f"{mutant.path}:{mutant.line} {mutant.kind}: {outcome}", flush=True)
         return result
 
-    found: dict[Mutant, list[str] | None] = {}
-    left = mutants
-    while left:
-        with ThreadPoolExecutor(len(copies)) as pool:
-            found.update(zip(left, pool.map(run, left), strict=True))
-        ids = {test for m in left for test in found[m] or () if test != TOO_LONG}
-        alone = ["--continue-on-collection-errors", *sorted(ids)]
-        failing = set(run_tests(copies[0], alone, limit) or ()) if ids else set()
-        excluded |= failing
-        left = [m for m in left if failing.intersection(found[m] or ())]
-    return found
+    with ThreadPoolExecutor(len(copies)) as pool:
+        return dict(zip(mutants, pool.map(run, mutants), strict=True))
 
 
 def main() -> None:

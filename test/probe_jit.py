@@ -23,58 +23,37 @@ from scripts.kernel_tools.forms import Variant
 
 @triton.jit
 def _probe(
-    x_ptr,
-    scale_ptr,
-    factor_ptr,
-    bits_ptr,
-    codes_ptr,
-    fitting_ptr,
-    N: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-):
+    x_ptr, floats_ptr, bits_ptr, codes_ptr, N: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, FORMAT: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
     at = tl.arange(0, N)
     x = tl.load(x_ptr + at)
     scale = scale_from_amax(tl.abs(x), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(scale_ptr + at, scale)
     factor = reciprocal(scale, POWER_OF_TWO)
-    tl.store(factor_ptr + at, factor)
+    tl.store(floats_ptr + at, scale)
+    tl.store(floats_ptr + N + at, factor)
     tl.store(bits_ptr + at, magnitude_bits(x))
     tl.store(codes_ptr + at, encode(x, 1.0, FORMAT_MAX, FORMAT))
-    tl.store(fitting_ptr + at, encode_fitting(x, factor, FORMAT))
+    tl.store(codes_ptr + N + at, encode_fitting(x, factor, FORMAT))
+
+
+def _constants(x, dtype):
+    """Of the probes of a format."""
+    form = {"FORMAT_MAX": torch.finfo(dtype).max, "FORMAT": TRITON_FORMATS[dtype]}
+    return {"N": x.shape[-1], **form, **NO_FUSION}
 
 
 def probe(x, dtype, power_of_two):
     """Of each x: the scale of amax |x|, its reciprocal, the bits of |x|, two codes of x."""
-    scale, factor = torch.empty_like(x), torch.empty_like(x)
-    bits = torch.empty_like(x, dtype=torch.int32)
-    codes, fitting = (torch.empty_like(x, dtype=torch.uint8) for _ in range(2))
-    _probe[(1,)](
-        x,
-        scale,
-        factor,
-        bits,
-        codes,
-        fitting,
-        N=x.numel(),
-        FORMAT_MAX=torch.finfo(dtype).max,
-        FORMAT=TRITON_FORMATS[dtype],
-        POWER_OF_TWO=power_of_two,
-        **NO_FUSION,
-    )
-    return scale, factor, bits, codes.view(dtype), fitting.view(dtype)
+    floats, bits = x.new_empty(2, len(x)), torch.empty_like(x, dtype=torch.int32)
+    codes = torch.empty_like(floats, dtype=torch.uint8)
+    _probe[(1,)](x, floats, bits, codes, **_constants(x, dtype), POWER_OF_TWO=power_of_two)
+    return *floats, bits, *codes.view(dtype)
 
 
 @triton.jit
 def _pack(
-    x_ptr,  # (4, N)
-    packed_ptr,
-    again_ptr,
-    rows_ptr,
-    N: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    FORMAT: tl.constexpr,
+    x_ptr, ints_ptr, rows_ptr, N: tl.constexpr, FORMAT_MAX: tl.constexpr, FORMAT: tl.constexpr
 ):
     at = tl.arange(0, N)
     packed = convert_4(
@@ -85,27 +64,17 @@ def _pack(
         FORMAT,
     )
     rows = unpack_4(packed)
-    tl.store(packed_ptr + at, packed)
-    tl.store(again_ptr + at, pack_4(rows[0], rows[1], rows[2], rows[3]))
+    tl.store(ints_ptr + at, packed)
+    tl.store(ints_ptr + N + at, pack_4(rows[0], rows[1], rows[2], rows[3]))
     for i in tl.static_range(4):
         tl.store(rows_ptr + i * N + at, rows[i])
 
 
 def pack(x, dtype):
     """Of x (4, N): codes packed, the same unpacked and packed again, and unpacked."""
-    packed, again = (torch.empty_like(x[0], dtype=torch.int32) for _ in range(2))
-    rows = torch.empty_like(x, dtype=torch.uint8)
-    _pack[(1,)](
-        x,
-        packed,
-        again,
-        rows,
-        N=x.shape[1],
-        FORMAT_MAX=torch.finfo(dtype).max,
-        FORMAT=TRITON_FORMATS[dtype],
-        **NO_FUSION,
-    )
-    return packed, again, rows
+    ints, rows = torch.empty_like(x[:2], dtype=torch.int32), torch.empty_like(x, dtype=torch.uint8)
+    _pack[(1,)](x, ints, rows, **_constants(x, dtype))
+    return *ints, rows
 
 
 @triton.jit

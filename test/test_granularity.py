@@ -6,8 +6,6 @@ import oracle
 import pytest
 import shapes
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch._inductor.sizevars import SizeVarAllocator
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.functions import CeilDiv
@@ -23,49 +21,46 @@ from float8.granularity import (
 
 
 @pytest.mark.parametrize(
-    ("granularity", "shape", "block"),
+    ("granularity", "shape", "block", "scales"),
     [
-        (Tensorwise(), (), ()),
-        (Tensorwise(), (7,), (-1,)),
-        (Tensorwise(), (5, 123), (-1, -1)),
-        (Tensorwise(), (2, 3, 4), (-1, -1, -1)),
-        (Rowwise(), (7,), (-1,)),
-        (Rowwise(), (5, 123), (1, -1)),
-        (Rowwise(), (2, 3, 4), (1, 1, -1)),
-        (Blockwise(1, 128), (5, 123), (1, 128)),
-        (Blockwise(128, 128), (2, 5, 123), (1, 128, 128)),
+        (Tensorwise(), (), (), ()),
+        (Tensorwise(), (7,), (-1,), (1,)),
+        (Tensorwise(), (2, 3, 4), (-1, -1, -1), (1, 1, 1)),
+        (Rowwise(), (7,), (-1,), (1,)),
+        (Rowwise(), (2, 3, 4), (1, 1, -1), (2, 3, 1)),
+        (Rowwise(), (0, 16), (1, -1), (0, 1)),
+        (Blockwise(1, 128), (16, 0), (1, 128), (16, 0)),
+        (Blockwise(128, 128), (2, 130, 257), (1, 128, 128), (2, 2, 3)),
+        (Blockwise(128, 128), (128, 256), (128, 128), (1, 2)),
     ],
 )
-def test_block_of(granularity, shape, block):
+def test_a_shape_has_its_block_and_scales(granularity, shape, block, scales):
     assert granularity.block_of(shape) == block
-
-
-@pytest.mark.parametrize(
-    ("shape", "block", "scales"),
-    [
-        ((5, 123), (-1, -1), (1, 1)),
-        ((5, 123), (1, -1), (5, 1)),
-        ((5, 123), (1, 128), (5, 1)),
-        ((130, 257), (128, 128), (2, 3)),
-        ((128, 256), (128, 128), (1, 2)),
-        ((0, 16), (1, -1), (0, 1)),
-        ((0, 16), (-1, -1), (1, 1)),
-        ((0, 16), (128, 128), (0, 1)),
-        ((16, 0), (1, 128), (16, 0)),
-        ((), (), ()),
-    ],
-)
-def test_scale_shape(shape, block, scales):
     assert scale_shape(shape, block) == scales
 
 
-@given(
-    st.tuples(st.integers(0, 300), st.integers(0, 300)),
-    st.tuples(st.integers(1, 130), st.integers(1, 130)),
+@pytest.mark.parametrize(
+    ("run", "error", "words"),
+    [
+        *(
+            (lambda extents=extents: Blockwise(*extents), ValueError, "must be an integer >= 1")
+            for extents in ((0, 128), (128, 0), (-1, 128), (1, -1))
+        ),
+        (lambda: Rowwise().block_of(()), ValueError, "use Tensorwise"),
+        (lambda: Blockwise(1, 128).block_of(()), ValueError, "at least two dimensions"),
+        (lambda: Blockwise(1, 128).block_of((128,)), ValueError, "at least two dimensions"),
+        (lambda: scale_shape((5, 123), (1, 1, -1)), ValueError, "zip"),
+        (lambda: Granularity().block_of((2, 2)), NotImplementedError, "abstract"),
+    ],
 )
-def test_every_element_has_a_scale_and_every_scale_an_element(shape, block):
-    for size, extent, count in zip(shape, block, scale_shape(shape, block), strict=True):
-        assert len({i // extent for i in range(size)}) == count
+def test_what_has_no_block_is_refused(run, error, words):
+    with pytest.raises(error, match=words):
+        run()
+
+
+def test_equal_granularities_are_one_key():
+    assert len({Tensorwise(), Tensorwise(), Rowwise(), Blockwise(1, 32), Blockwise(1, 32)}) == 3
+    assert Blockwise(1, 128) != Blockwise(128, 1)
 
 
 @pytest.mark.parametrize("granularity", shapes.GRANULARITIES.values(), ids=shapes.GRANULARITIES)
@@ -76,43 +71,6 @@ def test_a_transpose_swaps_block_and_scales(granularity, shape):
     assert swapped == scale_shape(shape, block)[::-1]
     assert transpose_block(transpose_block(block)) == block
     assert scale_shape(shape, block) == oracle.scale_shape(shape, block)
-
-
-@pytest.mark.parametrize("extents", [(0, 128), (128, 0), (-1, 128), (1, -1)])
-def test_a_block_has_positive_extents(extents):
-    with pytest.raises(ValueError, match="must be an integer >= 1"):
-        Blockwise(*extents)
-
-
-def test_rowwise_needs_a_row():
-    with pytest.raises(ValueError, match="use Tensorwise"):
-        Rowwise().block_of(())
-
-
-@pytest.mark.parametrize("shape", [(), (128,)])
-def test_blockwise_needs_a_matrix(shape):
-    with pytest.raises(ValueError, match="at least two dimensions"):
-        Blockwise(1, 128).block_of(shape)
-
-
-def test_a_block_has_one_extent_per_dimension():
-    with pytest.raises(ValueError, match="zip"):
-        scale_shape((5, 123), (1, 1, -1))
-
-
-def test_granularity_itself_is_abstract():
-    with pytest.raises(NotImplementedError, match="Granularity is abstract"):
-        Granularity().block_of((2, 2))
-
-
-def test_equal_granularities_are_one_key():
-    assert {Tensorwise(), Tensorwise(), Rowwise(), Blockwise(1, 32), Blockwise(1, 32)} == {
-        Tensorwise(),
-        Rowwise(),
-        Blockwise(1, 32),
-    }
-    assert Rowwise() != Tensorwise()
-    assert Blockwise(1, 128) != Blockwise(128, 1)
 
 
 def test_a_compiler_can_prove_how_many_scales_a_dynamic_size_has():

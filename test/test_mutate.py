@@ -21,7 +21,6 @@ def clamp(x: int, low: int = 0) -> int:
     return pow(x, LIMIT)
 '''
 TEST = "from float8.toy.clamp import clamp\n\ndef test_clamp():\n    assert clamp(-1) == 0\n"
-FAILS = "\n\ndef test_that_always_fails():\n    assert False\n"
 
 
 @pytest.fixture
@@ -67,46 +66,8 @@ def test_mutants_change_what_runs_and_nothing_else():
         ast.parse(mutate.mutated(TOY.encode(), mutant))
 
 
-@pytest.mark.parametrize(
-    ("statement", "kind", "after"),
-    [
-        ("y = 2 * x", "arithmetic", "y = (2 / x)"),
-        ("y = 2 * x", "constant", "y = 3 * x"),
-        ("y = f(True)", "constant", "y = f(False)"),
-        ("f(x)", "deletion", "pass"),
-        ("self.x = x", "deletion", "pass"),
-    ],
-)
-def test_each_kind_of_change(statement, kind, after):
-    source = f"def g(self, x, f):\n    {statement}\n"
-    texts = {(m.kind, mutate.mutated(source.encode(), m)) for m in mutate.mutants_of("", source)}
-    assert (kind, f"def g(self, x, f):\n    {after}\n".encode()) in texts
-
-
-@pytest.mark.parametrize("statement", ["warnings.warn(x, 2)", "x: list[3]", "f(f'{x + 1}')"])
-def test_messages_and_annotations_stay(statement):
-    mutants = mutate.mutants_of("", f"def g(x):\n    {statement}\n")
-    assert {m.kind for m in mutants} <= {"deletion"}
-
-
-@pytest.mark.parametrize("area", sorted(mutate.PACKAGES))
-def test_a_seed_gives_one_sample(area):
-    first = mutate.sample(mutate.ROOT, area, 20, seed=1)
-    assert first == mutate.sample(mutate.ROOT, area, 20, seed=1)
-    assert len(set(first)) == 20
-    assert first != mutate.sample(mutate.ROOT, area, 20, seed=2)
-
-
-def test_the_nearest_tests_run_first():
-    near, others = mutate.tests_of(mutate.ROOT, "float8/linear/layer.py", "core")
-    assert near[0] == "test/linear/test_layer.py"
-    assert "test/tensor/test_parts.py" in others
-    assert not any("optim" in test or "kernels/gpu" in test for test in near + others)
-
-
 def test_a_planted_mutant_is_caught(toy):
-    """The comparison is tested, its boundary is not, and a failing test proves nothing."""
-    (toy / "test/toy/test_clamp.py").write_text(TEST + FAILS)
+    """The comparison is tested, its boundary is not."""
     mutants = mutate.mutants_of("float8/toy/clamp.py", TOY)
     planted = [m for m in mutants if (m.line, m.kind) in [(8, "comparison"), (8, "boundary")]]
     found = mutate.failures([toy], planted, "toy", [], limit=60)

@@ -96,13 +96,12 @@ def rows(arch: str, only: str = "") -> list[Row]:
 
 
 def _cases() -> Iterator[tuple[str, Callable[..., None], tuple[Any, ...]]]:
-    """Kernel file or test file, function, arguments."""
+    """Kernel file, function, arguments."""
     tests = importlib.import_module("kernels.gpu.test_compiled")
-    for test, arguments, _ in tests.CASES:
-        yield test.__module__.rpartition(".test_")[2], test, tests.on_cpu(test, arguments)
-    for kernel, cases in tests.SHIPPED.items():
-        for function, arguments in cases:
-            yield kernel, function, arguments
+    for table in (tests.CASES, tests.SHIPPED):
+        for kernel, cases in table.items():
+            for function, arguments in cases:
+                yield kernel, function, tests.on_cpu(function, arguments)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,9 @@ from assertions import assert_bitwise
 from interpreter import launcher
 from kernels.gpu import (
     test_blockwise_mm,
-    test_cast_blockwise,
-    test_cast_mx,
-    test_cast_rowwise,
     test_cast_tokens,
-    test_cast_tokens_mx,
     test_cast_weight,
-    test_column_sums,
+    test_casts,
     test_grouped_mm,
     test_norm_cast,
     test_optimizer_step,
@@ -36,7 +32,6 @@ from torch import Tensor
 from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm
-from float8.kernels.gpu.launch import DEFINITIONS
 from float8.kernels.update_rules import AdamW
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,49 +49,22 @@ STEPS = 1936  # the contraction of a GEMM: 16 blocks, the last one ragged
 GROUPS_OF_64 = [(5, 0, 33, 130, 1, 16, 64, 7)[i % 8] * (i < 24) for i in range(64)]
 
 
-def cast(dtype: torch.dtype, wanted: tuple[bool, bool], records: bool, sums: bool) -> None:
-    """By a given scale, of special values too."""
-    x = Case((80, 272), BF16, fill="wide", exponent=9, specials=("nan", "inf", "tiny")).make()
-    if sums:  # of small integers, which are exact in any order
-        x = (torch.arange(x.numel()).reshape(x.shape) * 7 % 31 - 15).to(BF16)
-    seen = torch.tensor(3.0) if records else None
-    found = torch.full((2, 272), torch.nan) if sums else None
-    _agrees("cast", "_cast", x, torch.tensor([[0.37]]), dtype, *wanted, seen, found)
+def cast(
+    name: str, wanted: tuple[bool, bool], dtype: torch.dtype = E4M3, shape: Any = (80, 272),
+    rounding: int = 1, adds: bool = False, records: bool = False,
+) -> None:  # fmt: skip
+    """Of special values too, unless columns are added."""
+    case = Case(shape, BF16, 9, "wide", specials=() if adds else ("nan", "tiny", "zero"))
+    scale_format = test_casts.KINDS[name].scale_formats[rounding]
+    arguments = (dtype, scale_format, wanted, "cpu", case, adds, records)
+    test_casts.check(name, case.make(), *arguments)
 
 
 def cast_dynamic(dtype: torch.dtype, wanted: tuple[bool, bool]) -> None:
     x = Case((TALL, 16), BF16, fill="wide").make()
     x[-1, -1] = 77.0  # the largest, in the last tile
-    _agrees("cast_dynamic", "_cast_dynamic", x, dtype, False, *wanted)
-
-
-def _agrees(op: str, function: str, *arguments: Any) -> None:
-    """A cast's results, and what it writes into its arguments, are the definition's."""
-
-    def copies() -> list[Any]:
-        return [a.clone() if isinstance(a, Tensor) else a for a in arguments]
-
-    mine, theirs = copies(), copies()
-    got = launcher("cast", function, "cpu")(*mine)
-    pairs = zip((*got, *mine), (*DEFINITIONS[op](*theirs), *theirs), strict=True)
-    for place, (one, other) in enumerate(pairs):
-        if isinstance(one, Tensor):
-            assert_bitwise(one, other, (op, arguments[1:]), str(place))
-
-
-def cast_rowwise(shape: tuple[int, int], wanted: tuple[bool, bool]) -> None:
-    case = Case(shape, BF16, fill="wide", specials=("nan", "zero"), seed=1)
-    test_cast_rowwise.check(case.make(), E4M3, True, *wanted, "cpu", case)
-
-
-def cast_blockwise(block: tuple[int, int], wanted: tuple[bool, bool]) -> None:
-    case = Case((80, 272), BF16, fill="wide", specials=("inf", "zero"), seed=2)
-    test_cast_blockwise.check(case.make(), E4M3, True, block, *wanted, "cpu", case)
-
-
-def cast_mx(rounding: str, swizzled: bool, wanted: tuple[bool, bool]) -> None:
-    case = Case((80, 144), BF16, fill="wide", specials=("nan", "zero"), seed=3)
-    test_cast_mx.check(case.make(), E4M3, rounding, swizzled, *wanted, "cpu", case)
+    arguments = (dtype, definition.FLOAT32, wanted, "cpu", "tall", False, False)
+    test_casts.check("dynamic", x, *arguments)
 
 
 def cast_tokens(
@@ -119,43 +87,21 @@ def cast_tokens(
 
 def cast_tokens_mx(wanted: tuple[bool, bool]) -> None:
     rest = -sum(GROUPS_OF_64) % 16 + 16
-    x, offs = test_cast_tokens_mx.tokens(GROUPS_OF_64, rest, 144, dtype=BF16, fill="wide")
-    op = launcher("cast_tokens_mx", "_launch", "cpu")
-    test_cast_tokens_mx.check(op, x, offs, E4M3, definition.E8M0, wanted, wanted)
+    x, offs = test_cast_tokens.tokens(GROUPS_OF_64, rest, 144, dtype=BF16, fill="wide")
+    block, replay = test_cast_tokens.MX, f"mx, {wanted}"
+    test_cast_tokens.check(x, offs, block, E4M3, definition.E8M0, wanted, "cpu", replay)
 
 
 def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
-    shape = (80, 272) if form == "whole rows" else (TALL_NORM, 48)
-    replay, x, norm_ = test_norm_cast.make(shape, norm, "cpu", (BF16, BF16))
-    seen = torch.tensor(0.25) if records else None
-    got = test_norm_cast.run(x, norm_, form, BF16, cols=cols, amax=seen)
-    if not cols:
-        assert got[1].shape == (0, 0)
-        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), *got[2:])
-    test_norm_cast.check(got, x, norm_, BF16, (replay, form))
-    amax = test_norm_cast.y_of(x, norm_, *got[3:], BF16).abs().amax().float()
-    if seen is not None:
-        assert_bitwise(seen, amax.clamp(min=0.25), replay, "recorded amax")
-    if form == "dynamic":
-        expected = definition.scale_from_amax(amax.reshape(1, 1), 448.0)
-        assert_bitwise(got[2], expected, replay, "scale")
+    shape, dtypes = (80, 272) if form == "whole rows" else (TALL_NORM, 48), (BF16,) * 3
+    rest = ("contiguous", "normal", E4M3, False, cols, records)
+    test_norm_cast.check_form(shape, norm, form, "cpu", dtypes, *rest)
 
 
 def swiglu_cast(shape: tuple[int, int], scale: float | None, cols: bool = True) -> None:
     """Without recording the amax."""
-    cases, gate, up = test_swiglu_cast.make(shape, BF16, "cpu")
-    got = test_swiglu_cast.run("cpu", gate, up, scale, BF16, cols=cols)
-    if not cols:
-        assert got[1].shape == (0, 0)
-        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), got[2])
-    test_swiglu_cast.check(got, gate, up, BF16, cases)
-    if scale is None:
-        low, high = test_swiglu_cast.bounds(gate, up, BF16)
-        scales = [
-            definition.scale_from_amax(y.abs().amax().float().reshape(1, 1), 448.0)
-            for y in (low, high)
-        ]
-        assert min(scales) <= got[2] <= max(scales), cases
+    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False)
+    test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
 
 
 def optimizer_step(
@@ -237,8 +183,8 @@ NORMS = ("rms, weight", "layer, weight and bias")
 # file of `float8/kernels/gpu/` -> cases: a function and its arguments. The suite runs the first.
 CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     "amax": [
-        (cast_rowwise, ((80, 272), COLS)),
-        (cast_rowwise, ((80, 272), BOTH)),
+        (cast, ("rowwise", COLS)),
+        (cast, ("rowwise", BOTH)),
         (cast_dynamic, (E4M3, ROWS)),
     ],
     "blockwise_mm": [
@@ -250,40 +196,32 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (blockwise_mm, (TILES[0], (1, 128), SAME, F32)),
     ],
     "cast": [
-        (cast, (E4M3, COLS, False, False)),
-        (cast, (E4M3, BOTH, False, False)),
-        (cast, (E5M2, BOTH, True, False)),
-        (cast, (E5M2, BOTH, True, True)),
+        (cast, ("given", COLS)),
+        (cast, ("given", BOTH)),
+        (cast, ("given", BOTH, E5M2, (80, 272), 0, False, True)),
+        (cast, ("given", BOTH, E5M2, (80, 272), 0, True, True)),
         (cast_dynamic, (E4M3, BOTH)),
         (cast_dynamic, (E5M2, BOTH)),
         (cast_dynamic, (E4M3, ROWS)),
     ],
     "cast_blockwise": [
-        (cast_blockwise, ((1, 128), ROWS)),
-        (cast_blockwise, ((1, 128), BOTH)),
-        (cast_blockwise, ((128, 128), BOTH)),
-        (cast_blockwise, ((128, 128), COLS)),
-        (
-            test_column_sums.test_sums_are_exact_where_they_can_be,
-            ("cast_blockwise, 1x128", (80, 272), "contiguous", "cpu"),
-        ),
+        (cast, ("1x128", ROWS)),
+        (cast, ("1x128", BOTH)),
+        (cast, ("128x128", BOTH)),
+        (cast, ("128x128", COLS)),
+        (cast, ("1x128", BOTH, E4M3, (80, 272), 1, True)),
     ],
     "cast_mx": [
-        (cast_mx, (definition.E8M0, True, COLS)),
-        (cast_mx, (definition.E8M0, True, ROWS)),
-        (cast_mx, (definition.E8M0, True, BOTH)),
-        (cast_mx, (definition.E8M0_FLOOR, True, BOTH)),
-        (cast_mx, (definition.E8M0, False, ROWS)),
+        *((cast, ("mx, swizzled", wanted, E4M3, (80, 144), 0)) for wanted in (COLS, ROWS, BOTH)),
+        (cast, ("mx, swizzled", BOTH, E4M3, (80, 144), 1)),
+        (cast, ("mx", ROWS, E4M3, (80, 144), 0)),
     ],
     "cast_rowwise": [
-        (cast_rowwise, ((16, 2064), ROWS)),  # a program holds a row of 4096 elements
-        (cast_rowwise, ((16, 16400), ROWS)),  # rows longer than a program holds
-        (cast_rowwise, ((80, 272), BOTH)),
-        (cast_rowwise, ((80, 272), COLS)),
-        (
-            test_column_sums.test_sums_are_exact_where_they_can_be,
-            ("cast_rowwise", (80, 272), "contiguous", "cpu"),
-        ),
+        (cast, ("rowwise", ROWS, E4M3, (16, 2064))),  # a program holds a row of 4096 elements
+        (cast, ("rowwise", ROWS, E4M3, (16, 16400))),  # rows longer than a program holds
+        (cast, ("rowwise", BOTH)),
+        (cast, ("rowwise", COLS)),
+        (cast, ("rowwise", BOTH, E4M3, (80, 272), 1, True)),
     ],
     "cast_tokens": [
         (cast_tokens, (BY_128, E4M3, COLS)),

@@ -5,11 +5,11 @@ That it costs nothing until it is needed is claimed in ``test_architecture.py``.
 
 from unittest import mock
 
+import oracle
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8.config import RECIPES
 from float8.kernels import casts
 from float8.kernels.casts import COMPILED, KERNELS, cast_operand, runs_kernel
 
@@ -36,14 +36,6 @@ def test_only_cuda_tensors_that_are_not_emulated_take_kernels():
     assert not runs_kernel(CUDA, (3, 5), emulate=False)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_operand_of_every_recipe_has_a_kernel(recipe):
-    plan = RECIPES[recipe].plan
-    for gemm in (plan.output, plan.grad_input, plan.grad_weight):
-        for operand in (gemm.a, gemm.b):
-            assert operand is None or operand.block in KERNELS["sm_90"]
-
-
 def test_a_gpu_without_float8_is_refused(another_gpu):
     another_gpu("sm_80")
     with pytest.raises(
@@ -59,11 +51,6 @@ def test_a_missing_triton_is_named(another_gpu):
     )
     with missing, pytest.raises(ModuleNotFoundError, match="pip install triton"):
         runs_kernel(CUDA, WHOLE, emulate=False)
-
-
-def test_every_kernel_has_a_choice_for_the_compiler():
-    assert set(COMPILED) == {name for rows in KERNELS.values() for name in rows.values()}
-    assert {choice for choice, _ in COMPILED.values()} <= {"kernel", "aten"}
 
 
 def test_aten_is_what_the_compiler_gets_if_the_table_says_so(monkeypatch):
@@ -86,12 +73,9 @@ def test_both_orientations_with_their_scales(block, rows, cols):
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
         how = torch.float8_e4m3fn, scale_format
         out = cast_operand(x, block, *how, row_major=rows, transposed=cols)
-    assert out.data.shape == ((256, 384) if rows else (0, 0))
-    assert out.data_t.shape == ((384, 256) if cols else (0, 0))
-    per_row = {(-1, -1): (1, 1), (1, -1): (256, 1), (1, 128): (256, 3), (128, 128): (2, 3)}
-    per_col = {(-1, -1): (1, 1), (1, -1): (384, 1), (1, 128): (384, 2), (128, 128): (3, 2)}
-    per_row[1, 32], per_col[1, 32] = (256, 12), (384, 8)
-    if rows:
-        assert out.scale.shape == per_row[block]
-    if cols:
-        assert out.scale_t.shape == per_col[block]
+    for wanted, shape, data, scale in (
+        (rows, (256, 384), out.data, out.scale),
+        (cols, (384, 256), out.data_t, out.scale_t),
+    ):
+        assert data.shape == (shape if wanted else (0, 0))
+        assert not wanted or scale.shape == oracle.scale_shape(shape, block)

@@ -1,14 +1,17 @@
-"""The ops as a CPU runs them: the bits of the definition, in eager mode and compiled."""
+"""The ops as a CPU runs them: compiled, decoded, with AMX and in parts.
+
+That their bits are the oracle's is tested in ``test_definition.py``.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import oracle
 import pytest
 import shapes
 import torch
 from assertions import assert_all_finite, assert_bitwise, assert_error_within_baseline
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shapes import Case
 
 from benchmarks.measuring.memory import Allocations
@@ -16,100 +19,7 @@ from float8.granularity import scale_shape
 from float8.kernels import cpu, definition, e8m0, opaque
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-GRANULARITIES = list(shapes.GRANULARITIES.values())
 ALL_DTYPES = pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-# Few elements; more than `cpu._SMALL`, in whole blocks and not; one element, and none.
-SHAPES = ((5, 123), (96, 384), (130, 257), (1, 1), (0, 16), (16, 0))
-
-
-def check(case, dtype, granularity, scale_format):
-    """Each op of one input, by both files."""
-    x = case.make()
-    before, block = x.clone(), granularity.block_of(x.shape)
-    replay = (case, dtype, granularity, scale_format)
-    amax = definition.amax(x, block)
-    assert_bitwise(cpu.amax(x, block), amax, replay, "amax")
-    data, scale = definition.cast_dynamic(x, block, dtype, scale_format)
-    fits = scale.dtype == torch.float32
-    assert_bitwise(cpu.cast(x, scale, block, dtype, fits), data, replay, "cast by its scale")
-    other = e8m0.as_float32(scale).nan_to_num(1.0, 1.0) * 0.37  # so that something saturates
-    expected = definition.cast(x, other, block, dtype)
-    assert_bitwise(cpu.cast(x, other, block, dtype), expected, replay, "cast by a given scale")
-    for out in shapes.HIGH_PRECISION:
-        value = definition.dequantize(data, scale, block, out)
-        assert_bitwise(cpu.dequantize(data, scale, block, out), value, replay, f"in {out}")
-    assert_bitwise(cpu.decode(data), data.to(torch.bfloat16), replay, "decoded")
-    assert_bitwise(x, before, replay, "the input afterwards")
-
-
-@shapes.pairs(
-    shape=SHAPES,
-    source=shapes.HIGH_PRECISION,
-    layout=shapes.LAYOUTS,
-    granularity=GRANULARITIES,
-    dtype=oracle.DTYPES,
-)
-def test_bits_of_the_definition(shape, source, layout, granularity, dtype):
-    check(Case(shape, source, fill="wide", layout=layout), dtype, granularity, "float32")
-
-
-@shapes.pairs(
-    special=list(shapes.SPECIALS),
-    source=shapes.HIGH_PRECISION,
-    fill=shapes.FILLS,
-    granularity=GRANULARITIES,
-    scale_format=shapes.SCALE_FORMATS,
-)
-def test_bits_of_special_values(special, source, fill, granularity, scale_format):
-    case = Case((130, 257), source, fill=fill, specials=(special,), seed=1)
-    check(case, E4M3, granularity, scale_format)
-
-
-@settings(max_examples=100)
-@given(
-    case=shapes.cases(),
-    dtype=st.sampled_from(oracle.DTYPES),
-    granularity=st.sampled_from(GRANULARITIES),
-    scale_format=st.sampled_from(shapes.SCALE_FORMATS),
-)
-def test_bits_of_the_definition_for_any_input(case, dtype, granularity, scale_format):
-    check(case, dtype, granularity, scale_format)
-
-
-@shapes.pairs(
-    sizes=[(17, 150, 21), (64, 256, 136), (1, 16, 16), (0, 16, 8), (8, 0, 5)],
-    a=GRANULARITIES,
-    b=GRANULARITIES,
-    bias_dtype=[None, torch.float32, torch.bfloat16],
-    out_dtype=shapes.HIGH_PRECISION,
-)
-def test_products_of_the_definition(sizes, a, b, bias_dtype, out_dtype):
-    check_product(sizes, a, b, (), bias_dtype, out_dtype)
-
-
-@shapes.pairs(
-    special=["inf", "nan", "max"],
-    granularities=[(GRANULARITIES[0],) * 2, GRANULARITIES[:2], GRANULARITIES[3:5]],
-    out_dtype=shapes.HIGH_PRECISION,
-)
-def test_products_of_special_values(special, granularities, out_dtype):
-    check_product((64, 256, 136), *granularities, (special,), None, out_dtype)
-
-
-def check_product(sizes, a, b, specials, bias_dtype, out_dtype):
-    M, K, N = sizes
-    cases = Case((M, K), specials=specials, seed=1), Case((N, K), exponent=-6, seed=2)
-    parts, blocks = [], []
-    for case, granularity, dtype in zip(cases, (a, b), (E5M2, E4M3), strict=True):
-        x = case.make()
-        blocks.append(granularity.block_of(x.shape))
-        parts += definition.cast_dynamic(x, blocks[-1], dtype)
-    bias = None if bias_dtype is None else Case((N,), bias_dtype, seed=3).make()
-    expected = definition.scaled_mm(*parts, *blocks, bias, out_dtype)
-    replay = (sizes, a, b, specials, bias_dtype, out_dtype)
-    assert_bitwise(cpu.scaled_mm(*parts, *blocks, bias, out_dtype), expected, replay)
-    decoded = cpu.decode(parts[0]), parts[1], cpu.decode(parts[2]), parts[3]
-    assert_bitwise(cpu.scaled_mm(*decoded, *blocks, bias, out_dtype), expected, replay, "decoded")
 
 
 @ALL_DTYPES
@@ -139,38 +49,16 @@ def test_an_operand_computed_again_by_other_bits_is_no_nan(dtype, granularity, s
 @ALL_DTYPES
 @pytest.mark.parametrize("count", [1, 40], ids=["few", "many"])  # many: of more than `_SMALL`
 def test_every_code_has_its_value(dtype, count):
-    """Every value is exact in bfloat16. Without NaNs the bit fields are moved."""
+    """Every value is exact in bfloat16. Without NaNs the bit fields are moved; of any strides."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(count)
     finite = codes[~oracle.table(dtype)[codes.long()].isnan()]
-    for some in (codes, finite):
+    one_nan = torch.zeros_like(codes)
+    one_nan[-1] = oracle.nan_codes(dtype)[-1]
+    matrix = torch.arange(112, dtype=torch.uint8).reshape(8, 14).repeat(2 * count, 8)
+    strided = matrix.t(), matrix[1::2, ::3], matrix[3:4].expand(len(matrix), -1), matrix[:0]
+    for some in (codes, finite, one_nan, one_nan.flip(0), *strided):
         expected = oracle.table(dtype)[some.long()].to(torch.bfloat16)
-        assert_bitwise(cpu.decode(some.view(dtype)), expected, dtype)
-
-
-@ALL_DTYPES
-@pytest.mark.parametrize("nan", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("size", [64, 8192], ids=["few", "many"])
-def test_one_nan_stays_nan(dtype, nan, size):
-    codes = torch.zeros(size, dtype=torch.uint8)
-    for code in oracle.nan_codes(dtype):
-        codes[nan] = code
-        decoded = cpu.decode(codes.view(dtype))
-        assert decoded[nan].isnan()
-        assert decoded.count_nonzero() == 1
-
-
-@ALL_DTYPES
-@shapes.pairs(layout=["transposed", "sliced", "expanded", "empty"], repeats=[1, 80])
-def test_codes_are_decoded_whatever_their_strides(dtype, layout, repeats):
-    codes = torch.arange(112, dtype=torch.uint8).reshape(8, 14).repeat(repeats, 8)
-    codes = {
-        "transposed": codes.t(),
-        "sliced": codes[1::2, ::3],
-        "expanded": codes[3:4].expand(len(codes), codes.shape[1]),
-        "empty": codes[:0],
-    }[layout]
-    expected = oracle.table(dtype)[codes.long()].to(torch.bfloat16)
-    assert_bitwise(cpu.decode(codes.view(dtype)), expected, (dtype, layout))
+        assert_bitwise(cpu.decode(some.view(dtype)), expected, (dtype, some.stride()))
 
 
 def test_codes_are_decoded_where_subnormals_are_flushed():
@@ -357,29 +245,30 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiled_casts_have_the_bits_of_eager_ones(name):
-    block = shapes.GRANULARITIES[name].block_of(COMPILED[name].shape)
-    compiled = torch.compile(cast_both_ways, fullgraph=True, dynamic=False)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, "aot_eager") for name in COMPILED),
+        ("1x128", "inductor"),
+        *(pytest.param(n, "inductor", marks=pytest.mark.slow) for n in COMPILED if n != "1x128"),
+    ],
+)
+def test_compiled_casts_have_the_bits_of_eager_ones(name, backend):
+    """With aot_eager of other sizes too, by one graph."""
+    case, block = COMPILED[name], shapes.GRANULARITIES[name].block_of(COMPILED[name].shape)
+    is_dynamic = None if backend == "aot_eager" else False
+    compiled = torch.compile(cast_both_ways, fullgraph=True, backend=backend, dynamic=is_dynamic)
     dtype = E5M2 if name in ("rowwise", "3x5") else E4M3
-    case = COMPILED[name]
-    for specials in ((), ("inf", "nan", "negative_zero", "subnormal", "max")):
-        x = Case(case.shape, case.dtype, case.exponent, case.fill, case.layout, specials).make()
+    specials = ("inf", "nan", "negative_zero", "subnormal", "max")
+    for rows, special in ((37, ()), (53 if is_dynamic is None else 37, specials)):
+        case = replace(case, shape=(rows, case.shape[1]), specials=special)
+        x = case.make()
         scale = oracle.scales(Case(case.shape, seed=9).make(), block, dtype)
         scale = scale * 2.0**case.exponent
         outputs = compiled(x, scale, block, dtype), cast_both_ways(x, scale, block, dtype)
         names = ("codes", "scale", "given", "value", "pow2", "e8m0", "decoded")
         for what, actual, expected in zip(names, *outputs, strict=True):
-            assert_bitwise(actual, expected, (case, specials), f"compiled {what}")
-
-
-def test_compiled_casts_of_any_size_have_the_bits_of_eager_ones():
-    compiled = torch.compile(dynamic, fullgraph=True, dynamic=True)
-    for columns in (300, 256, 129):
-        case = Case((37, columns), fill="wide", seed=columns)
-        outputs = compiled(case.make(), (1, 128), E4M3), dynamic(case.make(), (1, 128), E4M3)
-        for actual, expected in zip(*outputs, strict=True):
-            assert_bitwise(actual, expected, case)
+            assert_bitwise(actual, expected, case, f"compiled {what}")
 
 
 # --- in parts

@@ -10,7 +10,7 @@ from shapes import HIGH_PRECISION, pairs
 from torch import Tensor
 
 from float8 import Blockwise, Float8Tensor, ScaleFormat
-from float8.kernels import definition, e8m0
+from float8.kernels import e8m0
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0 = (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR)
@@ -22,16 +22,7 @@ def bytes_of(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).int()
 
 
-@pytest.mark.parametrize("scale_format", E8M0)
-@pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
-def test_the_scale_of_every_bfloat16(dtype, scale_format):
-    amax = EVERY_BFLOAT16.float().abs().unique()
-    found = definition.scale_from_amax(amax, oracle.largest(dtype), scale_format)
-    expected = [oracle.scale_byte(value, dtype, scale_format) for value in amax.tolist()]
-    assert bytes_of(found).tolist() == expected
-
-
-@pytest.mark.parametrize("field", [1, 9, 254])
+@pytest.mark.parametrize("field", [1, 254])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_no_float32_amax_saturates_nor_could_its_scale_be_halved(dtype, field):
     """All significands under one exponent."""
@@ -95,21 +86,12 @@ def blocks(dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-@pairs(scale_format=E8M0, dtype=[E4M3, E5M2], source=HIGH_PRECISION)
-def test_the_oracles_bits(scale_format, dtype, source):
-    x = blocks(source)
-    found = Float8Tensor.from_high_precision(x, dtype, Blockwise(1, 32), scale_format=scale_format)
-    data, scale = oracle.quantize(x, (1, 32), dtype, scale_format)
-    assert_bitwise(found.scale, scale, scale_format, "scale")
-    assert_bitwise(found.float8_data, data, scale_format, "data")
-
-
 @pairs(
     modes=[("RCEIL", ScaleFormat.E8M0), ("FLOOR", ScaleFormat.E8M0_FLOOR)],
     dtype=[E4M3, E5M2],
     source=HIGH_PRECISION,
 )
-def test_torchaos_bits_with_the_exceptions_that_are_stated(modes, dtype, source):
+def test_the_oracles_bits_and_torchaos_with_the_exceptions_that_are_stated(modes, dtype, source):
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     x = blocks(source)
     x = torch.cat([x, torch.full_like(x[:, :5], 3.0)], 1)  # a tail, which torchao does not take
@@ -120,6 +102,9 @@ def test_torchaos_bits_with_the_exceptions_that_are_stated(modes, dtype, source)
     theirs = theirs[:, : x.shape[1]]
     ours = Float8Tensor.from_high_precision(x, dtype, Blockwise(1, 32), scale_format=scale_format)
     found, other = bytes_of(ours.scale), bytes_of(their_scale)
+    data, scale = oracle.quantize(x, (1, 32), dtype, scale_format)
+    assert_bitwise(ours.scale, scale, scale_format, "scale")
+    assert_bitwise(ours.float8_data, data, scale_format, "data")
 
     # RCEIL: a rounded logarithm, where amax / max(format) is just above a power of two.
     ratio = padded.double().abs().unflatten(1, (-1, 32)).amax(2) / oracle.largest(dtype)

@@ -13,7 +13,7 @@ import re
 import oracle
 import pytest
 import torch
-from assertions import assert_bitwise, assert_error_within_baseline
+from assertions import assert_error_within_baseline
 from pretend import out_of_squares
 from shapes import Case
 from torch import Tensor
@@ -105,54 +105,31 @@ def multiply(
     return name
 
 
-CASES = [
-    (name, by_tokens, out_dtype, formats)
-    for name, by_tokens in itertools.product(PAIRS, (False, True))
-    if not (by_tokens and name == "blockwise")
-    for out_dtype, formats in ((BF16, (E4M3, E4M3)), (BF16, (E5M2, E4M3)), (FP32, (E4M3, E4M3)))
-]
-
-
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
-def test_the_candidate_of_every_product(arch):
-    """torch's where it is known to be right and to write the dtype; Triton's for all others."""
-    for name, by_tokens, out_dtype, formats in CASES:
-        chosen = multiply(arch, PAIRS[name], 64, 48, by_tokens, out_dtype, formats)
-        is_torch = (
-            (arch, by_tokens, out_dtype) == ("sm_90", False, BF16)
-            and "rowwise" in name
-            and formats == (E4M3, E4M3)
-        )
-        assert chosen == (BY_TORCH if is_torch else BY_TRITON), (name, by_tokens, out_dtype)
-
-
-@EVERY_PAIR
-@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
-@pytest.mark.parametrize("sizes", [(64, 7), (123, 48), (130, 130)], ids=str)
-def test_odd_features_are_padded_on_request(pair, sizes, arch):
-    with pytest.raises(
-        ValueError, match=r"grouped_mm: experts of .* multiples of 16; pad them or set"
-    ):
-        multiply(arch, pair, *sizes, by_tokens=False)
-    multiply(arch, pair, *sizes, by_tokens=False, pad=True)
-
-
-def transposed(x: Tensor) -> Tensor:
-    return x.view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).mT.view(x.dtype)
-
-
 @EVERY_PAIR
 @pytest.mark.parametrize("by_tokens", [False, True])
-def test_other_strides_are_copied(pair, by_tokens):
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"])
+def test_the_candidate_of_every_product(arch, pair, by_tokens):
+    """torch's where it is known to be right and to write the dtype; Triton's for all others."""
     if by_tokens and SQUARE in pair:
         pytest.skip("no such operand")
+    for out_dtype, formats in ((BF16, (E4M3, E4M3)), (BF16, (E5M2, E4M3)), (FP32, (E4M3, E4M3))):
+        chosen = multiply(arch, pair, 64, 48, by_tokens, out_dtype, formats)
+        known = ("sm_90", False, BF16, ROW, (E4M3, E4M3))
+        is_torch = (arch, by_tokens, out_dtype, pair[0], formats) == known
+        assert chosen == (BY_TORCH if is_torch else BY_TRITON), (pair, by_tokens, out_dtype)
 
-    def change(parts):
+    def with_other_strides(parts):
         wide = cuda(*parts[0].shape[:-1], parts[0].shape[-1] + 16, dtype=torch.uint8)
         a = wide.narrow(-1, 3, parts[0].shape[-1]).view(E4M3)
-        return [a, parts[1], transposed(parts[2]), *parts[3:]]
+        b = parts[2].view(torch.uint8).mT.clone(memory_format=torch.contiguous_format).mT
+        return [a, parts[1], b.view(E4M3), *parts[3:]]
 
-    multiply("sm_90", pair, 64, 48, by_tokens, change=change)
+    multiply(arch, pair, 64, 48, by_tokens, change=with_other_strides)
+    if not by_tokens:  # whose features are rows
+        for sizes in ((64, 7), (123, 48), (130, 130)):
+            with pytest.raises(ValueError, match=r"multiples of 16; pad them or set"):
+                multiply(arch, pair, *sizes, by_tokens=False)
+            multiply(arch, pair, *sizes, by_tokens=False, pad=True)
 
 
 def test_nothing_to_multiply_launches_nothing():
@@ -165,24 +142,24 @@ def test_nothing_to_multiply_launches_nothing():
 
 
 @pytest.mark.parametrize(
-    ("arch", "pair", "words"),
+    ("arch", "pair", "is_e4m3", "out_dtype", "words"),
     [
-        ("gfx94", (ROW, ROW), "gfx94 does not run a grouped rowwise product written in .*bfloat16:"
-         " torch._scaled_grouped_mm multiplies on sm_90 only; the Triton grouped GEMM is for"),
-        ("sm_80", (ONE, ONE), "sm_80 is not known to have float8 tensor cores"),
-        ("sm_90", ((3, 5), ONE), r"no hardware multiplies blocks \(3, 5\)"),
+        ("gfx94", (ROW, ROW), True, BF16, "torch._scaled_grouped_mm multiplies on sm_90 only; the"),
+        ("sm_80", (ONE, ONE), True, BF16, "sm_80 is not known to have float8 tensor cores"),
+        ("sm_90", ((3, 5), ONE), True, BF16, r"no hardware multiplies blocks \(3, 5\)"),
+        ("sm_90", (MX, MX), True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
+        ("sm_103", (MX, MX), True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
+        ("sm_100", (MX, MX), False, BF16, "E4M3 by E4M3 only"),
+        ("sm_100", (MX, MX), True, FP32, "writes bfloat16 only, not torch.float32"),
     ],
-)  # fmt: skip
-def test_refusals_say_why_and_the_way_out(arch, pair, words):
-    name, reason = module.grouped_gemm_for(arch, pair[0], (1, *pair[1]), BF16)
-    assert name == ""
-    assert re.search(words, reason), reason
-    assert "emulate=True" in reason
-
-
-def test_a_cpu_and_emulation_run_every_product():
-    for family, emulate in (("cpu", False), ("sm_90", True), ("sm_80", True)):
-        assert module.grouped_gemm_for(family, ROW, ROW, FP32, emulate) == (PLAIN, None)
+)
+def test_refusals_say_why_and_the_way_out(arch, pair, is_e4m3, out_dtype, words):
+    blocks = pair[0], (1, *pair[1])
+    name, reason = module.grouped_gemm_for(arch, *blocks, out_dtype, False, is_e4m3)
+    assert name == "" and re.search(words, reason) and "emulate=True" in reason, reason
+    for family in (arch, "cpu"):  # emulated, or on a CPU, every product runs
+        found = module.grouped_gemm_for(family, *blocks, out_dtype, family != "cpu", is_e4m3)
+        assert found == (PLAIN, None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
@@ -246,7 +223,7 @@ def mslk(a, b, scale_a, scale_b, *, offs, out_dtype) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("sizes", [(5, 0, 130, 33), (128, 64, 32), (0, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(5, 0, 130, 33), (128, 64, 32), (0, 0)], ids=str)
 @pytest.mark.parametrize("features", [(160, 48), (144, 130)], ids=str)
 def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypatch):
     """Casts and layouts together, with rows in no group; odd features are padded."""
@@ -282,25 +259,6 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypat
             assert_error_within_baseline(found, exact, exact.to(BF16), replay=(sizes, features))
 
 
-def test_mx_products_without_tokens_ask_no_gemm():
-    """What the casts leave unwritten of no tokens is not read."""
-    K, N = 64, 48
-    w = Case((E, N, K), BF16).make()
-    offs = torch.zeros(E, dtype=torch.int32)
-    x8, x_scale, x8_t, x_scale_t = cast_tokens_mx(
-        w.new_empty(0, K), offs, MX, E4M3, "e8m0", None, 128, True, True
-    )
-    _, _, g8_t, g_scale_t = cast_tokens_mx(
-        w.new_empty(0, N), offs, MX, E4M3, "e8m0", None, 128, True, True
-    )
-    w8, w_scale, _, _ = cast_mx(w, E4M3, "e8m0", True, True, False)
-    name = module.TORCH_MX.name  # which refuses CPU tensors
-    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *MX), BF16, 128)
-    grad = module.multiply_groups(name, g8_t, g_scale_t, x8_t, x_scale_t, offs, MX, MX, BF16, 128)
-    assert out.shape == (0, N)
-    assert_bitwise(grad, torch.zeros(E, N, K, dtype=BF16))
-
-
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
     K, N = 160, 48
@@ -314,22 +272,6 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
         out = module.multiply_groups(module.TORCH_MX.name, *pairs, offs, MX, b_block, BF16, 128)
     assert out.shape == ((E, N, K) if by_tokens else (T, N))
     assert products.names == [BY_TORCH]
-
-
-@pytest.mark.parametrize(
-    ("arch", "is_e4m3", "out_dtype", "words"),
-    [
-        ("sm_90", True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
-        ("sm_103", True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
-        ("sm_100", False, BF16, "E4M3 by E4M3 only"),
-        ("sm_100", True, FP32, "writes bfloat16 only, not torch.float32"),
-    ],
-)
-def test_mx_products_that_torch_does_not_run(arch, is_e4m3, out_dtype, words):
-    name, reason = module.grouped_gemm_for(arch, MX, (1, *MX), out_dtype, False, is_e4m3)
-    assert name == ""
-    assert re.search(words, reason), reason
-    assert "emulate=True" in reason
 
 
 @pytest.mark.parametrize("built", [False, True])

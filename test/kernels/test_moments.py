@@ -135,21 +135,6 @@ def test_every_guard_of_the_expansion():
     assert codes.max() == 448 and codes[codes > 0].min() == 2.0**-9  # the whole range is used
 
 
-def test_a_published_defect_is_caught():
-    """The planted fault: a zero taken for the smallest magnitude leaves a group without a range."""
-
-    def defective(x):
-        smallest, largest = x[:, :1].abs(), x.abs().amax(1, keepdim=True)  # zero in lane 0
-        k = RANGE / torch.log2(largest / smallest)
-        return ((x / largest).pow(k) * 448).to(E4M3)
-
-    x = second_moments((1, 128), 10, seed=5)
-    x[0, 0] = 0
-    ours = moments.encode_expanded(x, 128)
-    assert len(ours[0].view(torch.uint8).unique()) > 60
-    assert len(defective(x).view(torch.uint8).unique()) < 5
-
-
 @pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
 def test_a_special_element_does_not_change_the_others(form):
     """What shares a group with NaN or inf is coded as beside a zero, ragged groups included."""
@@ -169,15 +154,6 @@ def code(x, form, group=32):
         return moments.decode_expanded(*moments.encode_expanded(x, group), group)
     dtype = E4M3 if form == "linear" else torch.float16
     return moments.decode(*moments.encode(x, group, dtype), group)
-
-
-@pytest.mark.parametrize("form", ["linear", "float16", "expanded"])
-def test_coding_twice_changes_nothing(form):
-    """Decoded values are coded as what they come from: states do not drift by themselves."""
-    for log2_range in (0, 5, 17, 50):
-        once = code(second_moments((4, 100), log2_range, seed=7), form)
-        twice = code(once, form)
-        assert ((twice - once).abs() <= once * 2e-5).all(), (form, log2_range)
 
 
 def test_a_ragged_group_is_a_group_of_its_own():

@@ -38,14 +38,32 @@ def operands(dtype=torch.bfloat16, g_dtype=torch.bfloat16):
     return StateMatrix(p), g, (m,)
 
 
+class Sign(NamedTuple):
+    lr: float = 1e-3
+
+
 @pytest.mark.usefixtures("fake_cuda")
-def test_the_kernel_takes_what_it_can():
-    p, g, states = operands()
+def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
     pytest.importorskip("triton")
-    assert refusal(LION, p, g, states, 128) is None
-    assert takes_kernel(None, LION, p, g, states, 128)
-    assert takes_kernel(True, LION, p, g, states, 128)
-    assert not takes_kernel(False, LION, p, g, states, 128)
+    p, g, (m,) = operands()
+    assert refusal(LION, p, g, (m,), 128) is None
+    assert takes_kernel(None, LION, p, g, (m,), 128)
+    assert takes_kernel(True, LION, p, g, (m,), 128)
+    assert not takes_kernel(False, LION, p, g, (m,), 128)
+    across = StateMatrix(m.codes.t(), m.scale)
+    for words, rule, parts in (
+        ("parameter is torch.float64", LION, operands(torch.float64)),
+        ("gradient is torch.float64", LION, operands(g_dtype=torch.float64)),
+        ("not contiguous", LION, (p, g, (across,))),
+        ("no rule Sign (it has adamw, ", Sign(), (p, g, (m,))),
+    ):
+        assert words in str(refusal(rule, *parts, 128))
+    monkeypatch.setattr(optimizer_step, "architecture", lambda index: "sm_80")
+    assert "sm_80 is not known to convert float8" in str(refusal(LION, p, g, (m,), 128))
+    p = StateMatrix(torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"kernel for CUDA, and the parameter is on cpu; use"):
+        takes_kernel(True, LION, p, p.codes, (p,), 128)
+    assert not takes_kernel(None, LION, p, p.codes, (p,), 128)
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -59,38 +77,6 @@ def test_a_group_that_is_no_power_of_two_is_refused_by_name(group, monkeypatch):
     assert not takes_kernel(False, LION, p, g, states, group)
     with pytest.raises(ValueError, match=rf"\(4, 256\): group={group} is not a power of two"):
         takes_kernel(True, LION, p, g, states, group)
-
-
-@pytest.mark.usefixtures("fake_cuda")
-def test_dtypes_and_strides_are_refused():
-    pytest.importorskip("triton")
-    assert "parameter is torch.float64" in str(refusal(LION, *operands(torch.float64), 128))
-    assert "gradient is torch.float64" in str(refusal(LION, *operands(g_dtype=torch.float64), 128))
-    p, g, (m,) = operands()
-    assert "not contiguous" in str(refusal(LION, p, g, (StateMatrix(m.codes.t(), m.scale),), 128))
-
-
-def test_a_cpu_is_refused_and_says_what_to_do():
-    p = StateMatrix(torch.ones(2, 4))
-    with pytest.raises(
-        ValueError, match=r"kernel for CUDA, and the parameter is on cpu; use fused"
-    ):
-        takes_kernel(True, LION, p, p.codes, (p,), 128)
-    assert not takes_kernel(None, LION, p, p.codes, (p,), 128)
-
-
-@pytest.mark.usefixtures("fake_cuda")
-def test_an_unknown_gpu_is_refused(monkeypatch):
-    monkeypatch.setattr(optimizer_step, "architecture", lambda index: "sm_80")
-    assert "sm_80 is not known to convert float8" in str(refusal(LION, *operands(), 128))
-
-
-@pytest.mark.usefixtures("fake_cuda")
-def test_a_rule_that_the_kernel_does_not_have_is_refused_by_name():
-    class Sign(NamedTuple):
-        lr: float = 1e-3
-
-    assert "no rule Sign (it has adamw, " in str(refusal(Sign(), *operands(), 128))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

@@ -33,8 +33,16 @@ BLOCKS = {
 }
 EVERY_PAIR = pytest.mark.parametrize("rows", module.ROWS, ids=lambda r: f"{r[0]}x128-{r[1]}x128")
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
-# One element, no multiple of anything, several tiles and blocks with tails, whole blocks.
-SHAPES = ((1, 1, 1), (5, 123, 7), (130, 272, 133), (64, 384, 128))
+# One element, no multiple of anything, several tiles and blocks with tails, whole blocks, nothing,
+# more tiles down than a group of programs holds.
+SHAPES = (
+    (1, 1, 1),
+    (5, 123, 7),
+    (130, 272, 133),
+    (64, 384, 128),
+    (64 * 17 + 3, 16, 144),
+    (16, 0, 16),
+)
 
 
 def operands(shape, rows, formats=(E4M3, E4M3), device="cpu", fill="wide") -> list[Tensor]:
@@ -72,20 +80,12 @@ def check(actual, parts, rows, replay) -> None:
 
 
 @EVERY_DEVICE
-@pairs(shape=SHAPES, formats=module.FORMATS, rows=module.ROWS)
-def test_the_product(shape, formats, rows, device):
+@pairs(shape=SHAPES, formats=module.FORMATS, rows=module.ROWS, tile=[None, *module.TILES])
+def test_the_product(shape, formats, rows, tile, device):
     parts = operands(shape, rows, formats, device)
-    actual = multiply(parts, rows, device)
+    actual = multiply(parts, rows, device, tile=tile)
     assert actual.shape == (shape[0], shape[2]) and actual.is_contiguous()
-    check(actual, parts, rows, (shape, formats, rows))
-
-
-@EVERY_DEVICE
-@pairs(tile=module.TILES, rows=module.ROWS)
-def test_every_tile(tile, rows, device):
-    shape = (tile.M + 3, 144, tile.N + 16)
-    parts = operands(shape, rows, device=device)
-    check(multiply(parts, rows, device, tile=tile), parts, rows, (shape, rows, tile))
+    check(actual, parts, rows, (shape, formats, rows, tile))
 
 
 @pytest.mark.cuda
@@ -105,31 +105,20 @@ def test_every_tile_gives_the_same_bits(rows):
 
 
 @EVERY_DEVICE
-def test_every_tile_of_the_result_is_computed_once(device):
-    """More of them down than a group of programs holds, and several across."""
-    tile, shape = module.TILES[-1], (64 * 17 + 3, 16, 64 * 2 + 16)
-    parts = operands(shape, (1, 1), device=device)
-    check(multiply(parts, (1, 1), device, tile=tile), parts, (1, 1), shape)
-
-
-@EVERY_DEVICE
-@pairs(bias_dtype=HIGH_PRECISION, rows=module.ROWS)
-def test_bias_is_added_before_rounding(bias_dtype, rows, device):
-    shape = (5, 144, 24)
-    parts = operands(shape, rows, device=device)
-    bias = Case((2 * shape[2],), bias_dtype, exponent=12, seed=3).make(device)[::2]
-    plain = multiply(parts, rows, device, out_dtype=torch.float32)
-    actual = multiply(parts, rows, device, bias, torch.float32)
-    assert_bitwise(actual, plain + bias.float(), (rows, bias_dtype))
-    assert_rounded(multiply(parts, rows, device, bias, torch.bfloat16), actual, device)
-
-
-@EVERY_DEVICE
-@pytest.mark.parametrize("out_dtype", HIGH_PRECISION, ids=str)
-def test_out_dtypes_are_the_float32_result_rounded(out_dtype, device):
-    parts = operands((5, 272, 24), (1, 128), device=device)
-    in_float32 = multiply(parts, (1, 128), device, out_dtype=torch.float32)
-    assert_rounded(multiply(parts, (1, 128), device, out_dtype=out_dtype), in_float32, device)
+@pairs(
+    shape=[(5, 144, 24), (0, 16, 16), (16, 0, 16), (16, 16, 0)],
+    bias_dtype=[None, *HIGH_PRECISION],
+    out_dtype=HIGH_PRECISION,
+    rows=module.ROWS,
+)
+def test_a_bias_is_added_before_the_sum_is_rounded(shape, bias_dtype, out_dtype, rows, device):
+    parts, bias = operands(shape, rows, device=device), None
+    in_float32 = multiply(parts, rows, device, out_dtype=torch.float32)
+    if bias_dtype is not None:
+        bias = Case((2 * shape[2],), bias_dtype, exponent=12, seed=3).make(device)[::2]
+        in_float32 = in_float32 + bias.float()
+    actual = multiply(parts, rows, device, bias, out_dtype)
+    assert_rounded(actual, in_float32, device)
 
 
 def assert_rounded(actual: Tensor, in_float32: Tensor, device: str) -> None:
@@ -193,25 +182,20 @@ def zero_last(scale: Tensor) -> Tensor:
 
 @EVERY_DEVICE
 @EVERY_PAIR
-@pytest.mark.parametrize("special", ["inf", "nan"])
-def test_what_is_not_finite_shows(special, rows, device):
-    """An infinite or NaN element spoils the rows that its scale is of, and no others."""
+@pytest.mark.parametrize("special", ["inf", "nan", "zeros"])
+def test_special_rows(special, rows, device):
+    """An infinite or NaN element spoils the rows that its scale is of alone; zeros are exact."""
     x = Case((130, 144)).make()
-    x[3, 140] = SPECIALS[special](torch.float32)
+    if special == "zeros":
+        x[3] = 0.0
+    else:
+        x[3, 140] = SPECIALS[special](torch.float32)
     parts = quantized((x, Case((24, 144), seed=1).make()), rows, device)
-    finite = multiply(parts, rows, device).isfinite().cpu()
+    found = multiply(parts, rows, device).cpu().float()
     # Triton's interpreter takes NaN codes for numbers, so the infinite scale must show.
-    assert torch.equal(finite, exactly(parts, rows).isfinite())
-    assert not finite[3].any() and finite[129].all()
-
-
-@EVERY_DEVICE
-@EVERY_PAIR
-def test_zeros_are_exact(rows, device):
-    x = Case((130, 144)).make()
-    x[3] = 0.0
-    parts = quantized((x, Case((24, 144), seed=1).make()), rows, device)
-    assert torch.equal(multiply(parts, rows, device)[3].cpu().float(), torch.zeros(24))
+    assert torch.equal(found.isfinite(), exactly(parts, rows).isfinite())
+    assert found[129].isfinite().all()
+    assert not (found[3] if special == "zeros" else found[3].isfinite()).any()
 
 
 def quantized(matrices, rows, device) -> list[Tensor]:
@@ -220,21 +204,6 @@ def quantized(matrices, rows, device) -> list[Tensor]:
         codes, scale = oracle.quantize(x, block, E4M3)
         parts += [codes.view(E4M3).to(device), scale.to(device)]
     return parts
-
-
-@EVERY_DEVICE
-@EVERY_PAIR
-@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 16, 0)], ids=str)
-def test_empty(shape, rows, device):
-    M, K, N = shape
-    a_block, b_block = BLOCKS[rows]
-    parts = []
-    for size, block in ((M, a_block), (N, b_block)):
-        parts.append(torch.empty(size, K, dtype=torch.uint8, device=device).view(E4M3))
-        parts.append(torch.empty(oracle.scale_shape((size, K), block), device=device))
-    bias = torch.full((N,), 2.0, device=device)
-    actual = multiply(parts, rows, device, bias, torch.float16)
-    assert_bitwise(actual, torch.full((M, N), 2.0, dtype=torch.float16), shape)
 
 
 @pytest.mark.cuda
@@ -251,26 +220,6 @@ def test_a_long_contraction_is_as_exact_as_a_short_one():
 
 
 # --- the choice of a tile
-
-
-@pytest.mark.parametrize(
-    ("M", "N", "tile"),
-    [
-        (8192, 8192, (128, 128)),
-        (2048, 2048, (128, 128)),
-        (1024, 2048, (128, 64)),
-        (1024, 1024, (64, 64)),
-        (64, 32768, (64, 128)),
-        (64, 4096, (64, 64)),
-        (16, 32768, (64, 64)),
-        (65536, 64, (128, 64)),
-        (1, 1, (64, 64)),
-    ],
-)
-def test_the_largest_tile_that_fills_a_gpu(M, N, tile):
-    chosen = module.tile_of(M, N)
-    assert chosen[:2] == tile
-    assert module.tile_of(M, N) is chosen
 
 
 def test_a_tile_lies_inside_a_block_and_fits_shared_memory():
@@ -320,27 +269,18 @@ def test_what_it_cannot_take_is_refused(change, words):
 
 
 @EVERY_DEVICE
-@pairs(
-    sizes=[(5, 144, 24), (16, 0, 16)], rows=module.ROWS, out_dtype=[torch.bfloat16, torch.float32]
-)
-def test_opcheck(sizes, rows, out_dtype, device):
-    """Fake and autograd are what the op says, on every device."""
-    M, K, N = sizes
-    parts = quantized((torch.ones(M, K), torch.ones(N, K)), rows, device)
-    bias = (
-        torch.ones(N, dtype=torch.bfloat16, device=device) if out_dtype == torch.bfloat16 else None
-    )
+@pairs(shape=[(5, 144, 24), (16, 0, 16)], rows=module.ROWS, out_dtype=HIGH_PRECISION[:2])
+def test_opcheck(shape, rows, out_dtype, device):
+    """Fake and autograd are what the op says, on every device; on a CPU it is its definition."""
+    parts = quantized((torch.ones(shape[:2]), torch.ones(shape[2], shape[1])), rows, device)
+    bias = torch.ones(shape[2], dtype=out_dtype, device=device)
     # Not test_schema, which compares its inputs by multiplying them: not defined for float8.
     checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
-    torch.library.opcheck(module.blockwise_mm, (*parts, *rows, bias, out_dtype), test_utils=checks)
-
-
-@EVERY_PAIR
-def test_on_a_cpu_the_op_is_its_definition(rows):
-    parts = operands((5, 144, 24), rows)
-    bias = Case((24,), torch.bfloat16).make()
-    expected = definition.scaled_mm(*parts, *BLOCKS[rows], bias, torch.float16)
-    assert_bitwise(module.blockwise_mm(*parts, *rows, bias, torch.float16), expected, rows)
+    arguments = (*parts, *rows, bias, out_dtype)
+    torch.library.opcheck(module.blockwise_mm, arguments, test_utils=checks)
+    if device == "cpu":
+        expected = definition.scaled_mm(*parts, *BLOCKS[rows], bias, out_dtype)
+        assert_bitwise(module.blockwise_mm(*arguments), expected, rows)
 
 
 # --- the machine code

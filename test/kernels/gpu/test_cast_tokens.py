@@ -1,4 +1,8 @@
-"""`cast_tokens`: every group of rows as the definition casts it, aligned in the transpose."""
+"""`cast_tokens`, `cast_tokens_mx`: every group of rows as the definition casts it.
+
+In the transposed operand groups start at multiples of an alignment, with zeros between them. The
+scales of 1x32 blocks are where MSLK's kernel finds them.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,19 @@ pytest.importorskip("triton")
 import executed
 from assertions import assert_bitwise
 from interpreter import interpreted, launcher
+from pretend import into_squares
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
-from float8.kernels import definition
-from float8.kernels.gpu.cast_tokens import ALIGNMENT, cast_tokens
+from float8.kernels import definition, groups
+from float8.kernels.gpu import cast_tokens, cast_tokens_mx
+from float8.kernels.gpu.launch import DEFINITIONS
 
 E4M3 = torch.float8_e4m3fn
-FLOAT32, POWER_OF_TWO = definition.FLOAT32, definition.scale_format_of(True)
-TENSOR, ROW, BY_128 = (-1, -1), (1, -1), (1, 128)
-BLOCKS = (TENSOR, ROW, BY_128)
+FLOAT32, POWER_OF_TWO, E8M0 = definition.FLOAT32, definition.scale_format_of(True), definition.E8M0
+TENSOR, ROW, BY_128, MX = (-1, -1), (1, -1), (1, 128), (1, 32)
+ALIGNMENT = {block: cast_tokens.ALIGNMENT for block in (TENSOR, ROW, BY_128)}
+ALIGNMENT[MX] = cast_tokens_mx.ALIGNMENT
+BLOCKS = tuple(ALIGNMENT)
 # Sizes of groups, and rows in no group.
 GROUPS = (
     ((5, 0, 130, 16, 33), 9),
@@ -31,17 +39,26 @@ GROUPS = (
     ((0,), 0),
 )
 ORIENTATIONS = ((True, True), (True, False), (False, True))
+EVERY_WAY = pytest.mark.parametrize("device", [*DEVICES, "definition"])
 
 
-def run(device, *arguments, fault=None):
-    if device == "cpu" and not executed.is_active():
-        return interpreted("probe_tokens").launch(fault, *arguments)
+def op_of(block) -> str:
+    return "cast_tokens_mx" if block == MX else "cast_tokens"
+
+
+def run(device, x, offs, block, *arguments, fault=None):
+    """The op on a device, interpreted around guarded memory, or its definition."""
+    if device == "definition":
+        return DEFINITIONS[op_of(block)](x, offs, block, *arguments)
+    if device == "cpu" and block != MX and not executed.is_active():
+        return interpreted("probe_tokens").launch(fault, x, offs, block, *arguments)
     assert fault is None
-    return launcher("cast_tokens", "_launch", device)(*arguments)
+    return launcher(op_of(block), "_launch", device)(x, offs, block, *arguments)
 
 
 def tokens(sizes, rest, columns, device="cpu", **words):
     """x, whose last rows are in no group and hold NaN, and offs."""
+    device = "cpu" if device == "definition" else device
     x = Case((sum(sizes) + rest, columns), **words).make(device).clone()
     x[sum(sizes) :] = torch.nan
     return x, torch.tensor(sizes).cumsum(0).to(device, torch.int32)
@@ -49,7 +66,8 @@ def tokens(sizes, rest, columns, device="cpu", **words):
 
 def check(x, offs, block, dtype, scale_format, wanted, device, replay, scale=None, fault=None):
     """The data and scales of every group, from the definition of a matrix."""
-    arguments = (offs, block, dtype, scale_format, scale, ALIGNMENT, *wanted)
+    (T, K), align = x.shape, ALIGNMENT[block]
+    arguments = (offs, block, dtype, scale_format, scale, align, *wanted)
     data, row_scale, data_t, scale_t = run(device, x, *arguments, fault=fault)
     ends = [0, *offs.tolist()]
     of_tensor = scale
@@ -62,41 +80,53 @@ def check(x, offs, block, dtype, scale_format, wanted, device, replay, scale=Non
             return definition.cast(matrix, of_tensor, TENSOR, dtype), of_tensor
         return definition.cast_dynamic(matrix, block, dtype, scale_format)
 
+    def same_squares(found, first, expected, where, what):
+        expected = into_squares(expected.view(torch.uint8).cpu())
+        found = found.view(torch.uint8).flatten()[first : first + len(expected)]
+        assert_bitwise(found, expected, where, what)
+
     start = 0
     for group, (begin, end) in enumerate(pairwise(ends)):
-        where = f"{replay}, group {group}"
+        where, size = f"{replay}, group {group}", end - begin
         if wanted[0]:
             codes, expected = cast(x[begin:end])
             assert_bitwise(data[begin:end], codes, where, "data")
-            found = row_scale if block == TENSOR else row_scale[begin:end]
-            assert_bitwise(found, expected, where, "scale")
+            if block == MX:
+                same_squares(row_scale, start * 4 * -(-K // 128), expected, where, "scale")
+            else:
+                found = row_scale if block == TENSOR else row_scale[begin:end]
+                assert_bitwise(found, expected, where, "scale")
+        padded = -(-size // align) * align
         if wanted[1]:
             codes, expected = cast(x[begin:end].t())
-            assert_bitwise(data_t[:, start : start + end - begin], codes, where, "data_t")
-            padding = data_t[:, start + end - begin : start + -(-(end - begin) // 16) * 16].float()
-            assert not padding[~expected.isnan().any(1).expand(len(padding))].count_nonzero(), where
+            columns = data_t[:, start : start + padded]
+            assert_bitwise(columns[:, :size], codes, where, "data_t")
+            assert not columns[:, size:].float().nan_to_num().count_nonzero(), where
             first = start // 128 + group
-            found = {
-                TENSOR: scale_t,
-                ROW: scale_t[group, :, None] if block == ROW else None,
-                BY_128: scale_t[:, first : first + expected.shape[1]],
-            }[block]
-            if end > begin or block == TENSOR:
+            if block == MX:
+                first = start // 32 * (-(-K // 128) * 128)
+                same_squares(scale_t, first, expected, where, "scale_t")
+            elif block == BY_128:
+                found = scale_t[:, first : first + expected.shape[1]]
                 assert_bitwise(found, expected, where, "scale_t")
-            elif block == ROW:
-                assert (found == 1).all(), where
-        start += -(-(end - begin) // 16) * 16
-    for each, orientation in ((data, 0), (data_t, 1)):
-        assert each.is_contiguous()
-        assert each.numel() == 0 or wanted[orientation]
+            elif block == TENSOR or size:
+                found = scale_t if block == TENSOR else scale_t[group, :, None]
+                assert_bitwise(found, expected, where, "scale_t")
+            else:
+                assert (scale_t[group] == 1).all(), where
+        start += padded
+    columns = groups.padded_tokens(T, len(offs), align)
+    assert data.shape == ((T, K) if wanted[0] else (0, 0)) and data.is_contiguous()
+    assert data_t.shape == ((K, columns) if wanted[1] else (0, 0)) and data_t.is_contiguous()
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@EVERY_WAY
 @pairs(groups=GROUPS, block=BLOCKS, wanted=ORIENTATIONS, columns=[144, 37])
 def test_agrees(groups, block, wanted, columns, device):
     case = {"dtype": torch.bfloat16, "fill": "wide", "seed": 1}
     x, offs = tokens(*groups, columns, device, **case)
-    check(x, offs, block, E4M3, POWER_OF_TWO, wanted, device, (groups, columns, case))
+    scale_format = E8M0 if block == MX else POWER_OF_TWO
+    check(x, offs, block, E4M3, scale_format, wanted, device, (groups, columns, case))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -104,7 +134,8 @@ def test_agrees(groups, block, wanted, columns, device):
 def test_any_strides_and_dtypes(layout, block, source, dtype, device):
     case = Case((70, 40), source, layout=layout, seed=2)
     offs = torch.tensor([20, 20, 70], device=device, dtype=torch.int32)
-    check(case.make(device), offs, block, dtype, FLOAT32, (True, True), device, case)
+    scale_format = definition.E8M0_FLOOR if block == MX else FLOAT32
+    check(case.make(device), offs, block, dtype, scale_format, (True, True), device, case)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,7 +145,8 @@ def test_special_values(special, block, given, device):
     case = {"dtype": torch.bfloat16, "fill": "one_large", "specials": (special,), "seed": 3}
     x, offs = tokens((17, 40), 3, 40, device, **case)
     scale = torch.full((1, 1), 0.01, device=device) if given and block == TENSOR else None
-    check(x, offs, block, E4M3, POWER_OF_TWO, (True, True), device, case, scale)
+    scale_format = E8M0 if block == MX else POWER_OF_TWO
+    check(x, offs, block, E4M3, scale_format, (True, True), device, case, scale)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -131,7 +163,7 @@ def test_many_groups(block, device):
 def test_wrong_offsets_write_nowhere_else(offs, block):
     """Their values are on the GPU and not checked; only the outputs are written."""
     x, offs = torch.randn(70, 20), torch.tensor(offs, dtype=torch.int32)
-    run("cpu", x, offs, block, E4M3, POWER_OF_TWO, None, ALIGNMENT, True, True)
+    run("cpu", x, offs, block, E4M3, POWER_OF_TWO, None, ALIGNMENT[block], True, True)
 
 
 @pytest.mark.parametrize(
@@ -143,16 +175,31 @@ def test_a_planted_fault_is_seen(fault):
         check(x, offs, BY_128, E4M3, POWER_OF_TWO, (True, True), "cpu", fault, fault=fault)
 
 
-def test_refuses_other_blocks_and_alignments():
-    x, offs = tokens((3,), 0, 16)
-    for block, align in (((128, 128), 16), ((1, 32), 16), (ROW, 8)):
-        with pytest.raises(ValueError, match=r"float8::cast_tokens: no kernel casts .* use one of"):
-            cast_tokens(x, offs, block, E4M3, FLOAT32, None, align, True, True)
+@pytest.mark.parametrize(
+    "cast",
+    [
+        ((128, 128), FLOAT32, None, 16),
+        (ROW, FLOAT32, None, 8),
+        (MX, FLOAT32, None, 128),
+        (MX, E8M0, None, 16),
+        (MX, E8M0, torch.ones(1, 1), 128),
+    ],
+)
+def test_other_casts_are_refused(cast):
+    (x, offs), (block, *others) = tokens((3,), 0, 16), cast
+    op = getattr(torch.ops.float8, op_of(block))
+    with pytest.raises(ValueError, match=r"float8::cast_tokens.*: no kernel casts .* use "):
+        op(x, offs, block, E4M3, *others, True, True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pairs(block=BLOCKS, wanted=ORIENTATIONS)
 def test_opcheck(block, wanted, device):
     x, offs = tokens((17, 1, 33), 0, 16, device)  # no column behind the groups: all is defined
-    arguments = (x, offs, block, E4M3, POWER_OF_TWO, None, ALIGNMENT, *wanted)
-    torch.library.opcheck(cast_tokens, arguments)
+    scale_format = E8M0 if block == MX else POWER_OF_TWO
+    arguments = (x, offs, block, E4M3, scale_format, None, ALIGNMENT[block], *wanted)
+    op = getattr(torch.ops.float8, op_of(block)).default
+    # What is not written, which blocks of 32 have, differs from call to call on a GPU.
+    checks = ("test_schema", "test_faketensor")
+    all_checks = (*checks, "test_autograd_registration", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, arguments, test_utils=checks if block == MX else all_checks)

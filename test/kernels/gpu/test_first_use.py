@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import threading
@@ -17,31 +18,18 @@ from interpreter import launcher
 from meter import CastMeter
 from shapes import DEVICES
 
-from float8.kernels.gpu import (  # noqa: F401
-    cast,
-    cast_blockwise,
-    cast_mx,
-    cast_rowwise,
-    cast_tokens,
-    cast_tokens_mx,
-    transpose,
-)
-from float8.kernels.gpu.first_use import SWITCH, _compiler, check, checked
+from float8.kernels.gpu.first_use import _CHECKED, SWITCH, _compiler, check, checked
 from float8.kernels.gpu.launch import DEFINITIONS, register
+
+for file in _CHECKED:
+    importlib.import_module(f"float8.kernels.gpu.{file.removesuffix('_dynamic')}")
 
 E4M3 = torch.float8_e4m3fn
 X, ONE = torch.ones(16, 16), torch.ones(1, 1)
 CPU = torch.device("cpu")
-LAUNCHERS = {
-    "cast": ("cast", "_cast"),
-    "cast_dynamic": ("cast", "_cast_dynamic"),
-    "cast_rowwise": ("cast_rowwise", "_launch"),
-    "cast_blockwise": ("cast_blockwise", "_launch"),
-    "cast_mx": ("cast_mx", "_launch"),
-    "cast_tokens": ("cast_tokens", "_launch"),
-    "cast_tokens_mx": ("cast_tokens_mx", "_launch"),
-    "transpose": ("transpose", "_launch"),
-}
+# op -> its file of gpu/, and what launches its kernels
+LAUNCHERS = {op: (op, "_launch") for op in _CHECKED}
+LAUNCHERS |= {"cast": ("cast", "_cast"), "cast_dynamic": ("cast", "_cast_dynamic")}
 
 
 class Kernel:
@@ -131,20 +119,17 @@ def test_it_runs_once_in_several_threads_and_before_all_of_them():
     assert kernel.launches == 8 + 3  # both formats, and with sums
 
 
-def test_the_switch_turns_it_off(monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
-    kernel = Kernel(wrong=1)
-    checked("cast", kernel, DEFINITIONS["cast"])(X, ONE, E4M3, True, True)
-    assert kernel.launches == 1
-
-
-def test_a_capture_is_left_alone_and_the_next_launch_is_checked():
+def test_the_switch_turns_it_off_and_a_capture_is_left_alone(monkeypatch):
     kernel = Kernel(wrong=1)
     launch = checked("cast", kernel, DEFINITIONS["cast"])
     with mock.patch("float8.kernels.gpu.first_use._is_capturing", return_value=True):
         launch(X, ONE, E4M3, True, True)
     with pytest.raises(RuntimeError, match="differs"):
         launch(X, ONE, E4M3, True, True)
+    monkeypatch.setenv(SWITCH, "1")
+    kernel.launches = 0
+    checked("cast", kernel, DEFINITIONS["cast"])(X, ONE, E4M3, True, True)
+    assert kernel.launches == 1
 
 
 def test_no_mode_of_the_caller_sees_it():
@@ -157,40 +142,3 @@ def test_no_mode_of_the_caller_sees_it():
         seen.append(meter.ops)
     assert len(kernel.threads) == 2
     assert seen[0] == seen[1]
-
-
-def test_the_ops_of_cuda_tensors_are_checked_and_fake_ones_are_not():
-    """Compiled, a launch is opaque: the check is no part of the graph, and raises where it runs."""
-    library = torch.library.Library("float8_first_use", "FRAGMENT")
-    library.define("cast(Tensor x, Tensor scale) -> Tensor[]")
-    kernel = Kernel(wrong=1)
-    launch = checked("cast", kernel, DEFINITIONS["cast"])
-    library.impl("cast", lambda x, scale: [*launch(x, scale, E4M3, True, True)], "CPU")
-    torch.library.register_fake(
-        "float8_first_use::cast",
-        lambda x, scale: [torch.empty_like(x, dtype=E4M3), torch.empty_like(x, dtype=E4M3)],
-        lib=library,
-    )
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph
-
-    @torch.compile(backend=backend, fullgraph=True)
-    def compiled(x, scale):
-        return torch.ops.float8_first_use.cast(x, scale)[1]
-
-    with pytest.raises(RuntimeError, match="differs"):
-        compiled(X, ONE)
-    assert [str(n.target) for n in graphs[0].graph.nodes if n.op == "call_function"] == [
-        "float8_first_use.cast",
-        "<built-in function getitem>",
-    ]
-    before = kernel.launches
-    with torch._subclasses.FakeTensorMode() as mode:
-        torch.ops.float8_first_use.cast(mode.from_tensor(X), mode.from_tensor(ONE))
-    assert kernel.launches == before
-    kernel.wrong = 0
-    compiled(X, ONE)
-    assert len(graphs) == 1

@@ -149,20 +149,27 @@ def by_tokens(sizes, M, N, blocks, formats=(E4M3, E4M3), spare=7, make=quantized
     return Product(arguments, blocks, groups, offs_of(sizes), (E, M, N), True)
 
 
-@EVERY_DEVICE
-@pairs(sizes=SIZES, blocks=list(BLOCKS), formats=FORMATS, shape=[(123, 7), (144, 70)])
-def test_tokens_by_experts(sizes, blocks, formats, shape, device):
-    product = by_experts(sizes, *shape, BLOCKS[blocks], formats)
-    product.check(product.multiply(device), (sizes, blocks, formats, shape))
+BUILD = {"experts": by_experts, "tokens": by_tokens}
 
 
 @EVERY_DEVICE
-@pairs(sizes=SIZES, blocks=BY_TOKENS, formats=FORMATS, shape=[(5, 7), (66, 7)])
-def test_tokens_by_tokens(sizes, blocks, formats, shape, device):
-    product = by_tokens(sizes, *shape, BLOCKS[blocks], formats)
-    actual = product.multiply(device)
-    product.check(actual, (sizes, blocks, formats, shape))
-    assert not any(actual[group].any() for group, size in enumerate(sizes) if size == 0)
+@pairs(
+    by=list(BUILD),
+    sizes=[*SIZES, (64 * 9, 1, 3)],  # the last: more row tiles than one group of programs holds
+    blocks=list(BLOCKS),
+    formats=FORMATS,
+    shape=[(123, 7), (144, 70), (66, 24)],
+    tile=[None, *module.TILES],
+    how=[(None, False), (torch.bfloat16, True), *((dtype, False) for dtype in HIGH_PRECISION)],
+)
+def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
+    blocks = "1x128" if by == "tokens" and SQUARE in BLOCKS[blocks] else blocks
+    how = (None, False) if (device, how[0]) == ("cuda", torch.float32) else how
+    product = BUILD[by](sizes, *shape, BLOCKS[blocks], formats)
+    actual = product.multiply(device, how[0], use_fast_accum=how[1], tile=tile)
+    product.check(actual, (by, sizes, blocks, formats, shape, tile, how))
+    if by == "tokens":
+        assert not any(actual[group].any() for group, size in enumerate(sizes) if size == 0)
 
 
 @EVERY_DEVICE
@@ -183,48 +190,11 @@ def test_a_channel_of_zeros_in_a_group_of_128(blocks, device):
 
 def form_of(by: str, sizes=(5, 0, 67, 9), blocks="1x128", **options) -> Product:
     """One product of each form: more than one tile and step in either."""
-    build = {"experts": by_experts, "tokens": by_tokens}[by]
-    return build(sizes, *((144, 24) if by == "experts" else (24, 20)), BLOCKS[blocks], **options)
+    shape = (144, 24) if by == "experts" else (24, 20)
+    return BUILD[by](sizes, *shape, BLOCKS[blocks], **options)
 
 
-EVERY_FORM = pytest.mark.parametrize("by", ["experts", "tokens"])
-
-
-@EVERY_DEVICE
-@EVERY_FORM
-@pytest.mark.parametrize("tile", module.TILES, ids=lambda tile: f"{tile.M}x{tile.N}")
-def test_every_tile(tile, by, device):
-    product = form_of(by, sizes=(0, 131, 2))
-    product.check(product.multiply(device, tile=tile), (tile, by))
-
-
-@EVERY_DEVICE
-@EVERY_FORM
-def test_more_row_tiles_than_one_group_of_programs_holds(by, device):
-    sizes = (64 * 9, 1, 3) if by == "experts" else (3, 1)
-    product = (
-        form_of("experts", sizes, "tensorwise")
-        if by == "experts"
-        else by_tokens(sizes, 64 * 9 + 1, 65, BLOCKS["tensorwise"])
-    )
-    product.check(product.multiply(device), by)
-
-
-@EVERY_DEVICE
-@EVERY_FORM
-@pytest.mark.parametrize("blocks", ["tensorwise", "rowwise", "1x128"])
-def test_fast_accumulation_and_the_chosen_tile(blocks, by, device):
-    product = form_of(by, blocks=blocks)
-    fast = {"out_dtype": torch.bfloat16, "use_fast_accum": True, "tile": None}
-    product.check(product.multiply(device, **fast), (blocks, by))
-
-
-@EVERY_DEVICE
-@EVERY_FORM
-def test_out_dtypes(by, device):
-    product = form_of(by, blocks="rowwise")
-    for out_dtype in HIGH_PRECISION:
-        product.check(product.multiply(device, out_dtype), (out_dtype, by))
+EVERY_FORM = pytest.mark.parametrize("by", BUILD)
 
 
 @EVERY_DEVICE
@@ -283,7 +253,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 @EVERY_DEVICE
-@pytest.mark.parametrize("by", ["experts", "tokens"])
+@EVERY_FORM
 @pytest.mark.parametrize("offs", [(700, 40, 900), (-5, 2**30, 3)], ids=str)
 def test_offsets_that_do_not_ascend_read_nothing_outside(offs, by, device):
     """A GPU does not check them, which would take waiting; the groups are then wrong."""
@@ -296,9 +266,7 @@ def test_offsets_that_do_not_ascend_read_nothing_outside(offs, by, device):
 @EVERY_FORM
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)
 def test_empty(shape, by, device):
-    sizes = (0, 0)
-    build = by_experts if by == "experts" else by_tokens
-    product = build(sizes, *shape, BLOCKS["rowwise"], spare=0)
+    product = BUILD[by]((0, 0), *shape, BLOCKS["rowwise"], spare=0)
     assert not product.multiply(device).any()
 
 
@@ -331,19 +299,14 @@ def test_what_it_cannot_take_is_refused(place, change, words):
 @EVERY_DEVICE
 @EVERY_FORM
 def test_opcheck(by, device):
+    """Fake and autograd are what the op says; on a CPU it is its definition."""
     product = form_of(by)
-    parts = [part.nan_to_num() if part.dtype == torch.float32 else part
-             for part in product.arguments]  # fmt: skip
-    parts = [part.to(device) for part in (*parts, product.offs)]
+    parts = [*product.arguments, product.offs]
+    known = [p.nan_to_num() if p.dtype == torch.float32 else p for p in parts]
     checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
-    arguments = (*parts, *product.blocks, torch.bfloat16, ALIGN, False)
+    arguments = (*(p.to(device) for p in known), *product.blocks, torch.bfloat16, ALIGN, False)
     torch.library.opcheck(module.grouped_mm_gpu, arguments, test_utils=checks)
-
-
-@EVERY_FORM
-def test_on_a_cpu_the_op_is_the_definition(by):
-    product = form_of(by)
-    arguments = (*product.arguments, product.offs, *product.blocks, torch.float32, ALIGN)
+    arguments = (*parts, *product.blocks, torch.float32, ALIGN)
     expected = torch.ops.float8.grouped_mm(*arguments)
     product.check(expected, by)
     assert_bitwise(module.grouped_mm_gpu(*arguments, False), expected, by)

@@ -1,8 +1,8 @@
-"""Tensors of more than 2^31 elements, and masks: faults that other libraries' kernels have had.
+"""Tensors of more than 2^31 elements: a fault that other libraries' kernels have had (ao#4201).
 
 On a CPU the kernels' sources run interpreted in a process of their own (`kernel_program.py`), and
-so do copies of the library with the fault planted (ao#4201: 32-bit offsets; ao#4584: the axes of a
-transposed store's mask). On a GPU the compiled kernels cast a tensor of 4 GiB.
+so does a copy of the library with offsets of 32 bits. On a GPU the compiled kernels cast a tensor
+of 4 GiB.
 """
 
 from __future__ import annotations
@@ -34,46 +34,33 @@ for file in KERNELS["sm_90"].values():
 ROOT = Path(__file__).resolve().parents[3]
 E4M3, POWER_OF_TWO = torch.float8_e4m3fn, ScaleFormat.POWER_OF_TWO.value
 WHOLE, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
-# fault -> what a copy's kernels say (a regular expression), what instead, which run must see it
-FAULTS = {
-    "offsets of 32 bits": (r"\btl\.int64\b", "tl.int32", "large"),
-    "a transposed store's mask with its axes swapped": (
-        r"\(k < K\)\[:, None\] & \((m4?) < (M4?)\)\[None, :\]",
-        r"(k < \2)[:, None] & (\1 < K)[None, :]",
-        "small",
-    ),
-    "a mask of rows that is one too far": (r"\(m \+ i < M\)", "(m + i <= M)", "small"),
-}
 
 
-def run(*which: str, library: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(library: Path = ROOT) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(str(path) for path in (library, ROOT / "test"))
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
-    command = [sys.executable, str(ROOT / "test" / "kernel_program.py"), *which]
+    command = [sys.executable, str(ROOT / "test" / "kernel_program.py")]
     return subprocess.run(
         command, env=env, capture_output=True, text=True, check=False, timeout=300
     )
 
 
 def test_the_interpreted_kernels_write_where_they_should():
-    done = run("small", "large")
+    done = run()
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, tmp_path):
+def test_offsets_of_32_bits_are_seen(tmp_path):
     """The program finds other bits, or it crashes because the kernel writes outside its memory."""
-    pattern, instead, which = FAULTS[fault]
     shutil.copytree(ROOT / "float8", tmp_path / "float8", ignore=shutil.ignore_patterns("*.pyc"))
     planted = 0
     for path in (tmp_path / "float8" / "kernels" / "gpu").glob("*.py"):
-        text, count = re.subn(pattern, instead, path.read_text())
+        text, count = re.subn(r"\btl\.int64\b", "tl.int32", path.read_text())
         path.write_text(text)
         planted += count
-    assert planted, f"no kernel says {pattern}: plant the fault in what it says now"
-    done = run(which, library=tmp_path)
-    assert done.returncode != 0
-    assert done.returncode < 0 or "differ" in done.stderr or "blockwise_mm" in done.stderr
+    assert planted, "no kernel says tl.int64: plant the fault in what it says now"
+    done = run(tmp_path)
+    assert done.returncode < 0 or (done.returncode and "differ" in done.stderr)
 
 
 # --- on a GPU
@@ -113,29 +100,3 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     exact = definition.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)
     assert (out[-64:].float() - exact).norm() <= 0.01 * exact.norm()
     assert not out[:-64].count_nonzero()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
-@pytest.mark.parametrize("block", [WHOLE, ROW, BY_128, SQUARE], ids=str)
-def test_a_second_device_casts_and_multiplies(block):
-    """While another one is current: its kernels are launched there, on its own memory."""
-    x = torch.randn(256, 256, device="cuda:1").bfloat16()
-    assert torch.cuda.current_device() == 0
-    got = kernels.cast_operand(
-        x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
-    )
-    expected = kernels.cast_operand(
-        x.to("cuda:0"), block, E4M3, True, row_major=True, transposed=True
-    )
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.device == x.device
-        assert_bitwise(mine.cpu(), theirs.cpu(), block)
-    other = BY_128 if block == SQUARE else block
-    b = kernels.cast_operand(x, other, E4M3, scale_format=POWER_OF_TWO)
-    blocks = block, other
-    parts = got.data, got.scale, b.data, b.scale
-    actual = kernels.scaled_mm(*parts, *blocks, out_dtype=torch.bfloat16)
-    assert actual.device == x.device
-    exact = definition.scaled_mm(*(p.cpu() for p in parts), *blocks, None, torch.float32)
-    assert (actual.cpu().float() - exact).norm() <= 0.01 * exact.norm()

@@ -19,6 +19,8 @@ from scripts.kernel_tools.forms import ARCHITECTURES, compile_for
 from scripts.kernel_tools.report import row
 from scripts.kernel_tools.shipped import variants
 
+pytestmark = pytest.mark.slow
+
 VARIANTS = variants()
 
 
@@ -34,7 +36,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("variant", "arch"), CASES)
 def test_machine_code(variant, arch):
     found = row(variant, arch)
@@ -54,7 +55,6 @@ def test_machine_code(variant, arch):
         assert all(name.startswith("F2FP.SATFINITE") for name in found["conversions"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("variant", FIRST, ids=lambda v: v.name)
 def test_a_size_of_one_compiles(variant):
     """Triton makes a constant of an argument that is 1: a kernel that then fails, fails on M=1."""

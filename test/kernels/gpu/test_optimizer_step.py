@@ -119,34 +119,25 @@ def assert_same_step(found, expected, before, replay):
     m_kind=("e4m3", "float16", "float32"),
     layout=LAYOUTS,
     at_random=((False, False, False), (False, True, True), (True, False, True)),
+    in_tensors=(False, True),
 )
-def test_agrees(rule, shape, group, dtype, m_kind, layout, at_random, device):
-    replay = (rule, shape, group, dtype, m_kind, layout, at_random)
+def test_agrees(rule, shape, group, dtype, m_kind, layout, at_random, in_tensors, device):
+    """With a learning rate and a step in tensors too, with which a CUDA graph replays."""
+    replay = (rule, shape, group, dtype, m_kind, layout, at_random, in_tensors)
     kinds = {"float32": "e4m3", "e4m3": "expanded", "float16": "float16"}
     v_kind = kinds[m_kind] if rule.startswith("adam") else None
     tensors = operands(shape, group, dtype, m_kind, v_kind, layout, device)
-    amax = torch.zeros(1, device=device) if dtype == "master" else None
+    amax = torch.zeros(1, device=device)
     options = {"at_random": at_random, "seed": 5, "first": 1 << 31}
+    if in_tensors:
+        options["lr"] = torch.tensor(1e-2, device=device)
+        options["step_tensor"] = torch.tensor(RULES[rule][1], device=device)
     found, expected = both(rule, tensors, group, device, amax=amax, **options)
     assert_same_step(found, expected, [*tensors, amax], replay)
+    if dtype != "master":  # to the bit
+        assert_bitwise(found[-1].reshape(()), found[0].float().abs().amax(), replay, "amax")
     changed = [bool((x != y).any()) for x, y in zip(tensors, found, strict=False) if x is not None]
     assert any(changed) or tensors[0].numel() < 40
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "master"])
-def test_stochastic_bits_are_the_references(dtype, device):
-    """Of every element, ragged rows included, with the step by value and in a tensor."""
-    tensors = operands((3, 300), 128, dtype, "e4m3", "expanded", "transposed", device)
-    options = {"at_random": (True, True, True), "seed": 5}
-    by_value = both("adamw", tensors, 128, device, **options)
-    step = torch.tensor(3.0, device=device)
-    in_a_tensor = both("adamw", tensors, 128, device, step_tensor=step, **options)
-    nearest = both("adamw", tensors, 128, device)
-    assert_same_step(*by_value, tensors, dtype)
-    assert_same_step(in_a_tensor[0], by_value[1], tensors, dtype)
-    for i in (0, 3, 6):
-        assert 0.2 < (nearest[0][i].float() != by_value[0][i].float()).double().mean() < 0.8
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -159,19 +150,6 @@ def test_a_shard_of_rows_draws_what_the_whole_draws(device):
     for name, mine, theirs in zip(NAMES, found, whole, strict=False):
         if mine is not None:
             assert_bitwise(mine, theirs[1:], what=name)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rule", ["adamw", "sgd", "lion"])
-def test_numbers_in_tensors_are_the_numbers(rule, device):
-    """A learning rate and a step that a CUDA graph replays with."""
-    v_kind = "float16" if rule == "adamw" else None
-    tensors = operands((2, 256), 128, torch.float32, "e4m3", v_kind, device=device)
-    lr, step = torch.tensor(1e-2, device=device), torch.tensor(3.0, device=device)
-    found, _ = both(rule, tensors, 128, device, step=3.0)
-    captured, reference = both(rule, tensors, 128, device, lr=lr, step_tensor=step)
-    assert_same_step(captured, reference, tensors, rule)
-    torch.testing.assert_close(captured[0], found[0], rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -200,39 +178,14 @@ def test_grad_scalers_protocol(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
-@pytest.mark.parametrize("at_random", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_recorded_amax_is_that_of_the_parameter_after_the_step(
-    dtype, at_random, found_inf, device
-):
-    """To the bit, where a step is skipped and where a weight becomes NaN too."""
-    tensors = operands((3, 300), 128, dtype, "e4m3", "expanded", "transposed", device)
-    for special in (0.0, torch.nan):
-        tensors[2][2, 299] = special
-        found, _ = both(
-            "adamw",
-            tensors,
-            128,
-            device,
-            at_random=(at_random, True, True),
-            amax=torch.zeros(1, device=device),
-            found_inf=None if found_inf is None else torch.tensor([found_inf], device=device),
-        )
-        p, amax = found[0], found[-1]
-        largest = p.float().abs().amax()
-        assert torch.equal(amax.squeeze(), largest) or (amax.isnan() and largest.isnan())
-        assert largest.isnan() == (special != 0 and found_inf != 1)
-        assert torch.equal(p, tensors[0]) == (found_inf == 1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, 1e15, 0.0])
 def test_a_special_gradient_reaches_its_own_element(special, device):
     tensors = operands((2, 160), 128, torch.float32, "e4m3", "expanded", device=device)
     tensors[2][:, 77:] = 0.0  # in a group with zeros, too
     tensors[2][1, 40] = special
-    found, expected = both("adamw", tensors, 128, device)
+    amax = torch.zeros(1, device=device)
+    found, expected = both("adamw", tensors, 128, device, amax=amax)
+    assert found[-1].isnan() == found[0].isnan().any()
     for i in (0, 3, 6):
         nan = found[i].float().isnan()
         assert torch.equal(nan, expected[i].float().isnan())

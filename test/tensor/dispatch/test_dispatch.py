@@ -8,8 +8,6 @@ operation the table says which granularities have no way to do it; those must sa
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,82 +52,51 @@ VIEWS = {
     "view merges": Op(lambda q: q.view(2, 3, 24).view(6, 24), ROWS),
     "view adds a dimension": Op(lambda q: q.view(1, 6, 24)),
     "view splits columns": Op(lambda q: q.view(6, 3, 8), ALL - {"tensorwise"}),
-    "view_as": Op(lambda q: q.view_as(q)),
-    "reshape": Op(lambda q: q.reshape(3, 2, -1), ROWS),
     "reshape copies": Op(lambda q: q.t().reshape(4, 36), ALL - {"tensorwise"}),
     "reshape of 3d copies": Op(lambda q: q.view(2, 3, 24).transpose(0, 1).reshape(6, 24), ROWS),
     "flatten": Op(lambda q: q.flatten(), ALL - {"tensorwise"}),
-    "flatten leading": Op(lambda q: q.view(1, 6, 24).flatten(0, 1)),
-    "unflatten": Op(lambda q: q.unflatten(0, (2, 3)), ROWS),
     "unsqueeze": Op(lambda q: q.unsqueeze(0)),
+    "unsqueeze and flatten": Op(lambda q: q.unsqueeze(0).view(-1), ALL - {"tensorwise"}),
+    "unsqueeze and merge": Op(lambda q: q.unsqueeze(0).view(6, 24)),
     "unsqueeze last": Op(lambda q: q.unsqueeze(-1)),
-    "unsqueeze middle": Op(lambda q: q.unsqueeze(-2)),
-    "None index": Op(lambda q: q[None]),
     "t": Op(lambda q: q.t()),
-    "T": Op(lambda q: q.T),
-    "mT": Op(lambda q: q.mT),
-    "t twice": Op(lambda q: q.t().t()),
     "transpose": Op(lambda q: q.transpose(0, 1)),
-    "transpose negative": Op(lambda q: q.transpose(-1, 0)),
     "transpose of 3d": Op(lambda q: q.view(1, 6, 24).transpose(0, 2)),
     "permute": Op(lambda q: q.permute(1, 0)),
     "permute of 3d": Op(lambda q: q.view(1, 6, 24).permute(-1, 0, 1)),
-    "movedim": Op(lambda q: q.movedim(0, 1)),
-    "swapaxes": Op(lambda q: q.swapaxes(0, 1)),
     "slice rows": Op(lambda q: q[1:4], ROWS),
     "slice blocks of rows": Op(lambda q: q[3:], {"4x16"}),
-    "slice last rows": Op(lambda q: q[4:], {"3x4"}),
     "slice columns": Op(lambda q: q[:, 8:16], {"4x16"}),
     "slice odd columns": Op(lambda q: q[:, 1:7], SPLIT),
     "slice to the partial block": Op(lambda q: q[:, 16:]),
-    "slice nothing": Op(lambda q: q[:]),
     "slice to empty": Op(lambda q: q[:0]),
-    "slice beyond": Op(lambda q: q[0:100]),
     "slice negative": Op(lambda q: q[-2:], {"3x4"}),
     "slice steps": Op(lambda q: q[::2], ROWS),
-    "slice steps of columns": Op(lambda q: q[:, ::2], SPLIT),
     "slice of a transpose": Op(lambda q: q.t()[8:16], {"4x16"}),
-    "narrow": Op(lambda q: q.narrow(0, 0, 3), {"4x16"}),
-    "ellipsis": Op(lambda q: q[..., :8], {"4x16"}),
     "select row": Op(lambda q: q[2], ROWS),
-    "select last row": Op(lambda q: q[-1], ROWS),
     "select column": Op(lambda q: q[:, 3], SPLIT),
     "split": Op(lambda q: q.split(3)[1], {"4x16"}),
     "split unevenly": Op(lambda q: q.split(4)[1], {"3x4"}),
-    "split whole": Op(lambda q: q.split(100)[0]),
-    "split columns": Op(lambda q: q.split(8, -1)[2], {"4x16"}),
-    "split by sizes": Op(lambda q: q.split([3, 3])[1], {"4x16"}),
     "split columns by sizes": Op(lambda q: q.split([16, 8], dim=-1)[1]),
-    "chunk": Op(lambda q: q.chunk(2)[1], {"4x16"}),
-    "chunk columns": Op(lambda q: q.chunk(3, dim=1)[2], {"4x16"}),
-    "tensor_split": Op(lambda q: q.tensor_split(2)[1], {"4x16"}),
     "cat": Op(lambda q: torch.cat([q, q]), {"4x16"}),
     "cat columns": Op(lambda q: torch.cat([q, q, q], dim=-1), {"4x16"}),
     "cat of a split": Op(lambda q: torch.cat(q.split(3)), {"4x16"}),
     "cat ends in a partial block": Op(lambda q: torch.cat([q[:4], q]), {"3x4"}),
-    "cat of one": Op(lambda q: torch.cat([q], 1)),
 }
 COPIES = {
     "detach": Op(lambda q: q.detach()),
     "alias": Op(torch.ops.aten.alias),
     "data": Op(lambda q: q.data),
     "clone": Op(lambda q: q.clone()),
-    "clone of a transpose": Op(lambda q: q.t().clone()),
     "clone to contiguous": Op(lambda q: q.t().clone(memory_format=torch.contiguous_format)),
-    "contiguous": Op(lambda q: q.contiguous()),
     "contiguous transpose": Op(lambda q: q.t().contiguous()),
-    "contiguous slice": Op(lambda q: q[:, 16:].contiguous()),
-    "to its own device": Op(lambda q: q.to("cpu")),
     "to its own dtype": Op(lambda q: q.to(torch.bfloat16)),
     "to a copy": Op(lambda q: q.to(torch.bfloat16, copy=True)),
-    "cpu": Op(lambda q: q.cpu()),
     "zeros_like": Op(torch.zeros_like),
-    "zeros_like of a transpose": Op(lambda q: torch.zeros_like(q.t())),
     "zeros_like in float32": Op(
         lambda q: torch.zeros_like(q, dtype=torch.float32), dtype=torch.float32
     ),
     "new_zeros": Op(lambda q: q.new_zeros(5, 7)),
-    "new_zeros of none": Op(lambda q: q.new_zeros((0, 7))),
     "new_zeros in another rank": Op(lambda q: q.new_zeros(5), ALL),
     "copy_": Op(lambda q: torch.zeros_like(q).copy_(q)),
     "copy_ of a row": Op(lambda q: torch.zeros_like(q).copy_(q[:1]), ROWS),
@@ -137,8 +104,6 @@ COPIES = {
 # What has no plain counterpart: the values are not defined, or change with the dtype.
 OTHERS = {
     "to float32": Op(lambda q: q.to(torch.float32), dtype=torch.float32),
-    "float": Op(lambda q: q.float(), dtype=torch.float32),
-    "half": Op(lambda q: q.half(), dtype=torch.float16),
     "type_as": Op(lambda q: q.type_as(torch.empty(0)), dtype=torch.float32),
     "empty_like": Op(torch.empty_like),
     "empty_like in float16": Op(
@@ -193,14 +158,10 @@ def assert_kept(q: Float8Tensor, op: str, replay) -> None:
 
 @pytest.mark.parametrize("op", EVERY_OP)
 def test_every_operation_keeps_all_metadata(op):
-    for name in GRANULARITIES:
-        assert_kept(example(name), op, (op, name))
-
-
-@pytest.mark.parametrize("op", EVERY_OP)
-def test_inference_mode_changes_nothing(op):
+    """Under inference mode too."""
     for name in GRANULARITIES:
         outside = example(name)
+        assert_kept(outside, op, (op, name))
         with torch.inference_mode():
             assert_kept(outside, op, (op, name, "made outside"))
             assert_kept(example(name), op, (op, name, "made inside"))
@@ -221,7 +182,7 @@ def test_fake_and_meta_tensors_take_every_operation(name):
             assert_consistent(result, case.dtype, (op, name))
             assert result.shape == case.run(example(name)).shape
     meta = example(name).to("meta")
-    moves_device = {"to its own device", "cpu", "type_as"}
+    moves_device = {"type_as"}
     for op, case in allowed(name, shared | moves_device).items():
         result = case.run(meta)
         assert_consistent(result, case.dtype, (op, name))
@@ -264,13 +225,3 @@ def test_every_registered_operation_is_in_these_tables(monkeypatch):
     others |= {"aten.is_pinned.default", "aten._pin_memory.default"}
     writes = {"aten.index_put_.default", "aten.masked_fill_.Scalar"}
     assert not_seen <= {"aten._unsafe_view.default", *others, *writes}
-
-
-@EVERY_GRANULARITY
-@pytest.mark.parametrize(
-    "twin", [copy.deepcopy, lambda q: pickle.loads(pickle.dumps(q))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize("op", ["t", "slice to the partial block", "unsqueeze", "to float32"])
-def test_what_an_operation_makes_can_be_copied(op, twin, name):
-    result = EVERY_OP[op].run(example(name))
-    assert_same_float8(twin(result), result, (op, name))

@@ -1,0 +1,275 @@
+"""Every kernel that casts a matrix has the definition's data and scales, in both orientations.
+
+A stack of matrices, such as the weights of experts, is cast one by one. Kernels that write both
+orientations add the columns of their tiles where they are asked to.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from pretend import into_squares
+from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
+from torch import Tensor
+
+from float8.granularity import scale_shape
+from float8.kernels import definition
+from float8.kernels.casts import import_kernels
+from float8.kernels.definition import E8M0, E8M0_FLOOR, FLOAT32, scale_format_of
+from float8.kernels.gpu.launch import LAUNCHERS
+
+import_kernels(("cast", "cast_rowwise", "cast_blockwise", "cast_mx"))
+OPS = torch.ops.float8
+E4M3, WHOLE, BY_128 = torch.float8_e4m3fn, (-1, -1), (1, 128)
+POWER_OF_TWO = scale_format_of(True)
+BOTH = (True, True)
+ORIENTATIONS = (BOTH, (True, False), (False, True), (False, False))
+
+
+class Kind(NamedTuple):
+    """An op, its file of gpu/, the block of a matrix, rows of a tile whose columns it can add."""
+
+    op: str
+    file: str
+    block: tuple[int, int]
+    summed: int | None = None
+    scale_formats: tuple[str, str] = (FLOAT32, POWER_OF_TWO)
+
+
+KINDS = {
+    "given": Kind("cast", "cast", WHOLE, 64),
+    "dynamic": Kind("cast_dynamic", "cast", WHOLE, 64),
+    "rowwise": Kind("cast_rowwise", "cast_rowwise", (1, -1), 64),
+    "1x128": Kind("cast_blockwise", "cast_blockwise", BY_128, 128),
+    "128x128": Kind("cast_blockwise", "cast_blockwise", (128, 128), 128),
+    "mx": Kind("cast_mx", "cast_mx", (1, 32), None, (E8M0, E8M0_FLOOR)),
+    "mx, swizzled": Kind("cast_mx", "cast_mx", (1, 32), None, (E8M0, E8M0_FLOOR)),
+}
+SUMMING = [name for name, kind in KINDS.items() if kind.summed]
+EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
+EVERY_KIND = pytest.mark.parametrize("name", KINDS)
+
+
+def arguments(name, x, dtype, scale_format, wanted, amax=None, sums=None):
+    """Of the op, and of what launches its kernels."""
+    power_of_two, kind = scale_format == POWER_OF_TWO, KINDS[name]
+    if kind.op == "cast":
+        return x, torch.full((1, 1), 0.37, device=x.device), dtype, *wanted, amax, sums
+    if kind.op == "cast_dynamic":
+        return x, dtype, power_of_two, *wanted, amax, sums
+    if kind.op == "cast_mx":
+        return x, dtype, scale_format, "swizzled" in name, *wanted
+    block = kind.block if kind.op == "cast_blockwise" else ()
+    return x, dtype, power_of_two, *block, *wanted, sums
+
+
+def new_sums(name, x) -> Tensor:
+    shape = scale_shape(x.shape, (*[1] * (x.dim() - 2), KINDS[name].summed, 1))
+    return torch.full(shape, torch.nan, device=x.device)
+
+
+def check(name, x, dtype, scale_format, wanted, device, replay, adds=False, records=True):
+    """Requested outputs have the definition's data and scales, in the layout that GEMMs read."""
+    kind = KINDS[name]
+    amax = torch.tensor(3.0, device=device) if records and kind.file == "cast" else None
+    amax = amax if x.dim() == 2 else None
+    sums = new_sums(name, x) if adds else None
+    function = {"cast": "_cast", "cast_dynamic": "_cast_dynamic"}.get(kind.op, "_launch")
+    given = arguments(name, x, dtype, scale_format, wanted, amax, sums)
+    data, *others = launcher(kind.file, function, device)(*given)
+    if kind.file == "cast":
+        data_t, scale = others if kind.op == "cast_dynamic" else (*others, given[1])
+        scale = scale_t = scale.expand(*x.shape[:-2], 1, 1)
+    else:
+        scale, data_t, scale_t = others
+    for is_wanted, source, codes, its in (
+        (wanted[0], x, data, scale),
+        (wanted[1], x.mT, data_t, scale_t),
+    ):
+        if not is_wanted:
+            assert codes.numel() == 0
+            continue
+        assert codes.is_contiguous()
+        if x.dim() == 2:
+            strides = (1, max(its.shape[0], 1)) if kind.block == BY_128 else None
+            assert its.stride() == strides if strides else its.is_contiguous()
+        parts = (source, codes, its) if x.dim() == 3 else (source[None], codes[None], its[None])
+        for e, (matrix, mine, found) in enumerate(zip(*parts, strict=True)):
+            if kind.op == "cast":
+                expected, its_scale = definition.cast(matrix, found, WHOLE, dtype), found
+            else:
+                expected, its_scale = definition.cast_dynamic(
+                    matrix, kind.block, dtype, scale_format
+                )
+            if "swizzled" in name:
+                its_scale = into_squares(its_scale.view(torch.uint8).cpu()).view(found.dtype)
+            assert_bitwise(found, its_scale, f"{replay}, matrix {e}", "scale")
+            assert_bitwise(mine, expected, f"{replay}, matrix {e}", "data")
+    if amax is not None:
+        largest = definition.amax(x, WHOLE).clamp(min=3.0)
+        assert_bitwise(amax.reshape(1, 1), largest, replay, "recorded amax")
+    for i, part in enumerate(x.double().split(kind.summed, -2) if adds else ()):
+        found, exact = sums[..., i, :].double(), part.sum(-2)
+        near = (found - exact).abs() <= part.abs().sum(-2) * 2**-20
+        assert (near | (found == exact) | (found.isnan() & exact.isnan())).all(), (replay, i)
+
+
+@EVERY_DEVICE
+@pairs(
+    name=list(KINDS),
+    shape=[(80, 272), (5, 123), (130, 129), (1, 16), (3, 37, 50), (2, 32, 144), (0, 16), (16, 0)],
+    layout=LAYOUTS,
+    source=HIGH_PRECISION,
+    dtype=FORMATS,
+    rounding=[0, 1],
+    wanted=ORIENTATIONS,
+)
+def test_agrees(name, shape, layout, source, dtype, rounding, wanted, device):
+    case = Case(shape, source, fill="wide", layout=layout)
+    x = case.make(device)
+    if len(shape) == 3 and layout != "expanded":  # another matrix's scale changes the data
+        x.mul_(100.0 ** torch.arange(shape[0], device=device)[:, None, None])
+    scale_format = KINDS[name].scale_formats[rounding]
+    check(name, x, dtype, scale_format, wanted, device, case)
+
+
+@EVERY_DEVICE
+@pairs(
+    name=list(KINDS),
+    special=list(SPECIALS),
+    source=HIGH_PRECISION,
+    exponent=[-140, -126, -60, 0, 100, 126],
+    dtype=FORMATS,
+    rounding=[0, 1],
+)
+def test_special_values(name, special, source, exponent, dtype, rounding, device):
+    """A special value reaches its own blocks, and no other."""
+    case = Case((33, 48), source, exponent, "one_large", specials=(special,), seed=2)
+    scale_format = KINDS[name].scale_formats[rounding]
+    check(name, case.make(device), dtype, scale_format, BOTH, device, case)
+
+
+@EVERY_DEVICE
+@EVERY_KIND
+def test_every_line_has_its_own_scale(name, device):
+    """Magnitudes differ by powers of ten between lines: another line's scale changes the data."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(144, 272, generator=generator)
+    for shape in ((144, 1), (1, 272)):
+        x *= 10.0 ** torch.randint(-6, 6, shape, generator=generator)
+    check(name, x.to(device), E4M3, KINDS[name].scale_formats[0], BOTH, device, "seed 5")
+
+
+@EVERY_DEVICE
+@pairs(
+    name=SUMMING,
+    shape=[(80, 272), (5, 123), (130, 129), (2, 70, 20)],
+    layout=["contiguous", "transposed", "sliced"],
+    specials=[(), ("nan",), ("inf", "negative_inf")],
+)
+def test_columns_are_added(name, shape, layout, specials, device):
+    """With the error of float32, each row once; a special value reaches its own column."""
+    case = Case(shape, torch.bfloat16, 9, "wide", layout, specials)
+    check(name, case.make(device), E4M3, POWER_OF_TWO, BOTH, device, case, adds=True)
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("scale_format", [E8M0, E8M0_FLOOR])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_amaxes_around_every_power_of_two(scale_format, dtype, device):
+    """Blocks with one element: all exponents, just below, at and above the powers."""
+    x = (2.0 ** torch.arange(-149, 127, dtype=torch.float64) * torch.finfo(dtype).max).float()
+    bits = torch.cat([(x.view(torch.int32) + i).clamp(0, 0x7F800000) for i in (-2, -1, 0, 1, 2)])
+    x = torch.zeros(128, 384)
+    x[:, ::32] = torch.cat([bits, torch.arange(156)]).int().view(torch.float32).view(128, 12)
+    check("mx", x.to(device), dtype, scale_format, (True, False), device, "powers of two")
+
+
+@EVERY_DEVICE
+@pytest.mark.parametrize("columns", [16384, 24001])
+def test_rows_longer_than_a_program_holds(columns, device):
+    x = Case((2, columns), torch.bfloat16, fill="wide", seed=6).make(device)
+    x[0, -1] = 64.0  # the largest of its row, in its last chunk
+    check("rowwise", x, E4M3, POWER_OF_TWO, (True, False), device, f"seed 6, {columns} columns")
+
+
+@EVERY_DEVICE
+def test_more_tiles_than_programs(device):
+    """Each program of the amax pass reads several tiles, and the last one is read too."""
+    x = torch.zeros(64 * 5, 8, device=device)
+    x[-1, -1] = 5.0
+    partials = launcher("amax", "partial_amaxes", device)(x, 2)
+    assert partials.shape == (2,)
+    assert partials.max().view(torch.float32).item() == 5.0
+
+
+@EVERY_DEVICE
+def test_each_matrix_of_a_stack_may_have_a_given_scale(device):
+    x = Case((3, 32, 40), torch.bfloat16).make(device)
+    scale = torch.tensor([0.1, 0.02, 3.0], device=device).reshape(3, 1, 1)
+    data, data_t = launcher("cast", "_cast", device)(x, scale, E4M3, *BOTH)
+    expected = definition.cast(x, scale, (1, -1, -1), E4M3)
+    assert_bitwise(data, expected)
+    assert_bitwise(data_t, expected.mT)
+
+
+@EVERY_DEVICE
+@pairs(
+    name=list(KINDS),
+    shape=[(130, 48), (0, 16), (3, 16, 40)],
+    wanted=[BOTH, (True, False)],
+    all_arguments=[False, True],
+)
+def test_opcheck(name, shape, wanted, all_arguments, device):
+    """Schema, fake and mutation are what the ops say, on every device."""
+    kind, x = KINDS[name], Case(shape, torch.bfloat16, layout="transposed").make(device)
+    amax = torch.zeros((), device=device) if all_arguments and len(shape) == 2 else None
+    adds = all_arguments and wanted == BOTH and kind.summed
+    given = arguments(
+        name, x, E4M3, kind.scale_formats[0], wanted, amax, new_sums(name, x) if adds else None
+    )
+    torch.library.opcheck(getattr(OPS, kind.op).default, given)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second CUDA device")
+@EVERY_KIND
+def test_a_second_device_casts(name):
+    """While another one is current: its kernels are launched there, on its own memory."""
+    case, scale_format = Case((256, 256), torch.bfloat16), KINDS[name].scale_formats[1]
+    assert torch.cuda.current_device() == 0
+    x = case.make("cuda:1")
+    check(name, x, E4M3, scale_format, BOTH, "cuda", case, records=False)
+
+
+X, META = torch.ones(32, 48), torch.ones((), device="meta")
+REFUSED = [
+    (LAUNCHERS["cast"], (X, META, E4M3, *BOTH), "scale is on meta and the operand on cpu"),
+    (LAUNCHERS["cast"], (X, X[:1, :1], E4M3, *BOTH, META), "amax is on meta"),
+    (OPS.cast_blockwise, (X, E4M3, True, 1, 32, *BOTH), "no kernel casts .* use one of"),
+    (OPS.cast_mx, (X, E4M3, FLOAT32, True, *BOTH), "are E8M0, not .* use 'e8m0'"),
+    (LAUNCHERS["cast_dynamic"], (X, E4M3, True, *BOTH, None, torch.empty(2, 48)), "column_sums"),
+    *(
+        (LAUNCHERS["cast_rowwise"], (X, E4M3, True, *wanted, sums), "column_sums must be")
+        for wanted, sums in (
+            ((True, False), torch.empty(1, 48)),
+            ((False, True), torch.empty(1, 48)),
+            (BOTH, torch.empty(1, 47)),
+            (BOTH, torch.empty(1, 48, dtype=torch.bfloat16)),
+            (BOTH, torch.empty(1, 96)[:, ::2]),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("run", "given", "words"), REFUSED)
+def test_what_a_kernel_would_get_wrong_is_refused(run, given, words):
+    with pytest.raises(ValueError, match=f"float8::cast.*{words}"):
+        run(*given)
