@@ -115,7 +115,7 @@ LAYER_FAULTS: dict[str, Fault] = {
     "one scale for all rows": _patched(scaling.kernels, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }
-# Found by test_faults.py, and by parallel_training_program.a_missing_all_reduce_is_found.
+# Found by test_faults.py, and by distributed/test_parallel_training.py.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
 missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
 
