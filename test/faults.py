@@ -130,6 +130,6 @@ def _amax_of_all_ranks(original: Any) -> Any:
     return lambda amax, group: original(amax, torch.distributed.group.WORLD)
 
 
-# Found by tensor_parallel_program.random_data_differ_by_rounding_only.
+# Found by distributed/test_tensor_parallel.py.
 no_group = _patched(scaling, "max_over_ranks", _amax_of_this_rank_alone)
 default_group = _patched(scaling, "max_over_ranks", _amax_of_all_ranks)

@@ -33,11 +33,8 @@ BF16, NAN, INF = torch.bfloat16, math.nan, math.inf
 DELAYED = [(name, "delayed") for name in FORMS if name != "HSDP"]
 GATHERED = [
     *((name, "gathered delayed") for name in FORMS if name.startswith("FSDP2")),
-    *(
-        (name, "gathered tensorwise")
-        for name in FORMS
-        if name in ("FSDP2", "FSDP2, sync alone", "FSDP2, mixed", "FSDP2, float8.optim")
-    ),
+    *(("FSDP2" + name, "gathered tensorwise") for name in ("", ", foreach", ", mixed")),
+    ("FSDP2, float8.optim", "gathered tensorwise"),
     ("FSDP2", "gathered unit"),
 ]
 OTHERS = [
@@ -107,7 +104,7 @@ FAULTS = {
 def test_planted_faults_are_found(rank, fault):
     recipe, planted = FAULTS[fault]
     with planted(), pytest.raises(AssertionError):
-        trains(rank, recipe, **FORMS["FSDP2, sync alone"])
+        trains(rank, recipe, **FORMS["FSDP2, foreach"])
 
 
 @pytest.mark.ranks(2)

@@ -84,7 +84,12 @@ FORMS = {
         autocast=in_bf16,
     ),
     "FSDP2": form(fsdp2),
-    "FSDP2, sync alone": form(fsdp2, end_step=sync_float8_amax_and_scale_history),
+    # No scale is found before the next gather, and multi-tensor steps count no version.
+    "FSDP2, foreach": form(
+        fsdp2,
+        end_step=sync_float8_amax_and_scale_history,
+        optimizer=lambda m: torch.optim.AdamW(m.parameters(), 0.01, foreach=True),
+    ),
     "FSDP2, compiled": form(fsdp2, microbatches=(2, 2), backend="eager"),
     "FSDP2, mixed": form(fsdp2, {"mp_policy": MixedPrecisionPolicy(BF16, F32)}, autocast=in_bf16),
     "FSDP2, kept": form(fsdp2, {"reshard_after_forward": False}),
