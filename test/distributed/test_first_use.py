@@ -328,9 +328,8 @@ def test_what_one_rank_does_before_a_model_is_wrapped_is_not_compared(rank, what
 
 
 @pytest.mark.ranks(2)
-def test_an_evaluation_and_a_microbatch_of_one_rank_are_not_compared(rank):
-    """One rank may evaluate a wrapped model, or have more microbatches than another."""
-    with all_are_compared():
+def test_what_ranks_may_do_differently(rank):
+    with all_are_compared():  # evaluate alone, and have more microbatches
         model = ddp(converted())
         if rank == 0:
             evaluates(model)
@@ -338,39 +337,26 @@ def test_an_evaluation_and_a_microbatch_of_one_rank_are_not_compared(rank):
             for _ in range(rank):
                 trained(model)
         trained(model)
-
-
-@pytest.mark.ranks(2)
-def test_a_teacher_does_not_keep_the_hook(rank):
-    """It is not wrapped, and only runs without gradients."""
-    teacher, student = converted(), ddp(converted())
-    evaluates(teacher)
-    trained(student)
-    torch.optim.SGD(student.parameters(), lr=0.1).step()
-    assert not torch_module._global_forward_pre_hooks
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
-def test_parts_that_run_by_themselves_are_compared(rank, wrap):
-    """The root that was converted never runs; its encoder and decoder do."""
-    with all_are_compared():
-        model = convert_to_float8_training(nn.ModuleList([Layers(), Layers()]))
-        for part in [WRAPS[wrap](part) for part in model]:
-            trained(part)
-
-
-@pytest.mark.ranks(2)
-def test_models_and_layers_without_data_parallelism_may_differ(rank):
-    """Pipeline stages differ by design, and the experts that DDP leaves out."""
-    with all_are_compared():
+    with all_are_compared():  # hold a pipeline stage
         model = converted(NAMES[: rank + 1], "rowwise" if rank else "tensorwise")
         trained(model)
         torch.optim.SGD(model.parameters()).step()
+    with all_are_compared():  # hold experts that DDP leaves out
         model = converted(("k", "v" if rank else "q"))
         own = [f"layers.{'v' if rank else 'q'}.{name}" for name in ("weight", "bias")]
         model._ddp_params_and_buffers_to_ignore = own
         trained(ddp(model))
+    teacher, student = converted(), ddp(converted())
+    evaluates(teacher)  # which is not wrapped, and only runs without gradients
+    trained(student)
+    torch.optim.SGD(student.parameters(), lr=0.1).step()
+    assert not torch_module._global_forward_pre_hooks
+    del teacher
+    for wrap in (ddp, fully_shard):
+        with all_are_compared():  # the root that was converted never runs; its parts do
+            model = convert_to_float8_training(nn.ModuleList([Layers(), Layers()]))
+            for part in [wrap(part) for part in model]:
+                trained(part)
 
 
 @pytest.mark.ranks(2)
