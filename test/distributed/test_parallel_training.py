@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-import float8.distributed.first_use  # noqa: F401  compares the ranks' layers
+import float8.distributed.rank_comparison  # noqa: F401  compares the layers of ranks
 from float8 import after_step, convert_to_float8_training, sync_float8_amax_and_scale_history
 from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed import float8_gather, sharded_weight
