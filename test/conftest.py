@@ -3,7 +3,8 @@
 The random seed of a test follows from its name, hypothesis draws the same examples every time,
 compiled graphs of other tests are forgotten, and sums are taken by one thread. Delayed scales
 follow from the history after one sync, but in tests with the fixture ``full_start``. Tests marked
-``cuda`` are skipped where there is no CUDA device with float8 tensor cores.
+``cuda`` are skipped where there is no CUDA device with float8 tensor cores, and tests marked
+``ranks`` run on several processes (`processes.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import zlib
 
 import pytest
 import torch
-from processes import shorten_the_dynamic_start
+from processes import pool, shorten_the_dynamic_start
 
 torch.set_num_threads(1)
 STEPS_OF_USERS = shorten_the_dynamic_start()
@@ -58,3 +59,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.manual_seed(zlib.crc32(item.nodeid.encode()))
     if (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.reset()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The argument ``rank`` has the number of processes, until the test runs on them."""
+    if (marker := metafunc.definition.get_closest_marker("ranks")) is not None:
+        metafunc.parametrize("rank", marker.args, ids="{}-ranks".format)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if pyfuncitem.get_closest_marker("ranks") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    world, name = arguments.pop("rank"), pyfuncitem.originalname
+    try:
+        pool().run(world, str(pyfuncitem.path), name, **arguments)
+    except AssertionError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+    return True

@@ -115,7 +115,7 @@ LAYER_FAULTS: dict[str, Fault] = {
     "one scale for all rows": _patched(scaling.kernels, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }
-# Found by test_faults.py, and by parallel_training_program.a_missing_all_reduce_is_found.
+# Found by test_faults.py, and by distributed/test_parallel_training.py.
 forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
 missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
 
@@ -130,6 +130,6 @@ def _amax_of_all_ranks(original: Any) -> Any:
     return lambda amax, group: original(amax, torch.distributed.group.WORLD)
 
 
-# Found by tensor_parallel_program.random_data_differ_by_rounding_only.
+# Found by distributed/test_tensor_parallel.py.
 no_group = _patched(scaling, "max_over_ranks", _amax_of_this_rank_alone)
 default_group = _patched(scaling, "max_over_ranks", _amax_of_all_ranks)

@@ -38,7 +38,7 @@ def make(
 ) -> Any:
     """Two linear layers around a GELU, wrapped, then converted (None: plain); equal weights."""
     torch.manual_seed(0)
-    if recipe == "unit":
+    if recipe is not None and recipe.removeprefix(GATHERED) == "unit":
         layers = uu.Linear(width, hidden), uu.GELU(), uu.Linear(hidden, width)
     else:
         layers = nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
@@ -150,6 +150,8 @@ def assert_same_training(
     without_sync: Any = nullcontext,
     autocast: Any = nullcontext,
     whole_parameters: Any = nullcontext,
+    optimizer: Any = adamw,
+    end_step: Any = sync_float8_amax_and_scale_history,
 ) -> None:
     """Train in one process and in parallel; compare losses, parameters and buffers, bit for bit.
 
@@ -162,8 +164,10 @@ def assert_same_training(
         without_sync: around the microbatches of ``parallel`` whose gradients only accumulate.
         autocast: around the steps of ``single``.
         whole_parameters: around comparisons, where ``parallel`` shows whole parameters on request.
+        optimizer: makes that of a model.
+        end_step: ends a step of a model.
     """
-    optimizers = adamw(single), adamw(parallel)
+    optimizers = optimizer(single), optimizer(parallel)
     for step, ranks in enumerate(steps):
         with autocast():
             expected = global_step(single, ranks)[rank % len(ranks)]
@@ -171,7 +175,9 @@ def assert_same_training(
             parallel if forward is None else forward, ranks[rank % len(ranks)], without_sync
         )
         assert found == expected, (replay, step, found, expected)
-        update(single, optimizers[0])
-        update(parallel, optimizers[1])
+        for model, each in zip((single, parallel), optimizers, strict=True):
+            each.step()
+            each.zero_grad()
+            end_step(model)
         with whole_parameters():
             assert_same_model(parallel, single, (replay, step))

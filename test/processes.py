@@ -1,24 +1,46 @@
-"""Run checks on a few gloo processes, which end with the test.
+"""Functions that run on several gloo processes, as the ranks of a process group.
 
-A *multiprocess program* is a file of ``test/multiprocess/``, which started processes import by
-name. It contains checks: functions ``check(rank, *arguments)`` that raise where something is wrong.
-Starting processes takes longer than most checks, so one set of processes runs all checks in turn. A
-check that fails or hangs ends its set, and a new set continues with the next check: one failure
-hides no other.
+A test marked ``ranks(2, 4)`` runs on two processes and on four: its first argument is the rank, and
+its other arguments, those of ``parametrize`` and of fixtures, are sent to every process ::
+
+    @pytest.mark.ranks(2, 4)
+    @pytest.mark.parametrize("recipe", RECIPES)
+    def test_all_ranks_agree(rank, recipe):
+        assert ...
+
+Starting a process takes longer than most tests. So the processes live as long as the session of
+pytest: they start at first use, and a test on N of them uses the first N. Each test has a process
+group of its own, and ends with a traceback of each rank that failed. Processes that fail, die or
+hang are ended; the next test starts new ones.
+
+`failures` runs functions of a file in ``test/multiprocess/`` in the same way.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
+import importlib.util
+import os
+import sys
+import time
+import traceback
+import warnings
+import zlib
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Check = tuple[Any, ...]
-PATIENCE = 120.0  # seconds for one check
+PATIENCE = 120.0  # seconds for one function
+GRACE = 2.0  # seconds for the other ranks, after one has failed
 # Processes are forked from one that has imported torch and nothing else, which is fast. They end
 # at once: a spawned process ends by Python's finalisation, where a gloo thread that frees its last
 # tensor aborts the process.
@@ -53,14 +75,92 @@ def shorten_the_dynamic_start() -> int:
     return int(before)
 
 
-def join_group(port: int, rank: int, world: int, **options: Any) -> None:
-    """Make the process group of all processes that use the store at a port."""
-    torch.set_num_threads(1)
-    shorten_the_dynamic_start()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
-    store.wait([f"here {r}" for r in range(world)])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, **options)
+class Member(NamedTuple):
+    """A process of a pool, and the connection to it."""
+
+    process: Any
+    connection: Any
+
+
+class Pool:
+    """Processes that run one function after another; at most ``world`` of them at once."""
+
+    def __init__(self) -> None:
+        self.store = new_store()
+        self.members: list[Member] = []
+        self.calls = 0
+
+    def run(
+        self,
+        world: int,
+        module: str,
+        function: str,
+        *arguments: Any,
+        patience: float = PATIENCE,
+        **options: Any,
+    ) -> None:
+        """Call a function on ``world`` processes, with the rank before the arguments.
+
+        Args:
+            world: the number of processes.
+            module: the name of a module, or the path of a file.
+            function: its name.
+            arguments, options: what pickle can send.
+            patience: seconds after which the function counts as hanging.
+
+        Raises:
+            AssertionError: with the traceback of each rank that failed, or how its process ended.
+        """
+        while len(self.members) < world:
+            self.members.append(self._started())
+        self.calls += 1
+        call = (module, function, arguments, options)
+        waiting = dict(enumerate(self.members[:world]))
+        for rank, member in waiting.items():
+            member.connection.send((f"call {self.calls}", rank, world, *call))
+        errors: list[str] = []
+        end = time.monotonic() + patience
+        while waiting and (
+            ready := wait([m.connection for m in waiting.values()], max(0, end - time.monotonic()))
+        ):
+            for rank in [r for r, m in waiting.items() if m.connection in ready]:
+                if error := _answer_of(waiting.pop(rank)):
+                    errors.append(f"{function}: rank {rank} of {world}: {error}")
+                    end = min(end, time.monotonic() + GRACE)
+        if waiting and not errors:
+            errors = [f"{function}: ranks {list(waiting)} of {world} hang for {patience:g} seconds"]
+        if errors:
+            self.close()
+            raise AssertionError("\n".join(errors))
+
+    def _started(self) -> Member:
+        here, there = forkserver().Pipe()
+        process = forkserver().Process(target=_serve, args=(there, self.store.port), daemon=True)
+        process.start()
+        there.close()  # then the end of the process ends the connection
+        return Member(process, here)
+
+    def close(self) -> None:
+        """End all processes; the next call starts new ones."""
+        for process, connection in self.members:
+            process.kill()
+            process.join()
+            connection.close()
+        self.members = []
+
+
+def _answer_of(member: Member) -> str:
+    try:
+        return str(member.connection.recv())
+    except EOFError:
+        member.process.join()
+        return f"its process ended with exit status {member.process.exitcode}"
+
+
+@functools.cache
+def pool() -> Pool:
+    """The processes of this session."""
+    return Pool()
 
 
 def failures(
@@ -68,52 +168,95 @@ def failures(
     checks: Sequence[Check] | dict[str, Check],
     world: int = 2,
     patience: float = PATIENCE,
+    alone: bool = False,
 ) -> dict[str, Exception]:
-    """Run checks on ``world`` processes; the errors of those that fail, by name.
+    """Run functions of a program on ``world`` processes; the errors of those that fail, by name.
 
     Args:
         program: a file of ``test/multiprocess/``, without ``.py``.
         checks: (function's name, *arguments) of each check, perhaps by a name of its own.
         world: the number of processes.
         patience: seconds after which a check counts as hanging.
+        alone: in processes of its own, as a program needs it that changes torch for good.
     """
     if not isinstance(checks, dict):
         checks = {" ".join(map(str, check)): check for check in checks}
     found: dict[str, Exception] = {}
-    left = list(checks)
-    while left:
-        passed = forkserver().Value("i", 0)
+    processes = Pool() if alone else pool()
+    for name, (function, *arguments) in checks.items():
         try:
-            _run(program, [checks[name] for name in left], world, passed, patience)
-        except Exception as error:  # of any kind: it belongs to this check
-            found[left[min(passed.value, len(left) - 1)]] = error
-        left = left[passed.value + 1 :]
+            processes.run(world, program, function, *arguments, patience=patience)
+        except AssertionError as error:
+            found[name] = error
+    if alone:
+        processes.close()
     return found
 
 
-def _run(program: str, checks: list[Check], world: int, passed: Any, patience: float) -> None:
-    store = new_store()
-    arguments = (world, store.port, program, checks, passed)
-    context = mp.start_processes(_start, arguments, world, join=False, start_method=METHOD)
-    before, waited = 0, 0.0
-    while not context.join(timeout=1.0):
-        waited = waited + 1 if passed.value == before else 0.0
-        before = passed.value
-        if waited > patience:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{checks[passed.value]} hangs on {world} processes")
+# --- in each process
 
 
-def _start(
-    rank: int, world: int, port: int, program: str, checks: list[Check], passed: Any
-) -> None:
-    functions = importlib.import_module(program)
-    join_group(port, rank, world)
+def join_group(port: int, rank: int, world: int, **options: Any) -> None:
+    """Make the process group of all processes that use the store at a port."""
+    _prepare()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
+    store.wait([f"here {r}" for r in range(world)])
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, **options)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    shorten_the_dynamic_start()
+
+
+def _serve(connection: Any, port: int) -> None:
+    """Run the functions that the parent names, until it ends."""
+    _prepare()
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    gc.freeze()  # collecting is slow with all objects of torch
+    with suppress(EOFError):
+        while True:
+            connection.send(_error_of(store, *connection.recv()))
+    os._exit(0)
+
+
+def _error_of(
+    store: dist.Store,
+    call: str,
+    rank: int,
+    world: int,
+    module: str,
+    function: str,
+    arguments: Sequence[Any],
+    options: dict[str, Any],
+) -> str:
+    """Run a function in a process group of its own; the traceback if it fails, or nothing."""
     try:
-        for name, *arguments in checks:
-            getattr(functions, name)(rank, *arguments)
-            dist.barrier()
-            passed.value += rank == 0
-    finally:
+        tested = getattr(_module(module), function)
+        own = dist.PrefixStore(call, store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=world)
+        torch.manual_seed(zlib.crc32(function.encode()))
+        if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+            dynamo.reset()
+        with warnings.catch_warnings():
+            tested(rank, *arguments, **options)
+        dist.barrier()  # no rank leaves while another one still receives
         dist.destroy_process_group()
+        gc.collect()
+    except BaseException:  # of any kind: it belongs to this function
+        return traceback.format_exc()
+    return ""
+
+
+def _module(name: str) -> Any:
+    """A module by its name, or by the path of its file."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    own = "_".join(Path(name).with_suffix("").parts[-2:])
+    if own not in sys.modules:
+        spec = importlib.util.spec_from_file_location(own, name)
+        assert spec is not None and spec.loader is not None
+        sys.modules[own] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[own]

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8.arguments import check_module
 from float8.checkpoints.finite import refuses_values
 from float8.checkpoints.layout import Layout
-from float8.checkpoints.ranks import agree, ranks_of
+from float8.checkpoints.ranks import Sharing, agree
 from float8.checkpoints.weights import Checkpoint, items
 
 
@@ -67,7 +67,7 @@ def weight_updates(
             raise ValueError(reason)
     except Exception as caught:
         error = caught
-    agree(ranks_of(model), "calls weight_updates", error, checkpoint)
+    agree(Sharing.of(model), "calls weight_updates", error, checkpoint)
     assert checkpoint is not None
     return _in_order(checkpoint, _Watch(model))
 

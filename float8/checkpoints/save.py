@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_bool, check_module, check_type
@@ -30,7 +29,7 @@ from float8.checkpoints.finite import refuses_values
 from float8.checkpoints.layout import Layout
 from float8.checkpoints.model_config import files_beside
 from float8.checkpoints.new_folder import refuses_folder
-from float8.checkpoints.ranks import agree, ranks_of
+from float8.checkpoints.ranks import Sharing, agree
 from float8.checkpoints.save_plan import SavePlan, plan_of
 from float8.checkpoints.shard_writer import FORMAT, MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.weights import Checkpoint, Item, items
@@ -92,27 +91,27 @@ def save_pretrained(
     check_type(folder, (str, Path), "save_pretrained", "folder", "a path")
     check_bool(overwrite, "save_pretrained: overwrite")
     check_bool(progress, "save_pretrained: progress")
-    ranks = ranks_of(model)
+    sharing = Sharing.of(model)
     found, error = None, None
     try:
         found = items(model, layout, input_scales=input_scales, recast=recast)
         plan = plan_of(found, max_shard_bytes)
-        if _writes(ranks) and (reason := refuses_folder(Path(folder), overwrite)) is not None:
+        if sharing.writes and (reason := refuses_folder(Path(folder), overwrite)) is not None:
             raise FileExistsError(reason)
         if (reason := refuses_values(found.items)) is not None:
             raise ValueError(reason)
         beside = files_beside(model, found)
-        bar = _Bar(found, progress and _writes(ranks))
+        bar = _Bar(found, progress and sharing.writes)
     except Exception as caught:
         error = caught
-    agree(ranks, "calls save_pretrained", error, found)
+    agree(sharing, "calls save_pretrained", error, found)
     assert found is not None
-    if _writes(ranks):
-        error = _write(found, Path(folder), max_shard_bytes, beside, overwrite, bar, ranks)
+    if sharing.writes:
+        error = _write(found, Path(folder), max_shard_bytes, beside, overwrite, bar, sharing)
     else:
         for item in found.items:
             item.gather()
-    agree(ranks, "has saved", error)
+    agree(sharing, "has saved", error)
     return plan
 
 
@@ -123,7 +122,7 @@ def _write(
     files: Mapping[str, str],
     overwrite: bool,
     bar: _Bar,
-    ranks: list[int],
+    sharing: Sharing,
 ) -> Exception | None:
     """Write a checkpoint from the rank that does; the error, once no rank waits for this one."""
     left, is_gathering = iter(checkpoint.items), False
@@ -151,15 +150,11 @@ def _write(
                 overwrite=overwrite,
             )
     except Exception as error:
-        if ranks and not is_gathering:
+        if sharing.ranks and not is_gathering:
             for item in left:
                 item.gather()
         return error
     return None
-
-
-def _writes(ranks: list[int]) -> bool:
-    return not ranks or dist.get_rank() == ranks[0]
 
 
 class _Bar:

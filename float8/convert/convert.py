@@ -28,7 +28,6 @@ from float8.linear.float8_weight import make_plain
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import (
-    AFTER_CONVERSION,
     MODULE_RULES,
     WEIGHT_RULES,
     ModuleRule,
@@ -108,8 +107,6 @@ def convert_to_float8_training(
     if plan.config.uses_delayed_scaling and plan.layers:
         remind_to_sync(module)
         keep_ddp_from_broadcasting(module)
-    for callback in AFTER_CONVERSION:
-        callback(module)
     return module
 
 

@@ -6,8 +6,8 @@
   `parallel_linear`).
 - ``expert_parallel.py``: tokens travel to the ranks of their experts as float8
   (`token_exchange`).
-- ``first_use.py``: ranks that train one model hold the same layers, or get an error that names the
-  first difference (`rank_comparison`).
+- ``rank_comparison.py``: ranks that exchange float8 values hold the same layers, or get an error
+  that names the first difference.
 - ``after_step.py``: one call for what a recipe needs after an optimizer step.
 - ``gradients/``: gradients travel as float8 (`float8_gradients`).
 """

@@ -33,7 +33,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,8 +74,7 @@ class Float8ExpertParallel(ParallelStyle):
         name, parameters = type(module).__name__, dict(module.named_parameters())
         error = _refuses(parameters, device_mesh.size())
         compare_ranks(
-            dist.get_process_group_ranks(device_mesh.get_group()),
-            "applies Float8ExpertParallel",
+            [device_mesh.get_group()],
             {name: {key: str(tuple(p.shape)) for key, p in parameters.items()}},
             "Give each rank the same model",
             error and f"Float8ExpertParallel: {name} {error}",
@@ -120,7 +118,7 @@ class _Hooks:
 
     def __init__(self, config: Float8LinearConfig | None, mesh: DeviceMesh, experts: int) -> None:
         self.config, self.experts, self.ranks = config, experts, Ranks.of(mesh)
-        self.global_ranks = dist.get_process_group_ranks(mesh.get_group())
+        self.group = mesh.get_group()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         return self
@@ -194,4 +192,4 @@ class _Hooks:
         name = innermost_module()
         facts: Facts = {"experts": str(self.experts), "features": str(x.shape[1])}
         facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
-        compare_ranks(self.global_ranks, f"runs {name}", {name: facts}, subject="experts")
+        compare_ranks([self.group], {name: facts}, subject="experts")

@@ -17,15 +17,8 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
-from float8.distributed.first_use import (
-    GATHER,
-    GATHERINGS,
-    WAITING,
-    compare_before_finding_scales,
-    compare_before_gather,
-)
 from float8.distributed.known_amax import KnownAmax
-from float8.distributed.rank_comparison import weights_of
+from float8.distributed.rank_comparison import compare_before_gather, weights_of
 from float8.formats import on_device
 from float8.granularity import Block, scale_shape
 from float8.linear.bound_plan import EXPERTS
@@ -106,8 +99,7 @@ def cast_shard(
     Returns:
         float8 data of the shard's shape, and the scale of the whole weight.
     """
-    if WAITING:
-        compare_before_gather(layer)
+    compare_before_gather(layer, group)
     (cast, state), config = weight_cast(layer), own_config(layer)
     assert cast is not None
     assert config is not None
@@ -160,8 +152,6 @@ def _amax_of_all(
     assert cast is not None
     amax = known.of(*weights)
     if amax is None:
-        if GATHERINGS:
-            compare_before_finding_scales([layer], GATHER)
         of_shard = known.shard_of(*weights)
         if of_shard is None:
             of_shard = amax_of_shard(shard, cast, size, group)

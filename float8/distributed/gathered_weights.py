@@ -53,20 +53,19 @@ from float8 import kernels
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, ScalingType
 from float8.convert.conversion import own_config
-from float8.distributed.first_use import (
-    PRECOMPUTE,
-    RANKS_OF_ONE_SCALE,
-    WAITING,
-    compare_before,
-    compare_before_finding_scales,
-)
 from float8.distributed.float8_gather import (
     GatheredWeight,
     amax_of_shard,
     needs_amax,
     weight_cast,
 )
-from float8.distributed.rank_comparison import LAYERS, weights_of
+from float8.distributed.rank_comparison import (
+    LAYERS,
+    RANKS_OF_ONE_SCALE,
+    compare_model,
+    remember_root,
+    weights_of,
+)
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
@@ -97,15 +96,12 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             per mesh.
 
     Raises:
-        RuntimeError: on every rank, at the first two calls, if the layers of the ranks differ or
-            only some ranks call this; the message names the first layer, or the ranks.
+        RuntimeError: on every rank, at the first call, if the layers of the ranks differ; the
+            message names the first layer.
     """
     check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
-    if WAITING:
-        compare_before(model, PRECOMPUTE)
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
-    found: list[Any] = []
     for _, layer in modules_by_name(model, LAYERS):
         cast, state = weight_cast(layer)
         if cast is None or not needs_amax(cast, state):
@@ -115,9 +111,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             if id(weight) not in seen and isinstance(local, ShardedWeight):
                 seen.add(id(weight))
                 by_ranks[_ranks_of(weight)].append((weight, layer, cast))
-                found.append(layer)
-    compare_before_finding_scales(found, PRECOMPUTE)
     for (group, device_type), weights in by_ranks.items():
+        compare_model(model, group)
         _agree(weights, group, device_type)
 
 
@@ -183,6 +178,7 @@ def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
 def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)
+    remember_root(root, layers.values())
     plain: dict[str, str] = {}
     swapped: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():

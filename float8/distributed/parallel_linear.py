@@ -33,7 +33,7 @@ from float8.distributed.exchange import (
     summed_linear,
     with_summed_gradient,
 )
-from float8.distributed.first_use import RANKS_OF_ONE_SCALE
+from float8.distributed.rank_comparison import RANKS_OF_ONE_SCALE
 from float8.linear.autograd import States, call_of, linear_in_float8
 from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear

@@ -318,7 +318,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
-            check(model, ranks_of(group))
+            check(model, ranks_of(group), groups)
         _checked.update(_parts_checked(model))
     with torch.no_grad():
         _update_all(casts, groups)

@@ -11,9 +11,8 @@ packages above fill when they are imported:
 - ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
   ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
 - ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
-- ``AFTER_CONVERSION``: `float8.distributed.first_use` registers one; conversion calls it last.
-- ``FIRST_SYNC_CHECKS``: `float8.distributed.first_use` registers one; the first ``sync`` of a model
-  calls it.
+- ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
+  model calls it.
 - ``AFTER_SYNC``: `float8.linear.weight_cache` registers one; every ``sync`` calls it last.
 - ``AMAX_READERS``: `float8.linear.weight_cache` and `float8.distributed` register theirs; an
   optimizer of `float8.optim` records the amaxes that they read.
@@ -23,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -90,9 +90,8 @@ RULE_FINDERS: list[Callable[[type[nn.Module]], ModuleRule | None]] = []
 WEIGHT_RULES: list[WeightRule] = []  # at most one
 # (the whole model) -> the reason why swapping its layers would be wrong, or None.
 MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
-AFTER_CONVERSION: list[Callable[[nn.Module], None]] = []
-# (model, the ranks that take part): raises where ranks disagree, before the first all-reduce.
-FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int]], None]] = []
+# (model, the ranks that take part, their groups): raises where ranks disagree.
+FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int], list[Any]], None]] = []
 AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 AMAX_READERS: list[AmaxReader] = []
 

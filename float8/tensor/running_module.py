@@ -15,7 +15,7 @@ from torch import nn
 
 def innermost_module() -> str:
     """The module whose forward is running, as ``"layers.0.mlp (MLP)"``; "" where there is none."""
-    stack = list(running_modules())
+    stack = list(_running_modules())
     if not stack:
         return ""
     inner = stack[0]
@@ -26,7 +26,7 @@ def innermost_module() -> str:
     return type(inner).__name__
 
 
-def running_modules() -> Iterator[nn.Module]:
+def _running_modules() -> Iterator[nn.Module]:
     """The modules on the stack, the innermost first."""
     frame = sys._getframe(1)
     while (caller := frame.f_back) is not None:

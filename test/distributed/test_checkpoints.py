@@ -3,63 +3,75 @@
 And by a program that does not import float8.
 """
 
-import checkpoint_program
+import checkpoint_program as program
+import one_process as one
 import pytest
+from checkpoint_program import RECIPES, expected_losses, resumes, train
 from fresh import facts_of
-from processes import failures
+from processes import pool
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from float8 import high_precision
+
+pytestmark = pytest.mark.slow
 NO_GROUP = "ignore:torch.distributed is disabled:UserWarning"
-RECIPES = checkpoint_program.RECIPES
-# The recipe of two processes, and that of the checkpoint: equal casts, or other ones.
-RESUMED = (
-    ("delayed", "delayed"),
-    ("gathered tensorwise", "gathered tensorwise"),
-    ("gathered delayed", "delayed"),
-    ("tensorwise", "gathered tensorwise"),
-)
-CHANGED = (
-    ("delayed", None),
-    ("tensorwise", None),
-    (None, "delayed"),
-    ("delayed", "tensorwise"),
-)
-
-
-def path_of(folder, recipe):
-    return str(folder / str(recipe))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Four processes write one checkpoint for each recipe; (failures, folder)."""
+    """Four processes write one checkpoint for each recipe, and resume from it."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    checks = [("four_save_and_resume", recipe, path_of(folder, recipe)) for recipe in RECIPES]
-    return failures("checkpoint_program", checks, world=4), folder
+    for recipe in RECIPES:
+        pool().run(4, "checkpoint_program", "saves_and_resumes", recipe, folder / str(recipe))
+    return folder
 
 
-@pytest.mark.slow
-def test_four_processes_save_and_resume_to_the_same_losses_and_bits(saved):
-    assert saved[0] == {}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("after", "before"),
+    [
+        ("delayed", "delayed"),
+        ("gathered tensorwise", "gathered tensorwise"),
+        ("gathered delayed", "delayed"),
+        ("tensorwise", "gathered tensorwise"),
+    ],
+)
+def test_two_processes_resume_from_checkpoints_of_four(rank, saved, after, before):
+    resumes(after, before, saved / before)
 
 
-@pytest.mark.slow
-def test_two_processes_resume_from_checkpoints_of_four(saved):
-    folder = saved[1]
-    checks = [
-        (check, after, before, path_of(folder, before))
-        for check, pairs in (("two_resume", RESUMED), ("two_resume_with_another_recipe", CHANGED))
-        for after, before in pairs
-    ]
-    checks.append(("a_lost_history_changes_the_losses", path_of(folder, "delayed")))
-    assert failures("checkpoint_program", checks) == {}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("after", "before"),
+    [("delayed", None), ("tensorwise", None), (None, "delayed"), ("delayed", "tensorwise")],
+)
+def test_another_recipe_loads_a_checkpoint_as_in_one_process(rank, saved, after, before):
+    _, losses = resumes(after, before, saved / str(before))
+    old, new = one.make(before), one.make(None)
+    optimizer = one.adamw(old)
+    train(old, optimizer, range(program.BEFORE))
+    with high_precision(old):
+        new.load_state_dict(old.state_dict())
+    state, optimizer = optimizer.state_dict(), one.adamw(new)
+    optimizer.load_state_dict(state)
+    one.convert(new, after)
+    assert losses == train(new, optimizer, range(program.BEFORE, program.BEFORE + program.AFTER))
 
 
-@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_a_lost_history_changes_the_losses(rank, saved):
+    model, optimizer = program.sharded("delayed")
+    with high_precision(model):
+        program.load(model, optimizer, saved / "delayed")
+    assert all(not m.history_ready for m in model.modules() if hasattr(m, "history_ready"))
+    losses = train(model, optimizer, range(program.BEFORE, program.BEFORE + program.AFTER))
+    assert losses != expected_losses("delayed")[program.BEFORE :]
+
+
 @pytest.mark.filterwarnings(NO_GROUP)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_process_resumes_from_checkpoints_of_four(saved, recipe):
-    checkpoint_program.resumes(recipe, recipe, path_of(saved[1], recipe))
+    resumes(recipe, recipe, saved / str(recipe))
 
 
 READ = """
@@ -72,14 +84,13 @@ facts["float8"] = "float8" in sys.modules
 """
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings(NO_GROUP)
 def test_the_files_hold_plain_tensors_for_a_program_without_float8(saved, tmp_path):
     path = tmp_path / "whole.pt"
-    dcp_to_torch_save(path_of(saved[1], "gathered delayed"), path)
+    dcp_to_torch_save(saved / "gathered delayed", path)
     facts = facts_of(READ.format(path=str(path)))
     assert not facts["float8"]
     assert facts["types"] == ["Tensor"]
     assert facts["optimizer"] == ["exp_avg", "exp_avg_sq", "step"]
-    expected = checkpoint_program.one.make("delayed").state_dict()
+    expected = one.make("delayed").state_dict()
     assert facts["model"] == {k: [str(v.dtype), list(v.shape)] for k, v in expected.items()}

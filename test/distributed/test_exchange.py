@@ -14,54 +14,40 @@ from float8.distributed import exchange
 from float8.distributed.exchange import Ranks, check_even, part_of, sends_input_in_float8
 from float8.linear.bound_plan import plan_on
 
-SENT = {"tensorwise", "delayed", "unit"}
+OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+POW2 = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
+BLOCK = CastConfig(granularity=Blockwise(128, 128))
+WIDE_GRADIENT = Float8LinearConfig(
+    cast_config_input_for_grad_weight=OFF, cast_config_grad_output_for_grad_weight=OFF
+)
+SENT = {  # whether one scale serves all GEMMs of the input
+    **{name: (RECIPES[name], name in ("tensorwise", "delayed", "unit")) for name in RECIPES},
+    "a product in high precision": (WIDE_GRADIENT, False),
+    "a second cast": (Float8LinearConfig(cast_config_input_for_grad_weight=POW2), False),
+    "blocks": (Float8LinearConfig(BLOCK, BLOCK, BLOCK, emulate=True), False),
+}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_inputs_travel_in_float8_where_one_scale_serves_all_gemms(recipe):
-    assert sends_input_in_float8(RECIPES[recipe].plan) == (recipe in SENT)
+@pytest.mark.parametrize("name", SENT)
+def test_inputs_travel_in_float8_where_one_scale_serves_all_gemms(name):
+    config, sent = SENT[name]
+    assert sends_input_in_float8(config.plan) == sent
 
 
-def test_an_input_with_a_second_cast_travels_in_high_precision():
-    off = CastConfig(scaling_type=ScalingType.DISABLED)
-    other = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
-    for second in (off, other):
-        config = Float8LinearConfig(
-            cast_config_input_for_grad_weight=second,
-            cast_config_grad_output_for_grad_weight=off if second is off else None,
-        )
-        assert not sends_input_in_float8(config.plan)
-    by_block = CastConfig(granularity=Blockwise(128, 128))
-    assert not sends_input_in_float8(
-        Float8LinearConfig(by_block, by_block, by_block, emulate=True).plan
-    )
-
-
-def gathered_gradient(config, monkeypatch):
-    """The gradient that a rowwise layer of one rank multiplies, and the gradient itself."""
+@pytest.mark.parametrize(
+    ("config", "sent"),
+    [(RECIPES["tensorwise"], True), (RECIPES["unit"], True), (WIDE_GRADIENT, False)],
+)
+def test_a_gradient_of_one_scale_travels_in_float8(config, sent, monkeypatch):
+    """Of a rowwise layer. Float8 data would lose what a product in high precision reads."""
     monkeypatch.setattr(exchange, "gather", lambda x, *_: x)
     g = torch.randn(32, 16)
     ctx = SimpleNamespace(
         plan=plan_on(config, g.device, g.dtype), scatter=0, length=32, record=False,
         states=(None, None, None), ranks=SimpleNamespace(group=None),
     )  # fmt: skip
-    return exchange._gather_grad_output(ctx, g), g
-
-
-@pytest.mark.parametrize("recipe", sorted(SENT - {"delayed"}))  # which needs its state
-def test_a_gradient_of_one_scale_travels_in_float8(recipe, monkeypatch):
-    found, _ = gathered_gradient(RECIPES[recipe], monkeypatch)
-    assert isinstance(found, Float8Tensor)
-
-
-def test_a_gradient_with_a_use_in_high_precision_travels_in_high_precision(monkeypatch):
-    """Its first use has one scale; float8 data would lose what grad_weight reads."""
-    off = CastConfig(scaling_type=ScalingType.DISABLED)
-    config = Float8LinearConfig(
-        cast_config_input_for_grad_weight=off, cast_config_grad_output_for_grad_weight=off
-    )
-    found, g = gathered_gradient(config, monkeypatch)
-    assert type(found) is torch.Tensor and torch.equal(found, g)
+    found = exchange._gather_grad_output(ctx, g)
+    assert isinstance(found, Float8Tensor) if sent else found is g
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

@@ -1,92 +1,326 @@
-"""FSDP2 gathers weights in float8, and the bits stay those of one process."""
+"""FSDP2 gathers weights in float8: what travels, and what is remembered, stored and refused.
+
+`test_parallel_training.py` has the bits of training.
+"""
 
 import copy
 import pickle
+from unittest import mock
 
+import one_process as one
 import pytest
 import torch
-from fsdp_program import convert, model_of
-from processes import failures
+import torch.distributed as dist
+from parallel_forms import fsdp2, mesh
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+import float8
+from benchmarks.measuring.wire import Wire
 from float8 import (
     Float8Linear,
+    Float8Tensor,
+    after_step,
     convert_from_float8_training,
     convert_to_float8_training,
+    high_precision,
     precompute_float8_dynamic_scale_for_fsdp,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES, Float8LinearConfig
+from float8.distributed import float8_gather
 from float8.distributed.sharded_weight import ShardedWeight
 
-BF16 = torch.bfloat16
 GATHERED = ("tensorwise", "delayed", "unit")
-ODD = (7, 5)  # widths, which make uneven shards
+ODD = {"width": 7, "hidden": 5}  # which make uneven shards
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
-def trains(**options):
-    return "with_options", "trains_like_one_process", options
+def make(recipe="tensorwise", **sizes):
+    return one.make(one.GATHERED + recipe, **sizes)
 
 
-def refuses(what, message):
-    return "refuses", what, message
+def sharded(recipe="tensorwise", **sizes):
+    return fsdp2(make(recipe, **sizes))
 
 
-ON_TWO = [
-    *(trains(recipe=recipe) for recipe in GATHERED),  # others: test_compositions.py
-    trains(dtype=BF16, precompute=True),
-    trains(dtype=BF16, recipe="delayed"),
-    trains(dims=ODD, recipe="delayed"),
-    trains(dims=ODD, precompute=True),
-    trains(dims=(1, 1), precompute=True),  # more ranks than rows
-    trains(recipe="delayed", reshard_after_forward=False),
-    trains(offload=True, precompute=True, dims=ODD),
-    trains(meta=True, recipe="delayed", dims=ODD),
-    trains(frozen=True),
-    trains(ours=True, dtype=BF16, dims=ODD),
-    trains(ours=True, precompute=True, dims=(1, 1)),
-    trains(checkpointed="not", recipe="delayed"),
-    trains(checkpointed="reentrant", dtype=BF16),
-    trains(compiled="aot_eager", recipe="delayed", dtype=BF16),
-    ("one_byte_per_element_travels", BF16),
-    ("one_all_reduce_for_all_weights",),
-    ("after_step_does_what_a_recipe_needs",),
-    ("known_scales_need_no_all_reduce",),
-    ("a_compiled_step_forgets_the_amax",),
-    ("a_write_forgets_the_amax",),
-    ("the_optimizer_records_the_amaxes_of_shards",),
-    ("a_stale_scale_is_found",),
-    ("a_missing_all_reduce_is_found",),
-    ("the_gathered_weight_is_the_operand",),
-    *(("losses_do_not_depend_on_the_gather", recipe) for recipe in (*GATHERED, "rowwise")),
-    ("accumulates", "tensorwise"),
-    ("accumulates", "delayed"),
-    ("tied_weights_train", "tensorwise"),
-    ("tied_weights_train", "delayed"),
-    ("columns_can_be_sharded",),
-    ("checkpoints_are_plain", "delayed"),
-    ("meta_models_load_checkpoints",),
-    ("evaluates",),
-    ("clips_and_steps",),
-    ("an_unused_weight_gets_zeros",),
-    refuses("autocast", "MixedPrecisionPolicy"),
-    refuses("back", "get_model_state_dict"),
-    refuses("back, gathered", "get_model_state_dict"),
-    refuses("sharded", "convert before fully_shard"),
-]
-ON_FOUR = [
-    trains(hsdp=True, same_data=True, recipe="delayed", dims=ODD, dtype=BF16),
-    trains(same_data=True, dims=(9, 2), precompute=True),  # some shards are empty
-    ("the_amax_is_reduced_over_shards_only",),
-    refuses("group", "shards too"),
-    refuses("integer", "Error"),
-]
+def step(model, number=0, width=32):
+    return one.rank_step(model, [one.batch(number, dist.get_rank(), width=width)])
+
+
+def amax_of(weight):
+    return weight.detach().full_tensor().abs().amax().reshape(1, 1)
+
+
+# --- what travels
+
+
+@pytest.mark.ranks(2)
+def test_one_byte_per_element_travels(rank):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    sent = []
+    for recipe in ("tensorwise", "gathered tensorwise"):
+        model = fsdp2(one.make(recipe), mp_policy=policy)
+        with Wire() as wire:
+            step(model)
+        assert wire.count("all_gather") == 4  # each layer, forward and backward
+        assert [e.bytes for e in wire.sent if e.kind == "all_reduce"] == [4.0] * len(sent) * 2
+        sent.append(wire.bytes("all_gather"))
+    elements, biases = 2 * 32 * 48, 32 + 48  # half of them, twice
+    assert sent == [2 * elements + 2 * biases, elements + 2 * biases]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "first", "after"),
+    [("tensorwise", 1, 1), ("delayed", 1, 1), ("unit", 0, 0), ("rowwise", 0, 0)],
+)
+def test_a_step_takes_one_all_reduce_at_most(rank, recipe, first, after):
+    """For the histories or the dynamic scales; one before the first step, where shards differ."""
+    model = sharded(recipe, **ODD)
+    optimizer = one.adamw(model)
+    with Wire() as wire:
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        step(model, width=7)
+    reduced = [each.bytes for each in wire.sent if each.kind == "all_reduce"]
+    assert reduced == [2 * 4] * first  # of both scales
+    for number in range(2):
+        optimizer.step()
+        optimizer.zero_grad()
+        with Wire() as wire:
+            after_step(model)
+        assert wire.count("all_reduce") == after, number
+        with Wire() as wire:
+            step(model, number, width=7)
+        assert wire.count("all_reduce") == 0, number
+
+
+@pytest.mark.ranks(2)
+def test_the_gathered_weight_is_the_operand(rank):
+    """It is in float8, freed after forward, and gathered again for backward."""
+    model, seen = sharded(), []
+    layers = model[0], model[2]
+
+    def hook(layer, args):
+        data = layer.weight.float8_data
+        seen.append((layer.weight, data))
+        assert data.untyped_storage().size() == layer.weight.numel()  # one byte each
+
+    for layer in layers:
+        layer.register_forward_pre_hook(hook)
+    loss = one.loss_of(model, one.batch(0, rank))
+    for weight, data in seen:
+        assert isinstance(weight, Float8Tensor) and isinstance(weight, nn.Parameter)
+        assert data.dtype == torch.float8_e4m3fn
+    assert seen[0][1].untyped_storage().size() == 0  # resharded
+    assert isinstance(layers[0].weight, DTensor)
+    loss.backward()
+    assert len(seen) == 2 and layers[0].weight.grad.dtype == torch.float32
+
+
+# --- the amax of a weight is remembered until the weight is written to
+
+WRITES = {
+    "a step": lambda p: torch.optim.SGD([p], lr=1.0).step(),
+    "a foreach step": lambda p: torch.optim.SGD([p], lr=1.0, foreach=True).step(),
+    "copy_": lambda p: p.copy_(p.clone() * 2),
+    "data": lambda p: p.data.mul_(2),
+    "to_local": lambda p: p.to_local().mul_(2),
+    "a copy of masters": lambda p: p.to_local().data.copy_(p.to_local().plain * 2),
+    "an initialisation": nn.init.ones_,
+    "foreach": lambda p: torch._foreach_mul_([p], 2),
+    "out": lambda p: torch.mul(p, 2, out=p),
+    "the stored tensor": lambda p: p._local_tensor.plain.mul_(2),
+    "a state dict": lambda p: nn.ParameterList([p]).state_dict()["0"].to_local().mul_(2),
+}
+
+
+@pytest.mark.ranks(2)
+def test_a_write_forgets_the_amax(rank):
+    """That of the whole, and that of the shard, which float8 optimizers record."""
+    model = sharded(**ODD)
+    weight = model[0].weight
+    for what, write in WRITES.items():
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        assert torch.equal(weight.to_local().known_amax, amax_of(weight)), what
+        for shard in (False, True):
+            if shard:
+                weight._local_tensor.remember_shard(torch.ones(1, 1), weight._version)
+            weight.grad = torch.randn_like(weight.detach())
+            with torch.no_grad():
+                write(weight)
+            assert weight.to_local().known_amax is None, what
+            assert weight.to_local().amax_of_shard(weight) is None, what
+
+
+@pytest.mark.ranks(2)
+def test_the_optimizer_records_the_amaxes_of_shards(rank):
+    """Then the next scales take no pass over the shards."""
+    model = sharded(**ODD)
+    optimizer = float8.optim.AdamW(model.parameters(), lr=0.01)
+    weights = [m.weight for m in model.modules() if isinstance(m, Float8Linear)]
+    for precompute in (False, True):
+        step(model, width=7)
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight in weights:
+            shard = weight.to_local()
+            expected = shard.plain.abs().max() if shard.numel() else torch.zeros(())
+            assert torch.equal(shard.amax_of_shard(weight), expected.view(1, 1))
+        with (
+            mock.patch.object(float8.kernels, "amaxes", side_effect=AssertionError("a pass")),
+            mock.patch.object(float8_gather, "amax_of_shard", side_effect=AssertionError("a pass")),
+        ):
+            if precompute:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+                assert all(torch.equal(w.to_local().known_amax, amax_of(w)) for w in weights)
+            step(model, width=7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "checks"), [(2, ON_TWO), (4, ON_FOUR)])
-def test_bits_are_those_of_one_process(world, checks):
-    assert failures("fsdp_program", checks, world) == {}
+@pytest.mark.ranks(2)
+def test_a_compiled_step_forgets_the_amax(rank):
+    """Inductor's code passes no dispatch; only the parameter's version changes."""
+    model = sharded()
+    weight = model[0].weight
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    # Inductor on one rank only: compiling takes long.
+    compiled = torch.compile(optimizer.step, backend="inductor" if rank == 0 else "aot_eager")
+    for number in range(2):
+        step(model, number)
+        precompute_float8_dynamic_scale_for_fsdp(model)
+        assert torch.equal(weight.to_local()._known.of(weight), amax_of(weight))
+        compiled()
+        assert weight.to_local()._known.of(weight) is None
+        optimizer.zero_grad()
+
+
+# --- checkpoints, evaluation, ties
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_checkpoints_are_plain_and_load(rank, recipe):
+    """Whole and sharded, with and without assign, into a model on the meta device too."""
+    model = sharded(recipe, **ODD)
+    step(model, width=7)
+    whole = get_model_state_dict(model, options=WHOLE)
+    assert {type(value) for value in whole.values()} == {torch.Tensor}
+    for values in (model.state_dict(), get_model_state_dict(model)):
+        for name, value in values.items():
+            assert type(getattr(value, "_local_tensor", value)) is torch.Tensor, name
+            assert torch.equal(*one.whole([value, whole[name]])), name
+    for way in ("copy", "assign", "whole", "meta"):
+        other = make(recipe, **ODD).to("meta" if way == "meta" else "cpu")
+        other = fsdp2(other)
+        if way in ("copy", "assign"):
+            with torch.no_grad():
+                other[0].weight.zero_()
+            other.load_state_dict(model.state_dict(), assign=way == "assign")
+        else:
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=way == "meta")
+            set_model_state_dict(
+                other, {} if rank > 0 and way == "meta" else dict(whole), options=options
+            )
+        assert isinstance(other[0].weight._local_tensor, ShardedWeight)
+        assert step(other, 1, width=7) == step(model, 1, width=7), way
+        if way != "meta":  # rank 0 sends its own amaxes
+            one.assert_same_model(other, model, way)
+
+
+@pytest.mark.ranks(2)
+def test_evaluation_and_high_precision(rank):
+    """Without gradients; and in high precision, with the gathered weights."""
+    plain, single, model = one.make(None), one.make("tensorwise"), sharded()
+    x = one.batch(0, rank)[0]
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            assert torch.equal(model(x), single(x))
+    with high_precision(model):
+        out = model(x)
+        out.backward(torch.randn_like(out))
+    for p in plain.parameters():
+        if p.dim() == 2:
+            p.data = Float8Tensor.from_high_precision(p.data, torch.float8_e4m3fn).dequantize()
+    assert torch.equal(out, plain(x))
+    assert torch.equal(model.eval()(x), single.eval()(x))
+
+
+class Tied(nn.Module):
+    """Two layers share a weight, and an embedding shares one with the head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(16, 32), nn.Linear(32, 16, bias=False)
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.head.weight, self.two.weight = self.embedding.weight, self.one.weight
+
+    def forward(self, tokens):
+        return self.head(self.two(self.one(self.embedding(tokens))))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_tied_weights_train(rank, recipe):
+    single, model = (one.convert(Tied(), name) for name in (recipe, one.GATHERED + recipe))
+    (reason,) = model.float8_conversion.gathered_in_high_precision.items()
+    assert reason[0] == "head" and "tied to a Embedding" in reason[1]
+    assert isinstance(model.one.weight, ShardedWeight) and model.one.weight is model.two.weight
+    assert model.head.weight is model.embedding.weight
+    fully_shard(model)
+    for _ in range(2):
+        g = torch.randn(16, 16)
+        for m in (single, model):
+            m(torch.arange(16)).backward(g)
+            sync_float8_amax_and_scale_history(m)
+        grads = one.whole(q.grad for q in model.parameters())
+        assert all(torch.equal(p.grad, g) for p, g in zip(single.parameters(), grads, strict=True))
+
+
+# --- what is refused
+
+
+def in_autocast(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 32))
+
+
+def back_when_gathered(model):
+    single = fully_shard(one.convert(nn.Sequential(nn.Linear(16, 16)), "gathered tensorwise"))
+    single(torch.randn(4, 16))  # the root is not resharded after forward
+    convert_from_float8_training(single)
+
+
+REFUSED = {
+    "MixedPrecisionPolicy": in_autocast,
+    "get_model_state_dict": convert_from_float8_training,
+    r"get_model_state_dict.": back_when_gathered,
+    "convert before fully_shard": lambda model: one.convert(
+        fully_shard(one.make(None)), "gathered tensorwise"
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_sharded_models_cannot_do_is_refused(rank, message):
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=message):
+        REFUSED[message](sharded())
+
+
+@pytest.mark.ranks(4)
+def test_a_sync_over_a_group_without_all_shards_is_refused(rank):
+    pairs = mesh()
+    sync_float8_amax_and_scale_history(fsdp2(make("delayed"), pairs), pairs)
+    with pytest.raises(RuntimeError, match="shards too"):
+        sync_float8_amax_and_scale_history(fsdp2(make("delayed"), pairs), pairs["replicate"])
 
 
 # --- one process: what conversion makes
@@ -94,54 +328,33 @@ def test_bits_are_those_of_one_process(world, checks):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bits_before_sharding_are_those_of_the_plain_recipe(recipe):
-    models = [convert(model_of(), recipe, gathers) for gathers in (False, True)]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
-    for _ in range(2):
-        x, g = torch.randn(16, 32), torch.randn(16, 32)
-        outs = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            outs.append(model(x))
-            outs[-1].backward(g)
-            optimizer.step()
-            optimizer.zero_grad()
-            sync_float8_amax_and_scale_history(model)
-        assert torch.equal(*outs)
-    a, b = (model.state_dict() for model in models)
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert type(b[name]) is torch.Tensor
-        assert torch.equal(value, b[name]), name
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_report_says_which_weights_stay_in_high_precision(recipe):
-    model = convert(model_of(), recipe, gathers=True)
-    kinds = {type(layer.weight) for layer in model.modules() if isinstance(layer, Float8Linear)}
+    single, model = one.make(recipe), make(recipe)
+    steps = [[[one.batch(step, 0)]] for step in range(2)]
+    one.assert_same_training(0, single, model, steps, recipe)
+    a, b = single.state_dict(), model.state_dict()
+    assert a.keys() == b.keys() and {type(value) for value in b.values()} == {torch.Tensor}
+    layers = [m for m in model if isinstance(m, Float8Linear)]
     reasons = model.float8_conversion.gathered_in_high_precision
-    if recipe in GATHERED:
-        assert kinds == {ShardedWeight}
-        assert reasons == {}
-    else:
-        assert kinds == {nn.Parameter}
-        assert set(reasons) == set(model.float8_conversion.converted)
-        assert "gathered in high precision: *.up (2 layers): " in str(model.float8_conversion)
+    expected = ShardedWeight if recipe in GATHERED else nn.Parameter
+    assert {type(layer.weight) for layer in layers} == {expected}
+    assert set(reasons) == set([] if recipe in GATHERED else model.float8_conversion.converted)
 
 
 def test_data_gradients_and_attributes_are_shared():
-    plain = nn.Linear(32, 48).requires_grad_()
+    plain = nn.Linear(32, 48)
     plain.weight.grad, plain.weight.tag = torch.randn(48, 32), "tagged"
-    layer = convert(nn.Sequential(plain), "tensorwise", gathers=True)[0]
+    before = plain.weight
+    layer = one.convert(nn.Sequential(plain), "gathered tensorwise")[0]
     assert isinstance(layer.weight, nn.Parameter)
-    assert layer.weight.plain.data_ptr() == plain.weight.data_ptr()
-    assert layer.weight.grad is plain.weight.grad
-    assert layer.weight.tag == "tagged"
+    assert layer.weight.plain.data_ptr() == before.data_ptr()
+    assert layer.weight.grad is before.grad and layer.weight.tag == "tagged"
     assert not hasattr(layer.weight, "_float8_replaced_in")
 
 
 def test_a_model_converts_back():
-    model = convert(model_of(), "tensorwise", gathers=True)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    tied = convert(nn.Sequential(*[nn.Linear(16, 16)] * 2), "tensorwise", gathers=True)
+    model = make()
+    tied = one.convert(nn.Sequential(*[nn.Linear(16, 16)] * 2), "gathered tensorwise")
+    before = copy.deepcopy(model.state_dict())
     for m in (model, tied):
         convert_from_float8_training(m)
         assert {type(p) for p in m.parameters()} == {nn.Parameter}
@@ -151,58 +364,40 @@ def test_a_model_converts_back():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_and_pickles_keep_the_type(duplicate):
-    model = convert(model_of(), "delayed", gathers=True)
+    model = make("delayed")
     other = duplicate(model)
     x = torch.randn(16, 32)
-    assert isinstance(other[0].up.weight, ShardedWeight)
+    assert isinstance(other[0].weight, ShardedWeight)
     assert torch.equal(model(x), other(x))
     with torch.no_grad():
-        other[0].up.weight.zero_()
-    assert model[0].up.weight.any()
+        other[0].weight.zero_()
+    assert model[0].weight.any()
 
 
-def test_a_plain_checkpoint_loads_with_and_without_assign():
-    plain = model_of()
-    for assign in (False, True):
-        model = convert(model_of(), "tensorwise", gathers=True)
-        model.load_state_dict({k: v + 1 for k, v in plain.state_dict().items()}, assign=assign)
-        assert isinstance(model[0].up.weight, ShardedWeight)
-        assert torch.equal(model[0].up.weight.plain, plain[0].up.weight + 1)
-
-
-def test_weights_change_dtype_and_come_to_life():
-    model = convert(model_of(), "tensorwise", gathers=True)
-    weight = model[0].up.weight
-    assert model.to(torch.bfloat16)[0].up.weight is weight
+def test_weights_load_plain_checkpoints_change_dtype_and_come_to_life():
+    saved = {name: value + 1 for name, value in one.make(None).state_dict().items()}
+    models = [make(), make(), make().to("meta").to_empty(device="cpu")]
+    for assign, model in zip((True, False, False), models, strict=True):
+        model.load_state_dict(saved, assign=assign)
+        assert isinstance(model[0].weight, ShardedWeight)
+        assert torch.equal(model[0].weight.plain, saved["0.weight"])
+    weight = models[0][0].weight
+    assert models[0].to(torch.bfloat16)[0].weight is weight
     assert weight.plain.dtype == torch.bfloat16
-    empty = convert(model_of().to("meta"), "tensorwise", gathers=True).to_empty(device="cpu")
-    assert empty[0].up.weight.plain.device.type == "cpu"
-    empty.load_state_dict(model_of().state_dict())
-    x = torch.randn(16, 32)
-    assert torch.equal(empty(x), convert(model_of(), "tensorwise", gathers=True)(x))
-
-
-def test_a_weight_that_another_module_reads_stays_plain():
-    embedding, head = nn.Embedding(16, 32), nn.Linear(32, 16, bias=False)
-    head.weight = embedding.weight
-    model = convert(nn.ModuleDict({"embedding": embedding, "head": head}), "tensorwise", True)
-    reason = model.float8_conversion.gathered_in_high_precision["head"]
-    assert "tied to a Embedding" in reason
-    assert model["head"].weight is embedding.weight
 
 
 def test_an_optimizer_from_before_is_refused_at_its_first_step():
-    model = model_of()
+    model = one.make(None)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.step()
-    convert(model, "tensorwise", gathers=True)
-    with pytest.raises(RuntimeError, match=r"0\.up.*then build the optimizer"):
+    one.convert(model, "gathered tensorwise")
+    with pytest.raises(RuntimeError, match=r"0.*then build the optimizer"):
         optimizer.step()
     torch.optim.AdamW(model.parameters()).step()
 
 
 def test_precomputing_leaves_other_models_alone():
-    for model in (model_of(), convert(model_of(), "tensorwise", True), nn.ReLU()):
+    for model in (one.make(None), make(), nn.ReLU()):
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 

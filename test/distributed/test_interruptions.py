@@ -1,7 +1,6 @@
 """Something goes wrong on one process: all processes get an error, or continue correctly."""
 
 import itertools
-import math
 import os
 import signal
 import subprocess
@@ -15,37 +14,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fresh import ROOT
-from processes import failures, forkserver, new_store
+from processes import forkserver, new_store
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
-SKIPPED = "a_step_with_a_bad_value_can_be_skipped_by_all_ranks"
-NOT_SKIPPED = "a_step_with_a_bad_value_that_is_not_skipped_makes_all_ranks_nan"
-EMPTY = "an_empty_batch_on_one_rank_trains"
-CHECKS = [
-    (SKIPPED, "tensorwise", "ddp", math.nan),
-    (SKIPPED, "tensorwise", "fsdp2", math.inf),
-    (SKIPPED, "rowwise", "ddp", math.inf),
-    (SKIPPED, "rowwise", "fsdp2", math.nan),
-    *((SKIPPED, "delayed", kind, bad) for kind in ("ddp", "fsdp2") for bad in (math.nan, math.inf)),
-    (SKIPPED, "unit", "ddp", math.nan),
-    (SKIPPED, "unit", "fsdp2", math.inf),
-    *(
-        (check, recipe, kind)
-        for check in (NOT_SKIPPED, EMPTY)
-        for recipe, kind in (
-            ("tensorwise", "ddp"),
-            ("delayed", "ddp"),
-            ("delayed", "fsdp2"),
-            ("rowwise", "fsdp2"),
-        )
-    ),
-]
-
-
-@pytest.mark.slow
-def test_bad_values_and_empty_batches_on_one_of_two_processes():
-    assert failures("fault_program", CHECKS) == {}
 
 
 @pytest.mark.slow
@@ -55,8 +26,8 @@ def test_the_other_process_gets_an_error_in_bounded_time():
     patience, errors = 2.0, context.Queue()
     pairs, stores = {}, []
     for kind, how, seconds in (
-        ("ddp", signal.SIGKILL, 600.0),
-        ("fsdp2", signal.SIGSTOP, patience),
+        ("DDP", signal.SIGKILL, 600.0),
+        ("FSDP2", signal.SIGSTOP, patience),
     ):
         stores.append(new_store())
         arguments = (stores[-1].port, kind, how, seconds, errors)
@@ -71,7 +42,7 @@ def test_the_other_process_gets_an_error_in_bounded_time():
         for kind, (survivor, _) in pairs.items():
             survivor.join(timeout=10)
             assert survivor.exitcode == 0, kind
-        assert pairs["ddp"][1].exitcode == -signal.SIGKILL
+        assert pairs["DDP"][1].exitcode == -signal.SIGKILL
     finally:
         for process in itertools.chain(*pairs.values()):
             process.kill()

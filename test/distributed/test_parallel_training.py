@@ -1,61 +1,299 @@
-"""DDP, FSDP and pipelines of torch train float8 layers to the bits of one process."""
+"""DDP, FSDP and pipelines of torch train float8 layers to the bits of one process.
 
+So they do where a value of one rank is not finite, where a rank has no tokens, and where FSDP2
+gathers weights in float8. Compositions of these: `test_compositions.py`.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from unittest import mock
+
+import faults
+import one_process as one
 import pytest
-from processes import failures
-from recompute import KINDS
+import torch
+import torch.distributed as dist
+from assertions import error
+from parallel_forms import FORMS, WORLD, ddp, fsdp1, fsdp2, mesh, trains
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-PLAIN, VIEWS = {}, {"gradient_as_bucket_view": True}
-STATIC, BOTH = {"static_graph": True}, {"gradient_as_bucket_view": True, "static_graph": True}
-NAN, INF = float("nan"), float("inf")
-ON_TWO = [
-    # Every form of DDP for delayed scaling, which has state; other recipes: test_compositions.py.
-    *(("ddp_trains", "delayed", options) for options in (PLAIN, VIEWS, STATIC, BOTH)),
-    ("ddp_trains", "unit", STATIC),
-    *(("ddp_with_checkpointing_trains", "delayed", kind) for kind in KINDS),
-    ("compiled_fsdp2_trains", "delayed"),
-    ("ddp_keeps_the_amaxes_of_each_rank",),
-    ("one_layer_equals_the_whole_batch_at_once", "delayed"),
-    ("one_layer_equals_the_whole_batch_at_once", "unit"),
-    *(("ranks_end_a_sync_with_equal_finite_scales", bad) for bad in (None, NAN, INF)),
-    ("ranks_end_a_sync_with_equal_finite_scales", INF, 2),  # scales are found by every second sync
-    ("a_missing_all_reduce_is_found",),
-    ("a_pipeline_trains", "tensorwise", "GPipe"),
-    ("a_pipeline_trains", "rowwise", "1F1B"),
-    ("a_pipeline_trains", "unit", "GPipe"),
-    ("a_pipeline_trains", "delayed", "GPipe"),
-    ("a_pipeline_trains", "delayed", "1F1B"),
-    ("a_pipeline_without_a_group_is_refused",),
-]
+import float8.distributed.rank_comparison  # noqa: F401  compares the layers of ranks
+from float8 import after_step, convert_to_float8_training, sync_float8_amax_and_scale_history
+from float8.config import RECIPES, DelayedScalingConfig
+from float8.distributed import float8_gather, sharded_weight
+
+BF16, NAN, INF = torch.bfloat16, math.nan, math.inf
+
 # Sharding could change the scale of a whole weight, found from the gathered weight or a history:
-# these recipes take every form. Scales of rows and constants take every other form.
-FORMS = (
-    ("fsdp1_trains", "FULL_SHARD"),
-    ("fsdp1_in_mixed_precision_trains_as_autocast_does",),
-    ("fsdp2_trains",),
-    ("fsdp2_in_mixed_precision_trains_as_autocast_does",),
-    ("hsdp_trains",),
-)
-FORMS_OF = {"tensorwise": FORMS, "delayed": FORMS, "rowwise": FORMS[::2], "unit": FORMS[1::2]}
-ON_FOUR = [
-    *(
-        (check, recipe, *arguments)
-        for recipe, forms in FORMS_OF.items()
-        for check, *arguments in forms
-    ),
-    ("fsdp1_trains", "delayed", "SHARD_GRAD_OP"),
-    ("fsdp1_that_rounds_buffers_is_refused",),
-    ("cpu_offload_trains", "delayed"),
-    *(("fsdp2_with_checkpointing_trains", "delayed", kind) for kind in KINDS),
-    ("fsdp2_with_checkpointing_trains", "tensorwise", "selective"),
-    ("uneven_shards_train", "tensorwise", "fsdp1", 3),
-    ("uneven_shards_train", "tensorwise", "fsdp2", 1),
-    ("uneven_shards_train", "delayed", "fsdp1", 1),
-    ("uneven_shards_train", "delayed", "fsdp2", 3),
-    ("uneven_shards_train", "rowwise", "fsdp2", 1),
+# "delayed" has state, takes every form, and so do weights that are gathered in float8.
+DELAYED = [(name, "delayed") for name in FORMS if name != "HSDP"]
+GATHERED = [
+    *((name, "gathered delayed") for name in FORMS if name.startswith("FSDP2")),
+    *(("FSDP2" + name, "gathered tensorwise") for name in ("", ", foreach", ", mixed")),
+    ("FSDP2, float8.optim", "gathered tensorwise"),
+    ("FSDP2", "gathered unit"),
+]
+OTHERS = [
+    ("DDP, static", "unit"),
+    ("FSDP1", "rowwise"),
+    ("FSDP1, mixed", "tensorwise"),
+    ("FSDP2, selective", "tensorwise"),
+    ("FSDP2, mixed", "unit"),
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "checks"), [(2, ON_TWO), (4, ON_FOUR)])
-def test_bits_are_those_of_one_process(world, checks):
-    assert failures("parallel_training_program", checks, world) == {}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("form", "recipe"), DELAYED + GATHERED + OTHERS)
+def test_every_form_trains(rank, form, recipe):
+    trains(rank, recipe, **FORMS[form])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", ["HSDP", "FSDP1", "FSDP2"])  # and two pairs
+@pytest.mark.parametrize("recipe", ["delayed", "gathered delayed"])
+def test_four_ranks_train(rank, form, recipe):
+    if form != "FSDP1" or recipe == "delayed":
+        trains(rank, recipe, **FORMS[form])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("kind", "recipe", "hidden"),
+    [
+        ("fsdp1", "delayed", 1),
+        ("fsdp2", "tensorwise", 1),
+        ("fsdp2", "gathered tensorwise", 1),
+        ("fsdp2", "gathered delayed", 3),
+    ],
+)
+def test_uneven_shards_train(rank, kind, recipe, hidden):
+    """5 x hidden and hidden x 5 weights on four ranks, some of which hold fewer rows, or none.
+
+    All ranks read the same batch: four equal numbers add up, and divide by four, exactly.
+    """
+    wrap = {
+        "fsdp1": functools.partial(fsdp1, group=dist.group.WORLD),
+        "fsdp2": lambda model: fsdp2(model, mesh()._flatten("all")),
+    }[kind]
+    names = (recipe.removeprefix(one.GATHERED), recipe)
+    single, parallel = (one.make(name, width=5, hidden=hidden) for name in names)
+    steps = [[[one.batch(step, 0, width=5)]] * 4 for step in range(3)]
+    trains(rank, recipe, wrap, single=single, parallel=parallel, steps=steps)
+
+
+alone = lambda amax, group: amax  # noqa: E731
+FAULTS = {
+    "scales of single ranks": ("delayed", faults.missing_all_reduce),
+    "scales of single shards": (
+        "gathered tensorwise",
+        functools.partial(mock.patch.object, float8_gather, "max_over_ranks", alone),
+    ),
+    "a stale scale": (
+        "gathered tensorwise",
+        functools.partial(mock.patch.object, sharded_weight, "_forget", lambda argument, value: 0),
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(rank, fault):
+    recipe, planted = FAULTS[fault]
+    with planted(), pytest.raises(AssertionError):
+        trains(rank, recipe, **FORMS["FSDP2, foreach"])
+
+
+@pytest.mark.ranks(2)
+def test_ddp_keeps_the_amaxes_of_each_rank(rank):
+    """DDP broadcasts buffers at every forward, which must not reach the amaxes."""
+    model = one.make("delayed")
+    parallel = ddp(model)
+    peaks = []
+    for microbatch, factor in enumerate((1000.0 if rank == 1 else 1.0, 1.0)):
+        x, g = one.batch(0, rank, microbatch)
+        peaks.append((factor * x).abs().max())
+        one.loss_of(parallel, (factor * x, g)).backward()
+    assert model[0].cast_input.current_amax == max(peaks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["delayed", "unit"])
+def test_one_layer_equals_the_whole_batch_at_once(rank, recipe):
+    """Where scales do not depend on the batch, only the order of sums differs, as without float8.
+
+    Recipes: ``unit``, and ``delayed`` after its first sync. A unit-scaled weight gradient is
+    multiplied by the rows of a call to the power -1/2. So R ranks, each with a share of the rows,
+    get R ** 0.5 times the gradient. Adam divides by it; SGD does not.
+    """
+    off = {}
+    for name in (recipe, None):
+        single, model = (one.make(name, lambda m: nn.Sequential(m[0])) for _ in range(2))
+        parallel = ddp(model)
+        for step in range(2):
+            xs, gs = zip(*(one.batch(step, r) for r in range(WORLD)), strict=True)
+            gs = [torch.cat([g, g[:, :16]], 1) for g in gs]
+            (one.loss_of(single, (torch.cat(xs), torch.cat(gs))) / WORLD).backward()
+            one.loss_of(parallel, (xs[rank], gs[rank])).backward()
+            p, q = (next(m.parameters()).grad.clone() for m in (single, parallel))
+            for each in (single, parallel):
+                sync_float8_amax_and_scale_history(each)
+                each.zero_grad()
+        factor = WORLD**0.5 if name == "unit" else 1.0
+        off[name] = error(q, p * factor) / p.norm().item()
+    assert off[recipe] <= 4 * max(off[None], torch.finfo(torch.float32).eps), (recipe, off)
+
+
+# --- values of one rank
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("bad", "interval"), [(None, 1), (NAN, 1), (INF, 1), (INF, 2)])
+def test_ranks_end_a_sync_with_equal_finite_scales(rank, bad, interval):
+    """Rank 1 reads one bad value in the second step; on rank 0 gloo's MAX would keep a NaN."""
+    config = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(interval=interval))
+    model = convert_to_float8_training(one.make(None), config=config)
+    for step in range(2):
+        batch = one.batch(step, rank)
+        one.loss_of(model, with_bad_value(batch, bad) if step == rank == 1 else batch).backward()
+        after_step(model)
+    mine = torch.cat([b.reshape(-1) for b in model.buffers()])
+    ranks = [torch.empty_like(mine) for _ in range(WORLD)]
+    dist.all_gather(ranks, mine)
+    assert torch.equal(*ranks) and mine.isfinite().all()
+
+
+def with_bad_value(batch, bad):
+    x = batch[0].clone()
+    if bad is not None:
+        x[0, 0] = bad
+    return x, batch[1]
+
+
+RECIPES_AND_FORMS = [("tensorwise", "DDP"), ("delayed", "FSDP2"), ("rowwise", "FSDP2")]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "form"), [*RECIPES_AND_FORMS, ("unit", "FSDP2")])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_step_with_a_bad_value_can_be_skipped_by_all_ranks(rank, recipe, form, bad):
+    """Rank 1 reads one bad value in step 1: no rank's gradients are finite, all scales are.
+
+    Every rank then decides by its own gradients to skip that update, and ends with the bits of one
+    process that does the same.
+    """
+    single, mine = one.make(recipe), FORMS[form]["wrap"](one.make(recipe))
+    optimizers = one.adamw(single), one.adamw(mine)
+    for step in range(3):
+        data = [[one.batch(step, r)] for r in range(WORLD)]
+        if step == 1:
+            data[1] = [with_bad_value(data[1][0], bad)]
+        expected = one.global_step(single, data)
+        found = one.rank_step(mine, data[rank])
+        assert math.isfinite(found[0]) == (step != 1 or rank == 0)
+        assert str(found) == str(expected[rank])  # NaN equals no NaN
+        for model, optimizer in zip((single, mine), optimizers, strict=True):
+            norm = one.whole([nn.utils.get_total_norm([p.grad for p in model.parameters()])])
+            assert norm[0].isfinite() == (step != 1)
+            if not norm[0].isfinite():
+                optimizer.zero_grad()
+            one.update(model, optimizer)
+        one.assert_same_model(mine, single, step)
+        assert all(b.isfinite().all() for b in mine.buffers())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "form"), RECIPES_AND_FORMS)
+def test_a_step_with_a_bad_value_that_is_not_skipped_makes_all_ranks_nan(rank, recipe, form):
+    """The parameters are NaN on all ranks, hence all later losses."""
+    mine = FORMS[form]["wrap"](one.make(recipe))
+    optimizer = one.adamw(mine)
+    losses = []
+    for step in range(3):
+        batch = one.batch(step, rank)
+        losses += one.rank_step(mine, [with_bad_value(batch, NAN if step == rank == 1 else None)])
+        one.update(mine, optimizer)
+    assert [math.isfinite(loss) for loss in losses] == [True, rank == 0, False]
+    weights = torch.cat([w.detach().flatten() for w in one.whole(mine.parameters())])
+    ranks = [torch.empty_like(weights) for _ in range(WORLD)]
+    dist.all_gather(ranks, weights)
+    assert weights.isnan().any()
+    assert all(torch.equal(r.nan_to_num(7.0), weights.nan_to_num(7.0)) for r in ranks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("recipe", "form"), RECIPES_AND_FORMS)
+def test_an_empty_batch_on_one_rank_trains(rank, recipe, form):
+    """As when no token reaches a rank: its amaxes are 0, its gradients too."""
+    steps = []
+    for step in range(3):
+        x, g = one.batch(step, 1)
+        rows = 0 if step != 1 else one.TOKENS
+        steps.append([[one.batch(step, 0)], [(x[:rows], g[:rows])]])
+    trains(rank, recipe, FORMS[form]["wrap"], steps=steps)
+
+
+# --- pipelines
+
+PIPELINE_MICROBATCHES = 4
+
+
+def halves(model):
+    """The two stages: a linear layer and its activation; another linear layer."""
+    return nn.Sequential(*model[:2]), nn.Sequential(model[2])
+
+
+def examples(rank):
+    """Example inputs and outputs of a stage in a microbatch.
+
+    Without them torch (2.13; not 2.11) runs forward and backward of each stage on uninitialised
+    memory in training mode, and a delayed cast would record its amaxes.
+    """
+    ends = [
+        torch.zeros(one.TOKENS, width, requires_grad=width == one.HIDDEN or rank == 1)
+        for width in (one.WIDTH, one.HIDDEN, one.WIDTH)
+    ]
+    return ends[rank], ends[rank + 1]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("recipe", ["delayed", "unit"])
+def test_a_pipeline_trains(rank, recipe, schedule):
+    """Losses, gradients and parameters: the same microbatches in the same order."""
+    single, mine = one.make(recipe), halves(one.make(recipe))[rank]
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))["data"]
+    stage = PipelineStage(mine, rank, 2, torch.device("cpu"), *examples(rank))
+    parallel = schedule(stage, PIPELINE_MICROBATCHES, loss_fn=lambda y, g: (y * g).sum())
+    optimizers = one.adamw(single), one.adamw(mine)
+    for step in range(2):
+        data = [one.batch(step, 0, m) for m in range(PIPELINE_MICROBATCHES)]
+        expected = one.rank_step(single, data)
+        for p in single.parameters():
+            p.grad /= PIPELINE_MICROBATCHES  # as schedules do
+        x, g = (torch.cat(parts) for parts in zip(*data, strict=True))
+        found = []
+        parallel.step(*([x] if rank == 0 else []), target=g, losses=found)
+        if rank == 1:
+            assert [loss.item() for loss in found] == expected, step
+        one.update(single, optimizers[0])
+        one.update(mine, optimizers[1], own)
+        one.assert_same_model(mine, halves(single)[rank], step)
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_without_a_group_is_refused(rank):
+    """Else scales of one stage would depend on the amaxes of another stage's layers."""
+    with pytest.raises(RuntimeError, match="pipeline stages"):
+        sync_float8_amax_and_scale_history(halves(one.make("delayed"))[rank])
+
+
+@pytest.mark.ranks(2)
+def test_fsdp1_that_rounds_buffers_is_refused(rank):
+    """Kernels read histories and scales as float32, and bfloat16 would change them."""
+    model = fsdp1(one.make("delayed"), mixed_precision=MixedPrecision(BF16, BF16, BF16))
+    with pytest.raises(TypeError, match="buffer_dtype"):
+        one.rank_step(model, [one.batch(0, rank)])

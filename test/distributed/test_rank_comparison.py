@@ -1,93 +1,346 @@
-"""Statements of ranks compared through a store; the ranks are threads of this process."""
+"""Ranks with different layers get the same error on every rank, before float8 values travel.
 
-import datetime
-import logging
-from concurrent.futures import ThreadPoolExecutor
+The second part is about ``sync`` over groups of ranks.
+"""
+
+import warnings
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import parallelize_module
 
-from float8.distributed import rank_comparison
-from float8.distributed.rank_comparison import Statement, compare_ranks
+from benchmarks.measuring.wire import Wire
+from float8 import (
+    DelayedScalingConfig,
+    Float8ColwiseParallel,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
+    sync_float8_amax_and_scale_history,
+)
+from float8.config import RECIPES
+from float8.distributed import gathered_weights, rank_comparison
+from float8.distributed.rank_comparison import compare_ranks
+from float8.linear import delayed
+from float8.linear.scaling import max_over_ranks
 
-DIFFERENT = "layer: kind is a on rank 0 and b on rank 1. remedy"
-
-
-@pytest.fixture
-def verdicts(monkeypatch):
-    """The verdict that each rank ends with; ranks whose kind of layer is None do not arrive."""
-    store = dist.HashStore()
-    store.set_timeout(datetime.timedelta(seconds=60))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-
-    def run(*kinds, timeout=60.0, own_errors=(), late=None):
-        store.set_timeout(datetime.timedelta(seconds=timeout))
-        ranks = list(range(len(kinds)))
-
-        def verdict(rank, comparison):
-            mine = Statement(rank, "trains", {"layer": {"kind": kinds[rank]}})
-            return comparison.verdict_on(mine, "own error" if rank in own_errors else None)
-
-        comparisons = [
-            rank_comparison._Comparison(ranks, rank, "layers", "remedy") for rank in ranks
-        ]
-        here = [rank for rank in ranks if kinds[rank] is not None and rank != late]
-        with ThreadPoolExecutor(len(ranks)) as pool:
-            found = list(pool.map(lambda rank: verdict(rank, comparisons[rank]), here))
-        return found if late is None else [*found, verdict(late, comparisons[late])]
-
-    return run
+NAMES = ("k", "q", "v")
 
 
-def test_ranks_that_agree_go_on(verdicts):
-    assert verdicts("a", "a", "a") == [""] * 3
+class Layers(nn.Module):
+    """Layers that run in the order of their names, whatever order they are registered in."""
+
+    def __init__(self, names=NAMES):
+        super().__init__()
+        self.layers = nn.ModuleDict()
+        for name in names:
+            torch.manual_seed(ord(name))
+            self.layers[name] = nn.Linear(32, 32)
+            with torch.no_grad():
+                self.layers[name].weight.mul_(ord(name) - 95)
+
+    def forward(self, x):
+        for name in sorted(self.layers):
+            x = x + self.layers[name](x)
+        return x
 
 
-@pytest.mark.parametrize("third", ["a", None])  # None: before all ranks have arrived
-def test_every_rank_gets_the_difference(verdicts, third):
-    found = verdicts("a", "b", third)
-    assert len(set(found)) == 1
-    assert found[0].endswith(DIFFERENT), found
+def converted(names=NAMES, recipe="tensorwise", gathers=False, only=None, **options):
+    config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "convert_to_float8_training converted no layer")
+        return convert_to_float8_training(
+            Layers(names),
+            config=config,
+            module_filter_fn=lambda module, fqn: only is None or fqn[-1] in only,
+        )
 
 
-def test_every_rank_gets_the_error_of_one(verdicts):
-    for rank in range(3):
-        assert verdicts("a", "a", "a", own_errors=[rank]) == ["own error"] * 3
+def trained(model):
+    """Forward and backward of one step; values differ from rank to rank."""
+    torch.manual_seed(dist.get_rank())
+    out = model(torch.randn(16, 32) * (1 + dist.get_rank()))
+    out.backward(torch.randn(16, 32) * (1 + dist.get_rank()))
+    return out
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_does_not_arrive_is_named(verdicts, missing):
-    kinds = ["a", "a", "a"]
-    kinds[missing] = None
-    found = verdicts(*kinds, timeout=0.2)
-    assert len(found) == 2
-    for message in found:
-        assert f"for rank {missing} to compare float8 layers with ranks [0, 1, 2]" in message
+def message_of(function, *arguments, kind=RuntimeError):
+    with pytest.raises(kind) as raised:
+        function(*arguments)
+    return str(raised.value)
 
 
-def test_a_rank_that_arrives_too_late_gets_the_same_error(verdicts):
-    *found, last = verdicts("a", "a", "a", timeout=0.2, late=2)
-    assert "waited 0 s for rank 2" in last
-    assert all("for rank 2" in each for each in found)
+def same_message_of(function, *arguments):
+    """The text of an error that a call must raise on all ranks, the same on each."""
+    message = message_of(function, *arguments)
+    messages = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    assert len(set(messages)) == 1, messages
+    return message
 
 
-def test_a_waiting_rank_warns_and_names_the_missing_rank(verdicts, monkeypatch, caplog):
-    monkeypatch.setattr(rank_comparison, "NOTICE", 0.05)
-    with caplog.at_level(logging.WARNING, "float8"):
-        verdicts("a", None, timeout=0.3)
-    (record,) = caplog.records
-    assert "has waited 0 s for rank 1" in record.getMessage()
+PRECOMPUTE = precompute_float8_dynamic_scale_for_fsdp
+NONE = "rank 0 has such a float8 layer, and rank 1 has none"
+OTHERS = {  # what rank 1 has in place of three delayed layers, and what the error says
+    "another name": ({"names": "kqw"}, "v: " + NONE),
+    "a layer less": ({"only": "kv"}, "q: " + NONE),
+    "no layer": ({"only": ""}, "k: " + NONE),
+    "another recipe": (
+        {"recipe": "tensorwise"},
+        "k: cast_config_input is delayed tensorwise on rank 0 and dynamic tensorwise on rank 1",
+    ),
+    "another product": (
+        {"pad_inner_dim": True}, "k: pad_inner_dim is False on rank 0 and True on rank 1",
+    ),
+    "another config": (
+        {"delayed_scaling": DelayedScalingConfig(history_len=4)},
+        "k: delayed_scaling is DelayedScalingConfig(history_len=16",
+    ),
+}  # fmt: skip
 
 
-def test_a_single_rank_raises_its_own_error_only():
-    compare_ranks([0], "trains", {})
-    with pytest.raises(RuntimeError, match="own error"):
-        compare_ranks([0], "trains", {}, own_error="own error")
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_difference_is_an_error_of_the_first_sync(rank, what):
+    options, expected = OTHERS[what]
+    model = delayed_model(**{"names": NAMES, **(options if rank == 1 else {})})
+    message = same_message_of(sync_float8_amax_and_scale_history, model)
+    assert "layers." + expected in message and "group=" in message, message
 
 
-def test_long_lists_of_ranks_are_abbreviated():
-    assert rank_comparison._in_words([3]) == "rank 3"
-    assert rank_comparison._in_words([0, 2]) == "ranks [0, 2]"
-    many = rank_comparison._in_words(list(range(1024)))
-    assert many == "ranks [0, 1, 2, 3, 4, 5, 6, 7, ...] (1024 in all)"
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("act", ["gather", "precompute"])
+def test_a_difference_is_an_error_before_weights_travel(rank, act, by_layer):
+    model = converted(gathers=True, pad_inner_dim=rank == 1)
+    for layer in model.layers.values() if by_layer else ():
+        fully_shard(layer)
+    message = same_message_of(PRECOMPUTE if act == "precompute" else trained, fully_shard(model))
+    assert "layers.k: pad_inner_dim is False on rank 0 and True on rank 1" in message
+
+
+@pytest.mark.ranks(4)
+def test_all_ranks_of_a_mesh_get_the_error(rank):
+    """Rank 3 shares no group with rank 0."""
+    mesh = init_device_mesh("cpu", (2, 2), **PAIRS)
+    model = delayed_model(recipe="tensorwise" if rank == 3 else "delayed")
+    message = same_message_of(sync_float8_amax_and_scale_history, model, mesh)
+    assert "layers.a: cast_config_input is delayed tensorwise on rank 0" in message, message
+
+
+@pytest.mark.ranks(4)
+def test_every_rank_gets_the_error_that_one_found(rank):
+    groups = init_device_mesh("cpu", (2, 2)).get_all_groups()
+    own = "rank 2 is out of memory" if rank == 2 else None
+    assert message_of(compare_ranks, groups, {"0": {}}, "", own) == "rank 2 is out of memory"
+
+
+@pytest.mark.ranks(2)
+def test_a_model_is_compared_once(rank):
+    """Eager and compiled, and also a model whose parts are sharded by themselves."""
+    whole = convert_to_float8_training(
+        nn.ModuleList([Layers(), Layers()]),
+        config=replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True),
+    )
+    model, compiled = fully_shard(converted(gathers=True)), fully_shard(converted(gathers=True))
+    run = torch.compile(compiled, backend="eager")
+    parts = [fully_shard(part) for part in whole]
+    for step in range(3):
+        with mock.patch.object(rank_comparison, "compare_ranks") as compare:
+            for each in (model, run, *parts):
+                trained(each)
+            for each in (model, compiled):
+                with torch.no_grad():
+                    for p in each.parameters():
+                        p.mul_(0.5)
+                PRECOMPUTE(each)
+        assert compare.call_count == (3 if step == 0 else 0), step
+
+
+@pytest.mark.ranks(2)
+def test_models_without_float8_values_on_the_wire_may_differ(rank):
+    trained(converted(NAMES[: rank + 1], "rowwise" if rank else "tensorwise"))
+    trained(nn.parallel.DistributedDataParallel(converted(recipe=("rowwise", "unit")[rank])))
+
+
+def orders_of_registration_may_differ(rank):
+    """Each layer is a unit of FSDP2's: the bits are those of ranks that register alike."""
+    for recipe in ("tensorwise", "delayed"):
+        results = []
+        for names in (NAMES, ("v", "k", "q") if rank == 1 else NAMES):
+            model = converted(names, recipe, gathers=True)
+            for layer in model.layers.values():
+                fully_shard(layer)
+            optimizer = torch.optim.SGD(fully_shard(model).parameters(), lr=0.1)
+            for _ in range(3):
+                out = trained(model)
+                optimizer.step()
+                optimizer.zero_grad()
+                sync_float8_amax_and_scale_history(model)
+                PRECOMPUTE(model)
+            weights = {n: p.full_tensor() for n, p in sorted(model.named_parameters())}
+            results.append({"out": out, **weights, **dict(sorted(model.named_buffers()))})
+        alike, differently = results
+        assert alike.keys() == differently.keys()
+        assert all(torch.equal(alike[name], differently[name]) for name in alike)
+
+
+@pytest.mark.ranks(2)
+def test_orders_of_registration_may_differ(rank):
+    orders_of_registration_may_differ(rank)
+
+    def in_order(model, kind):
+        return [found for found in model.named_modules() if isinstance(found[1], kind)]
+
+    with (  # a planted fault: reductions in the order of ``named_modules``
+        mock.patch.object(gathered_weights, "modules_by_name", in_order),
+        mock.patch.object(delayed, "modules_by_name", in_order),
+        pytest.raises(AssertionError),
+    ):
+        orders_of_registration_may_differ(rank)
+
+
+PAIRS = {"mesh_dim_names": ("dp", "tp")}
+
+
+# --- sync over groups of ranks
+
+
+def delayed_model(names="ab", recipe="delayed", **options):
+    return converted(tuple(names), recipe, **options)
+
+
+def buffers(model):
+    return torch.cat([b.reshape(-1) for b in model.buffers()])
+
+
+def gathered(x, group=None):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x, group)
+    return parts
+
+
+@pytest.mark.ranks(2)
+def test_sync_reduces_in_the_order_of_the_names(rank):
+    """Ranks may register their layers in different orders."""
+    model, expected = delayed_model("bac" if rank == 1 else "abc"), delayed_model("abc")
+    for each in (model, expected):
+        trained(each)
+        sync_float8_amax_and_scale_history(each)
+    found = dict(model.named_buffers())
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(*gathered(buffer)) and torch.equal(found[name], buffer), name
+
+
+@pytest.mark.ranks(2)
+def test_one_collective_for_all_histories(rank):
+    """After the first call; a model without delayed casts needs no collective."""
+    tensor_parallel = parallelize_module(
+        delayed_model(),
+        init_device_mesh("cpu", (2,)),
+        {"layers.a": Float8ColwiseParallel(output_layouts=Replicate())},
+    )
+    dynamic = delayed_model(recipe="tensorwise")
+    for model, expected in ((delayed_model(), 1), (tensor_parallel, 1), (dynamic, 0)):
+        sync_float8_amax_and_scale_history(model)
+        with Wire() as wire:
+            sync_float8_amax_and_scale_history(model)
+        assert [e.bytes for e in wire.sent] == [6 * 4.0] * expected
+
+
+def amaxes_are_those_of(members, group, rank):
+    """After a sync the histories have the largest of the members' amaxes."""
+    model = delayed_model()
+    trained(model)
+    casts = [cast for layer in model.layers.values() for cast in layer.casts]
+    own = gathered(torch.stack([cast.current_amax for cast in casts]))
+    assert len({part[0].item() for part in own}) == len(own)
+    expected = torch.stack([own[member] for member in members]).amax(0)
+    sync_float8_amax_and_scale_history(model, group)
+    found = torch.stack([cast.amax_history[0] for cast in casts])
+    assert torch.equal(found.reshape(-1), expected.reshape(-1))
+    assert all(cast.history_ready for cast in casts)
+
+
+@pytest.mark.ranks(4)
+def test_amaxes_are_reduced_over_the_given_group_only(rank):
+    """On a mesh of replicas and tensor parallelism; every rank has another amax.
+
+    Megatron-LM#442 reduced them over the tensor-parallel ranks in place of all that share a scale.
+    """
+    mesh, everyone = init_device_mesh("cpu", (2, 2), **PAIRS), [0, 1, 2, 3]
+    replicas, parallel = [rank % 2, rank % 2 + 2], [rank - rank % 2, rank - rank % 2 + 1]
+    for group, members in (
+        (mesh["dp"], replicas),
+        (mesh["dp"].get_group(), replicas),
+        (mesh["tp"], parallel),
+        (mesh, everyone),
+        (None, everyone),
+        (dist.group.WORLD, everyone),
+    ):
+        amaxes_are_those_of(members, group, rank)
+    everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
+    fails = AssertionError if 3 not in replicas else ()  # rank 3's are the largest
+    with mock.patch.object(delayed, "max_over_ranks", everywhere):
+        if fails:
+            with pytest.raises(fails):
+                amaxes_are_those_of(replicas, mesh["dp"], rank)
+        else:
+            amaxes_are_those_of(replicas, mesh["dp"], rank)
+
+
+@pytest.mark.ranks(4)
+def test_pipeline_stages_and_tensor_parallel_ranks_need_their_group(rank):
+    """Stages have their own layers; all ranks that hold a part of a layer must be in the group."""
+    mesh = init_device_mesh("cpu", (2, 2), **PAIRS)
+    stage = lambda: delayed_model("a" if rank < 2 else "bc")  # noqa: E731
+    message = message_of(sync_float8_amax_and_scale_history, stage())
+    assert "layers.a: rank 0 has such a float8 layer, and rank" in message
+    model = stage()
+    trained(model)
+    sync_float8_amax_and_scale_history(model, mesh["tp"])
+    assert torch.equal(*gathered(buffers(model), mesh["tp"].get_group()))
+
+    model = delayed_model()
+    style = Float8ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tp"], {"layers.a": style})
+    message = message_of(sync_float8_amax_and_scale_history, model, mesh["dp"])
+    assert message.startswith("layers.a: ranks ["), message
+    sync_float8_amax_and_scale_history(model, mesh["tp"])
+    sync_float8_amax_and_scale_history(model, mesh)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_outside_of_the_group_gets_an_error(rank):
+    group, model = dist.new_group([0]), delayed_model()
+    if rank == 0:
+        sync_float8_amax_and_scale_history(model, group)
+        return
+    message = message_of(sync_float8_amax_and_scale_history, model, group, kind=ValueError)
+    assert "not in the group" in message
+
+
+@pytest.mark.ranks(2)
+def test_amaxes_of_two_devices_take_one_collective(rank):
+    """The amaxes of one device stand in for those of two."""
+    reduced, found = delayed._reduced_over_ranks, []
+
+    def in_two_parts(currents, groups):
+        (amaxes,) = currents
+        halves = reduced(list(amaxes.split([2, len(amaxes) - 2])), groups)
+        assert len(halves) == 2
+        return [torch.cat(halves)]
+
+    for function in (reduced, in_two_parts):
+        model = delayed_model()
+        trained(model)
+        with mock.patch.object(delayed, "_reduced_over_ranks", function):
+            sync_float8_amax_and_scale_history(model)
+        found.append(buffers(model))
+    assert torch.equal(*found)

@@ -313,4 +313,4 @@ CASES = {
 
 @pytest.mark.slow
 def test_on_two_processes():
-    assert failures("accelerate_program", CASES) == {}
+    assert failures("accelerate_program", CASES, alone=True) == {}

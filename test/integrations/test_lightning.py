@@ -372,6 +372,7 @@ def test_strategies_train_as_torch_does_on_two_processes():
             "ddp, Fabric": ("ddp_under_fabric", "delayed"),
             "FSDP2, Trainer": ("fsdp2_under_the_trainer", "delayed"),
         },
+        alone=True,
     )
     assert found == {}
 

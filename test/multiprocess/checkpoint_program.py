@@ -81,7 +81,7 @@ def resumes(recipe, saved, path):
     return model, losses
 
 
-def four_save_and_resume(rank, recipe, path):
+def saves_and_resumes(rank, recipe, path):
     model, optimizer = sharded(recipe)
     losses = train(model, optimizer, range(BEFORE))
     save(model, optimizer, path)
@@ -89,30 +89,3 @@ def four_save_and_resume(rank, recipe, path):
     assert losses == expected_losses(recipe), recipe
     again, _ = resumes(recipe, recipe, path)
     one.assert_same_model(again, model, recipe)
-
-
-def two_resume(rank, recipe, saved, path):
-    resumes(recipe, saved, path)
-
-
-def two_resume_with_another_recipe(rank, recipe, saved, path):
-    """A model loads a checkpoint of another recipe, and trains like one process that does so."""
-    _, losses = resumes(recipe, saved, path)
-    before, after = one.make(saved), one.make(None)
-    optimizer = one.adamw(before)
-    train(before, optimizer, range(BEFORE))
-    with high_precision(before):
-        after.load_state_dict(before.state_dict())
-    state, optimizer = optimizer.state_dict(), one.adamw(after)
-    optimizer.load_state_dict(state)
-    one.convert(after, recipe)
-    assert losses == train(after, optimizer, range(BEFORE, BEFORE + AFTER)), (saved, recipe)
-
-
-def a_lost_history_changes_the_losses(rank, path):
-    model, optimizer = sharded("delayed")
-    with high_precision(model):
-        load(model, optimizer, path)
-    assert all(not m.history_ready for m in model.modules() if hasattr(m, "history_ready"))
-    losses = train(model, optimizer, range(BEFORE, BEFORE + AFTER))
-    assert losses != expected_losses("delayed")[BEFORE:]

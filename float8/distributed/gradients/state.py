@@ -29,7 +29,6 @@ from torch import Tensor
 from float8.distributed.gradients.reduction import TILE, Counts
 from float8.distributed.rank_comparison import compare_ranks
 from float8.formats import E4M3, Format, format_of
-from float8.linear.delayed import ranks_of
 
 _ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
 
@@ -200,8 +199,7 @@ class Float8Gradients:
             "controller": repr(self.controller),
         }
         compare_ranks(
-            ranks_of(group),
-            "calls float8_gradients",
+            [group],
             {"float8_gradients": settings},
             "Pass float8_gradients the same arguments on all ranks",
             subject="arguments",

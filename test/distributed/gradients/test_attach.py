@@ -1,75 +1,490 @@
-"""Float8 gradients on several processes: the reductions, DDP and FSDP2."""
+"""Float8 gradients: the reductions, under DDP and under FSDP2.
+
+The oracle of a reduction is the float64 mean of all ranks' gradients, which every rank can compute
+because they are drawn from seeds. Bounds follow from the format: rounding to nearest even moves a
+value by at most ``eps / 2`` of its binade's start, and by half a subnormal step near zero.
+"""
+
+import contextlib
+import copy
+import math
+from unittest import mock
 
 import pytest
-from processes import failures
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from float8.distributed.gradients import float8_gradients
+from benchmarks.bench_gradients import simulated
+from benchmarks.measuring.wire import Wire
+from float8.distributed.gradients import (
+    Float8Gradients,
+    ScalingController,
+    float8_gradients,
+    reduction,
+)
+from float8.distributed.gradients.attach import Float8ReduceScatter
+from float8.formats import E4M3, E5M2
 
-SIZES = (1, 7, 31, 1000, 4099)
-ON_ONE = [("every_microbatch_may_be_reduced",)]
-ON_TWO = [
-    *ON_ONE,
-    ("is_the_mean", "e4m3", "float32", SIZES),
-    ("is_the_mean", "e5m2", "bfloat16", SIZES),
-    ("is_the_mean", "e4m3", "float16", SIZES),
-    ("has_the_bits_of_the_simulation",),
-    *(
-        ("a_bad_value_on_one_rank_makes_all_ranks_nan", float(bad))
-        for bad in ("nan", "inf", "-inf")
+BF16, NAN, INF = torch.bfloat16, math.nan, math.inf
+
+
+def gradients(n, dtype=torch.float32, seed=0, spread=3.0):
+    """Every rank's gradient: magnitudes over many binades, another amax on each rank."""
+    made = []
+    for rank in range(dist.get_world_size()):
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        exponents = spread * torch.randn(n, generator=generator)
+        g = torch.randn(n, generator=generator) * exponents.exp2() * (1 + 3 * rank)
+        made.append(g.to(dtype))
+    return made
+
+
+def tile_peaks(every, tile):
+    """The largest magnitude over ranks in each element's tile, without `reduction.in_tiles`."""
+    world, n = len(every), every[0].numel()
+    tiles, extent = reduction.extents(-(-n // world), tile)
+    peak = torch.stack([g.double().abs() for g in every]).amax(0)
+    index = torch.arange(n) // extent
+    found = torch.zeros(world * tiles, dtype=torch.float64)
+    return found.scatter_reduce(0, index, peak, "amax")[index]
+
+
+def bound(every, fmt, tile, mu=1.0, casts=2):
+    """How far each element of the mean may be off, (n,) float64."""
+    half_ulp = torch.finfo(fmt.dtype).eps / 2
+    step = tile_peaks(every, tile) / fmt.max * fmt.smallest_subnormal / 2
+    before = torch.stack([g.double().abs() * half_ulp + step for g in every]).mean(0)
+    mean = torch.stack([g.double() for g in every]).mean(0).abs()
+    after = (mean + before) * half_ulp + step / mu
+    rounding = torch.finfo(every[0].dtype).eps * (mean + before + after)
+    return before + (after if casts == 2 else 0) + rounding
+
+
+def exact_mean(every):
+    return torch.stack([g.double() for g in every]).mean(0)
+
+
+def same_on_all_ranks(x):
+    x = x.detach().contiguous()
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, x)
+    return all(torch.equal(x, y) for y in gathered)
+
+
+# --- the collectives
+
+
+def reduced(every, rank, fmt=E4M3, mu=1.0, tile=reduction.TILE):
+    mine = every[rank].clone()
+    counts = reduction.all_reduce_mean(mine, torch.tensor(mu), dist.group.WORLD, fmt, tile)
+    return mine, reduction.Counts(*counts.tolist())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [(E4M3, torch.float32), (E5M2, BF16), (E4M3, torch.half)], ids=str
+)
+@pytest.mark.parametrize("n", [0, 1, 7, 31, 1000, 4099])
+def test_a_reduction_is_the_mean(rank, fmt, dtype, n):
+    every = gradients(n, dtype, seed=n)
+    found, counts = reduced(every, rank, fmt, tile=64)
+    off = (found.double() - exact_mean(every)).abs()
+    assert (off <= bound(every, fmt, 64)).all(), off.max()
+    assert counts.saturated == 0 and counts.nonfinite == 0
+    assert same_on_all_ranks(found)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("n", "dtype", "mu"), [(1, torch.float32, 1.0), (999, BF16, 1.3), (70, torch.half, 4.0)]
+)
+def test_a_reduction_has_the_bits_of_the_simulation(rank, n, dtype, mu):
+    every = gradients(n, dtype, seed=n)
+    for _ in range(2):
+        found, _ = reduced(every, rank, mu=mu, tile=64)
+        assert torch.equal(found, simulated(every, mu=mu, tile=64)[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_bad_value_on_one_rank_makes_all_ranks_nan(rank, bad):
+    every = gradients(300)
+    every[-1][7] = bad
+    found, counts = reduced(every, rank)
+    assert found.isnan().all()
+    assert counts.nonfinite == 1 and counts.saturated == 0
+    plain = lambda amax, fmt: reduction.kernels.scale_from_amax(amax, fmt.max)  # noqa: E731
+    with mock.patch.object(reduction, "shared_scale", plain):  # a planted fault
+        assert not reduced(every, rank)[0].isnan().all()
+
+
+@pytest.mark.ranks(2)
+def test_zeros_stay_zeros(rank):
+    found, counts = reduced([torch.zeros(50)] * 2, rank)
+    assert torch.equal(found, torch.zeros(50)) and counts == (0, 0, 0, 0)
+
+
+@pytest.mark.ranks(2)
+def test_saturation_is_counted(rank):
+    every = [torch.linspace(-1, 1, 256)] * 2  # both agree, so the mean is as large as the parts
+    found, counts = reduced(every, rank, mu=4.0)
+    limit = reduction.saturates_above(E4M3) / E4M3.max / 4
+    edge = (every[0].abs() / limit - 1).abs() < 0.07  # rounding before the sum may cross it
+    clipped = every[0].abs() > limit
+    assert (clipped & ~edge).sum() <= counts.saturated <= (clipped | edge).sum()
+    assert (found.abs() <= tile_peaks(every, reduction.TILE).float() / 4 * 1.001).all()
+    assert reduced(every, rank, mu=1.0)[1].saturated == 0
+
+
+@pytest.mark.ranks(2)
+def test_underflow_is_counted(rank):
+    """What is flushed before the sum is not flushed again; parts may survive, and the mean not."""
+    tiny = E4M3.smallest_subnormal / E4M3.max / 4  # of the amax: a quarter of the smallest code
+    for parts, before, after in (((tiny, tiny), 126, 0), ((4 * tiny, 0.0), 0, 126)):
+        every = [torch.full((128,), part) for part in parts]
+        for g in every:
+            g[::64] = 1.0  # one in each tile
+        found, counts = reduced(every, rank, tile=64)
+        assert (counts.flushed_before, counts.flushed) == (before, after)
+        assert (found == 0).sum() == 126
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(("n", "most"), [(1 << 16, 0.51), (4096, 0.55)])
+def test_half_of_the_bytes_of_bfloat16_travel(rank, n, most):
+    """At most ``most`` of the bytes of bfloat16's collectives."""
+    every, world = gradients(n), dist.get_world_size()
+    with Wire() as ours:
+        reduced(every, rank)
+    with Wire() as theirs:
+        dist.all_reduce(every[rank].bfloat16())
+    assert [e.kind for e in ours.sent] == ["all_reduce", "all_to_all", "all_gather"]
+    assert {e.dtype for e in ours.sent[1:]} == {torch.uint8}
+    assert 0 < sum(e.bytes for e in ours.sent) <= most * theirs.bytes("all_reduce")
+    output, x_NC = torch.empty(n // world), every[rank].view(world, -1)
+    with Wire() as ours:
+        reduction.reduce_scatter(output, x_NC, dist.group.WORLD, E4M3, mean=True)
+    share = (world - 1) / world  # gloo has no reduce_scatter of bfloat16 to count
+    assert 0 < sum(e.bytes for e in ours.sent) <= most * 2 * n * share
+
+
+@pytest.mark.ranks(2)
+def test_no_value_moves_to_the_host(rank):
+    """Between the backward and the optimizer."""
+    controller = ScalingController()
+    controller.prepare(torch.device("cpu"), 2)
+    mine = gradients(2000)[rank]
+    reduction.all_reduce_mean(mine.clone(), controller.mu, dist.group.WORLD, E4M3)
+    with contextlib.ExitStack() as stack:
+        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+            asked = AssertionError(f"Tensor.{name}")
+            stack.enter_context(mock.patch.object(torch.Tensor, name, side_effect=asked))
+        counts = reduction.all_reduce_mean(mine, controller.mu, dist.group.WORLD, E4M3)
+        controller.update(counts[0], counts[3], 2000)
+
+
+def _float8_sum(data):
+    total = data[0]
+    for x in data[1:]:
+        total = (total.float() + x.float()).clamp(-448, 448).to(data.dtype)
+    return total.float()
+
+
+FAULTS = {
+    "scale not shared": ("max_over_ranks", lambda amax, group: amax),
+    "no pre-scaling": ("prescaled", lambda total, mu, world: total),
+    "no division by N": ("prescaled", lambda total, mu, world: total * mu),
+    "sum in float8": ("summed", _float8_sum),
+    "minimum instead of maximum": (
+        "max_over_ranks",
+        lambda amax, group: dist.all_reduce(amax, dist.ReduceOp.MIN, group=group) or amax,
     ),
-    ("zeros_stay_zeros",),
-    ("an_empty_gradient_is_reduced",),
-    ("saturation_is_counted",),
-    ("underflow_is_counted",),
-    ("half_of_the_bytes_of_bfloat16_travel", 1 << 16, 0.51),
-    ("half_of_the_bytes_of_bfloat16_travel", 2048, 0.55),
-    ("no_value_moves_to_the_host",),
-    ("a_planted_fault_is_found", "scale not shared"),
-    ("a_planted_fault_is_found", "no pre-scaling"),
-    ("a_planted_fault_is_found", "no division by N"),
-    ("a_planted_fault_is_found", "sum in float8"),
-    ("a_planted_fault_is_found", "minimum instead of maximum"),
-    ("a_bad_value_would_be_lost_without_nan_scales",),
-    ("ddp_reduces_every_form",),
-    ("ddp_accumulates_without_sync",),
-    ("ddp_takes_bfloat16",),
-    ("ddp_refuses_float64",),
-    ("parameters_that_ddp_ignores_may_have_any_dtype",),
-    ("a_compiled_ddp_reduces",),
-    ("ddp_training_follows_float32",),
-    ("ddp_training_fails_with", "scale not shared"),
-    ("ddp_training_fails_with", "no pre-scaling"),
-    ("a_restart_restores_mu_and_the_counts",),
-    ("a_distributed_checkpoint_has_the_state",),
-    ("mu_is_halved_on_saturation_on_all_ranks",),
-    ("different_arguments_of_ranks_are_an_error",),
-    ("a_gradient_scaler_skips_a_bad_gradient",),
-]
-ON_FOUR = [
-    ("is_the_mean", "e4m3", "float32", (3, 1000)),
-    ("half_of_the_bytes_of_bfloat16_travel", 4096, 0.55),
-    ("ddp_reduces_every_form",),
-    ("fsdp_reduces",),
-    ("fsdp_accumulates_without_sync",),
-    ("fsdp_takes_mixed_precision",),
-    ("fsdp_takes_a_divide_factor",),
-    ("a_bad_gradient_on_one_rank_makes_all_shards_nan",),
-    ("fsdp_has_the_bits_of_the_simulation",),
-    ("fsdp_training_follows_ddp",),
-    ("fsdp_refuses_a_controller",),
-    ("a_replicated_model_is_refused",),
-    ("fsdp_refuses_another_reduction",),
-    ("hsdp_reduces",),
-]
+}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("world", "checks"), [(1, ON_ONE), (2, ON_TWO), (4, ON_FOUR)])
-def test_gradients_travel_as_float8(world, checks):
-    assert failures("gradient_program", checks, world) == {}
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_faults_are_found(rank, name):
+    differing = gradients(3000)
+    seen = torch.zeros(())
+    for every in (differing, differing[:1] * 2):
+        with mock.patch.object(reduction, *FAULTS[name]):
+            found, _ = reduced(every, rank)
+        off = (found.double() - exact_mean(every)).abs()
+        seen += ~(off <= bound(every, E4M3, reduction.TILE)).all()  # NaN too
+    dist.all_reduce(seen)
+    assert seen > 0
 
 
-def test_a_model_that_is_not_parallel_is_refused():
-    with pytest.raises(TypeError, match=r"Linear reduces no gradients.*fully_shard"):
-        float8_gradients(nn.Linear(4, 4))
+# --- models
+
+
+def model_of(dtype=torch.float32, width=48):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(13, width), nn.GELU(), nn.Linear(width, 7), nn.LayerNorm(7))
+    return layers.to(dtype)
+
+
+def ddp(dtype=torch.float32, **options):
+    return DistributedDataParallel(model_of(dtype), **options)
+
+
+def fsdp2(shape=(-1,), **options):
+    model = model_of()
+    names = ("replicate", "shard")[-len(shape) :]
+    shape = [dist.get_world_size() if n == -1 else n for n in shape]
+    options["mesh"] = init_device_mesh("cpu", tuple(shape), mesh_dim_names=names)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def loss_of(model, rank, step, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    x = torch.randn(16, 13, generator=generator)
+    target = torch.sin(x @ torch.linspace(-1, 1, 13 * 7).reshape(13, 7))
+    return (model(x.to(dtype)) - target.to(dtype)).square().mean()
+
+
+def close_to_the_mean(model, microbatches=1, dtype=torch.float32):
+    """Norm-wise: each of at most two casts moves a value by at most a sixteenth of it."""
+    locals_of_rank = []  # found in one process without communication
+    for rank in range(dist.get_world_size()):
+        alone = model_of(dtype)
+        for step in range(microbatches):
+            loss_of(alone, rank, step, dtype).backward()
+        locals_of_rank.append([p.grad for p in alone.parameters()])
+    parts = zip(*locals_of_rank, strict=True)
+    for (name, p), every in zip(model.named_parameters(), parts, strict=True):
+        grad = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        norm = torch.stack([g.double().norm() for g in every]).mean()
+        relative = (grad.double() - exact_mean(every)).norm() / norm
+        assert relative < 2 / 16, (name, float(relative))
+        assert relative > 0 or len(every) == 1, name  # FSDP2 reduces nothing on one rank
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.001}],
+    ids=str,
+)
+def test_ddp_reduces_every_form(rank, form):
+    model = ddp(**form)
+    state = float8_gradients(model, tile=64)
+    for _ in range(3):  # DDP rebuilds its buckets after the first
+        model.zero_grad()
+        loss_of(model, rank, 0).backward()
+        close_to_the_mean(model.module)
+        assert all(same_on_all_ranks(p.grad) for p in model.parameters())
+    report = state.report()
+    assert report.steps == 3
+    assert report.elements == 3 * sum(p.numel() for p in model.parameters())
+    assert report.saturated == 0 or report.mu < 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_compiled_ddp_accumulates_without_sync(rank, dtype):
+    model = ddp(dtype)
+    state = float8_gradients(torch.compile(model, backend="eager"), E4M3.dtype)
+    with Wire() as wire, model.no_sync():
+        loss_of(model, rank, 0, dtype).backward()
+    assert wire.sent == []
+    loss_of(model, rank, 1, dtype).backward()
+    close_to_the_mean(model.module, microbatches=2, dtype=dtype)
+    assert state.report().steps == 1
+
+
+@pytest.mark.ranks(2, 4)
+def test_fsdp2_reduces_and_accumulates(rank):
+    model = fsdp2()
+    state = float8_gradients(model)
+    with Wire() as wire:
+        loss_of(model, rank, 0).backward()
+    close_to_the_mean(model)
+    assert [e.dtype for e in wire.sent if e.kind == "all_to_all"] == 3 * [torch.uint8]
+    assert wire.count("reduce_scatter") == 0
+    report = state.report()
+    assert report.steps == 3 and report.mu is None and report.saturated == 0
+    assert report.sampled * dist.get_world_size() == report.elements
+    model.set_requires_gradient_sync(False)
+    loss_of(model, rank, 1).backward()
+    assert state.report().steps == 3
+    model.set_requires_gradient_sync(True)
+    loss_of(model, rank, 2).backward()
+    close_to_the_mean(model, microbatches=3)
+
+
+@pytest.mark.ranks(1, 2)
+def test_every_microbatch_may_be_reduced(rank):
+    """Sums of microbatches count each once, on one rank too."""
+    for model in (ddp(gradient_as_bucket_view=True), fsdp2()):
+        float8_gradients(model)
+        for step in range(4):
+            loss_of(model, rank, step).backward()
+        close_to_the_mean(getattr(model, "module", model), microbatches=4)
+
+
+@pytest.mark.ranks(4)
+def test_hsdp_and_divide_factors(rank):
+    model = fsdp2((2, 2))
+    float8_gradients(model)
+    loss_of(model, rank, 0).backward()
+    close_to_the_mean(model)
+    model = fsdp2()
+    float8_gradients(model)
+    for unit in (model[0], model[2], model):
+        unit.set_gradient_divide_factor(2.0 * dist.get_world_size())
+        unit.set_force_sum_reduction_for_comms(True)
+    loss_of(model, rank, 0).backward()
+    for p in model.parameters():
+        p.grad *= 2
+    close_to_the_mean(model)
+
+
+@pytest.mark.ranks(4)
+def test_fsdp2_takes_mixed_precision(rank):
+    model = fsdp2(mp_policy=MixedPrecisionPolicy(BF16, torch.float32))
+    float8_gradients(model, E5M2)
+    loss_of(model, rank, 0).backward()
+    for p in model.parameters():
+        assert p.grad.dtype == torch.float32 and p.grad.full_tensor().isfinite().all()
+
+
+@pytest.mark.ranks(2)
+def test_a_bad_gradient_on_one_rank_makes_all_shards_nan(rank):
+    model = fsdp2()
+    float8_gradients(model)
+    (loss_of(model, rank, 0) * (NAN if rank == 1 else 1.0)).backward()
+    assert all(p.grad.to_local().isnan().all() for p in model.parameters())
+
+
+@pytest.mark.ranks(4)
+def test_fsdp2_has_the_bits_of_the_simulation(rank):
+    """One layer without bias: its flat gradient is that of the unit, so it can be simulated."""
+    torch.manual_seed(0)
+    world = dist.get_world_size()
+    layer = nn.Linear(24, 8 * world, bias=False)
+    sharded = fully_shard(copy.deepcopy(layer), mesh=init_device_mesh("cpu", (world,)))
+    float8_gradients(sharded, tile=48)
+    x = [torch.randn(5, 24) for _ in range(world)]
+    g = [torch.randn(5, 8 * world) for _ in range(world)]
+    sharded(x[rank]).backward(g[rank])
+    every = [(g[r].t() @ x[r]).flatten() for r in range(world)]
+    expected = simulated(every, tile=48)[1].view(8 * world, 24)
+    torch.testing.assert_close(sharded.weight.grad.full_tensor(), expected, rtol=1e-6, atol=1e-7)
+
+
+# --- the state
+
+
+@pytest.mark.ranks(2)
+def test_a_distributed_checkpoint_restores_mu_and_the_counts(rank, tmp_path):
+    def train(model, state, steps):
+        for step in steps:
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+        return state.state_dict()
+
+    def fresh(mu):
+        model = ddp()
+        return model, float8_gradients(model, controller=ScalingController(mu, ceiling=2.0))
+
+    model, state = fresh(1.3)
+    train(model, state, range(3))
+    dcp.save({"gradients": state}, checkpoint_id=tmp_path)
+    through = train(model, state, range(3, 6))
+    model, state = fresh(1.0)
+    dcp.load({"gradients": state}, checkpoint_id=tmp_path)
+    assert state.report().mu > 1.29
+    resumed = train(model, state, range(3, 6))
+    assert through.keys() == resumed.keys() == {"mu", "lost", "counts"}
+    assert all(torch.equal(through[key], resumed[key]) for key in through)
+    assert all(same_on_all_ranks(value) for value in through.values())
+    assert through["counts"][0] == 6
+
+
+@pytest.mark.ranks(2)
+def test_mu_is_halved_on_saturation_on_all_ranks(rank):
+    """All ranks have the same gradient, so mu = 8 clips until it is halved to 1."""
+    model = ddp()
+    state = float8_gradients(model, controller=ScalingController(8.0))
+    seen = []
+    for _ in range(6):
+        model.zero_grad()
+        loss_of(model, 0, 0).backward()
+        seen.append(state.report().mu)
+    assert seen[:3] == [4.0, 2.0, 1.0] and all(0.5 <= mu < 1.1 for mu in seen[3:])
+    assert state.report().saturated > 0 and same_on_all_ranks(state.controller.mu)
+
+
+@pytest.mark.ranks(2)
+def test_a_gradient_scaler_skips_a_bad_gradient(rank):
+    model = ddp()
+    state = float8_gradients(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    mu = state.report().mu
+    scaler.scale(loss_of(model, rank, 0) * (INF if rank == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    for p, q in zip(model.parameters(), model_of().parameters(), strict=True):
+        assert torch.equal(p, q) and not p.grad.isfinite().any()
+    assert scaler.get_scale() == 2.0
+    assert state.report().nonfinite > 0 and state.report().mu == mu
+
+
+# --- refusals
+
+
+def _another_reduction():
+    comm, x = Float8ReduceScatter(Float8Gradients(), "2"), torch.zeros(8)
+    comm(x[:4], x, dist.group.WORLD, dist.ReduceOp.MAX)
+
+
+def _arguments(one, other):
+    """Rank 0 gives other arguments than rank 1."""
+    float8_gradients(ddp(), **(one if dist.get_rank() == 0 else other))
+
+
+DIFFER = "rank 0 and .* on rank 1.* same arguments on all"
+REFUSALS = {
+    "float64": (lambda: float8_gradients(ddp(torch.float64)), TypeError, "0.weight.*float64"),
+    "no wrapper": (lambda: float8_gradients(nn.Linear(4, 4)), TypeError, "Linear reduces no gradi"),
+    "a controller of FSDP2": (
+        lambda: float8_gradients(fsdp2(), controller=ScalingController()),
+        ValueError,
+        "cannot saturate",
+    ),
+    "replicas": (
+        lambda: float8_gradients(fsdp2((2, 1))), ValueError, "replicated, not sharded",
+    ),
+    "a maximum": (_another_reduction, ValueError, "set_force_sum_reduction_for_comms"),
+    "formats": (lambda: _arguments({}, {"fmt": E5M2}), RuntimeError, DIFFER),
+    "tiles": (lambda: _arguments({"tile": 32}, {}), RuntimeError, DIFFER),
+    "mus": (
+        lambda: _arguments({}, {"controller": ScalingController(1.00001)}), RuntimeError, DIFFER,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_cannot_be_reduced_is_refused(rank, what):
+    call, kind, message = REFUSALS[what]
+    with pytest.raises(kind, match=message):
+        call()
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_ddp_ignores_may_have_any_dtype(rank):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    ignored = ["1.weight", "1.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    float8_gradients(DistributedDataParallel(model))
