@@ -189,7 +189,7 @@ class _Hooks:
         return x_TD[order_R // shapes[1][1]], counts, unsort
 
     def _compare(self, x: Tensor, config: Float8LinearConfig | None) -> None:
-        name = innermost_module()
-        facts: Facts = {"experts": str(self.experts), "features": str(x.shape[1])}
+        facts: Facts = {"module": innermost_module(), "experts": str(self.experts)}
+        facts["features"] = str(x.shape[1])
         facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
-        compare_ranks([self.group], {name: facts}, subject="experts")
+        compare_ranks([self.group], {"expert parallelism": facts}, subject="experts")

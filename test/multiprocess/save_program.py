@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import datetime
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from disk import full_after
@@ -25,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import float8
 from float8 import Float8LinearConfig
 from float8.checkpoints import FineGrained, save_pretrained, shard_writer
-from float8.checkpoints.ranks import ranks_of
+from float8.checkpoints.ranks import Sharing
 from float8.distributed import tensor_parallel
 from float8.distributed.expert_parallel import Float8ExpertParallel
 
@@ -192,24 +190,9 @@ def ranks_that_differ(rank):
     assert "more: rank 0 has" in message
 
 
-def a_rank_that_does_not_call(rank):
-    folder, sharded = folder_of("it"), shard(model_of("rowwise"))
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        timeout = store.timeout
-        store.set_timeout(datetime.timedelta(seconds=1))
-        try:
-            with pytest.raises(RuntimeError, match="for rank 1 to compare"):
-                save_pretrained(sharded, folder)
-        finally:
-            store.set_timeout(timeout)
-        assert not folder.exists()
-    dist.barrier()
-
-
 def a_whole_model_is_saved_by_one(rank):
     folder = folder_of("it")
-    assert ranks_of(model_of("rowwise")) == []
+    assert Sharing.of(model_of("rowwise")).ranks == []
     if rank == 1:
         save_pretrained(model_of("rowwise"), folder)
     assert entries(folder).keys() == {"config.json", "model.safetensors"}
