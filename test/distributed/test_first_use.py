@@ -115,7 +115,7 @@ def trained(model):
     """Forward and backward of one step; values differ from rank to rank."""
     torch.manual_seed(dist.get_rank())
     out = model(torch.randn(16, 32) * (1 + dist.get_rank()))
-    out.backward(torch.randn(16, 32))
+    out.backward(torch.randn(16, 32) * (4 - dist.get_rank()))
     return out
 
 
@@ -307,15 +307,17 @@ ALONE = {each.__name__: each for each in (evaluates, trained, steps, runs_before
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wrap", ["DDP", "FSDP2"])
-@pytest.mark.parametrize("what", ALONE)
+@pytest.mark.parametrize(
+    ("what", "wrap"), [*((what, "DDP") for what in ALONE), ("evaluates", "FSDP2")]
+)
 def test_what_one_rank_does_before_a_model_is_wrapped_is_not_compared(rank, what, wrap):
     """As a summary, a profile or a sample; another wrapped model may step first."""
     with all_are_compared():
-        model, critic = converted(), WRAPS[wrap](converted())
+        model = converted()
         if rank == 0:
             ALONE[what](model)
         model.zero_grad()
+        critic = WRAPS[wrap](converted())
         model = WRAPS[wrap](model)
         trained(critic)
         torch.optim.SGD(critic.parameters(), lr=0.1).step()
@@ -397,6 +399,7 @@ def test_a_gather_flag_without_fsdp2_warns_once(rank):
         trained(fully_shard(converted(recipe="rowwise", gathers=True)))  # the report says why
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_the_hook_breaks_no_graph_of_a_compiled_function(rank):
     """It is traced and does nothing."""
@@ -536,13 +539,8 @@ def test_amaxes_are_reduced_over_the_given_group_only(rank):
     ):
         amaxes_are_those_of(members, group, rank)
     everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
-    fails = AssertionError if 3 not in replicas else ()  # rank 3's are the largest
-    with mock.patch.object(delayed, "max_over_ranks", everywhere):
-        if fails:
-            with pytest.raises(fails):
-                amaxes_are_those_of(replicas, mesh["dp"], rank)
-        else:
-            amaxes_are_those_of(replicas, mesh["dp"], rank)
+    with mock.patch.object(delayed, "max_over_ranks", everywhere), pytest.raises(AssertionError):
+        amaxes_are_those_of(replicas, mesh["dp"], rank)
 
 
 @pytest.mark.ranks(4)
