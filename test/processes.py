@@ -26,7 +26,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -222,8 +221,7 @@ def _error_of(
         torch.manual_seed(zlib.crc32(function.encode()))
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()
-        with warnings.catch_warnings():
-            tested(rank, *arguments, **options)
+        tested(rank, *arguments, **options)
         dist.barrier()  # no rank leaves while another one still receives
         dist.destroy_process_group()
         gc.collect()
