@@ -26,7 +26,6 @@ import os
 import sys
 import time
 import traceback
-import warnings
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
@@ -44,7 +43,6 @@ GRACE = 2.0  # seconds for the other ranks, after one has failed
 # Processes are forked from one that has imported torch and nothing else, which is fast. They end
 # at once: a spawned process ends by Python's finalisation, where a gloo thread that frees its last
 # tensor aborts the process.
-METHOD = "forkserver"
 PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
@@ -56,12 +54,7 @@ PRELOAD = [
 def forkserver() -> Any:
     """The context that forks processes from one that has imported torch."""
     mp.set_forkserver_preload(PRELOAD)
-    return mp.get_context(METHOD)
-
-
-def new_store() -> dist.TCPStore:
-    """A store in this process, through which others find each other, at a free port."""
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return mp.get_context("forkserver")
 
 
 def shorten_the_dynamic_start() -> int:
@@ -86,7 +79,7 @@ class Pool:
     """Processes that run one function after another; at most ``world`` of them at once."""
 
     def __init__(self) -> None:
-        self.store = new_store()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.members: list[Member] = []
         self.calls = 0
 
@@ -111,6 +104,8 @@ class Pool:
         Raises:
             AssertionError: with the traceback of each rank that failed, or how its process ended.
         """
+        if not all(member.process.is_alive() for member in self.members):
+            self.close()
         while len(self.members) < world:
             self.members.append(self._started())
         self.calls += 1
@@ -152,7 +147,7 @@ class Pool:
 def _answer_of(member: Member) -> str:
     try:
         return str(member.connection.recv())
-    except EOFError:
+    except (EOFError, ConnectionError):
         member.process.join()
         return f"its process ended with exit status {member.process.exitcode}"
 
@@ -196,23 +191,10 @@ def failures(
 # --- in each process
 
 
-def join_group(port: int, rank: int, world: int, **options: Any) -> None:
-    """Make the process group of all processes that use the store at a port."""
-    _prepare()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    store.set(f"here {rank}", "")  # all are, before the timeouts of `options` begin to count
-    store.wait([f"here {r}" for r in range(world)])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, **options)
-
-
-def _prepare() -> None:
-    torch.set_num_threads(1)
-    shorten_the_dynamic_start()
-
-
 def _serve(connection: Any, port: int) -> None:
     """Run the functions that the parent names, until it ends."""
-    _prepare()
+    torch.set_num_threads(1)
+    shorten_the_dynamic_start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     gc.freeze()  # collecting is slow with all objects of torch
     with suppress(EOFError):
@@ -239,8 +221,7 @@ def _error_of(
         torch.manual_seed(zlib.crc32(function.encode()))
         if (dynamo := sys.modules.get("torch._dynamo")) is not None:
             dynamo.reset()
-        with warnings.catch_warnings():
-            tested(rank, *arguments, **options)
+        tested(rank, *arguments, **options)
         dist.barrier()  # no rank leaves while another one still receives
         dist.destroy_process_group()
         gc.collect()

@@ -1,6 +1,6 @@
 """Something goes wrong on one process: all processes get an error, or continue correctly."""
 
-import itertools
+import datetime
 import os
 import signal
 import subprocess
@@ -8,46 +8,46 @@ import sys
 from pathlib import Path
 
 import checkpoint_program
-import fault_program
 import interrupted_training as training
+import one_process as one
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fresh import ROOT
-from processes import forkserver, new_store
+from parallel_forms import FORMS
+from processes import pool
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 
+def dies_in_mid_step(rank, form, how):
+    """Train until rank 1 kills or stops itself, in the backward of its second step."""
+    store = dist.PrefixStore("patience", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    timeout = datetime.timedelta(seconds=600 if how == signal.SIGKILL else 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timeout)
+    model = one.make("delayed")
+    layer, mine = model[2], FORMS[form]["wrap"](model)
+    optimizer = one.adamw(mine)
+    one.rank_step(mine, [one.batch(0, rank)])
+    one.update(mine, optimizer)
+    if rank == 1:
+        layer.register_full_backward_hook(lambda *_: os.kill(os.getpid(), how))
+    one.rank_step(mine, [one.batch(1, rank)])
+    one.update(mine, optimizer)
+
+
 @pytest.mark.slow
-def test_the_other_process_gets_an_error_in_bounded_time():
+@pytest.mark.parametrize(("form", "how"), [("DDP", signal.SIGKILL), ("FSDP2", signal.SIGSTOP)])
+def test_the_other_process_gets_an_error_in_bounded_time(form, how):
     """A killed rank ends its connections; a stopped one lets collectives run into their timeout."""
-    context = forkserver()
-    patience, errors = 2.0, context.Queue()
-    pairs, stores = {}, []
-    for kind, how, seconds in (
-        ("DDP", signal.SIGKILL, 600.0),
-        ("FSDP2", signal.SIGSTOP, patience),
-    ):
-        stores.append(new_store())
-        arguments = (stores[-1].port, kind, how, seconds, errors)
-        pairs[kind] = [
-            context.Process(target=fault_program.dies_in_mid_step, args=(rank, *arguments))
-            for rank in range(2)
-        ]
-        for process in pairs[kind]:
-            process.start()
-    try:
-        found = [errors.get(timeout=60) for _ in pairs]
-        for kind, (survivor, _) in pairs.items():
-            survivor.join(timeout=10)
-            assert survivor.exitcode == 0, kind
-        assert pairs["DDP"][1].exitcode == -signal.SIGKILL
-    finally:
-        for process in itertools.chain(*pairs.values()):
-            process.kill()
-            process.join()
-    assert all(rank == 0 and took < patience + 5 for rank, _, took in found), found
+    with pytest.raises(AssertionError) as ended:
+        pool().run(2, __file__, "dies_in_mid_step", form, how, patience=30)
+    assert "rank 0 of 2: Traceback" in str(ended.value)
+    assert "RuntimeError" in str(ended.value)  # as torch.distributed's errors are
+    died = "rank 1 of 2: its process ended with exit status -9" in str(ended.value)
+    assert died == (how == signal.SIGKILL)
 
 
 ENVIRONMENT = {

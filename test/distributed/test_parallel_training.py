@@ -47,17 +47,24 @@ OTHERS = [
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("form", "recipe"), DELAYED + GATHERED + OTHERS)
+@pytest.mark.parametrize(
+    ("form", "recipe"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if "compiled" in case[0] else ())
+        for case in DELAYED + GATHERED + OTHERS
+    ],
+)
 def test_every_form_trains(rank, form, recipe):
     trains(rank, recipe, **FORMS[form])
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("form", ["HSDP", "FSDP1", "FSDP2"])  # and two pairs
-@pytest.mark.parametrize("recipe", ["delayed", "gathered delayed"])
+@pytest.mark.parametrize(
+    ("form", "recipe"),
+    [("FSDP1", "delayed"), ("HSDP", "tensorwise"), ("HSDP", "gathered delayed")],
+)
 def test_four_ranks_train(rank, form, recipe):
-    if form != "FSDP1" or recipe == "delayed":
-        trains(rank, recipe, **FORMS[form])
+    trains(rank, recipe, **FORMS[form])
 
 
 @pytest.mark.ranks(4)
