@@ -115,22 +115,6 @@ def test_a_watched_training_is_the_same_to_the_bit(recipe, kind):
         assert_bitwise(mine, theirs, (recipe, kind))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_recomputation_counts_nothing_again(kind, recipe):
-    plain = mlp(recipe)
-    checkpointed = Checkpointed(copy.deepcopy(plain), kind)
-    x, g = torch.randn(8, 16), torch.randn(8, 16)
-    with inspect(plain) as expected:
-        plain(x.clone().requires_grad_()).backward(g)
-    with inspect(checkpointed) as found:
-        checkpointed(x.clone()).backward(g)
-    assert {(k[0].removeprefix("body."), *k[1:]): r.calls for k, r in rows(found).items()} == {
-        k: r.calls for k, r in rows(expected).items()
-    }
-    assert [r["sqnr"] for r in found.rows()] == [r["sqnr"] for r in expected.rows()]
-
-
 def test_staleness_of_delayed_scales():
     layer = mlp("delayed")
     x = torch.randn(64, 16).clamp(-2, 2)
@@ -295,14 +279,6 @@ def test_what_was_not_cast_is_named_and_not_reported():
     with inspect(plain) as report:
         plain(x)
     assert report.skipped == {"": "its config casts nothing"}
-
-
-def test_empty_batches_count_as_calls():
-    model = mlp()
-    with inspect(model) as report:
-        model(torch.zeros(0, 16)).sum().backward()
-    row = rows(report)["0", "input", "output"]
-    assert (row.calls, row.elements, row.sqnr) == (1, 0, None)
 
 
 def test_operands_that_come_in_float8_have_no_error():

@@ -28,7 +28,7 @@ from float8.numerics import (
     load_run,
 )
 from float8.numerics.passes import main_tensor, start_of_backward
-from float8.numerics.report import content, page
+from float8.numerics.report import page
 from float8.numerics.snapshot import as_json, cast_from_json, strict_json, write_run
 from float8.numerics.statistics import Histogram, merged
 
@@ -212,8 +212,3 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         Report([ROW]).plot(tmp_path / "x.png")
-
-
-def test_an_empty_snapshot_says_why():
-    summary = content([Report([], model="M")], ABOUT)["snapshots"][0]["summary"]
-    assert "was the model converted" in summary
