@@ -138,19 +138,17 @@ class Shape:
         return f"{self.M},{self.K},{self.N}{experts}"
 
     def padding(self, multiple: int) -> float:
-        """The expected tokens that fill all groups up to multiples of ``multiple``; 0 without E.
+        """The expected tokens that fill all groups up to multiples of ``multiple``.
 
         A group's size is uniform over 0 .. q, where q is twice the mean, rounded. Its ceiling to
         multiples of A is then, with n = q // A, on average ::
 
             A * (A * n * (n + 1) / 2 + (q - n * A) * (n + 1)) / (q + 1)
         """
-        if self.E is None:
-            return 0.0
-        q = max(1, round(2 * self.M / self.E))
+        q = max(1, round(2 * self.M / self.weights))
         n, rest = divmod(q, multiple)
         filled = multiple * (multiple * n * (n + 1) / 2 + rest * (n + 1)) / (q + 1)
-        return self.E * (filled - q / 2)
+        return self.weights * (filled - q / 2)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from float8.estimate.roofline import (
     Shape,
     Use,
     cast_seconds,
+    grouped_gemm_bytes,
     grouped_gemm_seconds,
     layer_seconds,
     saved_bytes,
@@ -51,7 +52,9 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
     for name, read, written in (
         ("output", x + w, g), ("grad_input", g + w, x), ("grad_weight", g + x, w),
     ):  # fmt: skip
-        moving = (operand * read + 2 * written) / 3.35e12 / 0.92
+        moved = operand * read + 2 * written
+        assert grouped_gemm_bytes(kind, name, shape) == moved
+        moving = moved / 3.35e12 / 0.92
         expected = max(computing + 2 * written / 3.35e12 / 0.92, moving) + 2 * 2e-6
         assert grouped_gemm_seconds(H100, kind, name, shape) == pytest.approx(expected), name
 

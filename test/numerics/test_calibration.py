@@ -233,6 +233,15 @@ def test_layers_without_a_scale_are_all_named(value):
     assert "zero: its input was all zero" in text
 
 
+def test_the_hundredth_percentile_is_the_amax():
+    model = mlp()
+    found = calibrate(model, batches(), method="percentile", percentile=100)
+    assert found.static_scales() == found.static_scales("amax")
+    smallest = calibrate(model, batches(), method="percentile", percentile=1e-9)
+    for layer, scale in smallest.static_scales().items():
+        assert scale < found.static_scales()[layer]
+
+
 BFLOAT16 = torch.bfloat16
 CASES = (
     Case((64, 33), BFLOAT16),

@@ -281,6 +281,14 @@ def test_what_was_not_cast_is_named_and_not_reported():
     assert report.skipped == {"": "its config casts nothing"}
 
 
+def test_empty_batches_count_as_calls():
+    model = mlp()
+    with inspect(model) as report:
+        model(torch.zeros(0, 16)).sum().backward()
+    row = rows(report)["0", "input", "output"]
+    assert (row.calls, row.elements, row.sqnr) == (1, 0, None)
+
+
 def test_operands_that_come_in_float8_have_no_error():
     norm, layer = RMSNormCast(32, config=Float8LinearConfig()), nn.Linear(32, 16)
     model = nn.Sequential(norm, Float8Linear.from_float(layer))

@@ -128,6 +128,7 @@ def test_every_cast_has_a_row_with_its_numbers_and_pictures_the_worst_first():
     assert "It saturates. " in Parsed(rows[1]).text
     assert "It wants a look at step 0, step 50." in Parsed(rows[1]).text
     assert not re.search(r'class="\w+ l[12]"><small class="name"', rows[5]), "a healthy cast"
+    assert "from 0.001" in said([Report([replace(HEALTHY, scale_min=1e-3)])], ABOUT)
 
 
 def test_the_verdict_comes_first_and_links_to_the_casts():
