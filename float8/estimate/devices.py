@@ -269,22 +269,31 @@ BLOCKS = Figure(
 MX_BLOCKS = Figure(0.95, "published: TransformerEngine on a B300, mxfp8 against tensorwise")
 
 
-def _gpu(
-    name: str,
-    arch: str,
-    peaks: tuple[float, float],
-    best: tuple[Figure, Figure],
-    terabytes: float,
-    processors: int,
-    sheet: str,
-    kernels: int | None = None,
-    bandwidth_best: float = BANDWIDTH_BEST,
-) -> Device:
-    """A row of `DEVICES`: bf16 and float8 peaks in 10^12 operations, bandwidth in 10^12 bytes.
+# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
+# prints HGX B200's bandwidth for eight GPUs, 62 TB/s. A row is: name, arch; peaks of bf16 and of
+# float8 in 10^12 operations, and the parts of them that bf16 and tensorwise GEMMs reach (0: as
+# bf16); bandwidth in 10^12 bytes, and the part of it that large copies reach; processors; the
+# column of `KERNEL_RATES`; the data sheet.
+_SHEETS = {
+    "H100": ("H100 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.709), (3.35, BANDWIDTH_BEST), 132, 0,
+             "NVIDIA H100 (SXM)"),
+    "H200": ("H200 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.734), (4.8, BANDWIDTH_BEST), 132, 1,
+             "NVIDIA H200 (SXM)"),
+    "B200": ("B200", "sm_100", (2250, 4500), (0.776, 0.763), (7.7, BANDWIDTH_BEST), 148, 2,
+             "NVIDIA Blackwell (HGX B200)"),
+    "B300": ("B300", "sm_103", (2250, 4500), (0.786, 0.745), (8.0, 0.84), 148, 2,
+             "NVIDIA Blackwell Ultra (HGX B300)"),
+    "MI300X": ("MI300X", "gfx94", (1307.4, 2614.9), (0.511, 0), (5.3, BANDWIDTH_BEST), 304, None,
+               "AMD Instinct MI300X"),
+}  # fmt: skip
 
-    ``best`` is what tensorwise GEMMs reach of each peak; ``kernels`` the column of `KERNEL_RATES`.
-    """
 
+def _device(row: tuple[Any, ...]) -> Device:
+    name, arch, peaks, parts, (terabytes, copied), processors, column, sheet = row
+    sheet = f"datasheet: {sheet}"
+    best = [
+        Figure(part, MAMF) if part else Figure(parts[0], "assumed: as bfloat16") for part in parts
+    ]
     ramp = f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain"
     ratios = {
         BF16: None,
@@ -296,50 +305,27 @@ def _gpu(
     }
     products = {}
     for kind, ratio in ratios.items():
+        if kind == MX and SUPPORT[arch][MX] is not None:
+            continue
         peak, reached = (each[kind != BF16] for each in (peaks, best))
         if ratio is not None:
             reached = Figure(reached.value * ratio.value, ratio.source)
         half_size = Figure(peak * 1e12 * reached.value * RAMP_S, ramp)
         products[kind] = GemmSpeed(Figure(peak * 1e12, sheet), reached, half_size)
-    if SUPPORT[arch][MX] is not None:
-        del products[MX]
-    bandwidth = Figure(terabytes * 1e12, sheet)
+    bandwidth = terabytes * 1e12
     any_cast = f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth"
-    casts = {ANY_PASS: Figure(CAST_RATE * bandwidth.value, any_cast)}
-    if kernels is not None:
-        source = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
-        for each, parts in KERNEL_RATES.items():
-            casts[each] = Figure(parts[kernels] * bandwidth.value, source)
-    reached = Figure(bandwidth_best, "published: torchao's roofline_utils.py, pointwise kernels")
-    tiles = Figure(processors, sheet)
-    return Device(name, arch, bandwidth, reached, LAUNCH, products, casts, tiles)
+    casts = {ANY_PASS: Figure(CAST_RATE * bandwidth, any_cast)}
+    predicted = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
+    for each, rates in KERNEL_RATES.items() if column is not None else ():
+        casts[each] = Figure(rates[column] * bandwidth, predicted)
+    copies = Figure(copied, "published: torchao's roofline_utils.py, pointwise kernels")
+    return Device(
+        name, arch, Figure(bandwidth, sheet), copies, LAUNCH, products, casts,
+        Figure(processors, sheet),
+    )  # fmt: skip
 
 
-# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
-# prints HGX B200's bandwidth for eight GPUs, 62 TB/s.
-DEVICES: dict[str, Device] = {
-    "H100": _gpu(
-        "H100 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.709, MAMF)),
-        3.35, 132, "datasheet: NVIDIA H100 (SXM)", 0,
-    ),
-    "H200": _gpu(
-        "H200 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.734, MAMF)),
-        4.8, 132, "datasheet: NVIDIA H200 (SXM)", 1,
-    ),
-    "B200": _gpu(
-        "B200", "sm_100", (2250, 4500), (Figure(0.776, MAMF), Figure(0.763, MAMF)),
-        7.7, 148, "datasheet: NVIDIA Blackwell (HGX B200)", 2,
-    ),
-    "B300": _gpu(
-        "B300", "sm_103", (2250, 4500), (Figure(0.786, MAMF), Figure(0.745, MAMF)),
-        8.0, 148, "datasheet: NVIDIA Blackwell Ultra (HGX B300)", 2, 0.84,
-    ),
-    "MI300X": _gpu(
-        "MI300X", "gfx94", (1307.4, 2614.9),
-        (Figure(0.511, MAMF), Figure(0.511, "assumed: as bfloat16")),
-        5.3, 304, "datasheet: AMD Instinct MI300X",
-    ),
-}  # fmt: skip
+DEVICES: dict[str, Device] = {name: _device(row) for name, row in _SHEETS.items()}
 """Devices by name: peaks from datasheets, the parts of them that others measured."""
 
 
