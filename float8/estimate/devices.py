@@ -307,7 +307,7 @@ def _device(row: tuple[Any, ...]) -> Device:
     for kind, ratio in ratios.items():
         if kind == MX and SUPPORT[arch][MX] is not None:
             continue
-        peak, reached = (each[kind != BF16] for each in (peaks, best))
+        peak, reached = peaks[kind != BF16], best[kind != BF16]
         if ratio is not None:
             reached = Figure(reached.value * ratio.value, ratio.source)
         half_size = Figure(peak * 1e12 * reached.value * RAMP_S, ramp)

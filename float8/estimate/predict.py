@@ -216,14 +216,15 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     if not recipes:
         raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
     names = {config: name for name, config in reversed(RECIPES.items())}
-    found = {}
-    for i, each in enumerate(recipes, 1):
-        config = recipes[each] if isinstance(recipes, Mapping) else each
-        if isinstance(config, str):
-            config = Float8LinearConfig.from_recipe_name(config)
+    pairs = recipes.items() if isinstance(recipes, Mapping) else [(each, each) for each in recipes]
+    found: dict[str, Float8LinearConfig] = {}
+    for i, (name, recipe) in enumerate(pairs, 1):
+        config = recipe
+        if isinstance(recipe, str):
+            config = Float8LinearConfig.from_recipe_name(recipe)
         if not isinstance(config, Float8LinearConfig):
             raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(config)}")
-        found[each if isinstance(each, str) else names.get(config, f"config {i}")] = config
+        found[name if isinstance(name, str) else names.get(config, f"config {i}")] = config
     return found
 
 
