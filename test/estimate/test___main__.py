@@ -39,6 +39,8 @@ def test_options_reach_the_prediction(capsys):
         [(8192,) * 3], recipes=list(RECIPES), weights_cached=True, gradient_accumulation=8,
     )  # fmt: skip
     assert capsys.readouterr().out == f"{expected}\n"
+    main(["8192,8192,8192", "--weights-cached"])
+    assert capsys.readouterr().out == f"{estimate([(8192,) * 3], weights_cached=True)}\n"
     main(["8192,8192,8192", "--forward"])
     assert "Forward of one batch" in capsys.readouterr().out
 

@@ -142,6 +142,7 @@ MESSAGES = [
     # inspect, inspect_every
     (ValueError, lambda: inspected(plain()), "Sequential has no float8 layer; convert it"),
     (ValueError, lambda: inspect_every(plain()).start_step(), "Sequential has no float8 layer"),
+    (TypeError, lambda: inspect_every("model"), "inspect_every"),
     (ValueError, lambda: inspect_every(model(), n=0), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), n=2.5), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), keep=0), "integer >= 1"),
