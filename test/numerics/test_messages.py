@@ -59,6 +59,10 @@ def compared_in_high_precision() -> None:
         compare(layers, X)
 
 
+def four_layers() -> Report:
+    return Report([replace(HEALTHY, layer=name) for name in ("a", "b", "c", "ffn.up")])
+
+
 def inspected(layers: nn.Module) -> None:
     with inspect(layers):
         pass
@@ -92,6 +96,7 @@ MESSAGES = [
     (ValueError, lambda: accurate_layers(Report([ROW]), math.nan), "nan"),
     (TypeError, lambda: accurate_layers({"layer": 3}, 20), "got a dict"),
     (ValueError, lambda: accurate_layers(Report([HEALTHY]), 9)(None, "head"), "such as ffn"),
+    (ValueError, lambda: accurate_layers(four_layers(), 9)(None, "ffn.ups"), "such as ffn.up:"),
     # calibrate
     (ValueError, lambda: calibrate(model(), [X], method="mse"), "one of sqnr, amax, percentile"),
     (ValueError, lambda: calibrate(model(), [X]).static_scales("best"), "got 'best'"),
