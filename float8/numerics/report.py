@@ -250,7 +250,8 @@ def _cell(cast: CastStatistics, key: str) -> Markup:
     (name, spec), level, more = COLUMNS[key], level_of(cast), []
     wrong = {_KIND_COLUMNS[kind] for kind in kinds_of(cast)}
     if key == "sqnr":
-        wrong |= {key} if (cast.sqnr or 0.0) < problems.noisy_below(cast.format) else set()
+        if cast.sqnr is not None and cast.sqnr < problems.noisy_below(cast.format):
+            wrong.add(key)  # also where another problem explains it
         more += [_badge(level)] if level else []
         more += [tag("small", f"{cast.nonfinite:,} inf or NaN")] if cast.nonfinite else []
     if key == "scale_max" and cast.scale_min != cast.scale_max:

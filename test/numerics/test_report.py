@@ -128,6 +128,8 @@ def test_every_cast_has_a_row_with_its_numbers_and_pictures_the_worst_first():
     assert "It saturates. " in Parsed(rows[1]).text
     assert "It wants a look at step 0, step 50." in Parsed(rows[1]).text
     assert not re.search(r'class="\w+ l[12]"><small class="name"', rows[5]), "a healthy cast"
+    unknown = page([Report([replace(HEALTHY, sqnr=None, saturated=0.5)])], ABOUT)
+    assert 'class="saturated l2"' in unknown and 'class="sqnr l2"' not in unknown
     assert "from 0.001" in said([Report([replace(HEALTHY, scale_min=1e-3)])], ABOUT)
 
 
