@@ -119,7 +119,11 @@ def test_every_cast_has_a_row_with_its_numbers_and_pictures_the_worst_first():
         assert (cast.layer, cast.operand) == (text[: len(cast.layer)], cast.operand)
         for name in ("amax", "scale_max", "kurtosis"):
             assert shown(getattr(cast, name), "{:.3g}") in text
-        assert f"{cast.elements:,} in 1 call" in text and cast.format.upper() in text
+        facts = (
+            f"<dt>elements</dt><dd>{cast.elements:,} in 1 call</dd>",
+            "<dt>zeros</dt><dd>0</dd>",
+        )
+        assert all(fact in row for fact in facts) and cast.format.upper() in text
         assert (f'id="h{i}"' in row) and (f'id="t{i}"' in row) == (
             cast.sqnr not in (None, math.inf)
         )
