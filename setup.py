@@ -73,7 +73,7 @@ setup(
         "Typing :: Typed",
     ],
     packages=find_packages(include=["float8", "float8.*"]),
-    package_data={"float8": ["py.typed"], "float8.numerics": ["page.css", "page.html", "*.js"]},
+    package_data={"float8": ["py.typed"], "float8.numerics": ["page.*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
     extras_require={"demo": DEMO, "docs": DOCS, "test": TEST, "dev": DEV, **INTEGRATIONS},

@@ -46,11 +46,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measure_device import measure
 from float8.config import RECIPES
-from float8.estimate.cast_passes import READ, WRITE, passes_of_layer
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, Device, Figure, GemmSpeed, find_device
-from float8.estimate.gemms import gemm_seconds, gemm_sizes, kinds_of_plan
-from float8.estimate.roofline import layer_seconds
-from float8.estimate.shapes import Shape, Use
+from float8.estimate.roofline import (
+    READ,
+    WRITE,
+    Shape,
+    Use,
+    gemm_seconds,
+    gemm_sizes,
+    kinds_of_plan,
+    layer_seconds,
+    passes_of_layer,
+)
 
 FILE = Path(__file__).resolve().parent / "published.json"
 Row = dict[str, Any]

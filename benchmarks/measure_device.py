@@ -31,7 +31,7 @@ from benchmarks.measuring import harness
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, ROWWISE_BY_CUTLASS, Device, Figure
 from float8.estimate.devices import GemmSpeed as Speed
-from float8.estimate.gemms import busy, gemm_bytes, unoverlapped_bytes
+from float8.estimate.roofline import busy, gemm_bytes, unoverlapped_bytes
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
 from float8.linear.scaling import bind_and_cast
 

@@ -6,7 +6,6 @@ The messages are those of the DevTools protocol: JSON, each ended by a zero byte
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -27,9 +25,7 @@ _OPTIONS = (
     "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
 # Names and codes of keys; a key with a text types it.
-_KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35, "Home": 36}
-_KEYS |= {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
-_TEXTS = {"Enter": "\r", " ": " "}
+_KEYS, _TEXTS = {"Tab": 9, "Enter": 13}, {"Enter": "\r"}
 # Chromium reads commands from file descriptor 3 and writes to 4.
 _START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4)\n"
@@ -124,17 +120,6 @@ class Browser:
             text = {"text": typed} if typed and kind == "keyDown" else {}
             self.send("Input.dispatchKeyEvent", type=kind, **names, **text)
 
-    def point(self, x: float, y: float) -> None:
-        """Move the mouse to a place of the window."""
-        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def tap(self, x: float, y: float) -> None:
-        """Tap a place of the window with a finger."""
-        self.send("Emulation.setTouchEmulationEnabled", enabled=True)
-        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
-        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
-        self.send("Emulation.setTouchEmulationEnabled", enabled=False)
-
     def type(self, text: str) -> None:
         """Type a text into the element that has the focus."""
         self.send("Input.insertText", text=text)
@@ -144,20 +129,6 @@ class Browser:
         """Empty the lists of requests and errors."""
         self.requests.clear()
         self.errors.clear()
-
-    def picture(self, path: Path, height: int | None = None) -> None:
-        """Write the page, or its first ``height`` pixels, as PNG."""
-        size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "scale": 1, **{k: size[k] for k in ("width", "height")}}
-        clip["height"] = min(clip["height"], height or clip["height"])
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
-
-    def pdf(self, path: Path) -> None:
-        """Print the page, on the paper that it asks for or on A4."""
-        size = {"paperWidth": 8.27, "paperHeight": 11.69, "preferCSSPageSize": True}
-        printed = self.send("Page.printToPDF", printBackground=True, **size)
-        path.write_bytes(base64.b64decode(printed["data"]))
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         """Send a command and return its result."""

@@ -6,9 +6,14 @@ from pathlib import Path
 from float8.config import RECIPES
 from float8.estimate import Device
 from float8.estimate.devices import BF16
-from float8.estimate.gemms import gemm_seconds, kinds_of_plan
-from float8.estimate.roofline import layer_seconds, saved_bytes
-from float8.estimate.shapes import Shape, Use
+from float8.estimate.roofline import (
+    Shape,
+    Use,
+    gemm_seconds,
+    kinds_of_plan,
+    layer_seconds,
+    saved_bytes,
+)
 
 
 def write(path: Path, benchmark: str, rows: list[dict], device: str = "NVIDIA H100 80GB HBM3"):

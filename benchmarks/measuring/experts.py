@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from benchmarks.measuring.contenders import PEER, SCALED
 from benchmarks.measuring.step import Step
 from float8 import Float8LinearConfig, grouped_mm
-from float8.estimate import cast_passes, gemms
-from float8.estimate.shapes import Shape as LayerShape
-from float8.estimate.shapes import Use
+from float8.estimate import roofline
+from float8.estimate.roofline import Shape as LayerShape
+from float8.estimate.roofline import Use
 
 BASELINE = "F.grouped_mm"
 MULTIPLE = 32  # of the size of a group
@@ -187,11 +187,11 @@ def moved_bytes(shape: Shape, recipe: str | None) -> float:
     sizes = LayerShape(shape.T, shape.K, shape.N, shape.E)
     x, w, g = shape.T * shape.K, shape.E * shape.K * shape.N, shape.T * shape.N
     plan = None if recipe is None else Float8LinearConfig.from_recipe_name(recipe).plan
-    kinds = gemms.kinds_of_plan(plan, Use())
-    moved = sum(gemms.grouped_gemm_bytes(kind, name, sizes) for name, kind in kinds.items())
+    kinds = roofline.kinds_of_plan(plan, Use())
+    moved = sum(roofline.grouped_gemm_bytes(kind, name, sizes) for name, kind in kinds.items())
     if plan is None:
         return moved
-    *passes, _ = cast_passes.passes_of_layer(plan, Use(), emulates=False)
+    *passes, _ = roofline.passes_of_layer(plan, Use(), emulates=False)
     return moved + sum(
         elements * each.bytes_per_element
         for elements, operand in zip((x, w, g), passes, strict=True)

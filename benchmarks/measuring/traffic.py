@@ -21,8 +21,7 @@ from torch import nn
 
 from float8 import Float8LinearConfig
 from float8.config import LinearPlan
-from float8.estimate.cast_passes import passes_of_layer
-from float8.estimate.shapes import Use
+from float8.estimate.roofline import Use, passes_of_layer
 
 FACTOR_BYTES = 4  # per element: bfloat16 read, bfloat16 written
 GEMMS = 3

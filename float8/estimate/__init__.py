@@ -1,8 +1,6 @@
 """The cost model: predicts whether float8 is faster on a device, by how much, for which layers.
 
 - `devices.py`: what a device can do, figure by figure, each with its source; a device by its name
-- `shapes.py`: a layer's sizes, and how it is used
-- `cast_passes.py`, `gemms.py`: the passes that cast its operands, and its GEMMs
 - `roofline.py`: the time of a layer, its GEMMs and casts together, and the memory that it saves
 - `predict.py`: `estimate` and `faster_layers`, for models and for shapes
 - `table.py`: the result, and how it is printed

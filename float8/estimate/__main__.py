@@ -25,7 +25,7 @@ from pathlib import Path
 from float8.config import RECIPES
 from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate
-from float8.estimate.shapes import LARGEST, Shape
+from float8.estimate.roofline import LARGEST, Shape
 
 
 def parse_shape(text: str) -> Shape:

@@ -8,8 +8,7 @@ The time of a GEMM of F floating-point operations follows from three numbers (`G
 ``best`` is the fraction of the peak that very large GEMMs reach, at the clock that the board's
 power limit leaves them. ``half_size`` is the number of operations at which half of that is reached:
 filling and draining the pipeline costs as much time as ``half_size`` operations (Hockney and
-Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there r_inf and n_1/2). Where float8 is
-emulated, dequantising costs ``decode`` seconds per operand element.
+Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there r_inf and n_1/2).
 
 Every number is a `Figure`: a value and its source. The source starts with one word that says how
 reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``published`` (measured
@@ -25,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,9 +73,6 @@ class Figure:
         return self.source.partition(":")[0]
 
 
-EXACT_ZERO = Figure(0.0, "exact: tensor cores multiply float8 directly")
-
-
 @dataclass(frozen=True)
 class GemmSpeed:
     """How fast a device runs one kind of GEMM.
@@ -87,22 +84,19 @@ class GemmSpeed:
         peak: operations per second (a multiplication and an addition are two).
         best: the fraction of the peak that very large GEMMs reach.
         half_size: the operations at which half of that is reached.
-        decode: seconds per operand element on top, where float8 is emulated.
     """
 
     peak: Figure
     best: Figure
     half_size: Figure
-    decode: Figure = EXACT_ZERO
 
     def __post_init__(self) -> None:
         if self.peak.value == 0 or self.best.value == 0:
             raise ValueError("a GEMM needs a peak and a best efficiency above 0")
 
-    def seconds(self, flops: float, operand_elements: float) -> float:
-        """Time of computing, dequantising included, as if memory were infinitely fast."""
-        work = (flops + self.half_size.value) / (self.peak.value * self.best.value)
-        return work + self.decode.value * operand_elements
+    def seconds(self, flops: float) -> float:
+        """Time of computing, as if memory were infinitely fast."""
+        return (flops + self.half_size.value) / (self.peak.value * self.best.value)
 
 
 @dataclass(frozen=True)
@@ -144,10 +138,10 @@ class Device:
                 f"{self.name}: unknown products {sorted(unknown)}; known: {', '.join(FLOAT8)}"
             )
         rates = {"bandwidth": self.bandwidth, "bandwidth_best": self.bandwidth_best, **self.passes}
-        if self.processors is not None and self.processors.value < 1:
-            raise ValueError(f"{self.name}: processors must be at least 1")
         if zero := [name for name, figure in rates.items() if figure.value == 0]:
             raise ValueError(f"{self.name}: {', '.join(zero)} must be above 0")
+        if self.processors is not None and self.processors.value < 1:
+            raise ValueError(f"{self.name}: processors must be at least 1")
 
     @property
     def emulates(self) -> bool:
@@ -182,8 +176,9 @@ class Device:
         for kind, product in self.products.items():
             for part in dataclasses.fields(product):
                 own[f"{kind} {part.name}"] = getattr(product, part.name)
-        tiled = {} if self.processors is None else {"processors": self.processors}
-        return own | tiled | dict(self.passes)
+        return (
+            own | ({"processors": self.processors} if self.processors else {}) | dict(self.passes)
+        )
 
     def provenance(self) -> list[str]:
         """One line per source, with the figures that come from it."""
@@ -192,7 +187,9 @@ class Device:
             if figure.kind != "exact":
                 by_source.setdefault(figure.source, []).append(name)
         ranked = sorted(by_source, key=lambda source: SOURCES.index(source.partition(":")[0]))
-        return [f"{source}: {_shortened(by_source[source])}" for source in ranked]
+        for names in by_source.values():
+            names[5:] = names[5:] if len(names) <= 6 else [f"{len(names) - 5} more"]
+        return [f"{source}: {', '.join(by_source[source])}" for source in ranked]
 
     def save(self, path: str | Path) -> None:
         """Write the device as JSON, sources included; `load` reads it.
@@ -215,31 +212,19 @@ class Device:
             ValueError: the file is not such a file; the message says what is wrong with it.
         """
         try:
-            return _from_fields(json.loads(Path(path).read_text()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return cls(**json.loads(Path(path).read_text(), object_hook=_from_json))
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path} is not a device as Device.save writes it "
                 f"({type(error).__name__}: {error}); {MEASURE} writes one"
             ) from error
 
 
-def _shortened(names: list[str]) -> str:
-    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])}, {len(names) - 5} more"
-
-
-def _from_fields(fields: dict[str, Any]) -> Device:
-    products = {
-        kind: GemmSpeed(**{part: Figure(**figure) for part, figure in parts.items()})
-        for kind, parts in fields["products"].items()
-    }
-    passes = {name: Figure(**figure) for name, figure in fields["passes"].items()}
-    bandwidth, best, launch = (
-        Figure(**fields[key]) for key in ("bandwidth", "bandwidth_best", "launch")
-    )
-    name, arch = str(fields["name"]), str(fields["arch"])
-    processors = None if fields["processors"] is None else Figure(**fields["processors"])
-    compiled_casts = bool(fields["compiled_casts"])
-    return Device(name, arch, bandwidth, best, launch, products, passes, processors, compiled_casts)
+def _from_json(fields: dict[str, Any]) -> Any:
+    """Figures and speeds of their fields; the device, and its mappings, stay as they are."""
+    if fields.keys() == {"value", "source"}:
+        return Figure(**fields)
+    return GemmSpeed(**fields) if "half_size" in fields else fields
 
 
 # What GEMMs reach of the peaks: published measurements of large GEMMs on random numbers, at the
@@ -284,91 +269,63 @@ BLOCKS = Figure(
 MX_BLOCKS = Figure(0.95, "published: TransformerEngine on a B300, mxfp8 against tensorwise")
 
 
-def _gpu(
-    name: str,
-    arch: str,
-    peaks: tuple[float, float],
-    best: tuple[Figure, Figure],
-    terabytes: float,
-    processors: int,
-    sheet: str,
-    kernels: int | None = None,
-    bandwidth_best: float = BANDWIDTH_BEST,
-) -> Device:
-    """A row of `DEVICES`: bf16 and float8 peaks in 10^12 operations, bandwidth in 10^12 bytes.
+# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
+# prints HGX B200's bandwidth for eight GPUs, 62 TB/s. A row is: name, arch; peaks of bf16 and of
+# float8 in 10^12 operations, and the parts of them that bf16 and tensorwise GEMMs reach (0: as
+# bf16); bandwidth in 10^12 bytes, and the part of it that large copies reach; processors; the
+# column of `KERNEL_RATES`; the data sheet.
+_SHEETS = {
+    "H100": ("H100 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.709), (3.35, BANDWIDTH_BEST), 132, 0,
+             "NVIDIA H100 (SXM)"),
+    "H200": ("H200 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.734), (4.8, BANDWIDTH_BEST), 132, 1,
+             "NVIDIA H200 (SXM)"),
+    "B200": ("B200", "sm_100", (2250, 4500), (0.776, 0.763), (7.7, BANDWIDTH_BEST), 148, 2,
+             "NVIDIA Blackwell (HGX B200)"),
+    "B300": ("B300", "sm_103", (2250, 4500), (0.786, 0.745), (8.0, 0.84), 148, 2,
+             "NVIDIA Blackwell Ultra (HGX B300)"),
+    "MI300X": ("MI300X", "gfx94", (1307.4, 2614.9), (0.511, 0), (5.3, BANDWIDTH_BEST), 304, None,
+               "AMD Instinct MI300X"),
+}  # fmt: skip
 
-    ``best`` is what tensorwise GEMMs reach of each peak; ``kernels`` the column of `KERNEL_RATES`.
-    """
 
-    def speed(tera: float, reached: Figure, ratio: Figure | None = None) -> GemmSpeed:
-        if ratio is not None:
-            reached = Figure(reached.value * ratio.value, ratio.source)
-        ramp = Figure(
-            tera * 1e12 * reached.value * RAMP_S,
-            f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain",
-        )
-        return GemmSpeed(Figure(tera * 1e12, sheet), reached, ramp)
-
+def _device(row: tuple[Any, ...]) -> Device:
+    name, arch, peaks, parts, (terabytes, copied), processors, column, sheet = row
+    sheet = f"datasheet: {sheet}"
+    best = [
+        Figure(part, MAMF) if part else Figure(parts[0], "assumed: as bfloat16") for part in parts
+    ]
+    ramp = f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain"
     ratios = {
+        BF16: None,
         TENSORWISE: None,
         ROWWISE: CUBLAS_ROWWISE if arch == "sm_90" else CUTLASS_ROWWISE,
         ROWWISE_BY_CUTLASS: CUTLASS_ROWWISE,
         BLOCKWISE: BLOCKS,
         MX: MX_BLOCKS,
     }
-    kinds = [kind for kind in ratios if kind != MX or SUPPORT[arch][MX] is None]
-    products = {BF16: speed(peaks[0], best[0])}
-    products |= {kind: speed(peaks[1], best[1], ratios[kind]) for kind in kinds}
-    bandwidth = Figure(terabytes * 1e12, sheet)
-    casts = {
-        ANY_PASS: Figure(
-            CAST_RATE * bandwidth.value,
-            f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth",
-        )
-    }
-    if kernels is not None:
-        source = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
-        casts |= {
-            name: Figure(parts[kernels] * bandwidth.value, source)
-            for name, parts in KERNEL_RATES.items()
-        }
+    products = {}
+    for kind, ratio in ratios.items():
+        if kind == MX and SUPPORT[arch][MX] is not None:
+            continue
+        peak, reached = peaks[kind != BF16], best[kind != BF16]
+        if ratio is not None:
+            reached = Figure(reached.value * ratio.value, ratio.source)
+        half_size = Figure(peak * 1e12 * reached.value * RAMP_S, ramp)
+        products[kind] = GemmSpeed(Figure(peak * 1e12, sheet), reached, half_size)
+    bandwidth = terabytes * 1e12
+    any_cast = f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth"
+    casts = {ANY_PASS: Figure(CAST_RATE * bandwidth, any_cast)}
+    predicted = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
+    for each, rates in KERNEL_RATES.items() if column is not None else ():
+        casts[each] = Figure(rates[column] * bandwidth, predicted)
+    copies = Figure(copied, "published: torchao's roofline_utils.py, pointwise kernels")
     return Device(
-        name,
-        arch,
-        bandwidth,
-        Figure(bandwidth_best, "published: torchao's roofline_utils.py, pointwise kernels"),
-        LAUNCH,
-        products,
-        casts,
+        name, arch, Figure(bandwidth, sheet), copies, LAUNCH, products, casts,
         Figure(processors, sheet),
-    )
+    )  # fmt: skip
 
 
-# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
-# prints HGX B200's bandwidth for eight GPUs, 62 TB/s.
-DEVICES: dict[str, Device] = {
-    "H100": _gpu(
-        "H100 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.709, MAMF)),
-        3.35, 132, "datasheet: NVIDIA H100 (SXM)", 0,
-    ),
-    "H200": _gpu(
-        "H200 SXM", "sm_90", (989.4, 1978.9), (Figure(0.803, MAMF), Figure(0.734, MAMF)),
-        4.8, 132, "datasheet: NVIDIA H200 (SXM)", 1,
-    ),
-    "B200": _gpu(
-        "B200", "sm_100", (2250, 4500), (Figure(0.776, MAMF), Figure(0.763, MAMF)),
-        7.7, 148, "datasheet: NVIDIA Blackwell (HGX B200)", 2,
-    ),
-    "B300": _gpu(
-        "B300", "sm_103", (2250, 4500), (Figure(0.786, MAMF), Figure(0.745, MAMF)),
-        8.0, 148, "datasheet: NVIDIA Blackwell Ultra (HGX B300)", 2, 0.84,
-    ),
-    "MI300X": _gpu(
-        "MI300X", "gfx94", (1307.4, 2614.9),
-        (Figure(0.511, MAMF), Figure(0.511, "assumed: as bfloat16")),
-        5.3, 304, "datasheet: AMD Instinct MI300X",
-    ),
-}  # fmt: skip
+DEVICES: dict[str, Device] = {name: _device(row) for name, row in _SHEETS.items()}
 """Devices by name: peaks from datasheets, the parts of them that others measured."""
 
 
@@ -394,17 +351,10 @@ def find_device(device: str | Path | Device) -> Device:
     name = str(device)
     if name.upper() in DEVICES:
         return DEVICES[name.upper()]
-    if _is_file(name):
+    if os.path.isfile(name):  # False too where the name is too long for a file
         return Device.load(name)
     raise ValueError(
         f"unknown device {name!r}; known: {', '.join(DEVICES)}, or the path of a JSON file that "
         f"Device.save wrote; {MEASURE} writes one of this machine. NVIDIA GPUs older than Ada and "
         "Hopper, such as A100, have no float8 tensor cores"
     )
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except OSError:  # such as a name that is too long
-        return False

@@ -19,15 +19,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from float8.arguments import described
 from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.estimate.devices import Device, find_device
-from float8.estimate.gemms import kinds_of_plan
-from float8.estimate.roofline import layer_seconds, saved_bytes
-from float8.estimate.shapes import LARGEST, Shape, Use, is_count
+from float8.estimate.roofline import (
+    LARGEST,
+    Shape,
+    Use,
+    is_count,
+    kinds_of_plan,
+    layer_seconds,
+    saved_bytes,
+)
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
 from float8.kernels.cublas import ALIGNMENT
@@ -99,18 +105,13 @@ def _shape(sizes: Sequence[int]) -> Shape:
     return Shape(*sizes)
 
 
-def layer_of(module: nn.Module, name: str, tokens: int) -> Layer:
-    """A module with ``in_features``, ``out_features`` and ``weight`` as a Layer."""
-    weight = module.weight
-    K, N = int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
-    return Layer(name, Shape(tokens, K, N), weight.dtype, weight.requires_grad)  # type: ignore[arg-type]
-
-
 def layers_in(module: nn.Module, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
     """A linear layer, none if it is empty; or one layer per stack of weights of experts."""
     if not _holds_experts(module):
-        empty = 0 in (module.in_features, module.out_features)
-        return [] if empty else [layer_of(module, name, tokens)]
+        N, K = (getattr(module, size) for size in ("out_features", "in_features"))
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        shape = Shape(tokens, K, N) if N and K else None
+        return [Layer(name, shape, weight.dtype, weight.requires_grad)] if shape else []
     transposed = getattr(module, "is_transposed", False)
     return [
         Layer(f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w.dtype, w.requires_grad)
@@ -161,14 +162,10 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
             pad = config.pad_inner_dim
             plan = BoundPlan(config.plan, device.arch, dtype, False, pad, False, grouped=True)
             reason = refuses_experts(plan, use.training, (layer.shape.E, K, N))
-    return reason or _lacks_figures(config, device, use)
-
-
-def _lacks_figures(config: Float8LinearConfig, device: Device, use: Use) -> str | None:
-    missing = set(kinds_of_plan(config.plan, use).values()) - set(device.products)
-    if not missing:
-        return None
-    return f"{device.name} has no figures for {' and '.join(sorted(missing))} GEMMs"
+    missing = sorted(set(kinds_of_plan(config.plan, use).values()) - set(device.products))
+    if reason is None and missing:
+        reason = f"{device.name} has no figures for {' and '.join(missing)} GEMMs"
+    return reason
 
 
 def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
@@ -218,23 +215,17 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
         )
     if not recipes:
         raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
-    if isinstance(recipes, Mapping):
-        return {name: _config(recipe) for name, recipe in recipes.items()}
-    return {_name(recipe, i): _config(recipe) for i, recipe in enumerate(recipes, 1)}
-
-
-def _config(recipe: object) -> Float8LinearConfig:
-    if isinstance(recipe, Float8LinearConfig):
-        return recipe
-    if isinstance(recipe, str):
-        return Float8LinearConfig.from_recipe_name(recipe)
-    raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(recipe)}")
-
-
-def _name(recipe: object, number: int) -> str:
-    if isinstance(recipe, str):
-        return recipe
-    return next((name for name, row in RECIPES.items() if row == recipe), f"config {number}")
+    names = {config: name for name, config in reversed(RECIPES.items())}
+    pairs = recipes.items() if isinstance(recipes, Mapping) else [(each, each) for each in recipes]
+    found: dict[str, Float8LinearConfig] = {}
+    for i, (name, recipe) in enumerate(pairs, 1):
+        config = recipe
+        if isinstance(recipe, str):
+            config = Float8LinearConfig.from_recipe_name(recipe)
+        if not isinstance(config, Float8LinearConfig):
+            raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(config)}")
+        found[name if isinstance(name, str) else names.get(config, f"config {i}")] = config
+    return found
 
 
 # --- public functions

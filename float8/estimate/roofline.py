@@ -1,4 +1,4 @@
-"""The time of a layer: three GEMMs (`gemms.py`) and the casts of their operands (`cast_passes.py`).
+"""The time of a layer: three GEMMs and the casts of their operands.
 
 A cast is a few passes over memory, each ``bytes / rate + launch``. A plain layer is three bfloat16
 GEMMs without casts. The clock under load is part of the rates that a GEMM is said to reach. Not
@@ -11,6 +11,77 @@ Float8 copies of an expert's operands for grad_weight are padded to multiples of
 float8. Those that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take 1.7
 to 2.3 times as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are
 1.28 to 1.53.
+
+**GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
+
+    GEMM          a @ b.T          rows  columns  contraction
+    output        x_MK @ w_NK.T    M     N        K
+    grad_input    g_MN @ w_KN.T    M     K        N
+    grad_weight   g_NM @ x_KM.T    N     K        M
+
+    flops    = 2 * rows * columns * contraction / busy
+    computed = flops / (peak * efficiency(flops)) + 2 * rows * columns / bandwidth
+    seconds  = max(computed, bytes / bandwidth) + launch
+    bytes    = operand * (rows + columns) * contraction + 2 * rows * columns
+
+with 2 bytes per operand element in bfloat16 and 1 in float8; results are bfloat16.
+
+**Results are written after a tile's last product**, when nothing multiplies: their time is added to
+that of the products, and matters where the contraction is short. This explains DeepGEMM's published
+table with one rate and no other constant (`benchmarks/published.json`).
+
+**Tiles and waves**: a GEMM runs as tiles of 128 by 256 or 128 by 128 results, one per processor at
+a time, so ``busy`` is the part of all processors' time in which results that exist are computed ::
+
+    busy = rows * columns / (tile * processors * waves / parts)
+    waves = ceil(tiles * parts / processors)
+
+A result of less than half a wave is split along its contraction in up to 8 parts. Their float32
+sums are one tile per processor, 17 MB on an H100: they stay in its cache of 50 MB and count as
+nothing. On a device whose processors are not known, ``busy`` is 1 and writes overlap.
+
+A grouped GEMM multiplies each group of tokens by its expert's weight. It is priced as a GEMM with
+these differences, for T tokens in E groups:
+
+- Weights, and their gradients, have E matrices; every operand is read once.
+- Each group's tokens fill whole tiles of 128, along the rows of output and grad_input and along the
+  contraction of grad_weight. Both count as expected values (`Shape.padding`): the router is not
+  known, so a group's size is taken to be any number from 0 to twice the mean, with equal
+  probability. Waves are not counted.
+- Two launches instead of one: torch's kernels first compute the address of each group.
+
+**Casts.** Each operand enters two GEMMs, once row-major and once transposed, because tensor cores
+read the contraction last. The kernels of this library move, in bytes per bfloat16 element:
+
+==================================== ========== ========== ======================================
+cast                                 row-major  transposed both orientations together
+==================================== ========== ========== ======================================
+dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
+delayed or static tensorwise         3          3          4
+dynamic rowwise                      3          2 + 3 = 5  2 + 4 = 6
+dynamic 1x128, 128x128, 1x32 (mx)    3          3          4
+==================================== ========== ========== ======================================
+
+3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
+pass that computes amaxes: the scale of a tensor, or of a column, depends on elements that no single
+thread block reads. A delayed cast records its amax on the way. Forward casts the weight row-major,
+backward transposed; if both casts are equal, backward reuses forward's scale (3 bytes). With cached
+weights the microbatches of a step share both casts.
+
+Every pass is one launch. Column amaxes are accumulated atomically into zeros that another launch
+writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
+under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Scales count in
+blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
+one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill or repeat a
+scale are ignored.
+
+**Casts by the compiler** (`Device.compiled_casts`), as torchao's are, differ in two things. An amax
+of a tensor is two launches, and a rowwise cast of columns first writes the operand transposed in
+bfloat16: 5 + 3 bytes for both orientations, 4 + 3 for the transposed one. torchao's own cost model
+counts the same (torchao/testing/training/roofline_utils.py).
+
+**The plain PyTorch reference**, which emulates float8, always computes amaxes in a separate pass,
+also for delayed casts. It multiplies a transposed view and needs no second copy of equal data.
 """
 
 from __future__ import annotations
@@ -18,27 +89,338 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from float8.config import LinearPlan, OperandCast
-from float8.estimate.cast_passes import (
-    MX_BLOCKS,
-    READ,
-    WRITE,
-    MemoryPass,
-    kind_of_block,
-    passes_of_layer,
-)
-from float8.estimate.devices import Device
-from float8.estimate.gemms import (
-    gemm_seconds,
-    gemm_sizes,
-    grouped_gemm_seconds,
-    kinds_of_plan,
-)
-from float8.estimate.shapes import Shape, Use
+from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
+from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
+from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
+
+# --- a layer's sizes, and how it is used
+
+
+LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
+
+
+def is_count(value: object) -> bool:
+    """Whether this is an integer from 1 to `LARGEST`."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer and its batch: M tokens, K in_features, N out_features; of E experts, where given.
+
+    With E, the M tokens are rows of the grouped GEMM: a token that two experts read counts twice.
+    """
+
+    M: int
+    K: int
+    N: int
+    E: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = (self.M, self.K, self.N) if self.E is None else (self.M, self.K, self.N, self.E)
+        if not all(is_count(size) for size in sizes):
+            raise ValueError(
+                f"a shape is M,K,N (tokens, in, out) or M,K,N,E (with experts), integers >= 1 and "
+                f"<= {LARGEST}; got {sizes}"
+            )
+
+    @property
+    def weights(self) -> int:
+        """How many weight matrices there are."""
+        return self.E or 1
+
+    def __str__(self) -> str:
+        experts = "" if self.E is None else f",{self.E}"
+        return f"{self.M},{self.K},{self.N}{experts}"
+
+    def padding(self, multiple: int) -> float:
+        """The expected tokens that fill all groups up to multiples of ``multiple``.
+
+        A group's size is uniform over 0 .. q, where q is twice the mean, rounded. Its ceiling to
+        multiples of A is then, with n = q // A, on average ::
+
+            A * (A * n * (n + 1) / 2 + (q - n * A) * (n + 1)) / (q + 1)
+        """
+        q = max(1, round(2 * self.M / self.weights))
+        n, rest = divmod(q, multiple)
+        filled = multiple * (multiple * n * (n + 1) / 2 + rest * (n + 1)) / (q + 1)
+        return self.weights * (filled - q / 2)
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a layer is used.
+
+    Args:
+        training: forward and backward; False is forward alone.
+        weight_trains: the weight gradient is computed.
+        weights_cached: the weight is cast once per step, in both orientations, instead of in every
+            forward and every backward; the casts stay in memory, 2 bytes per element.
+        gradient_accumulation: microbatches per step, which share a cached cast.
+        converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
+
+    Raises:
+        ValueError: gradient_accumulation is not an integer from 1 to `LARGEST`.
+    """
+
+    training: bool = True
+    weight_trains: bool = True
+    weights_cached: bool = False
+    gradient_accumulation: int = 1
+    converts_weight: bool = False
+
+    def __post_init__(self) -> None:
+        if not is_count(self.gradient_accumulation):
+            raise ValueError(
+                f"gradient_accumulation={self.gradient_accumulation!r} must be a count of "
+                f"microbatches, at least 1 and at most {LARGEST}"
+            )
+
+    def caches_weight(self, plan: LinearPlan) -> bool:
+        """Whether the weight is cached: only if both of its GEMMs are in float8."""
+        both = plan.output.b is not None and plan.grad_input.b is not None
+        return self.weights_cached and both
+
+
+# --- casts: the passes over memory, and their bytes
+
+
+READ = 2  # bytes of a bfloat16 element
+WRITE = 1  # bytes of a float8 element
+CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
+GIVEN = "given"  # the scale is known before the cast: delayed and static
+ROW_BLOCKS, MX_BLOCKS = "1x128", "1x32"
+_BLOCKS = (128, 128), (1, 32)
+_SCALES = {ROW_BLOCKS: 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
+
+# Kinds of which a fused kernel needs a separate pass for the amaxes of (a row-major, a transposed)
+# copy; all others need none.
+_NEEDS_AMAX_PASS = {TENSORWISE: (True, True), ROWWISE: (False, True)}
+
+
+@dataclass(frozen=True)
+class MemoryPass:
+    """One pass over an operand's memory: its name, and the bytes it moves per element."""
+
+    name: str
+    bytes_per_element: float
+
+
+FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
+
+
+def kind_of_block(block: Block) -> str:
+    """The row of the table that a block belongs to; blocks without hardware count as 1x128."""
+    kinds: dict[Block, str] = {(WHOLE, WHOLE): TENSORWISE, (1, WHOLE): ROWWISE}
+    return kinds.get(block) or (f"{block[0]}x{block[1]}" if block in _BLOCKS else ROW_BLOCKS)
+
+
+def pass_name(operation: str, kind: str, transposed: bool) -> str:
+    """Such as ``amax rowwise transposed``: the key of `float8.estimate.devices.Device.passes`."""
+    return f"{operation} {kind} transposed" if transposed else f"{operation} {kind}"
+
+
+def passes_of_layer(
+    plan: LinearPlan, use: Use, emulates: bool, compiled: bool = False
+) -> tuple[list[MemoryPass], list[MemoryPass], list[MemoryPass], float]:
+    """The passes over input, weight and grad_output of one layer for one batch of tokens.
+
+    Args:
+        plan: of the layer.
+        use: of the layer.
+        emulates: by the plain PyTorch reference.
+        compiled: by kernels that the compiler makes, as torchao's are.
+
+    Returns:
+        the three lists, and how many times per batch the weight's passes run: 1, or a fraction
+        where several microbatches share them.
+    """
+    trains = use.training and use.weight_trains
+    second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
+    x = _both_casts(plan.output.a, second_x, trains and plan.reuses_input, emulates)
+    same_g = trains and plan.reuses_grad_output
+    g = _both_casts(plan.grad_input.a, second_g, same_g, emulates) if use.training else []
+    w = _weight_passes(plan, use, emulates)
+    if compiled:
+        x, w, g = (_by_the_compiler(passes) for passes in (x, w, g))
+    return x, w, g, 1 / use.gradient_accumulation if use.caches_weight(plan) else 1.0
+
+
+def _by_the_compiler(passes: list[MemoryPass]) -> list[MemoryPass]:
+    """The same casts by the compiler's kernels, which accumulate no column amaxes."""
+    own: list[MemoryPass] = []
+    for each in passes:
+        if each.name == pass_name("amax", TENSORWISE, False):
+            own += [each, FILL]
+        elif each.name == pass_name("amax", ROWWISE, True):
+            own.append(MemoryPass("transpose", READ + READ))
+        elif each.name == pass_name("amax", ROWWISE, False):  # rows are cast by this pass
+            own.append(MemoryPass("cast and transpose", READ + WRITE + READ))
+        elif each == MemoryPass(pass_name("cast", ROWWISE, False), READ + 2 * WRITE):
+            own.append(MemoryPass(pass_name("cast", ROWWISE, True), READ + WRITE))
+        elif each is not FILL:
+            own.append(each)
+    return own
+
+
+def _weight_passes(plan: LinearPlan, use: Use, emulates: bool) -> list[MemoryPass]:
+    first, second = plan.output.b, plan.grad_input.b
+    convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
+    if use.caches_weight(plan):
+        return convert + _both_casts(first, second, plan.reuses_weight, emulates)
+    forward = convert + _one_cast(first, False, emulates)
+    if not use.training:
+        return forward
+    return forward + convert + _one_cast(second, True, emulates, scale_known=plan.reuses_weight)
+
+
+def _one_cast(
+    cast: OperandCast | None, transposed: bool, emulates: bool, scale_known: bool = False
+) -> list[MemoryPass]:
+    """The passes that make one float8 copy; none for an operand in high precision."""
+    if cast is None:
+        return []
+    kind = _kind_of_cast(cast)
+    copy = MemoryPass(pass_name("cast", kind, transposed), READ + _written(kind, emulates))
+    return [copy] if scale_known else [*_amax_passes(cast, transposed, emulates), copy]
+
+
+def _both_casts(
+    first: OperandCast | None, second: OperandCast | None, same_bytes: bool, emulates: bool
+) -> list[MemoryPass]:
+    """The passes for an operand that is cast row-major and transposed in one call."""
+    if emulates and same_bytes:  # the reference multiplies a transposed view
+        return _one_cast(first, False, emulates)
+    if emulates or first is None or second is None or _kind_of_cast(first) != _kind_of_cast(second):
+        return _one_cast(first, False, emulates) + _one_cast(second, True, emulates)
+    kind = _kind_of_cast(first)
+    amaxes = _amax_passes(first, False, emulates)
+    if kind == ROWWISE:  # amaxes of columns, and of rows with them
+        amaxes = [FILL, MemoryPass(pass_name("amax", ROWWISE, False), READ)]
+    copies = MemoryPass(pass_name("cast", kind, False), READ + 2 * _written(kind, emulates))
+    return [*amaxes, copies]
+
+
+def _written(kind: str, emulates: bool) -> float:
+    """Bytes written per element in one orientation; rates of emulated passes leave out scales."""
+    return WRITE if emulates else WRITE + _SCALES.get(kind, 0)
+
+
+def _kind_of_cast(cast: OperandCast) -> str:
+    return kind_of_block(cast.block) if cast.scaling_type is ScalingType.DYNAMIC else GIVEN
+
+
+def _amax_passes(cast: OperandCast, transposed: bool, emulates: bool) -> list[MemoryPass]:
+    kind = _kind_of_cast(cast)
+    if emulates:
+        needed = cast.scaling_type is not ScalingType.STATIC
+    else:
+        needed = _NEEDS_AMAX_PASS.get(kind, (False, False))[transposed]
+    if not needed:
+        return []
+    amax = MemoryPass(pass_name("amax", kind_of_block(cast.block), transposed), READ)
+    fills = not emulates and transposed and kind == ROWWISE
+    return [FILL, amax] if fills else [amax]
+
+
+# --- GEMMs
+
+
+RESULT_BYTES = 2
+TILE = 128  # tokens of a group that a grouped GEMM multiplies at a time
+TILES = ((128, 256), (256, 128), (128, 128))
+MOST_PARTS = 8
+
+
+def gemm_sizes(shape: Shape, use: Use) -> dict[str, tuple[int, int, int]]:
+    """The GEMMs that run: name -> rows, columns, contraction."""
+    M, K, N = shape.M, shape.K, shape.N
+    sizes = {"output": (M, N, K)}
+    if use.training:
+        sizes["grad_input"] = (M, K, N)
+    if use.training and use.weight_trains:
+        sizes["grad_weight"] = (N, K, M)
+    return sizes
+
+
+def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
+    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
+    kinds = dict.fromkeys(gemm_sizes(Shape(1, 1, 1), use), BF16)
+    for name in kinds if plan is not None else ():
+        gemm: Gemm = getattr(plan, name)
+        if gemm.a is not None and gemm.b is not None:
+            kind = product_of(gemm.a.block, gemm.b.block)
+            # Others are emulated like 1x128 ones: dequantised first.
+            kinds[name] = kind if kind in FLOAT8 else BLOCKWISE
+    return kinds
+
+
+def gemm_bytes(kind: str, rows: int, columns: int, contraction: int) -> int:
+    """Bytes that one GEMM of this kind reads and writes, each once."""
+    return _bytes(kind, (rows + columns) * contraction, rows * columns)
+
+
+def _bytes(kind: str, read: int, written: int) -> int:
+    return (READ if kind == BF16 else WRITE) * read + RESULT_BYTES * written
+
+
+def busy(rows: int, columns: int, processors: int | None) -> float:
+    """The part of all processors' time in which results that exist are computed."""
+    if processors is None:
+        return 1.0
+    parts = []
+    for tile_rows, tile_columns in TILES:
+        tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
+        split = min(MOST_PARTS, max(1, processors // tiles))
+        waves = -(-tiles * split // processors)
+        parts.append(rows * columns * split / (tile_rows * tile_columns * processors * waves))
+    return max(parts)
+
+
+def unoverlapped_bytes(results: int, processors: int | None) -> int:
+    """The bytes of so many results whose writing waits for the last product."""
+    return 0 if processors is None else RESULT_BYTES * results
+
+
+def _seconds(device: Device, kind: str, flops: float, read: int, written: int) -> float:
+    """The time of a product of these operations and elements, without its launches."""
+    writing = unoverlapped_bytes(written, device.tiled_processors) / device.bytes_per_second
+    moving = _bytes(kind, read, written) / device.bytes_per_second
+    return max(device.products[kind].seconds(flops) + writing, moving)
+
+
+def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction: int) -> float:
+    """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`)."""
+    flops = 2 * rows * columns * contraction / busy(rows, columns, device.tiled_processors)
+    elements = (rows + columns) * contraction, rows * columns
+    return _seconds(device, kind, flops, *elements) + device.launch.value
+
+
+def grouped_gemm_bytes(kind: str, name: str, shape: Shape) -> int:
+    """Bytes that the grouped GEMM of this name reads and writes, each once, without padding."""
+    return _bytes(kind, *_grouped_elements(name, shape))
+
+
+def _grouped_elements(name: str, shape: Shape) -> tuple[int, int]:
+    """Elements of both operands, and of the result."""
+    x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
+    result = {"output": g, "grad_input": x, "grad_weight": w}[name]
+    return x + w + g - result, result
+
+
+def grouped_gemm_seconds(device: Device, kind: str, name: str, shape: Shape) -> float:
+    """Time of the grouped GEMM ``output``, ``grad_input`` or ``grad_weight`` of a shape with E."""
+    padding, launches = (0, 1) if device.emulates else (shape.padding(TILE), 2)
+    flops = 2 * (shape.M + padding) * shape.K * shape.N
+    own = _seconds(device, kind, flops, *_grouped_elements(name, shape))
+    return own + launches * device.launch.value
+
+
+# --- layers
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ one layer; the last two lines are sums over all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from float8.convert.folding import pattern_of
 from float8.estimate.devices import Device
-from float8.estimate.roofline import Seconds
-from float8.estimate.shapes import Shape, Use
+from float8.estimate.roofline import Seconds, Shape, Use
 
 MIB = 2**20
 Cells = list[str]
@@ -32,10 +31,6 @@ class Prediction:
     saved_bytes: int = 0
     refused: str | None = None
 
-    def speedup(self, bf16_s: float) -> float | None:
-        """How many times faster than the plain layer; None where refused."""
-        return None if self.seconds is None else bf16_s / self.seconds.total
-
 
 @dataclass(frozen=True)
 class LayerEstimate:
@@ -52,7 +47,8 @@ class LayerEstimate:
 
     def speedup(self, recipe: str) -> float | None:
         """The speed-up of one recipe; None where refused."""
-        return self.recipes[recipe].speedup(self.bf16_s)
+        seconds = self.recipes[recipe].seconds
+        return None if seconds is None else self.bf16_s / seconds.total
 
     def gains(self, recipe: str) -> bool:
         """Whether the recipe is predicted to be faster."""
@@ -129,7 +125,11 @@ class Estimate:
         from tabulate import tabulate
 
         reasons: dict[str, int] = {}
-        lines = [_line(rows, reasons) for rows in _grouped(self.rows)]
+        groups: dict[tuple[object, ...], list[LayerEstimate]] = {}  # by the line that they share
+        for row in self.rows:
+            line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
+            groups.setdefault(line, []).append(row)
+        lines = [_line(rows, reasons) for rows in groups.values()]
         lines += [
             self._total_line("all that run", False),
             self._total_line("only those that gain", True),
@@ -145,7 +145,7 @@ class Estimate:
         totals = [self.total(recipe, only_gains) for recipe in self.recipes]
         cells = [what, "" if only_gains else str(len(self.rows)), "", _ms(totals[0].bf16_s)]
         for total in totals:
-            cells += [_ms(total.seconds), _speedup(total.speedup), _mib(total.saved_bytes)]
+            cells += _cells(total.seconds, total.speedup, total.saved_bytes)
         return cells
 
     def _footnotes(self, reasons: dict[str, int]) -> list[str]:
@@ -169,27 +169,18 @@ def _sources(device: Device) -> str:
     return "measured or fitted figures"
 
 
-def _grouped(rows: Iterable[LayerEstimate]) -> list[list[LayerEstimate]]:
-    """Rows grouped by the line that they share."""
-    groups: dict[tuple[object, ...], list[LayerEstimate]] = {}
-    for row in rows:
-        line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
-        groups.setdefault(line, []).append(row)
-    return list(groups.values())
-
-
 def _line(rows: Sequence[LayerEstimate], reasons: dict[str, int]) -> Cells:
     row = rows[0]
     name = row.layer if len(rows) == 1 else pattern_of(row.layer)
     cells = [name, str(len(rows)), str(row.shape), _ms(row.bf16_s)]
-    for recipe, prediction in row.recipes.items():
+    for prediction in row.recipes.values():
         if prediction.seconds is None:
             assert prediction.refused is not None
             number = reasons.setdefault(prediction.refused, len(reasons) + 1)
             cells += [f"refused [{number}]", "", ""]
         else:
-            seconds, saved = prediction.seconds.total, prediction.saved_bytes
-            cells += [_ms(seconds), _speedup(row.speedup(recipe)), _mib(saved)]
+            seconds = prediction.seconds.total
+            cells += _cells(seconds, row.bf16_s / seconds, prediction.saved_bytes)
     return cells
 
 
@@ -209,9 +200,6 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
 
 
-def _speedup(speedup: float | None) -> str:
-    return "" if speedup is None else f"{speedup:.2f}x"
-
-
-def _mib(saved: int) -> str:
-    return f"{saved / MIB:.1f}"
+def _cells(seconds: float, speedup: float, saved: int) -> Cells:
+    """Of one recipe."""
+    return [_ms(seconds), f"{speedup:.2f}x", f"{saved / MIB:.1f}"]

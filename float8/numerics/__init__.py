@@ -31,8 +31,9 @@ calibration.py      `calibrate`
 gradient_error.py   what the casts of a layer leave of its weight's gradient
 problems.py         what is wrong with a cast, and what to do about it
 alarms.py           problems that last over several looks
-explanations.py     what the columns of the page mean, and how to read them
-report.py           the page, with page.html, page.css and the scripts *.js
+report.py           the page, with page.html, page.css and page.js
+pictures.py         its histograms and lines, as SVG
+markup.py           HTML in which nothing of a run becomes markup
 =================== ================================================================================
 
 May import: packages of lower levels.

@@ -2,233 +2,278 @@
 
     python -m float8.numerics.report run.json -o report.html
 
-It shows the alarms and the problems in plain words, every cast in a table that sorts and filters,
-its histogram against the format's range, and how it changed over the steps. The file needs no
-network.
+It shows the problems of one snapshot in plain words, the alarms of the run, every cast in a table
+that sorts and filters, its histogram against the format's range, and how it changed over the steps.
+The snapshot is the last one, or that of --step. The file needs no network.
 """
 
-# The page is page.html with page.css and the scripts of SCRIPTS put into it, and the run as JSON in
-# a <script type="application/json">, which browsers do not execute. No text of the run is markup:
-# "<", ">" and "&" are escaped in the JSON, the scripts write text nodes, and a content security
-# policy allows one style and one script by their SHA-256. Without JavaScript the worst casts of the
-# last snapshot are there as a plain table.
-#
-# To stay small with 2,000 casts and 20 snapshots, names are written once, a snapshot is an array
-# per cast (ROW_COLUMNS), numbers have four digits, and a histogram is a string: a character per
-# power of two, whose place in SHARE_LEVELS is the share of the elements, on a logarithmic scale:
-#
-#     share = 10^(DECADES * (level / (len(SHARE_LEVELS) - 1) - 1)),   level 0: none
+# The page is page.html, with page.css and page.js put into it, and everything else is made here. No
+# text of the run is markup: `tag` escapes it, and a content security policy allows one style and
+# one script by their SHA-256. The script only filters, sorts and opens rows: all is there without.
 
 from __future__ import annotations
 
 import argparse
 import base64
 import hashlib
-import html
 import json
-import math
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import groupby
 from pathlib import Path
 from string import Template
-from typing import Any
 
-import torch
-
-from float8.formats import FORMATS
+from float8.numerics import problems
 from float8.numerics.alarms import Alarm, labels_of
-from float8.numerics.explanations import as_html as explanations_as_html
-from float8.numerics.problems import (
-    EXPECTED_SQNR,
-    PROBLEM_KINDS,
-    Problem,
-    kinds_of,
-    level_of,
-    noisy_below,
-    problems_of,
-)
+from float8.numerics.display import layer_name
+from float8.numerics.markup import Markup, breakable, counted, joined, shown, tag
+from float8.numerics.pictures import axis, edges_of, histogram, lines, power_of_two
+from float8.numerics.problems import Problem, kinds_of, level_of, problems_of
 from float8.numerics.snapshot import Report, read_run
-from float8.numerics.statistics import CastLabels, CastStatistics, Histogram
+from float8.numerics.statistics import CastLabels, CastStatistics
 
-DECADES = 8
-SHARE_LEVELS = "".join(chr(code) for code in range(35, 127) if chr(code) not in "<>&\\")
-ROWS_WITHOUT_SCRIPT = 200
+LEVELS = ("fine", "look", "bad")
+TITLES = ("Healthy", "Worth a look", "Something is wrong")
 SHOWN_ALARMS = 100  # active ones first
-SCRIPTS = ("pictures.js", "explanations.js", "page.js", "keyboard.js", "print.js")  # in this order
-ROW_COLUMNS = (
-    "cast", "sqnr", "amax", "scale_min", "scale_max", "flushed", "saturated", "kurtosis",
-    "staleness", "elements", "calls", "zeros", "nonfinite", "level", "problems", "lowest", "shares",
-    "gradient_sqnr",
-)  # fmt: skip
+COLUMNS = {  # of numbers: the name, and how a value is shown
+    "sqnr": ("SQNR dB", "{:.1f}"),
+    "flushed": ("Flushed", "{:.2%}"),
+    "saturated": ("Saturated", "{:.2%}"),
+    "amax": ("Amax", "{:.3g}"),
+    "scale_max": ("Scale", "{:.3g}"),
+    "kurtosis": ("Kurtosis", "{:.3g}"),
+    "staleness": ("Stale", "{:+.1f}"),
+}
+# The column in which each kind of problem is seen.
+_KIND_COLUMNS = ("sqnr", "saturated", "flushed", "sqnr", "staleness", "sqnr")
+_FIRST_GEMMS = {"input": "output", "weight": "output", "grad_output": "grad_input"}
+_Places = Mapping[CastLabels, int]
 
 
-def page(reports: Sequence[Report], about: Mapping[str, str], alarms: Sequence[Alarm] = ()) -> str:
+def page(
+    reports: Sequence[Report],
+    about: Mapping[str, str],
+    alarms: Sequence[Alarm] = (),
+    step: int | None = None,
+) -> str:
     """The HTML of a run.
 
     Args:
         reports: its snapshots, in the order of the steps.
         about: for the head: "file", "float8" and "torch".
         alarms: of its file.
+        step: of the snapshot that is shown; None is the last one.
 
     Raises:
-        ValueError: there is no snapshot.
+        ValueError: there is no snapshot, or none of this step.
     """
     if not reports:
         raise ValueError("there is no snapshot to show: the file holds an empty run")
-    style = _resource("page.css")
-    script = "".join(_resource(name) for name in SCRIPTS)
-    model = html.escape(reports[-1].model or "model")
-    policy = (
-        "default-src 'none'; base-uri 'none'; form-action 'none'; "
-        f"style-src {_digest(style)}; script-src {_digest(script)}"
-    )
+    steps = [report.step for report in reports]
+    if step is not None and step not in steps:
+        raise ValueError(f"there is no snapshot of step {step}; there are those of {steps}")
+    at = steps.index(step) if step is not None else len(steps) - 1
+    report, names = reports[at], [_name_of(report, i) for i, report in enumerate(reports)]
+    looks = [{labels_of(cast): cast for cast in report.casts} for report in reports]
+    places = {own: i for i, own in enumerate(looks[at])}
+    rows = [
+        _row(i, cast, {name: look.get(own) for name, look in zip(names, looks, strict=True)})
+        for i, (own, cast) in enumerate(looks[at].items())
+    ]
+    style, script = _resource("page.css"), _resource("page.js")
+    head = (about["file"], f"float8 {about['float8']}", f"torch {about['torch']}")
+    policy = f"style-src {_digest(style)}; script-src {_digest(script)}"
     return Template(_resource("page.html")).substitute(
-        policy=policy,
-        model=model,
+        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; {policy}",
         style=style,
         script=script,
-        data=_inline_json(content(reports, about, alarms)),
-        table=_plain_table(reports[-1].casts),
-        explanations=explanations_as_html(),
+        model=joined([report.model or "model"]),
+        about=joined([" · ".join([*head, counted(len(reports), "snapshot")])]),
+        health=_health(report, names[at], places),
+        alarms=_alarms(alarms, places) if alarms else "",
+        run=_run(reports, names) if len(reports) > 1 else "",
+        tiles=_tiles(report.casts),
+        axis=axis(),
+        rows=joined(rows),
+        looks="many" if len(reports) > 1 else "one",
     )
 
 
-def content(
-    reports: Sequence[Report], about: Mapping[str, str], alarms: Sequence[Alarm] = ()
-) -> dict[str, Any]:
-    """The data of the scripts."""
-    casts: dict[CastLabels, int] = {}
-    snapshots = [_snapshot(report, casts) for report in reports]
-    shown = [_alarm(alarm, reports, casts) for alarm in _newest_first(alarms)[:SHOWN_ALARMS]]
-    formats = {
-        fmt.name: {
-            "flushed": fmt.smallest_subnormal / 2,
-            "normal": float(torch.finfo(fmt.dtype).smallest_normal),
-            "max": fmt.max,
-            "expected": EXPECTED_SQNR[fmt.name],
-            "noisy": noisy_below(fmt.name),
-        }
-        for fmt in FORMATS.values()
-    }
-    return {
-        "model": reports[-1].model,
-        "about": dict(about),
-        "labels": CastLabels._fields,
-        "columns": ROW_COLUMNS,
-        "levels": SHARE_LEVELS,
-        "decades": DECADES,
-        "formats": formats,
-        "kinds": [{"one": kind.one, "advice": kind.advice} for kind in PROBLEM_KINDS],
-        "casts": list(casts),
-        "snapshots": snapshots,
-        "alarms": shown,
-        "alarm_count": len(alarms),
-        "active_alarms": sum(alarm.is_active for alarm in alarms),
-    }
-
-
-def _snapshot(report: Report, casts: dict[CastLabels, int]) -> dict[str, Any]:
-    """One snapshot; ``casts`` numbers the casts of all."""
-    rows = report.casts
-    found = problems_of(rows)
-    return {
-        "step": report.step,
-        "rows": [_numbers(row, casts.setdefault(labels_of(row), len(casts))) for row in rows],
-        "problems": [
-            {
-                "level": problem.level,
-                "kind": PROBLEM_KINDS.index(problem.kind),
-                "title": problem.title,
-                "text": problem.text,
-                "cast": casts[labels_of(problem.casts[0])],
-            }
-            for problem in found
-        ],
-        "summary": summary(rows, found),
-        "skipped": sorted(report.skipped.items()),
-    }
-
-
-def _newest_first(alarms: Sequence[Alarm]) -> list[Alarm]:
-    """Those that are active come first."""
-    return sorted(reversed(alarms), key=lambda alarm: not alarm.is_active)
-
-
-def _alarm(alarm: Alarm, reports: Sequence[Report], casts: dict[CastLabels, int]) -> dict[str, Any]:
-    """One alarm; ``snapshot`` is the place of that in which it started, None where it is gone."""
-    steps = [report.step for report in reports]
-    shown = ("rule", "layer", "operand", "first", "started", "last", "ended", "message", "advice")
-    return {
-        **{name: getattr(alarm, name) for name in shown},
-        "snapshot": steps.index(alarm.started) if alarm.started in steps else None,
-        "cast": casts.setdefault(alarm.labels, len(casts)),
-    }
-
-
-def summary(casts: Sequence[CastStatistics], problems: Sequence[Problem]) -> str:
+def summary(casts: Sequence[CastStatistics], found: Sequence[Problem]) -> str:
     """The health of a snapshot in a sentence."""
     if not casts:
         return "No cast was seen: was the model converted, and did it run while inspect was open?"
-    if problems:
-        concerned = {cast.key for problem in problems for cast in problem.casts}
+    if found:
+        concerned = {cast.key for problem in found for cast in problem.casts}
         return f"{len(concerned)} of {len(casts)} casts want{'s' * (len(concerned) == 1)} a look."
     return f"All {len(casts)} casts keep what their formats can keep: there is nothing to do."
 
 
-def _numbers(cast: CastStatistics, number: int) -> list[Any]:
-    named = {
-        **vars(cast),
-        "cast": number,
-        "level": level_of(cast),
-        "problems": sum(1 << i for i in kinds_of(cast)),
-        "lowest": cast.histogram.lowest,
-        "shares": shares(cast.histogram),
-    }
-    return [_rounded(named[name]) for name in ROW_COLUMNS]
+def _name_of(report: Report, place: int) -> str:
+    return f"snapshot {place + 1}" if report.step is None else f"step {report.step}"
 
 
-def _rounded(value: Any) -> Any:
-    """A number in four digits; one that is not finite as the text that JavaScript reads."""
-    if not isinstance(value, float):
-        return value
-    if math.isfinite(value):
-        short = float(f"{value:.4g}")
-        return int(short) if short.is_integer() and abs(short) < 1e15 else short
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _badge(level: int, name: str = "") -> Markup:
+    return tag("b", name or LEVELS[level], class_=f"badge l{level}")
 
 
-def shares(histogram: Histogram) -> str:
-    """A histogram as a string; see the top of this file."""
-    total, top = sum(histogram.counts), len(SHARE_LEVELS) - 1
-    levels = (
-        max(1, round(top * (1 + math.log10(count / total) / DECADES))) if count else 0
-        for count in histogram.counts
-    )
-    return "".join(SHARE_LEVELS[level] for level in levels)
+def _finding(badge: Markup, title: str, text: str, advice: str, place: int | None) -> Markup:
+    link = () if place is None else (" ", tag("a", "Show it", href=f"#c{place}"))
+    parts = tag("h3", badge, title), tag("p", text, *link), tag("p", advice, class_="muted")
+    return tag("div", *parts, class_="problem")
 
 
-def _plain_table(casts: Sequence[CastStatistics]) -> str:
-    names = (
-        "layer", "operand", "gemm", "format", "nonfinite", "sqnr", "amax", "flushed", "saturated",
-    )  # fmt: skip
-    head = "".join(f'<th scope="col">{name}</th>' for name in names)
-    lines = [
-        "<tr>" + "".join(f"<td>{_cell(getattr(cast, name))}</td>" for name in names) + "</tr>"
-        for cast in casts[:ROWS_WITHOUT_SCRIPT]
+def _health(report: Report, name: str, places: _Places) -> Markup:
+    found = problems_of(report.casts)
+    level = max((problem.level for problem in found), default=0)
+    title = f"{TITLES[level]} at {name}" if len(report) else "Nothing seen"
+    findings = [
+        _finding(_badge(p.level), p.title, p.text, p.kind.advice, places[labels_of(p.casts[0])])
+        for p in found
     ]
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
+    parts = [tag("h2", title), tag("p", summary(report.casts, found))]
+    parts.append(tag("div", *findings, class_="problems"))
+    if report.skipped:
+        said = f"{counted(len(report.skipped), 'layer')} not seen, or not wholly"
+        skipped = sorted(report.skipped.items())
+        reasons = (tag("p", tag("b", layer), f": {reason}") for layer, reason in skipped)
+        parts.append(tag("details", tag("summary", said), *reasons, class_="problem"))
+    return tag("section", *parts, id="health", class_=f"card l{level}")
 
 
-def _cell(value: Any) -> str:
-    return html.escape(f"{value:.4g}" if isinstance(value, float) else str(value))
+def _alarms(alarms: Sequence[Alarm], places: _Places) -> Markup:
+    """Those that are active, then the others, the newest first."""
+    active, findings = sum(alarm.is_active for alarm in alarms), []
+    ordered = sorted(reversed(alarms), key=lambda alarm: not alarm.is_active)
+    for alarm in ordered[:SHOWN_ALARMS]:
+        to = "" if alarm.first == alarm.last else f" to step {alarm.last}"
+        wrong = f"wrong {'from' if to else 'at'} step {alarm.first}{to}"
+        end = "not ended" if alarm.is_active else f"ended at step {alarm.ended}"
+        text = f"{alarm.message} (step {alarm.started}; {wrong}, {end})"
+        badge = _badge(2, "active") if alarm.is_active else _badge(0, "ended")
+        title, place = f"{alarm.rule}: {alarm.place}", places.get(alarm.labels)
+        findings.append(_finding(badge, title, text, alarm.advice, place))
+    left = len(alarms) - SHOWN_ALARMS
+    findings += [tag("p", f"and {left} more", class_="problem")] if left > 0 else []
+    title = tag("h2", f"{counted(len(alarms), 'alarm')}, {active} active")
+    parts = title, tag("div", *findings, class_="problems")
+    return tag("section", *parts, id="alarms", class_=f"card l{2 if active else 0}")
 
 
-def _inline_json(value: Any) -> str:
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return text
+def _run(reports: Sequence[Report], names: Sequence[str]) -> Markup:
+    """The SQNR over the snapshots, and what those say that want a look."""
+    known = [[c.sqnr for c in r.casts if c.sqnr is not None] for r in reports]
+    series = {
+        "median": [_median(values) for values in known],
+        "worst": [min(values, default=None) for values in known],
+    }
+    key = Markup(" and ").join(tag("b", name, class_=f"k-{name}") for name in series)
+    parts = [tag("h2", "SQNR over the run: ", Markup(key)), *lines(series, "over-run", names)]
+    found = [problems_of(report.casts) for report in reports]
+    levels = [max((problem.level for problem in each), default=0) for each in found]
+    for level, group in groupby(range(len(reports)), key=levels.__getitem__):
+        first, *later = group
+        said = f"{names[first]} to {names[later[-1]]} " if later else f"{names[first]} "
+        texts = (tag("p", tag("b", f"{one.title}. "), one.text) for one in found[first])
+        head = tag("summary", said, _badge(level)), tag("p", f"At {names[first]}:")
+        parts += [tag("details", *head, *texts)] if level else []
+    return tag("section", *parts, id="run", class_="card")
+
+
+def _tiles(casts: Sequence[CastStatistics]) -> Markup:
+    def tile(name: str, value: float | None, spec: str, where: str) -> Markup:
+        parts = tag("small", name), tag("b", shown(value, spec)), tag("small", breakable(where))
+        return tag("div", *parts, class_="tile")
+
+    def worst(name: str, key: str, spec: str, sign: int = 1) -> Markup:
+        known = [cast for cast in casts if getattr(cast, key) is not None]
+        cast = max(known, key=lambda cast: sign * getattr(cast, key), default=None)
+        value = getattr(cast, key, None)
+        where = f"{layer_name(cast.layer)} {cast.operand}" if cast and value else "in all casts"
+        return tile(name, value, spec, where)
+
+    sqnrs = [cast.sqnr for cast in casts if cast.sqnr is not None]
+    layers = len({cast.layer for cast in casts})
+    return joined(
+        (
+            worst("worst SQNR", "sqnr", "{:.1f} dB", -1),
+            tile("median SQNR", _median(sqnrs), "{:.1f} dB", "of all casts"),
+            worst("most saturated", "saturated", "{:.2%}"),
+            worst("most flushed", "flushed", "{:.2%}"),
+            worst("inf or NaN", "nonfinite", "{:,}"),
+            tile("layers", layers, "{:,}", counted(len(casts), "cast")),
+        )
+    )
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+# --- the table
+
+
+def _row(place: int, cast: CastStatistics, over: Mapping[str, CastStatistics | None]) -> Markup:
+    """A cast of the shown snapshot: its summary is the row, and the rest is what opens.
+
+    Args:
+        place: of the row, which names it.
+        cast: of the shown snapshot.
+        over: name of each snapshot -> this cast in it.
+    """
+    bars, large_bars = histogram(cast, f"h{place}")
+    sqnrs = [None if look is None else look.sqnr for look in over.values()]
+    line, large_line = lines({"own": sqnrs}, f"t{place}", list(over))
+    second = "" if cast.gemm == _FIRST_GEMMS.get(cast.operand) else f" for {cast.gemm}"
+    how = f"{cast.format.upper()} {cast.scaling} {cast.granularity}{second}"
+    cells = (
+        tag("span", breakable(layer_name(cast.layer)), class_="layer"),
+        tag("span", cast.operand, tag("small", how), class_="operand"),
+        tag("span", bars, class_="histogram"),
+        tag("span", line, class_="trend"),
+        *(_cell(cast, key) for key in COLUMNS),
+    )
+    said = tag("figcaption", "Share of the elements by magnitude, before the cast (logarithmic)")
+    figure = tag("figure", large_bars, said, large_line)
+    parts = [tag("div", figure, _facts(cast), class_="panes")]
+    found = [problems.PROBLEM_KINDS[kind] for kind in kinds_of(cast)]
+    parts += [tag("p", tag("b", f"It {kind.one}. "), kind.advice) for kind in found]
+    if wrong := [name for name, look in over.items() if look and level_of(look)]:
+        parts.append(tag("p", f"It wants a look at {', '.join(wrong)}."))
+    inside, class_ = tag("div", *parts, class_="inside"), f"cast l{level_of(cast)}"
+    return tag("details", tag("summary", *cells), inside, id=f"c{place}", class_=class_)
+
+
+def _cell(cast: CastStatistics, key: str) -> Markup:
+    (name, spec), level, more = COLUMNS[key], level_of(cast), []
+    wrong = {_KIND_COLUMNS[kind] for kind in kinds_of(cast)}
+    if key == "sqnr":
+        if cast.sqnr is not None and cast.sqnr < problems.noisy_below(cast.format):
+            wrong.add(key)  # also where another problem explains it
+        more += [_badge(level)] if level else []
+        more += [tag("small", f"{cast.nonfinite:,} inf or NaN")] if cast.nonfinite else []
+    if key == "scale_max" and cast.scale_min != cast.scale_max:
+        more.append(tag("small", f"from {cast.scale_min:.3g}"))
+    value = tag("i", shown(getattr(cast, key), spec))
+    class_ = f"{key} l{level}" if key in wrong else key
+    return tag("span", tag("small", name, class_="name"), value, *more, class_=class_)
+
+
+def _facts(cast: CastStatistics) -> Markup:
+    facts = {
+        "elements": f"{cast.elements:,} in {counted(cast.calls, 'call')}",
+        "zeros": f"{cast.zeros:,}",
+        "inf or NaN": f"{cast.nonfinite:,}",
+        "scales": f"{cast.scale_min:.3g} to {cast.scale_max:.3g}",
+        "SQNR": f"{shown(cast.sqnr, '{:.1f}')} of {problems.EXPECTED_SQNR[cast.format]:g} dB",
+        "gradient SQNR": shown(cast.gradient_sqnr, "{:.1f} dB"),
+    }
+    if edges := edges_of(cast):
+        facts["precise between"] = f"{power_of_two(edges[2])} and {power_of_two(edges[4])}"
+        facts["zero below"] = power_of_two(edges[0])
+    return tag("dl", *(part for k, v in facts.items() for part in (tag("dt", k), tag("dd", v))))
 
 
 def _digest(text: str) -> str:
@@ -245,44 +290,31 @@ def _resource(name: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page; 0, or 2 with a line on stderr if it cannot be written."""
-    options = parser().parse_args(arguments)
-    run: Path = options.run
-    target: Path = options.output or run.with_suffix(".html")
-    try:
-        _write(run, target)
-    except OSError as error:
-        print(f"{error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
-    except ValueError as error:
-        print(" ".join(str(error).split()), file=sys.stderr)
-        return 2
-    print(target)
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options; the description is the top of this file."""
-    options = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m float8.numerics.report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options.add_argument("run", type=Path, help="the JSON file that Report.save or a monitor wrote")
-    options.add_argument(
-        "-o", "--output", type=Path, help="by default beside the run, with the suffix .html"
-    )
-    return options
-
-
-def _write(run: Path, target: Path) -> None:
-    reports, alarms = read_run(run)
-    if not reports:
-        raise ValueError(f"{run}: there is no snapshot in it")
-    if target.exists() and target.samefile(run):
-        raise ValueError(f"{target}: the page would overwrite the run; name another by -o")
-    head = json.loads(run.read_text(encoding="utf-8"))
-    about = {"file": run.name, **{name: str(head.get(name, "?")) for name in ("float8", "torch")}}
-    target.write_text(page(reports, about, alarms), encoding="utf-8")
+    add = parser.add_argument
+    add("run", type=Path, help="the JSON file that Report.save or a monitor wrote")
+    add("-o", "--output", type=Path, help="by default beside the run, with the suffix .html")
+    add("--step", type=int, help="the snapshot to show; by default the last one")
+    options = parser.parse_args(arguments)
+    run: Path = options.run
+    target: Path = options.output or run.with_suffix(".html")
+    try:
+        reports, alarms = read_run(run)
+        if target.exists() and target.samefile(run):
+            raise ValueError("the page would overwrite the run; name another by -o")
+        head = json.loads(run.read_text(encoding="utf-8"))
+        about = {"file": run.name, "float8": head.get("float8"), "torch": head.get("torch")}
+        target.write_text(page(reports, about, alarms, options.step), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        at = f"{run}: " if str(run) not in str(error) else ""
+        print(f"{at}{' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(target)
+    return 0
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.measure_device import fitted, measure
 from benchmarks.measuring.report import ROOT
 from float8.estimate import DEVICES, estimate
 from float8.estimate import devices as figures
-from float8.estimate.shapes import Shape
+from float8.estimate.roofline import Shape
 
 PUBLISHED = json.loads(FILE.read_text())
 CHECK = predicted_against_published()

@@ -34,7 +34,7 @@ DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), {BF16: PRO
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 def test_nothing_in_the_table_claims_to_be_measured(device):
     kinds = {figure.kind for figure in device.figures().values()}
-    assert kinds - {"assumed", "predicted"} == {"datasheet", "published", "exact"}
+    assert kinds - {"assumed", "predicted"} == {"datasheet", "published"}
     assumed = [name for name, figure in device.figures().items() if figure.kind == "assumed"]
     assert all(device.name == "MI300X" and name.endswith(" best") for name in assumed)
 
@@ -81,16 +81,11 @@ def test_rowwise_gemms_by_cutlass_are_a_row_of_their_own(name):
 
 def test_a_gemm_reaches_half_its_best_at_half_size_and_more_with_more_operations():
     def reached(flops: float) -> float:  # as a fraction of the peak, 100
-        return flops / (100.0 * PRODUCT.seconds(flops, 7.0))
+        return flops / (100.0 * PRODUCT.seconds(flops))
 
     assert reached(30.0) == pytest.approx(0.25)
     sizes = [reached(flops) for flops in (1.0, 10.0, 100.0, 1e6, 1e12)]
     assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(0.5)
-
-
-def test_decoding_costs_time_per_operand_element():
-    decodes = dataclasses.replace(PRODUCT, decode=figure(0.25))
-    assert decodes.seconds(30.0, 8.0) == PRODUCT.seconds(30.0, 8.0) + 2.0
 
 
 def test_a_pass_runs_at_its_own_rate_or_at_any_or_at_the_bandwidth():
@@ -169,22 +164,12 @@ def test_long_lists_of_figures_are_shortened():
     assert line.endswith("21 more") and len(line) < 150
 
 
-def test_the_directory_of_a_file_is_made(tmp_path):
-    DEVICE.save(tmp_path / "new" / "device.json")
-    assert Device.load(tmp_path / "new" / "device.json") == DEVICE
-
-
 H100 = DEVICES["H100"]
 
 
 def test_names_are_found_in_any_case_and_devices_are_themselves():
     assert find_device("H100") is find_device("h100") is find_device(H100) is H100
     assert find_device("mi300x") is DEVICES["MI300X"]
-
-
-def test_a_file_is_a_device(tmp_path):
-    H100.save(tmp_path / "mine.json")
-    assert find_device(str(tmp_path / "mine.json")) == H100
 
 
 @pytest.mark.parametrize("name", ["A100", "", "H100 PCIe", "missing.json", "measured"])
@@ -196,11 +181,6 @@ def test_an_unknown_device_lists_the_known_ones(name):
 def test_a_name_too_long_for_a_file_is_unknown():
     with pytest.raises(ValueError, match="unknown device 'xxx"):
         find_device("x" * 5000)
-
-
-def test_a_path_may_be_given(tmp_path):
-    DEVICES["H200"].save(tmp_path / "device.json")
-    assert find_device(tmp_path / "device.json") == DEVICES["H200"]
 
 
 KERNEL_OF_PASS = {

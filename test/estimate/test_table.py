@@ -35,17 +35,6 @@ def test_equal_layers_share_a_line():
     assert len(result.rows) == 6
 
 
-def test_a_single_layer_keeps_its_name():
-    assert lines_of(estimate(transformer(1), 4096))[2][0] == "layers.0.up"
-
-
-def test_layers_that_differ_do_not_share_a_line():
-    model = transformer(2)
-    model["layers"][1]["up"].requires_grad_(False)
-    names = [line[0] for line in lines_of(estimate(model, 4096))]
-    assert "layers.0.up" in names and "layers.1.up" in names
-
-
 def test_numbers_of_a_line_are_those_of_its_row():
     result = estimate([(8192,) * 3], recipes=["rowwise"])
     (row,) = result.rows
@@ -117,14 +106,6 @@ def test_the_result_is_json_with_its_sources():
     assert first["delayed"]["speedup"] == result.rows[0].speedup("delayed")
     assert first["shape"] == "8192,8192,8192" and "not a multiple" in second["delayed"]["refused"]
     assert any(source.startswith("datasheet: ") for source in fields["sources"])
-
-
-def test_a_result_is_shown_once_with_one_line_below_the_table(capsys):
-    result = estimate([(64,) * 3])
-    assert capsys.readouterr().out == ""
-    assert repr(result) == str(result)
-    [line] = repr(result).split("\n\n")[1].splitlines()
-    assert line.startswith("Forward and backward of one batch on H100 SXM (sm_90)")
 
 
 def test_the_line_says_that_float32_weights_run_under_autocast():

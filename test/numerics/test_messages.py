@@ -28,7 +28,7 @@ from float8.numerics import (
     load_run,
 )
 from float8.numerics.passes import main_tensor, start_of_backward
-from float8.numerics.report import content, page
+from float8.numerics.report import page
 from float8.numerics.snapshot import as_json, cast_from_json, strict_json, write_run
 from float8.numerics.statistics import Histogram, merged
 
@@ -57,6 +57,10 @@ def broken() -> nn.Module:
 def compared_in_high_precision() -> None:
     with high_precision(layers := model()):
         compare(layers, X)
+
+
+def four_layers() -> Report:
+    return Report([replace(HEALTHY, layer=name) for name in ("a", "b", "c", "ffn.up")])
 
 
 def inspected(layers: nn.Module) -> None:
@@ -92,6 +96,7 @@ MESSAGES = [
     (ValueError, lambda: accurate_layers(Report([ROW]), math.nan), "nan"),
     (TypeError, lambda: accurate_layers({"layer": 3}, 20), "got a dict"),
     (ValueError, lambda: accurate_layers(Report([HEALTHY]), 9)(None, "head"), "such as ffn"),
+    (ValueError, lambda: accurate_layers(four_layers(), 9)(None, "ffn.ups"), "such as ffn.up:"),
     # calibrate
     (ValueError, lambda: calibrate(model(), [X], method="mse"), "one of sqnr, amax, percentile"),
     (ValueError, lambda: calibrate(model(), [X]).static_scales("best"), "got 'best'"),
@@ -142,6 +147,7 @@ MESSAGES = [
     # inspect, inspect_every
     (ValueError, lambda: inspected(plain()), "Sequential has no float8 layer; convert it"),
     (ValueError, lambda: inspect_every(plain()).start_step(), "Sequential has no float8 layer"),
+    (TypeError, lambda: inspect_every("model"), "inspect_every"),
     (ValueError, lambda: inspect_every(model(), n=0), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), n=2.5), "integer >= 1"),
     (ValueError, lambda: inspect_every(model(), keep=0), "integer >= 1"),
@@ -212,8 +218,3 @@ def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
         Report([ROW]).plot(tmp_path / "x.png")
-
-
-def test_an_empty_snapshot_says_why():
-    summary = content([Report([], model="M")], ABOUT)["snapshots"][0]["summary"]
-    assert "was the model converted" in summary

@@ -4,74 +4,93 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import json
+import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import pytest
 from fresh import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
 from runs import EVIL, HEALTHY, run
 
+from float8.numerics import problems
 from float8.numerics.alarms import watch_of
-from float8.numerics.report import DECADES, ROW_COLUMNS, SHARE_LEVELS, content, main, page, shares
+from float8.numerics.markup import counted, shown, tag
+from float8.numerics.pictures import edges_of, histogram, lines, power_of_two
+from float8.numerics.report import main, page, summary
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import Histogram
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Parsed(HTMLParser):
-    """Tags with their attributes, and the text of each script and style."""
+    """Tags with their attributes, all text, and the text of the script and the style."""
 
     def __init__(self, text):
         super().__init__()
-        self.tags, self.raw, self._open = [], {}, None
+        self.tags, self.raw, self.text, self._open = [], {}, "", None
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
-        kind = dict(attrs).get("type", "")
-        self._open = f"{tag} {kind}".strip() if tag in ("script", "style") else None
+        self._open = tag if tag in ("script", "style") else None
 
     def handle_endtag(self, tag):
         self._open = None
 
     def handle_data(self, data):
         if self._open:
-            self.raw[self._open] = self.raw.get(self._open, "") + data
+            self.raw[self._open] = data
+        else:
+            self.text += data
+
+    def ids(self, start):
+        return [a["id"] for _, a in self.tags if re.fullmatch(f"{start}\\d+", a.get("id", ""))]
 
 
-@pytest.fixture(scope="module")
-def text():
-    return page(run(), ABOUT)
-
-
-@pytest.fixture(scope="module")
-def parsed(text):
-    return Parsed(text)
+def said(*args, **kwargs):
+    """The text of a page."""
+    return " ".join(Parsed(page(*args, **kwargs)).text.split())
 
 
 # --- the file
 
 
-def test_nothing_of_the_run_is_markup(text, parsed):
+@given(st.text(), st.text())
+def test_what_a_tag_is_given_is_text(text, value):
+    parsed = Parsed(tag("p", text, tag("b", text), title=value))
+    assert [name for name, _ in parsed.tags] == ["p", "b"]
+    assert parsed.tags[0][1] == {"title": value}
+    assert parsed.text == text + text
+
+
+def test_nothing_of_the_run_is_markup():
+    reports = run()
+    rows = [replace(HEALTHY, layer=EVIL, operand=EVIL, gemm=EVIL, scaling=EVIL, granularity=EVIL)]
+    reports += [Report([*rows, *reports[0]._rows], model=EVIL, step=EVIL, skipped={EVIL: EVIL})]
+    alarms = [replace(alarm, rule=EVIL, message=EVIL, first=EVIL, last=EVIL, started=EVIL)
+              for alarm in watch_of(run()).alarms]  # fmt: skip
+    text = page(reports, dict.fromkeys(ABOUT, EVIL), alarms)
+    parsed = Parsed(text)
     assert not {"img", "iframe", "link", "object", "base"} & {tag for tag, _ in parsed.tags}
-    assert [tag for tag, _ in parsed.tags].count("script") == 2
+    assert [tag for tag, _ in parsed.tags].count("script") == 1
     assert not [a for _, attributes in parsed.tags for a in attributes if a.startswith("on")]
     assert EVIL not in text
-    data = json.loads(parsed.raw["script application/json"])
-    assert EVIL in [cast[0] for cast in data["casts"]]
+    assert EVIL in parsed.text
 
 
-def test_nothing_is_fetched_and_only_its_own_script_runs(text, parsed):
-    assert re.findall(r"\w+://[^\"'\s]*", text) == ["http://www.w3.org/2000/svg"]  # a name
+def test_nothing_is_fetched_and_only_its_own_script_runs():
+    text = page(run(), ABOUT)
+    parsed = Parsed(text)
+    assert re.findall(r"\w+://[^\"'\s]*", text) == []
     (policy,) = [a["content"] for tag, a in parsed.tags if tag == "meta" and "http-equiv" in a]
     assert policy.startswith("default-src 'none'; base-uri 'none'; form-action 'none'; ")
     assert "unsafe" not in policy
@@ -80,275 +99,230 @@ def test_nothing_is_fetched_and_only_its_own_script_runs(text, parsed):
         assert f"{kind}-src 'sha256-{digest}'" in policy
 
 
-def test_without_javascript_the_worst_casts_are_there(text):
-    table = text[text.index("<noscript>") : text.index("</noscript>")]
-    layers = re.findall(r"<tr><td>(.*?)</td>", table)
-    assert html.unescape(layers[0]) == EVIL
-    assert layers[1] == "blocks.2.ffn"
-    assert len(layers) == len(run()[0].rows())
-
-
 def test_a_large_run_stays_small():
-    small, large = run(steps=(0,), layers=200), run(steps=(0, 1), layers=200)
+    small, large = run(steps=(0,), layers=100), run(steps=range(10), layers=100)
+    assert len(page(small, ABOUT)) < 3500 * len(small[0])  # bytes
     more = len(page(large, ABOUT)) - len(page(small, ABOUT))
-    assert more < 110 * len(small[0])  # bytes for each cast and snapshot; its JSON has 650
+    assert more < 130 * len(small[0]) * 10  # bytes for each cast and snapshot; its JSON has 650
 
 
 # --- what it says
 
 
-def test_the_numbers_are_those_of_the_run_in_four_digits():
+def test_every_cast_has_a_row_with_its_numbers_and_pictures_the_worst_first():
     reports = run(steps=(0, 50), layers=3)
-    found = content(reports, ABOUT)
-    for report, snapshot in zip(reports, found["snapshots"], strict=True):
-        assert snapshot["step"] == report.step
-        for row, values in zip(report.casts, snapshot["rows"], strict=True):
-            said = dict(zip(ROW_COLUMNS, values, strict=True))
-            named = (*row.key, row.format, row.scaling, row.granularity)
-            assert tuple(found["casts"][said["cast"]]) == named
-            for name in ("amax", "sqnr", "flushed", "scale_max", "kurtosis", "nonfinite"):
-                value, expected = said[name], getattr(row, name)
-                assert (value is None) == (expected is None)
-                if value is not None:
-                    assert float(value) == pytest.approx(expected, rel=5e-4)
+    rows = page(reports, ABOUT).split("<details id=")[1:]
+    assert len(rows) == len(reports[-1])
+    for i, (row, cast) in enumerate(zip(rows, reports[-1].casts, strict=True)):
+        assert row.startswith(f'"c{i}"')
+        text = Parsed("<p id=" + row).text
+        assert (cast.layer, cast.operand) == (text[: len(cast.layer)], cast.operand)
+        for name in ("amax", "scale_max", "kurtosis"):
+            assert shown(getattr(cast, name), "{:.3g}") in text
+        facts = (
+            f"<dt>elements</dt><dd>{cast.elements:,} in 1 call</dd>",
+            "<dt>zeros</dt><dd>0</dd>",
+        )
+        assert all(fact in row for fact in facts) and cast.format.upper() in text
+        assert (f'id="h{i}"' in row) and (f'id="t{i}"' in row) == (
+            cast.sqnr not in (None, math.inf)
+        )
+    assert EVIL in Parsed(rows[0]).text
+    assert 'class="sqnr l2"' in rows[1] and 'class="saturated l2"' in rows[1]
+    assert "It saturates. " in Parsed(rows[1]).text
+    assert "It wants a look at step 0, step 50." in Parsed(rows[1]).text
+    assert not re.search(r'class="\w+ l[12]"><small class="name"', rows[5]), "a healthy cast"
+    unknown = page([Report([replace(HEALTHY, sqnr=None, saturated=0.5)])], ABOUT)
+    assert 'class="saturated l2"' in unknown and 'class="sqnr l2"' not in unknown
+    assert "from 0.001" in said([Report([replace(HEALTHY, scale_min=1e-3)])], ABOUT)
 
 
-def test_alarms_say_when_they_were_and_lead_to_their_snapshot():
+def test_the_verdict_comes_first_and_links_to_the_casts():
+    text, parsed = said(run(), ABOUT), Parsed(page(run(), ABOUT))
+    verdict = "Something is wrong at step 100 2 of 92 casts want a look."
+    assert re.sub(r"\s", "", verdict) in re.sub(r"\s", "", text)
+    assert text.index("Something is wrong") < text.index("SQNR over the run")
+    for words in ("One cast saturates", "elements are not finite", "it was not called"):
+        assert words in text
+    links = [a["href"] for tag, a in parsed.tags if tag == "a"]
+    assert links == ["#c0", "#c1", "#c1"]
+    assert set(links) <= {f"#{name}" for name in parsed.ids("c")}
+
+
+def test_the_snapshots_that_want_a_look_say_why():
+    fine = Report([HEALTHY], step=1)
+    wrong = Report([replace(HEALTHY, saturated=0.5)], step=2)
+    text = said([fine, wrong, replace_step(wrong, 3), replace_step(fine, 4)], ABOUT)
+    assert "step 2 to step 3 bad" in text and "At step 2:One cast saturates." in text
+    assert "Healthy at step 4" in text and "step 1 to" not in text
+
+
+def replace_step(report, step):
+    return Report(report._rows, step=step)
+
+
+def test_one_snapshot_has_no_run_and_another_one_can_be_shown():
+    assert "SQNR over the run" not in said(run(steps=(7,)), ABOUT)
+    text = said(run(), ABOUT, step=50)
+    assert "Something is wrong at step 50" in text and "8.5" in text
+    with pytest.raises(ValueError, match="no snapshot of step 3"):
+        page(run(), ABOUT, step=3)
+    with pytest.raises(ValueError, match="empty"):
+        page([], ABOUT)
+
+
+def test_the_tiles_are_the_worst_of_each():
+    text = re.sub(r"\s", "", said(run(layers=3), ABOUT))
+    for tile in ("worstSQNR8.0dBblocks.2.ffngrad_output", "mostsaturated2.00%blocks.2.ffn",
+                 "mostflushed1.00%", "inforNaN4</script>", "layers511casts"):  # fmt: skip
+        assert tile in text
+    assert "mostsaturated0.00%inallcasts" in re.sub(r"\s", "", said([Report([HEALTHY])], ABOUT))
+
+
+def test_alarms_say_when_they_were_the_active_and_newest_first():
     reports = run(steps=(0, 50, 100, 150))
-    watch = watch_of(reports)
-    (bad,) = [alarm for alarm in watch.alarms if alarm.layer == "blocks.2.ffn"][:1]
-    old = replace(watch.alarms[0], first=-9, started=-8, last=-7, ended=-6)
-    found = content(reports, ABOUT, [old, *watch.alarms])
-    assert (found["alarm_count"], found["active_alarms"]) == (
-        len(watch.alarms) + 1,
-        len(watch.alarms),
-    )
-    assert found["alarms"][-1]["snapshot"] is None, "what has ended comes last"
-    (said,) = [a for a in found["alarms"] if (a["rule"], a["layer"]) == (bad.rule, bad.layer)]
-    assert (said["first"], said["started"], said["ended"]) == (0, 100, None)
-    assert found["snapshots"][said["snapshot"]]["step"] == 100
-    assert tuple(found["casts"][said["cast"]]) == tuple(bad.labels)
-    assert content(reports, ABOUT)["alarms"] == []
-
-
-def test_a_histogram_as_a_string_keeps_its_shares():
-    counts = (1, 0, 30, 10**4, 10**7, 123_456_789)
-    text = shares(Histogram(-5, counts))
-    assert text[1] == SHARE_LEVELS[0]
-    for character, count in zip(text, counts, strict=True):
-        level = SHARE_LEVELS.index(character) / (len(SHARE_LEVELS) - 1)
-        if count > 1:  # one in 10^8 is below what it tells apart
-            assert 10 ** (DECADES * (level - 1)) == pytest.approx(count / sum(counts), rel=0.12)
-        assert (level > 0) == (count > 0)
-    assert len(set(SHARE_LEVELS)) == len(SHARE_LEVELS)
-    assert not set(SHARE_LEVELS) & set('<>&\\"')
+    active = watch_of(reports).alarms
+    old = replace(active[0], rule="old", first=-9, started=-8, last=-9, ended=-6, layer="gone")
+    text = said(reports, ABOUT, [old, *active])
+    assert "4 alarms, 3 active" in text
+    assert "(step 100; wrong from step 0 to step 150, not ended)" in text
+    assert "(step -8; wrong at step -9, ended at step -6)" in text
+    assert text.index("ended at step -6") > text.index("saturation: blocks.2.ffn")
+    assert "and 900 more" in said(reports, ABOUT, [old] * 1000)
+    assert "alarms" not in said(reports[:1], ABOUT)
 
 
 def test_the_summary_is_a_sentence():
-    def summary(*rows):
-        return content([Report(rows)], ABOUT)["snapshots"][0]["summary"]
-
+    rows = run()[0].casts
     healthy = "All 2 casts keep what their formats can keep: there is nothing to do."
-    assert summary(HEALTHY, HEALTHY) == healthy
-    found = content(run(), ABOUT)["snapshots"][0]
-    assert found["summary"] == "2 of 92 casts want a look."
-    assert [problem["level"] for problem in found["problems"]] == [2, 2, 1]
+    assert summary([HEALTHY, HEALTHY], []) == healthy
+    assert summary(rows, problems.problems_of(rows)) == "2 of 92 casts want a look."
+    bad = [replace(HEALTHY, nonfinite=1), HEALTHY]
+    assert summary(bad, problems.problems_of(bad)) == "1 of 2 casts wants a look."
+    assert summary([], []).startswith("No cast was seen")
+    assert "Nothing seen" in said([Report()], ABOUT)
 
 
-# --- in a browser
-
-# Frames, because a window has a least width. Their pages follow the frames' colour schemes.
-HARNESS = """<!doctype html><title>harness</title>
-<style>body { margin: 0; display: flex } iframe { border: 0; height: 1500px }</style>
-<iframe id="wide" src="page.html#problems=0" style="width:1280px;color-scheme:light"></iframe>
-<iframe id="phone" src="page.html#open=0" style="width:380px;color-scheme:dark"></iframe>
-<pre id="result" hidden></pre>
-<script>
-addEventListener("load", () => {
-  const facts = {};
-  try { look(facts); } catch (error) { facts.error = String(error.stack); }
-  document.getElementById("result").textContent = encodeURIComponent(JSON.stringify(facts));
-});
-function look(facts) {
-  const wide = document.getElementById("wide").contentDocument;
-  const phone = document.getElementById("phone").contentDocument;
-  const layers = (page) => [...page.querySelectorAll("td.layer")].map((td) => td.innerText.trim());
-  const fits = (page) => [page.documentElement.scrollWidth, page.documentElement.clientWidth];
-  const sorted = () => [...wide.querySelectorAll("th[aria-sort]")]
-    .map((th) => [th.dataset.key, th.getAttribute("aria-sort")]);
-  const press = (key) => wide.querySelector(`th[data-key="${key}"] button`).click();
-  const type = (id, value) => {
-    wide.getElementById(id).value = value;
-    wide.getElementById(id).dispatchEvent(new Event(id === "step" || id === "filter" ? "input"
-      : "change", { bubbles: true }));
-  };
-  const count = () => wide.getElementById("count").innerText;
-  facts.start = { layers: layers(wide), sorted: sorted(), count: count() };
-  facts.fits = { wide: fits(wide), phone: fits(phone) };
-  facts.images = wide.images.length + phone.images.length;
-  facts.title = wide.title;
-  facts.heading = wide.querySelector("h1").innerText;
-  facts.health = wide.getElementById("health").innerText;
-  facts.skipped = wide.getElementById("health").textContent;
-  facts.buttons = [...wide.querySelectorAll("th[data-key]")]
-    .every((th) => th.querySelector("button"));
-  press("layer"); facts.up = { layers: layers(wide), sorted: sorted() };
-  press("layer"); facts.down = { layers: layers(wide), sorted: sorted() };
-  press("kurtosis"); facts.kurtosis = { layers: layers(wide), sorted: sorted() };
-  type("sort", "sqnr asc");
-  type("filter", "BLOCKS.1"); facts.filtered = layers(wide);
-  type("filter", "");
-  type("operand", "weight"); facts.weights = count();
-  type("operand", "");
-  wide.getElementById("more").click(); facts.more = layers(wide).length;
-  wide.getElementById("problems").click(); facts.problems = layers(wide);
-  const open = wide.querySelectorAll("td.layer button")[1];
-  open.click();
-  const detail = wide.querySelector("tr.detail");
-  facts.opened = open.getAttribute("aria-expanded");
-  facts.bars = Object.fromEntries(["bar", "bar-saturated", "zone-flushed", "zone-normal",
-    "zone-saturated"].map((name) => [name, detail.querySelectorAll(`.${name}`).length]));
-  facts.advice = detail.innerText;
-  facts.coloured = [...wide.querySelectorAll("tr.cast")].slice(0, 2).map((row) =>
-    [...row.querySelectorAll("td.level-2")].map((td) => td.dataset.label));
-  facts.unknown = wide.querySelector("tr.cast td.sqnr").innerText;
-  facts.sqnr = wide.querySelectorAll("tr.cast td.sqnr .value")[1].innerText;
-  type("step", 0);
-  facts.earlier = wide.querySelectorAll("tr.cast td.sqnr .value")[1].innerText;
-  facts.step = wide.getElementById("step-name").innerText;
-  wide.querySelectorAll("td.layer button")[1].click();
-  facts.closed = wide.querySelectorAll("tr.detail").length;
-  wide.getElementById("problems").click();
-  facts.phoneOpen = phone.querySelectorAll("tr.detail").length;
-  facts.troubled = phone.getElementById("problem-steps").innerText;
-  phone.querySelector("#problem-steps button").click();
-  facts.gone = phone.querySelector("#health h2").innerText;
-  facts.background = [wide, phone].map((page) => getComputedStyle(page.body).backgroundColor);
-}
-</script>"""
+def test_numbers_are_said_shortly():
+    assert [shown(v, "{:.1f}") for v in (None, math.nan, math.inf, 2)] == ["\N{EN DASH}"] * 2 + [
+        "∞",
+        "2.0",
+    ]
+    assert (counted(1, "cast"), counted(2000, "cast")) == ("1 cast", "2,000 casts")
+    assert power_of_two(-9.25) == "2⁻⁹·²"
 
 
-def browse(folder, picture):
-    """The harness's DOM, and what was written to the console; one start of Chromium for both."""
-    done = subprocess.run(
-        [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run",
-            "--disable-dev-shm-usage", "--disable-extensions", "--disable-breakpad",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--hide-scrollbars", "--enable-logging=stderr", "--v=0",
-            f"--user-data-dir={folder / 'profile'}", "--allow-file-access-from-files",
-            "--window-size=1660,1500", "--dump-dom", f"--screenshot={picture}",
-            (folder / "harness.html").as_uri(),
-        ],
-        capture_output=True, text=True, timeout=180, check=False,
-        env={**os.environ, "HOME": str(folder)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+# --- pictures
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, text):
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "page.html").write_text(text)
-    (folder / "harness.html").write_text(HARNESS)
-    return folder
+def boxes(picture, kind):
+    """(left, right, height) of each box, in octaves and hundredths."""
+    found = re.findall(rf'class="{kind}" d="([^"]*)"', picture)
+    numbers = [re.findall(r"M(\d+) 100V(-?\d+)H(\d+)V100z", d) for d in found]
+    return [(int(a) / 10, int(b) / 10, 100 - int(y)) for each in numbers for a, y, b in each]
 
 
-@pytest.fixture(scope="module")
-def facts(folder):
-    from urllib.parse import unquote
-
-    dom, console = browse(folder, folder / "page.png")
-    assert console == []
-    found = json.loads(unquote(re.search(r'<pre id="result".*?>(.*?)</pre>', dom)[1]))
-    assert "error" not in found, found["error"]
-    return found
-
-
-def by_number(layers):
-    """The numbers in the names of layers that have one."""
-    return [int(match[1]) for layer in layers if (match := re.search(r"blocks\.(\d+)", layer))]
-
-
-def test_the_worst_comes_first_and_says_so(facts):
-    layers = [layer.splitlines()[-1] for layer in facts["start"]["layers"]]
-    assert EVIL in layers[0]
-    assert layers[1].endswith("blocks.2.ffn")
-    assert facts["start"]["sorted"] == [["sqnr", "ascending"]]
-    assert facts["start"]["count"] == "92 of 92 casts"
-    assert "Something is wrong at step 100" in facts["health"]
-    assert facts["unknown"].endswith("bad\n4 inf or NaN")
-    assert "elements are not finite" in facts["health"]
-    assert "One cast saturates" in facts["health"]
-    assert "it was not called" in facts["skipped"]
-
-
-def test_columns_sort_both_ways(facts):
-    up, down = facts["up"], facts["down"]
-    assert up["sorted"] == [["layer", "ascending"]]
-    assert down["sorted"] == [["layer", "descending"]]
-    assert by_number(up["layers"]) == sorted(by_number(up["layers"]))
-    assert by_number(down["layers"]) == sorted(by_number(down["layers"]), reverse=True)
-    assert facts["kurtosis"]["sorted"] == [["kurtosis", "descending"]]
-    kurtosis = by_number(facts["kurtosis"]["layers"])
-    assert kurtosis[0] == 2  # 400; the others' grow with their numbers
-    assert kurtosis[1:] == sorted(kurtosis[1:], reverse=True)
-    assert facts["buttons"], "a header that a keyboard can press is a button"
+def test_a_histogram_has_a_bar_for_each_power_of_two_over_the_range_of_the_format():
+    counts = (1, 0, 30, 10**4, 10**7, 123_456_789)
+    cast = replace(
+        HEALTHY, histogram=Histogram(-5, counts), amax=1.5, scale_min=0.25, scale_max=0.5
+    )
+    assert edges_of(cast) == pytest.approx(
+        [math.log2(v) for v in (2**-10 / 4, 2**-10 / 2, 2**-6 / 2, 448 / 4, 448 / 2)]
+    )
+    small, large = histogram(cast, "h0")
+    first = -13  # an octave below the range
+    zones = [
+        boxes(small, f"zone {name}")[0][:2]
+        for name in (
+            "flushed",
+            "flushed-some",
+            "subnormal",
+            "normal",
+            "saturated-some",
+            "saturated",
+        )
+    ]
+    ends = [first, -12, -11, -7, math.log2(112), math.log2(224), 10]
+    expected = [(a - first, b - first) for a, b in pairwise(ends)]
+    assert zones == [pytest.approx(pair, abs=0.06) for pair in expected]
+    bars = sorted(boxes(small, r"bar \w+"))
+    assert [round(left + first) for left, _, _ in bars] == [-5, -3, -2, -1, 0]
+    for (_, _, height), count in zip(bars, filter(None, counts), strict=True):
+        share = 100 * (1 + math.log10(count / sum(counts)) / 8)
+        assert height == pytest.approx(max(share, 2), abs=0.6)
+    assert bars[-1][1] + first == pytest.approx(math.log2(1.5), abs=0.06), "it ends at the amax"
+    assert 'href="#h0"' in large and "2⁰" in large and "2⁻⁸" in large
 
 
-def test_rows_are_filtered_and_drawn_as_they_are_needed(facts):
-    assert set(by_number(facts["filtered"])) == {1, *range(10, 20)}
-    assert facts["weights"] == "30 of 92 casts"
-    assert len(facts["start"]["layers"]) <= facts["more"] == 92
-    assert len(facts["problems"]) == 2
-    assert by_number(facts["problems"]) == [2]
+def test_bars_are_cut_where_the_range_ends_if_something_saturates():
+    cast = replace(HEALTHY, amax=2.0**9, scale_min=1.0, scale_max=1.0,
+                   histogram=Histogram(-11, (1,) * 21))  # fmt: skip
+    for saturated, last in ((0.1, 8.8), (0.0, 9.2)):
+        small, _ = histogram(replace(cast, saturated=saturated), "h0")
+        bars = {kind: boxes(small, f"bar {kind}") for kind in ("flushed", "subnormal", "normal")}
+        assert bars["flushed"][-1][1] - 11 == pytest.approx(-10, abs=0.06)
+        assert bars["subnormal"][-1][1] - 11 == pytest.approx(-6, abs=0.06)
+        assert bars["normal"][-1][1] - 11 == pytest.approx(last, abs=0.06)
+        assert bool(boxes(small, "bar saturated")) == bool(saturated)
 
 
-def test_a_row_opens_into_its_histogram_and_advice(facts):
-    assert facts["opened"] == "true"
-    bars = facts["bars"]
-    assert bars["bar"] >= 15
-    assert bars["zone-flushed"] == bars["zone-normal"] == bars["zone-saturated"] == 1
-    for said in ("It saturates.", "It has a stale scale."):
-        assert said in facts["advice"]
-    assert "It loses precision." not in facts["advice"], "the others say why"
-    assert facts["coloured"] == [["SQNR dB"], ["SQNR dB", "Saturated", "Stale"]]
-    assert facts["closed"] == 0
-    assert facts["phoneOpen"] == 1, "the address asked for it"
+def test_what_cannot_be_drawn_is_left_out():
+    nothing = replace(HEALTHY, histogram=Histogram(), scale_min=0.0)
+    assert histogram(nothing, "h0") == ("", "")
+    assert "zone" not in histogram(replace(HEALTHY, scale_max=math.inf), "h0")[0]
+    assert "bar" not in histogram(replace(HEALTHY, histogram=Histogram()), "h0")[0]
+    assert lines({"cast": [1.0]}, "t0", ["step 0"]) == ("", "")
+    assert lines({"cast": [None, math.inf]}, "t0", ["step 0", "step 1"]) == ("", "")
 
 
-def test_steps_can_be_chosen(facts):
-    assert (facts["sqnr"], facts["earlier"], facts["step"]) == ("8.0", "9.0", "step 0")
-    assert " ".join(facts["troubled"].split()) == "Wants a look: step 0 to step 100 bad"
-    assert facts["gone"] == "Something is wrong at step 0"
+def test_a_line_has_gaps_and_its_ends_in_words():
+    steps = [f"step {i}" for i in range(5)]
+    small, large = lines({"cast": [10.0, 20.0, None, 30.0, -math.inf]}, "t0", steps)
+    assert 'd="M0 92h0L1 50M3 8h0"' in small
+    assert 'viewBox="0 0 4 100"' in small
+    texts = re.findall(r">([^<>]+)</text>", large)
+    assert texts == ["30.0 dB", "10.0 dB", "step 0", "step 4"]
 
 
-def test_names_that_are_markup_stay_text(facts):
-    assert facts["images"] == 0
-    assert facts["title"] == f"GPT{EVIL}: float8 numerics"
-    assert facts["heading"] == f"GPT{EVIL}"
+# --- the explanations
 
 
-def test_no_page_scrolls_sideways(facts):
-    for name, (content_width, width) in facts["fits"].items():
-        assert content_width <= width, name
+def test_the_explanations_say_the_thresholds():
+    text = said(run(), ABOUT)
+    (saturated, bad), (less, least) = problems.SATURATED, problems.MISSING_SQNR
+    e4m3, e5m2 = problems.EXPECTED_SQNR["e4m3"], problems.EXPECTED_SQNR["e5m2"]
+    flushed = f"Above {100 * problems.FLUSHED[0]:g} % wants a look, above 50 % is bad"
+    for words in (
+        f"About {e4m3:g} for E4M3 and {e5m2:g} for E5M2",
+        f"Below {e4m3 - less:g} (E5M2: {e5m2 - less:g}) wants a look",
+        f"below {e4m3 - least:g} ({e5m2 - least:g}) is bad",
+        f"Above {100 * saturated:g} % wants a look, above {100 * bad:g} % is bad",
+        flushed,
+        f"Below {problems.MANY_OUTLIERS:g}: one scale",
+        f"Below +{problems.STALE_ABOVE:g}; of a delayed scale also above {problems.STALE_BELOW:g}",
+        f"Below {problems.DROWNED_BELOW:.1f} the error drowns",
+        "amax / 448 (E4M3) or amax / 57344 (E5M2)",
+    ):
+        assert words in text
 
 
-def test_it_is_drawn_light_and_dark(folder, facts):
-    image = pytest.importorskip("matplotlib.image")
-    assert facts["background"] == ["rgb(245, 246, 248)", "rgb(15, 18, 22)"]
-    pixels = image.imread(folder / "page.png")[..., :3]
-    assert pixels.shape[:2] == (1500, 1660)
-    wide, phone = pixels[:, :1280], pixels[:, 1280:]
-    assert wide.mean() > 0.85 and (wide.max(-1) < 0.3).mean() > 0.002, "dark text on light"
-    assert phone.mean() < 0.25 and (phone.max(-1) > 0.8).mean() > 0.002, "light text on dark"
-    for part in (wide, phone):
-        assert len({tuple(p) for p in (part[::5, ::5].reshape(-1, 3) * 31).astype(int)}) > 40
-        red, _, blue = part[..., 0], part[..., 1], part[..., 2]
-        assert ((blue - red) > 0.4).sum() > 300, "bars and lines in the accent colour"
+def test_the_documentation_has_the_columns_and_thresholds_of_the_page():
+    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    table = text[text.index("| column |") : text.index("A low SQNR of one cast")]
+    rows = {line.split("|")[1].strip(): line for line in table.splitlines()[2:] if line}
+    shown = set(re.findall(r"<dt>([^<]*)<dd>", page(run(), ABOUT)))
+    described = {"layer", "operand", "powers of two", "over the run"}  # no number to judge
+    names = {name.lower().removesuffix(" db") for name in shown}
+    assert {name.lower() for name in rows} == names - described
+    less, least = problems.MISSING_SQNR
+    assert f"below {32 - less:g} ({26 - less:g})" in rows["SQNR"]
+    assert f"below {32 - least:g} ({26 - least:g})" in rows["SQNR"]
+    assert f"below {100 * problems.FLUSHED[0]:g} %" in rows["flushed"]
+    assert f"below {problems.MANY_OUTLIERS:g}" in rows["kurtosis"]
+
+
+# --- the command
 
 
 @pytest.fixture
@@ -358,50 +332,37 @@ def run_file(tmp_path):
     return path
 
 
-def test_the_page_lies_beside_the_run_and_its_path_is_printed(run_file, capsys):
-    assert main([str(run_file)]) == 0
-    page = run_file.with_suffix(".html")
-    assert capsys.readouterr().out == f"{page}\n"
-    text = page.read_text()
-    assert "<h1>GPT</h1>" in text
-    for said in ("run.json", json.loads(run_file.read_text())["torch"]):
-        assert said in text
-
-
-def test_it_lies_where_it_is_asked_for(run_file, tmp_path):
-    assert main([str(run_file), "-o", str(tmp_path / "a page")]) == 0
+def test_the_page_lies_beside_the_run_or_where_it_is_asked_for(run_file, tmp_path, capsys):
+    assert main([str(run_file), "-o", str(tmp_path / "a page"), "--step", "7"]) == 0
     assert (tmp_path / "a page").is_file()
-    assert not run_file.with_suffix(".html").exists()
+    capsys.readouterr()
+    result = run_file.with_suffix(".html")
+    assert not result.exists()
+    assert main([str(run_file)]) == 0
+    assert capsys.readouterr().out == f"{result}\n"
+    text = result.read_text()
+    for words in ("<h1>GPT</h1>", "run.json", json.loads(run_file.read_text())["torch"]):
+        assert words in text
 
 
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "No such file"),
-        ("{", "is not a report of float8.numerics"),
-        (
-            '{"format": "float8.numerics", "version": 1, "model": "", "snapshots": []}',
-            "there is no snapshot",
-        ),
-    ],
-)
-def test_a_file_that_is_no_run_is_one_line_and_status_2(content, complaint, tmp_path, capsys):
-    path = tmp_path / "run.json"
-    if content is not None:
-        path.write_text(content)
-    assert main([str(path)]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert complaint in printed.err
-    assert str(path) in printed.err
-
-
-def test_what_cannot_be_written_is_said(run_file, tmp_path, capsys):
-    assert main([str(run_file), "-o", str(tmp_path)]) == 2
-    assert "Is a directory" in capsys.readouterr().err
-    assert main([str(run_file), "-o", str(run_file)]) == 2
-    assert "would overwrite the run" in capsys.readouterr().err
+def test_what_cannot_be_read_or_written_is_one_line_and_status_2(run_file, tmp_path, capsys):
+    other = tmp_path / "other.json"
+    empty = '{"format": "float8.numerics", "version": 1, "model": "", "snapshots": []}'
+    for content, arguments, complaint in (
+        (None, [other], "No such file"),
+        ("{", [other], "is not a report of float8.numerics"),
+        (empty, [other], "no snapshot"),
+        (empty, [run_file, "-o", tmp_path], "Is a directory"),
+        (empty, [run_file, "-o", run_file], "would overwrite the run"),
+        (empty, [run_file, "--step", "8"], "no snapshot of step 8"),
+    ):
+        if content is not None:
+            other.write_text(content)
+        assert main(list(map(str, arguments))) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.count("\n") == 1
+        assert complaint in printed.err and str(tmp_path) in printed.err
 
 
 def test_the_module_runs_without_a_warning(run_file):

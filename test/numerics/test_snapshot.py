@@ -101,13 +101,6 @@ def test_a_row_survives_strict_json(row):
     assert math.isnan(cast_from_json(json.loads(json.dumps(strict_json(nan.as_dict())))).scale_min)
 
 
-def test_worst_comes_first_and_nothing_known_last():
-    found = [replace(ROW, sqnr=s) for s in (math.inf, None, 3.0, -math.inf, 20.0)]
-    assert [row.sqnr for row in Report(found).casts] == [-math.inf, 3.0, 20.0, math.inf, None]
-    broken = [replace(found[0], sqnr=None, nonfinite=9), replace(found[0], sqnr=31.0, nonfinite=1)]
-    assert Report([*found, *broken]).casts[1:3] == broken, "beside what left nothing finite"
-
-
 def test_a_cast_with_a_problem_comes_before_one_with_a_lower_sqnr():
     fine = replace(ROW, format="e5m2", sqnr=25.5, flushed=0.0, saturated=0.0, staleness=0.0)
     flushed = replace(fine, format="e4m3", sqnr=92.0, flushed=0.9999)  # one element has the power
