@@ -367,11 +367,10 @@ def test_weights_are_gathered_in_float8(rank, recipe):
     for gathers in (True, False):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         model = sharded(converted(recipe, gathers), mp_policy=policy)
-        if gathers:  # the first gather compares the ranks
-            model(torch.randn(8, D).bfloat16())
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.mul_(1.0)
+        model(torch.randn(8, D).bfloat16()).sum().backward()  # the first gather compares the ranks
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
         with Wire() as wire:
             after_step(model)
         assert wire.count("all_reduce") == (gathers and recipe in ("tensorwise", "blockwise"))
