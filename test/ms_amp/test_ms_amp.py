@@ -5,11 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
-import itertools
-import math
-import sys
 
-import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
@@ -22,7 +18,6 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     ScalingType,
-    cached_weights,
     convert_from_float8_training,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
@@ -32,7 +27,6 @@ from float8.ms_amp.levels import LEVELS, MsAmp
 from float8.ms_amp.ms_amp import ms_amp
 from float8.optim import Adam, AdamW, Moment
 
-MODULE = sys.modules[ms_amp.__module__]  # float8.ms_amp is the function's name too
 LEVEL = pytest.mark.parametrize("level", LEVELS)
 WIDTHS = (64, 256, 128)
 
@@ -128,31 +122,6 @@ def test_each_tensor_is_stored_in_the_dtype_of_the_table(level):
 
 
 @LEVEL
-def test_no_high_precision_copy_of_a_weight_survives(level):
-    model = model_of()
-    old = model[0].weight.detach().clone()
-    storages = {p.untyped_storage().data_ptr() for p in (model[0].weight, model[3].weight)}
-    before = optimizer_of(model)
-    model, optimizer = ms_amp(model, before, level)
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    assert [id(p) for p in stepped] == [id(p) for p in model.parameters()]
-    plain = {p.untyped_storage().data_ptr() for p in stepped if type(p) is nn.Parameter}
-    assert not storages & plain
-    if level == "O3":
-        codes, scale = oracle.quantize(
-            optimizer.state[stepped[0]]["master"].dequantize(), (-1, -1), F8
-        )
-        assert_bitwise(model[0].weight.float8_data, codes)
-        assert_bitwise(model[0].weight.scale, scale)
-        master = optimizer.state[stepped[0]]["master"].dequantize()
-        torch.testing.assert_close(master, old, rtol=2**-11, atol=2**-30)
-    else:
-        assert_bitwise(model[0].weight, old.half())
-    with pytest.raises(RuntimeError, match=r"ms_amp has replaced.*that ms_amp returned"):
-        before.step()
-
-
-@LEVEL
 def test_small_gradients_do_not_underflow_in_float16(level):
     model, _ = started(level)
     with torch.autocast("cpu", torch.bfloat16):
@@ -211,17 +180,6 @@ def test_a_run_that_was_saved_goes_on_to_the_same_bits(level):
             assert_bitwise(found[index][key], x, what=f"{index}.{key}")
 
 
-def test_loading_keeps_the_bits_of_float8_weights():
-    for seed in range(8):  # the scale of some of them would be rounded by a second cast
-        source, optimizer = started("O3", seed=seed)
-        train(source, optimizer, 3)
-        saved = source.state_dict()
-        model, _ = started("O3", seed=11)
-        model.load_state_dict(saved)
-        for name, x in model.state_dict().items():
-            assert_bitwise(x, saved[name], what=name)
-
-
 def test_a_checkpoint_of_the_model_alone_is_not_undone_by_the_masters():
     source, _ = started("O3", seed=9)
     model, optimizer = started("O3")
@@ -274,33 +232,6 @@ def test_assigning_a_checkpoint_in_place_of_the_weights_is_refused(level):
     model.load_state_dict(source.state_dict(), assign=True)
 
 
-def test_cached_weights_pass_over_those_in_float8():
-    model, optimizer = started("O3")
-    with cached_weights(model, dtype=torch.bfloat16):
-        train(model, optimizer, 2)
-    twin, its = started("O3")
-    train(twin, its, 2)
-    assert_bitwise(model[0].weight.float8_data, twin[0].weight.float8_data)
-
-
-def test_a_grad_scaler_skips_an_overflow_and_trains_in_float16():
-    for level in LEVELS:
-        model, optimizer = started(level)
-        before = model[0].weight.detach().clone()
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for factor in (math.inf, 1.0):
-            with torch.autocast("cpu", torch.float16):
-                loss = model(torch.randn(32, WIDTHS[0])).float().square().mean()
-            scaler.scale(loss * factor).backward()
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            same = torch.equal(model[0].weight, before)
-            assert same == (factor == math.inf), level
-
-
 def test_hyperparameters_groups_and_states_are_taken_over():
     model = model_of()
     groups = [
@@ -338,17 +269,6 @@ def test_an_optimizer_of_this_library_and_a_converted_model_are_taken_too():
     plain = convert_from_float8_training(model)
     assert type(plain[0]) is nn.Linear
     assert plain[0].weight.dtype == torch.float32
-
-
-def test_a_group_that_is_added_later_has_the_old_defaults():
-    model = model_of()
-    old = torch.optim.AdamW(model.parameters(), lr=3e-5, betas=(0.5, 0.9), maximize=True)
-    _, new = ms_amp(model, old, "O2", group_size=64)
-    new.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    first, second = new.param_groups
-    assert {k: v for k, v in first.items() if k != "params"} == {
-        k: v for k, v in second.items() if k != "params"
-    }
 
 
 @LEVEL
@@ -390,23 +310,6 @@ def test_what_stays_as_it_was_is_reported():
     assert type(model["head"]) is Float8Linear  # it multiplies in float8 all the same
     assert type(model["head"].weight) is nn.Parameter
     assert sum(isinstance(p, Float8Tensor) for g in new.param_groups for p in g["params"]) == 1
-
-
-def test_a_layer_that_is_the_model():
-    layer = nn.Linear(64, 96)
-    layer, optimizer = ms_amp(layer, optimizer_of(layer), "O3", min_size=0)
-    layer(torch.randn(8, 64)).square().mean().backward()  # O3 needs no autocast
-    optimizer.step()
-    assert isinstance(optimizer.state[layer.weight]["master"], Moment)
-
-
-def test_the_example_of_the_docstring_runs():
-    lines = (MODULE.__doc__ or "").split("::\n", 1)[1].splitlines()
-    code = [line[4:] for line in itertools.takewhile(lambda x: not x or x[0] == " ", lines)]
-    names = {"float8": MODULE, "torch": torch, "model": model_of(), "x": torch.randn(8, 64)}
-    exec("\n".join(code), names)
-    assert names["model"].ms_amp.level == "O2"
-    assert names["model"][0].weight.grad is None
 
 
 # --- refusals
@@ -489,17 +392,6 @@ def other_moments(model):
 def resident(model):
     convert_to_float8_inference(model)
     return optimizer_of(model), {}
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [("opt_level", "float8 calls it level"), ("use_te", "leave it out")],
-)
-def test_an_argument_of_ms_amp_says_what_to_write(argument, message):
-    model = nn.Sequential(nn.Linear(64, 64))
-    with pytest.raises(TypeError, match=f"no argument '{argument}'; {message}"):
-        ms_amp(model, optimizer_of(model), **{argument: "O2"})
-    assert not hasattr(model, "ms_amp")
 
 
 @pytest.mark.parametrize(

@@ -38,23 +38,6 @@ def test_a_gradients_scale_is_chosen_where_the_operation_has_it(name, scales, ex
     assert apply_constraint(name, *scales) == (expected,) * len(scales)
 
 
-def test_no_constraint_leaves_the_scales_apart():
-    assert apply_constraint(None, 0.1, 0.2, 0.3) == (0.1, 0.2, 0.3)
-
-
 def test_a_function_is_a_constraint():
     assert apply_constraint(max, 0.1, 0.7, 0.3) == (0.7, 0.7, 0.7)
     assert apply_constraint(lambda out, *_: math.sqrt(out), 0.25, 9.0) == (0.5, 0.5)
-
-
-@pytest.mark.parametrize("name", ["mean", "", "GMEAN", "apply_constraint", "Callable"])
-def test_an_unknown_name_is_refused_with_the_known_ones(name):
-    with pytest.raises(ValueError, match=r"unknown: use one of gmean, hmean, amean") as refusal:
-        apply_constraint(name, 1.0, 2.0)
-    assert repr(name) in str(refusal.value)
-    assert "to_grad_input_scale" in str(refusal.value)
-    assert "to_left_grad_scale" not in str(refusal.value), "which has no meaning for two scales"
-
-
-def test_a_function_may_return_one_scale_for_each():
-    assert apply_constraint(lambda *scales: scales[::-1], 1.0, 2.0, 3.0) == (3.0, 2.0, 1.0)

@@ -66,29 +66,6 @@ def test_the_code_is_the_calls_in_order():
     assert without_scales(analysed()) == textwrap.dedent(expected).strip()
 
 
-def test_submodules_can_be_one_line_each():
-    expected = """
-    def forward(self, x):  x (..)
-        layer_norm = self.norm(x)  (..)
-        linear = self.layers[0](layer_norm)  (..)
-        chunk = linear.chunk(3, -1)
-        getitem = chunk[0]  (..)
-        getitem_1 = chunk[1]  (..)
-        getitem_2 = chunk[2]  (..)
-        scaled_dot_product_attention = F.scaled_dot_product_attention(getitem, getitem_1, getitem_2, is_causal=True)  (..)
-        getattr_1 = scaled_dot_product_attention.mT  (..)
-        getattr_2 = getattr_1.mT  (..)
-        cat = torch.cat([scaled_dot_product_attention, getattr_2], 1)  (..)
-        getitem_3 = cat[..., :5, :]  (..)
-        linear_1 = self.layers[1](getitem_3)  (..)
-        gain = self.gain  (..)
-        mul = linear_1.mul(gain)  (..)
-        add = torch.add(x, mul)  (..)
-        return add
-    """  # noqa: E501
-    assert without_scales(analysed(recurse_modules=False)) == textwrap.dedent(expected).strip()
-
-
 def test_the_numbers_are_standard_deviations_of_tensors_and_gradients():
     torch.manual_seed(2)
     layer, x, grad = nn.Linear(6, 4), torch.randn(9, 6), torch.randn(9, 4)
@@ -123,12 +100,6 @@ def test_a_scalar_needs_no_gradient_and_several_inputs_are_a_tuple():
         "    return dot",
     ]
     assert "<- 0.0)" in code.splitlines()[1]
-
-
-def test_the_module_is_left_without_gradients():
-    block = Block()
-    analyse_module(block, torch.randn(1, 2, 8), torch.randn(1, 2, 8))
-    assert all(p.grad is None for p in block.parameters())
 
 
 def test_code_is_coloured_on_request():

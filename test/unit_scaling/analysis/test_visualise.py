@@ -80,11 +80,6 @@ def test_a_model_is_plotted_in_one_call_and_stays_as_it_is(returns):
     assert "backward pass, tensor" in axes.get_legend_handles_labels()[1]
 
 
-def test_without_backward_only_the_forward_is_shown():
-    labels = visualiser(Bigram(), batch_size=2, seq_len=8, backward=False)
-    assert not any("backward" in x for x in labels.get_legend_handles_labels()[1])
-
-
 def test_a_model_without_a_loss_is_refused():
     with pytest.raises(TypeError, match="Bigram returned Tensor"):
         visualiser(Bigram("logits"), batch_size=2, seq_len=8)

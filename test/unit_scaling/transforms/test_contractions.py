@@ -67,11 +67,6 @@ def test_what_is_no_matrix_product_is_left_to_torch(equation):
     assert torch.equal(einsum(equation, *operands), torch.einsum(equation, *operands))
 
 
-def test_operands_of_einsum_may_come_as_a_list():
-    x, y = torch.randn(3, 4), torch.randn(4, 5)
-    assert torch.equal(einsum("ij,jk->ik", [x, y]), einsum("ij,jk->ik", x, y))
-
-
 class Product(nn.Module):
     def __init__(self, call, *shape):
         super().__init__()
@@ -141,17 +136,6 @@ def test_what_baddbmm_adds_is_a_signal_if_it_is_no_mask():
     x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
     added = U.linear(x, model.w.t())
     torch.testing.assert_close(model(x, y), U.add(added * 2, U.matmul(x, y) * 3))
-
-
-def test_all_forms_are_the_same_in_compiled_code():
-    def body(x, y, w, b):
-        forms = [*WITH_WEIGHT.values(), *OF_ACTIVATIONS.values()]
-        return [form(x, y, w, b) for form in forms]
-
-    model = unit_scale(Product(body, 4, 5))
-    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, y), model(x, y), rtol=0, atol=0)
 
 
 # --- convolutions

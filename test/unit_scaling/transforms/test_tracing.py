@@ -44,13 +44,3 @@ def test_a_graph_that_breaks_inside_the_model_is_refused():
     compiled = torch.compile(unit_scale(Reads()), backend="eager")
     with pytest.raises(RuntimeError, match="breaks the graph inside a unit-scaled model"):
         compiled(torch.randn(3, 6))
-
-
-def test_a_reset_of_the_compiler_forgets_the_factors_of_earlier_forwards():
-    """Dynamo numbers its frames anew then, and call 0 has a constraint in one of these models."""
-    models = (nn.Linear(4, 4), nn.Embedding(5, 4))
-    inputs = (torch.randn(3, 4), torch.tensor([1, 2]))
-    for model, x in zip(map(unit_scale, models), inputs, strict=True):
-        torch._dynamo.reset()
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(x), model(x))

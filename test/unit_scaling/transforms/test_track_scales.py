@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
-import weakref
-
 import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise
 from torch import nn
 
-import float8.unit_scaling as uu
 from float8.unit_scaling.transforms.metrics import Metrics
-from float8.unit_scaling.transforms.simulate import simulate_fp8
 from float8.unit_scaling.transforms.track_scales import track_scales
 
 
@@ -198,13 +191,6 @@ def test_an_input_that_needs_no_gradient_is_left_as_it_is_and_still_written_to()
     assert nodes(model)["pair_0"].meta["metrics"].bwd is not None
 
 
-def test_without_gradients_the_forward_is_seen():
-    model = track_scales(Net())
-    with torch.no_grad():
-        assert not model(TOKENS).requires_grad
-    assert nodes(model)["linear"].meta["metrics"].bwd is None
-
-
 def test_a_forward_forgets_the_one_before_and_leaves_one_hook_per_parameter():
     model = track_scales(Net())
     for _ in range(3):
@@ -214,24 +200,6 @@ def test_a_forward_forgets_the_one_before_and_leaves_one_hook_per_parameter():
     first = model.scales_graph()
     model(TOKENS)
     assert model.scales_graph() is not first
-
-
-def test_no_tensor_is_kept():
-    class Throws(nn.Module):
-        def forward(self, x):
-            made = x.exp()
-            refs.append(weakref.ref(made))
-            return x + 1
-
-    refs: list[weakref.ref] = []
-    model = track_scales(Throws())
-    x = torch.randn(3)
-    refs.append(weakref.ref(x))
-    with torch.no_grad():
-        model(x)
-    del x
-    gc.collect()
-    assert [ref() for ref in refs] == [None, None]
 
 
 def test_tensors_of_unknown_origin_are_constants_and_their_gradients_are_recorded():
@@ -265,38 +233,10 @@ def test_tensors_of_unknown_origin_are_constants_and_their_gradients_are_recorde
     assert made.meta["metrics"].bwd.mean_abs == 2.0
 
 
-def test_copies_pickles_and_state_dicts_know_nothing_of_the_recording():
-    net = Net()
-    model = track_scales(net)
-    run(model, GRAD, TOKENS)
-    assert list(model.state_dict()) == list(net.state_dict())
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert len(other.scales_graph().nodes) == 0
-        run(other, GRAD, TOKENS)
-        assert len(other.scales_graph().nodes) == 21
-        with torch.no_grad():
-            other.up.weight.zero_()
-    assert model.up.weight.any()
-
-
-@pytest.mark.parametrize("order", ["track first", "track last"])
-def test_simulated_models_are_tracked_as_the_calls_they_make(order):
-    torch.manual_seed(5)
-    net = Net()
-    first, last = (track_scales, simulate_fp8) if order == "track first" else (
-        simulate_fp8, track_scales,
-    )  # fmt: skip
-    model = last(first(net))
-    expected = run(simulate_fp8(net), GRAD, TOKENS)
-    for actual, right in zip(run(model, GRAD, TOKENS), expected, strict=True):
-        assert_bitwise(actual, right)
-    assert list(nodes(model)) == list(nodes_of(net))
-
-
-def nodes_of(net):
-    model = track_scales(net)
-    model(TOKENS)
-    return nodes(model)
+def test_compiling_is_refused_with_the_remedy():
+    model = torch.compile(track_scales(nn.Linear(2, 2)), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"without torch\.compile"):
+        model(torch.randn(3, 2))
 
 
 def test_decomposed_calls_do_not_end_the_graph():
@@ -309,39 +249,3 @@ def test_decomposed_calls_do_not_end_the_graph():
     nodes = list(model.scales_graph().nodes)
     assert [node.op for node in nodes].index("output") == len(nodes) - 1
     assert nodes[-2].name == "exp"
-
-
-def test_a_function_of_u_is_one_node():
-    model = track_scales(uu.MLP(8))
-    model(torch.randn(4, 8))
-    calls = [n.name for n in model.scales_graph().nodes if n.op.startswith("call")]
-    assert calls == ["linear", "linear_1", "silu_glu", "linear_2"]
-    assert nodes(model)["linear"].target is uu.functional.linear
-
-
-def test_compiling_is_refused_with_the_remedy():
-    model = torch.compile(track_scales(nn.Linear(2, 2)), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"without torch\.compile"):
-        model(torch.randn(3, 2))
-
-
-def test_complex_tensors_are_nodes_without_metrics():
-    class Rotates(nn.Module):
-        def forward(self, x):
-            return torch.view_as_real(torch.view_as_complex(x) * torch.tensor(1j)).flatten()
-
-    model, x = track_scales(Rotates()), torch.randn(5, 2, requires_grad=True)
-    y = model(x)
-    y.sum().backward()
-    found = {node.name: "metrics" in node.meta for node in model.scales_graph().nodes}
-    assert not found["mul"] and found["flatten"] and torch.equal(x.grad[:, 0], torch.ones(5))
-
-
-def test_what_is_inside_a_vmap_is_not_recorded_and_what_is_around_is():
-    class Mapped(nn.Module):
-        def forward(self, x):
-            return torch.vmap(lambda row: (row * 2).sum())(x).exp()
-
-    model, x = track_scales(Mapped()), torch.randn(4, 3)
-    assert torch.equal(model(x), Mapped()(x))
-    assert [n.name for n in model.scales_graph().nodes if n.op == "call_method"] == ["exp"]
