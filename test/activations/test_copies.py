@@ -10,6 +10,7 @@ from assertions import assert_bitwise
 from meter import saved_bytes
 from shapes import Case, pairs
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from float8.activations import saved_activations
@@ -176,3 +177,11 @@ def test_the_copy_is_freed_with_the_graph_though_the_tensor_lives_on():
 )
 def test_a_tensor_whose_copy_saves_no_memory_is_saved_itself(x):
     assert not CopyCache(CopyFormat(), 4096).is_worthwhile(x)
+
+
+@pytest.mark.parametrize("group", [128, 16])
+def test_on_cuda_a_copy_has_the_same_shapes(group):
+    pytest.importorskip("triton")
+    with FakeTensorMode():
+        data, scale = cast(torch.empty(64, 256, device="cuda"), CopyFormat(group))
+    assert (data.shape, scale.shape) == ((64, 256), (64, 256 // group))

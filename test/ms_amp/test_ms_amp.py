@@ -252,6 +252,8 @@ def test_hyperparameters_groups_and_states_are_taken_over():
     assert_bitwise(state["exp_avg_sq"], moments[0]["exp_avg_sq"])
     assert float(state["step"]) == 3
     train(model, new, 1)
+    with pytest.raises(RuntimeError, match=r"ms_amp has replaced.*that ms_amp returned"):
+        old.step()
 
 
 def test_an_optimizer_of_this_library_and_a_converted_model_are_taken_too():
@@ -315,111 +317,69 @@ def test_what_stays_as_it_was_is_reported():
 # --- refusals
 
 
-def unknown(model):
-    return optimizer_of(model), {"level": "O4"}
+def after(change, **options):
+    """A model that ``change`` changes first, its optimizer, and the arguments of `ms_amp`."""
+
+    def case(model):
+        change(model)
+        return optimizer_of(model), options
+
+    return case
 
 
-def wrong_optimizer(model):
-    return torch.optim.SGD(model.parameters(), lr=1.0), {}
+def before(change):
+    """An optimizer that ``change(model, optimizer)`` changes."""
+
+    def case(model):
+        optimizer = optimizer_of(model)
+        change(model, optimizer)
+        return optimizer, {}
+
+    return case
 
 
-def scheduled(model):
-    optimizer = optimizer_of(model)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return optimizer, {}
+def given(**options):
+    return after(lambda model: None, **options)
 
 
-def amsgrad(model):
-    return torch.optim.AdamW(model.parameters(), amsgrad=True), {}
+def adamw(**options):
+    return lambda model: (torch.optim.AdamW(model.parameters(), **options), {})
 
 
-def differentiable(model):
-    return torch.optim.AdamW(model.parameters(), differentiable=True), {}
+ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
+GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+OFF = CastConfig(ScalingType.DISABLED)
+OTHERS = torch.zeros(3, requires_grad=True)
+# (model -> optimizer, arguments), the exception, what the message says
+REFUSALS = [
+    (given(level="O4"), ValueError, "unknown level 'O4'"),
+    (given(opt_level="O2"), TypeError, "no argument 'opt_level'; float8 calls it level"),
+    (given(use_te=True), TypeError, "no argument 'use_te'; leave it out"),
+    (lambda m: (torch.optim.SGD(m.parameters(), lr=1.0), {}), TypeError, r"takes an AdamW or Adam"),
+    (before(lambda m, o: torch.optim.lr_scheduler.StepLR(o, 1)), ValueError, "the scheduler from"),
+    (adamw(amsgrad=True), ValueError, "amsgrad"),
+    (adamw(differentiable=True), ValueError, "differentiable"),
+    (given(level="O3", config=ROWWISE), ValueError, r"(?s)nothing was.*one scale per tensor"),
+    (given(level="O3", config=Float8LinearConfig(*[OFF] * 3)), ValueError, "0: its output GEMM"),
+    (given(config=GATHERING), ValueError, "is for FSDP2"),
+    (after(lambda m: m[3].weight.data[0].fill_(1e5), level="O1"), ValueError, "100000"),
+    (given(module_filter_fn=lambda *_: False), ValueError, "module_filter_fn returned False"),
+    (lambda m: (torch.optim.AdamW([OTHERS]), {}), ValueError, "optimizer does not hold"),
+    (given(group_size=0), ValueError, "group_size"),
+    (before(lambda m, o: m[3].weight.requires_grad_(False)), ValueError, "3: .* requires no"),
+    (after(lambda m: m[3].weight.register_hook(print)), ValueError, "3: its weight has hooks"),
+    (
+        after(lambda m: m[3].weight.register_post_accumulate_grad_hook(print), level="O3"),
+        ValueError,
+        "3: its weight has hooks",
+    ),
+    (before(lambda m, o: o.register_step_post_hook(print)), ValueError, "that ms_amp returns"),
+    (given(first_moment="float32"), ValueError, "the level decides"),
+    (after(convert_to_float8_inference), (ValueError, TypeError), r"Float8Tensor|no gradient"),
+]
 
 
-def rowwise(model):
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    return optimizer_of(model), {"level": "O3", "config": config}
-
-
-def gathering(model):
-    return optimizer_of(model), {"config": Float8LinearConfig(enable_fsdp_float8_all_gather=True)}
-
-
-def too_large(model):
-    model[3].weight.data[0, 0] = 1e5
-    return optimizer_of(model), {"level": "O1"}
-
-
-def filtered(model):
-    return optimizer_of(model), {"module_filter_fn": lambda *_: False}
-
-
-def of_nothing(model):
-    return torch.optim.AdamW([torch.zeros(3, requires_grad=True)]), {}
-
-
-def bad_storage(model):
-    return optimizer_of(model), {"group_size": 0}
-
-
-def frozen_but_held(model):
-    optimizer = optimizer_of(model)
-    model[3].weight.requires_grad_(False)
-    return optimizer, {}
-
-
-def hooked(model):
-    model[3].weight.register_hook(lambda g: g)
-    return optimizer_of(model), {}
-
-
-def hooked_after(model):
-    model[3].weight.register_post_accumulate_grad_hook(print)
-    return optimizer_of(model), {"level": "O3"}
-
-
-def hooked_optimizer(model):
-    optimizer = optimizer_of(model)
-    optimizer.register_step_post_hook(print)
-    return optimizer, {}
-
-
-def other_moments(model):
-    return optimizer_of(model), {"first_moment": "float32"}
-
-
-def resident(model):
-    convert_to_float8_inference(model)
-    return optimizer_of(model), {}
-
-
-@pytest.mark.parametrize(
-    ("case", "error", "message"),
-    [
-        (unknown, ValueError, "unknown level 'O4'; known levels: O1, O2, O3"),
-        (wrong_optimizer, TypeError, r"takes an AdamW or Adam.*not torch\.optim\.sgd\.SGD"),
-        (scheduled, ValueError, "build the scheduler from the optimizer that ms_amp returns"),
-        (amsgrad, ValueError, "amsgrad=True is not supported"),
-        (differentiable, ValueError, "differentiable=True is not supported"),
-        (
-            rowwise,
-            ValueError,
-            r"(?s)nothing was converted.*0: its config casts weights.*one scale per tensor",
-        ),
-        (gathering, ValueError, "enable_fsdp_float8_all_gather=True is for FSDP2"),
-        (too_large, ValueError, r"(?s)3: its largest weight is 100000, float16 ends at 65504"),
-        (filtered, ValueError, r"(?s)no layer's weight.*module_filter_fn returned False"),
-        (of_nothing, ValueError, r"(?s)no layer's weight.*0: the optimizer does not hold"),
-        (bad_storage, ValueError, "group_size"),
-        (frozen_but_held, ValueError, "3: the optimizer holds its weight, which requires no"),
-        (hooked, ValueError, "3: its weight has hooks.*register them after ms_amp"),
-        (hooked_after, ValueError, "3: its weight has hooks"),
-        (hooked_optimizer, ValueError, "has hooks.*on the one that ms_amp returns"),
-        (other_moments, ValueError, "the level decides the dtype of first_moment"),
-        (resident, (ValueError, TypeError), r"Float8Tensor|no gradient"),
-    ],
-)
+@pytest.mark.parametrize(("case", "error", "message"), REFUSALS, ids=[r[2] for r in REFUSALS])
 def test_a_refusal_says_why_and_changes_nothing(case, error, message):
     model = model_of()
     optimizer, options = case(model)

@@ -11,7 +11,6 @@ from torch import nn
 
 import float8
 from float8.optim import SGD, Adam, AdamW, Lion
-from float8.optim import optimizer as optimizer_module
 from float8.optim.moment import Moment
 
 ALL = (AdamW, Adam, SGD, Lion)
@@ -184,22 +183,6 @@ def test_fused_without_a_gpu_says_so():
     p.grad = torch.randn(64, 64)
     with pytest.raises(ValueError, match=r"fused=True.*CUDA"):
         AdamW([p], fused=True).step()
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
-    """fused=None and fused=True, of plain and of float8 parameters, without a word."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    pytest.importorskip("triton")
-    taken = []
-    monkeypatch.setattr(optimizer_module, "advance_fused", lambda work, *_: taken.append(work))
-    with FakeTensorMode():
-        for fused in (None, True):
-            p = nn.Parameter(torch.empty(64, 256, device="cuda", dtype=torch.bfloat16))
-            p.grad = torch.empty_like(p)
-            cls([p], fused=fused).step()
-    assert len(taken) == 2
 
 
 def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():

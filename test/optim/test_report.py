@@ -48,3 +48,17 @@ def test_another_model_is_no_twin():
     with pytest.raises(ValueError, match="other parameters"):
         report(ours, other)
     assert report(copy.deepcopy(AdamW([nn.Parameter(torch.zeros(3))]))) == {}
+
+
+def test_float32_states_have_no_noise():
+    _, ours, exact = stepped(first_moment="float32")
+    found = report(ours, exact)["exp_avg"]
+    assert (found.coded, found.zero, found.nbytes) == (0, 0, 3200)
+    assert found.sqnr > 120
+
+
+def test_a_nan_is_counted():
+    p, ours, _ = stepped()
+    p.grad[3, 3] = float("nan")
+    ours.step()
+    assert report(ours)["exp_avg_sq"].nan == 1

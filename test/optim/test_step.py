@@ -27,7 +27,7 @@ def in_e5m2(g):
     return Float8Tensor.from_high_precision(g, E5M2)
 
 
-SHAPES = [(5, 123), (1, 500), (40, 16), (3, 4, 5), (3,), (2, 5), (), (0,), (3, 0)]
+SHAPES = [(5, 123), (1, 500), (40, 16), (3, 4, 5), (3,), (2, 5), (), (0,), (3, 0), *[(9,)] * 9]
 FLOAT32 = {"first_moment": "float32", "second_moment": "float32"}
 # name -> (parameter, gradient, dtype, options)
 CASES = {

@@ -81,40 +81,6 @@ def twice(x, *, by=2.0):
     return torch.mul(x, by)
 
 
-class Watching(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-class Tripling(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        return args[0] * 3 if func is twice else func(*args, **(kwargs or {}))
-
-
-def test_a_mode_sees_the_call_and_not_what_is_inside():
-    x = torch.randn(3)
-    with Watching() as mode:
-        y = twice(x, by=2.5)
-    assert_bitwise(y, x * 2.5)
-    assert mode.seen == [twice]
-
-
-def test_a_mode_may_replace_the_call_in_eager_and_compiled_code():
-    def forward(x):
-        with Tripling():
-            return twice(x) + 1
-
-    x = torch.ones(3)
-    assert_bitwise(forward(x), torch.full((3,), 4.0))
-    compiled = torch.compile(forward, fullgraph=True, backend="eager")
-    assert_bitwise(compiled(x), torch.full((3,), 4.0))
-
-
 def test_without_a_mode_the_function_is_itself():
     assert_bitwise(twice(torch.ones(2)), torch.full((2,), 2.0))
     assert twice.__name__ == "twice" and twice.__doc__ == "Twice."
@@ -155,14 +121,9 @@ CALLS = {
     "a.add_(b)": (lambda a, b: a.clone().add_(b), Tensor.add_),
     "a.softmax": (lambda a, b: a.softmax(-1), torch.softmax),
     "torch.special.softmax": (lambda a, b: torch.special.softmax(a, -1), torch.softmax),
-    "F.rms_norm": (
-        lambda a, b: torch.nn.functional.rms_norm(a, (3,)),
-        torch.nn.functional.rms_norm,
-    ),
-    "F.layer_norm": (
-        lambda a, b: torch.nn.functional.layer_norm(a, (3,)),
-        torch.nn.functional.layer_norm,
-    ),
+    "F.rms_norm": (lambda a, b: F.rms_norm(a, (3,)), F.rms_norm),
+    "overridable": (lambda a, b: twice(a, by=3.0), twice),
+    "by keyword": (lambda a, b: U.gelu(input=a), U.gelu),
 }
 
 
@@ -195,3 +156,10 @@ def test_a_mode_sees_every_spelling_as_its_function_in_eager_and_compiled_code()
             torch.testing.assert_close(
                 result, 2 * call(a, b), msg=lambda m, name=name: f"{name}: {m}"
             )
+
+
+def test_a_mode_sees_an_overridable_function_and_not_what_it_calls():
+    x = torch.randn(3)
+    with Doubles(torch.mul):
+        assert_bitwise(twice(x), 2 * x)
+        assert_bitwise(twice.implementation(x), 4 * x)

@@ -43,3 +43,13 @@ def test_a_gradients_factor_may_be_decided_after_the_forward():
         factors.append(later)
         y.backward(torch.ones(3))
         assert torch.equal(x.grad, torch.full((3,), expected))
+
+
+def test_gradients_per_sample_agree_with_one_sample_at_a_time():
+    def loss(w, x):
+        return scale_fwd(scale_bwd(w, 0.5) @ x, 3.0).square().sum()
+
+    w, x = normal(4, 3), normal(6, 3, seed=1)
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
+    for sample, grad in zip(x, together, strict=True):
+        torch.testing.assert_close(grad, torch.func.grad(loss)(w, sample))

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import float8.unit_scaling as uu
 from float8.unit_scaling.analysis.annotate import analyse_module
 
 
@@ -66,6 +65,15 @@ def test_the_code_is_the_calls_in_order():
     assert without_scales(analysed()) == textwrap.dedent(expected).strip()
 
 
+def test_submodules_can_be_one_line_each():
+    assert without_scales(analysed(recurse_modules=False)).splitlines()[:4] == [
+        "def forward(self, x):  x (..)",
+        "    layer_norm = self.norm(x)  (..)",
+        "    linear = self.layers[0](layer_norm)  (..)",
+        "    chunk = linear.chunk(3, -1)",
+    ]
+
+
 def test_the_numbers_are_standard_deviations_of_tensors_and_gradients():
     torch.manual_seed(2)
     layer, x, grad = nn.Linear(6, 4), torch.randn(9, 6), torch.randn(9, 4)
@@ -81,11 +89,6 @@ def test_the_numbers_are_standard_deviations_of_tensors_and_gradients():
         fwd, bwd = re.search(rf"{name}\b.*\(-> ([^,]*), <- ([^)]*)\)", code).groups()
         assert float(fwd) == pytest.approx(tensor.std().item(), rel=6e-3), name
         assert float(bwd) == pytest.approx(gradient.std().item(), rel=6e-3), name
-
-
-def test_functions_of_u_are_called_by_that_name():
-    code = analyse_module(uu.MLP(16), torch.randn(4, 16), torch.randn(4, 16))
-    assert "silu_glu = U.silu_glu(linear, linear_1)" in code
 
 
 def test_a_scalar_needs_no_gradient_and_several_inputs_are_a_tuple():

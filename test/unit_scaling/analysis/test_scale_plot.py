@@ -95,6 +95,10 @@ def test_bands_show_where_the_formats_keep_all_bits_and_some(graph):
     assert bands(axes) == {"E4M3": e4m3, "E5M2": e5m2}
     assert bars(axes) == sorted(e4m3 + e5m2)
     assert texts(axes) == ["E5M2", "E4M3"]
+    cut = plot(graph, xmin=2**-8, xmax=2**8, bwd_format=None)
+    assert bands(cut) == {"E4M3": [(2**-6, 2**8), (2**-8, 2**-6)]}
+    assert bands(plot(graph, xmin=1.0, xmax=2.0)) == {"E4M3": [(1, 2)], "E5M2": [(1, 2)]}
+    assert bands(plot(graph, metric="numel")) == {}
 
 
 class Block(nn.Module):
@@ -160,3 +164,11 @@ def test_what_cannot_be_plotted_is_refused_by_name(graph):
         plot(graph, xmin=-1.0)
     with pytest.raises(ValueError, match="call the model before"):
         plot(track_scales(Net()).scales_graph())
+
+
+def test_zero_tensors_are_marked_on_request(graph):
+    def zeros(axes):
+        return [text for text in axes.texts if text.get_text() == "0"]
+
+    assert zeros(plot(graph)) == []
+    assert len(zeros(plot(graph, show_zero_tensors=True))) >= 1

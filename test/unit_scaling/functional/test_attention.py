@@ -110,3 +110,12 @@ def test_gradients_of_square_root_attention_are_finite_where_nothing_is_attended
         lambda *a: U.sqrt_softmax_attention(*a, is_causal=True, mult=900.0), q, k, v
     ):
         assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_may_share_keys_and_values(attention, is_causal):
+    q, k, v = normal(2, 6, 5, 8), normal(2, 3, 5, 8, seed=1), normal(2, 3, 5, 8, seed=2)
+    found = attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    k, v = (torch.stack([x, x], 2).reshape(2, 6, 5, 8) for x in (k, v))
+    torch.testing.assert_close(found, attention(q, k, v, is_causal=is_causal))

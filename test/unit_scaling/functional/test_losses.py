@@ -43,21 +43,14 @@ def test_the_value_is_torchs(shape, targets, reduction):
     target = torch.randint(classes, targets, generator=generator)
     if target.numel() > 2:
         target.view(-1)[1] = -100
-    logits = normal(*shape)
-    for weight, smoothing, mult in itertools.product((None, weights_of(classes)), (0, 0.1), (1, 3)):
-        options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
-        found = U.cross_entropy(logits, target, mult=mult, **options)
-        expected = F.cross_entropy(logits * mult, target, **options)
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("weight", [None, weights_of(7).double()])
-def test_a_float64_loss_keeps_its_bits(weight):
-    logits, target = normal(11, 7, dtype=torch.float64), torch.arange(11) % 7
-    found = U.cross_entropy(logits, target, weight)
-    torch.testing.assert_close(found, F.cross_entropy(logits, target, weight), rtol=1e-14, atol=0)
-    found = U.mse_loss(logits, logits.flip(0))
-    torch.testing.assert_close(found, F.mse_loss(logits, logits.flip(0)), rtol=1e-14, atol=0)
+    logits, probabilities = (normal(*shape, dtype=torch.float64, seed=seed) for seed in (0, 1))
+    probabilities = probabilities.softmax(min(1, len(shape) - 1))
+    weights = None, weights_of(classes).double()
+    for given in itertools.product((target, probabilities), weights, (0, 0.1), (1, 3)):
+        options = {"weight": given[1], "label_smoothing": given[2], "reduction": reduction}
+        found = U.cross_entropy(logits, given[0], mult=given[3], **options)
+        expected = F.cross_entropy(logits * given[3], given[0], **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_mean_of_many_float16_losses_does_not_overflow():
@@ -119,9 +112,6 @@ def test_no_tokens_give_torchs_value_and_no_gradient(target):
     assert not grad.any()
     value, _ = loss_and_gradient(U.cross_entropy, logits, target, reduction="sum")
     assert value == 0
-
-
-# --- cross entropy: what it refuses
 
 
 # --- mean squared error

@@ -156,18 +156,19 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
     model = in_float8(nn.Sequential(uu.Linear(32, 48), uu.GELU(), uu.LinearReadout(48, 16)))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for batch in (40, 56, 7):
+    for batch in (40, 7):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
         grads = []
         for run in (model, compiled):
             model.zero_grad()
-            leaf = x.clone().requires_grad_()
-            out = run(leaf)
+            x.grad = None
+            out = run(x.requires_grad_())
             out.backward(g)
-            grads.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+            grads.append([out, x.grad, *(p.grad for p in model.parameters())])
         for mine, theirs in zip(*grads, strict=True):
             assert sqnr(mine, theirs) > 30  # GELU rounds differently, and so does its cast
-    assert counter.frame_count <= 2
+    assert counter.frame_count == 1
 
 
 def test_a_converted_layer_resets_like_the_plain_one_and_shows_its_constraint():

@@ -129,12 +129,3 @@ def test_a_decoder_compiled_copied_pickled_or_loaded_computes_the_same(variant, 
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad)
             assert (p.mup_type, p.mup_scaling_depth) == (q.mup_type, q.mup_scaling_depth)
-
-
-def test_dropout_is_on_in_training_only():
-    model, ids = uu.TransformerDecoder(**SMALL, dropout_p=0.5), torch.randint(24, (2, 9))
-    assert not torch.equal(model(ids), model(ids))
-    model.eval()
-    plain = uu.TransformerDecoder(**SMALL).eval()
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(model(ids), plain(ids))

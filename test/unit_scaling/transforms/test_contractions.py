@@ -94,37 +94,29 @@ OF_ACTIVATIONS = {
     "x @ y": lambda x, y, w, b: x @ y,
     "bmm": lambda x, y, w, b: torch.bmm(x, y),
     "x.bmm": lambda x, y, w, b: x.bmm(y),
-    "mm": lambda x, y, w, b: torch.mm(x[0], y[0])[None].expand(2, -1, -1),
-    "einsum": lambda x, y, w, b: torch.einsum("bij,bjk->bik", x, y),
+    "torch.mm": lambda x, y, w, b: torch.mm(x[0], y[0])[None].expand(2, -1, -1),
+    "einsum of both": lambda x, y, w, b: torch.einsum("bij,bjk->bik", x, y),
     "baddbmm without beta": lambda x, y, w, b: torch.baddbmm(y[:, :3, :5], x, y, beta=0),
 }
 
 
-@pytest.mark.parametrize("spelling", WITH_WEIGHT)
-def test_a_product_with_a_weight_is_a_linear_layer(spelling):
-    model = unit_scale(Product(WITH_WEIGHT[spelling], 4, 5))
-    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(())
+@pytest.mark.parametrize("spelling", [*WITH_WEIGHT, *OF_ACTIVATIONS])
+def test_a_product_is_linear_with_a_weight_and_constrained_with_an_activation(
+    spelling,
+):
+    model = unit_scale(Product({**OF_ACTIVATIONS, **WITH_WEIGHT}[spelling], 4, 5))
+    x, y = (torch.randn(2, *s, dtype=torch.float64).requires_grad_() for s in ((3, 4), (4, 5)))
     rows = x[0] if "mm" in spelling.replace("matmul", "") else x
-    bias = model.b if "addmm" in spelling else None
-    out = model(x, y)
-    expected = U.linear(rows, model.w.t(), bias, None)
-    grad = torch.randn_like(out)
-    torch.testing.assert_close(out, expected)
-    mine, theirs = (torch.autograd.grad(z, model.w, grad)[0] for z in (out, expected))
-    torch.testing.assert_close(mine, theirs)
-
-
-@pytest.mark.parametrize("spelling", OF_ACTIVATIONS)
-def test_a_product_of_activations_is_constrained(spelling):
-    model = unit_scale(Product(OF_ACTIVATIONS[spelling], 4, 5))
-    x, y = torch.randn(2, 3, 4, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
-    x.requires_grad_(), y.requires_grad_()
-    one = U.matmul(x[0], y[0])[None].expand(2, -1, -1)
-    expected = one if spelling == "mm" else U.matmul(x, y)
+    if spelling in WITH_WEIGHT:
+        bias, leaves = model.b if "addmm" in spelling else None, [model.w]
+        expected = U.linear(rows, model.w.t(), bias, None)
+    else:
+        one = U.matmul(x[0], y[0])[None].expand(2, -1, -1)
+        expected, leaves = one if spelling == "torch.mm" else U.matmul(x, y), [x, y]
     out = model(x, y)
     grad = torch.randn_like(out)
     torch.testing.assert_close(out, expected)
-    mine, theirs = (torch.autograd.grad(z, (x, y), grad) for z in (out, expected))
+    mine, theirs = (torch.autograd.grad(z, leaves, grad) for z in (out, expected))
     torch.testing.assert_close(mine, theirs)
 
 

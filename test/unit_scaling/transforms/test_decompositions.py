@@ -59,7 +59,8 @@ def test_masks_and_weights_are_torchs(case):
     options = masks()
     for values in itertools.product(*options.values()):
         assert_same(ours, torchs, inputs, **dict(zip(options, values, strict=True)))
-    assert_same(ours, torchs, inputs, average_attn_weights=False)
+    for given in (inputs, [x[0] for x in inputs]):  # the second without a batch
+        assert_same(ours, torchs, given, average_attn_weights=False)
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
@@ -91,3 +92,12 @@ def test_unflatten_is_torchs_in_eager_and_compiled_code():
         for mine, theirs in zip(run(x), Model()(x), strict=True):
             assert torch.equal(mine, theirs)
     assert decompositions.decomposition_of(F.linear) is None
+
+
+def test_dropout_is_on_in_training_only():
+    torchs = attention(dropout=0.5)
+    ours = transformed(torchs, Opens())
+    x = torch.randn(T, B, E, dtype=torch.float64)
+    assert not torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
+    ours.eval(), torchs.eval()
+    assert_same(ours, torchs, (x, x, x))

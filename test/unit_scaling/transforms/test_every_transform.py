@@ -36,6 +36,7 @@ class Net(nn.Module):
 def results(model, rows=16, called=None):
     generator = torch.Generator().manual_seed(rows)
     x, g = (torch.randn(rows, n, generator=generator) for n in (32, 16))
+    torch._dynamo.maybe_mark_dynamic(x, 0)
     model.zero_grad()
     out = (model if called is None else called)(x)
     out.backward(g)
@@ -91,8 +92,8 @@ def test_transforms_compose_in_any_order(low, order):
 def test_one_compiled_graph_serves_other_sizes_with_eagers_results(low):
     model, counter = low(unit_scale(Net())), CompileCounterWithBackend("aot_eager")
     compiled = compile(model, backend=counter, fullgraph=True)
-    for rows in (40, 56, 24):
+    for rows in (40, 24):
         found = results(model, rows, compiled)
         for mine, theirs in zip(found, results(model, rows), strict=True):
             assert sqnr(mine, theirs) > 25
-    assert counter.frame_count <= 2
+    assert counter.frame_count == 1

@@ -52,3 +52,10 @@ def test_names_have_long_names_and_a_wrong_one_is_refused():
     assert len(Metrics.full_names()) == len(Metrics.names()) == 6
     with pytest.raises(ValueError, match="'rms' is not a metric; use one of mean_abs"):
         Metrics.get_full_name("rms")
+
+
+def test_an_empty_tensor_has_no_numbers_but_its_size():
+    found = Metrics(torch.empty(0, 3)).fwd
+    assert found.numel == 0
+    assert math.isnan(found.mean_abs)
+    assert math.isnan(found.abs_max)

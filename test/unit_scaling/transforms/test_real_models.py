@@ -120,26 +120,6 @@ def test_arguments_may_be_one_tensor(need_weights):
 # --- models whose path varies
 
 
-class Appends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(4, 4), []
-
-    def forward(self, x, box):
-        self.seen.append(x)
-        box["states"].append(self.layer(x))
-        return x + self.layer(x)
-
-
-def test_what_a_model_keeps_is_kept_once_and_is_real():
-    model, box = unit_scale(Appends()), {"states": []}
-    for times in (1, 2):
-        model(torch.randn(2, 4), box)
-        kept = [*model.seen, *box["states"]]
-        assert len(model.seen) == len(box["states"]) == times
-        assert not any(isinstance(x, FakeTensor) for x in kept)
-
-
 class Wavers(nn.Module):
     """Leaves out a layer, or not, by a number that it reads from a tensor."""
 

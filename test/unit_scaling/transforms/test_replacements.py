@@ -97,17 +97,6 @@ def test_a_function_whose_calls_cannot_be_seen_is_refused(replace, error, messag
         unit_scale(Calls(new_gelu), replace=replace)
 
 
-def test_a_function_that_is_registered_later_is_found_by_models_that_exist():
-    model = unit_scale(Calls(lambda x: x.mul(2)))
-    before = model(X)
-    registry.register(torch.Tensor.mul, lambda x, y: x * 0)
-    try:
-        assert not model(X).any()
-    finally:
-        registry.unregister(torch.Tensor.mul)
-    assert torch.equal(model(X), before)
-
-
 class Hidden(nn.Module):
     def __init__(self):
         super().__init__()

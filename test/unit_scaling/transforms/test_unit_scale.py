@@ -91,15 +91,6 @@ def test_what_follows_the_last_residual_layer_over_cut_edges_is_unconstrained():
     torch.testing.assert_close(out, U.linear(h, model.c.weight) * U.linear(h, model.d.weight))
 
 
-# --- the model stays a model
-
-
-# --- torch.compile
-
-
-# --- together with the other transforms
-
-
 # --- models of models
 
 
@@ -123,39 +114,6 @@ def test_a_part_in_float8_is_refused_since_its_products_would_not_be_scaled():
 # --- sizes that depend on values
 
 
-class Experts(nn.Module):
-    """A mixture of experts that gathers each expert's tokens and adds their results back."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(WIDTH, 4, bias=False)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        weights, chosen = self.gate(x).softmax(-1).topk(2)
-        mask, out = F.one_hot(chosen, 4).permute(2, 1, 0), torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            place, token = torch.where(mask[number])
-            out.index_add_(0, token, expert(x[token]) * weights[token, place, None])
-        return out
-
-
-def test_a_mixture_of_experts_may_route_tokens_by_value():
-    plain, x = Experts(), torch.randn(64, WIDTH)
-    model = unit_scale(plain)
-    found = model(x)
-    weights, chosen = U.softmax(U.linear(x, model.gate.weight), -1).topk(2)
-    expected = torch.zeros_like(x)
-    for number, expert in enumerate(model.experts):
-        for place in range(2):
-            is_here = (chosen[:, place] == number)[:, None]
-            y = F.linear(x, expert.weight) * WIDTH**-0.5 * weights[:, place, None]
-            expected += torch.where(is_here, y, 0.0)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    found.backward(torch.randn_like(found))
-    assert all(0.2 < e.weight.grad.std() < 5 for e in model.experts)
-
-
 class Named(nn.Module):
     """A residual layer, and an output layer by its usual name."""
 
@@ -165,15 +123,6 @@ class Named(nn.Module):
 
     def forward(self, x):
         return self.head(x + F.silu(self.a(x)))
-
-
-def test_an_output_layer_stays_one_where_its_weight_has_lost_its_type():
-    model, x = unit_scale(Named()), torch.randn(3, 16)
-    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    first = torch.func.functional_call(model, weights, (x,))  # counts the layers, too
-    assert torch.equal(first, model(x))
-    model.load_state_dict(weights, assign=True)
-    assert not hasattr(model.head.weight, "mup_type") and torch.equal(first, model(x))
 
 
 def test_a_forward_may_differentiate_and_hook_what_it_has_computed():
