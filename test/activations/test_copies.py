@@ -150,31 +150,20 @@ def test_the_copy_is_freed_with_the_graph_though_the_tensor_lives_on():
     assert number not in cache._entries and number not in cache._bases
 
 
-@pytest.mark.parametrize(
-    "x",
-    [
-        nn.Parameter(torch.randn(64, 128)),
-        nn.Parameter(torch.randn(64, 128)).view(128, 64),
-        nn.Parameter(torch.randn(64, 128)).t(),
-        leaf(1, 128).expand(64, 128),
-        leaf(64, 128).double(),
-        leaf(64, 63),
-        leaf(0, 128),
-        torch.randn(64, 128),
-        torch.ones(64, 128, dtype=torch.int64),
-    ],
-    ids=[
-        "parameter",
-        "view",
-        "transpose",
-        "broadcast",
-        "float64",
-        "tiny",
-        "empty",
-        "constant",
-        "integers",
-    ],
-)
+SAVED_THEMSELVES = {
+    "parameter": nn.Parameter(torch.randn(64, 128)),
+    "view": nn.Parameter(torch.randn(64, 128)).view(128, 64),
+    "transpose": nn.Parameter(torch.randn(64, 128)).t(),
+    "broadcast": leaf(1, 128).expand(64, 128),
+    "float64": leaf(64, 128).double(),
+    "tiny": leaf(64, 63),
+    "empty": leaf(0, 128),
+    "constant": torch.randn(64, 128),
+    "integers": torch.ones(64, 128, dtype=torch.int64),
+}
+
+
+@pytest.mark.parametrize("x", SAVED_THEMSELVES.values(), ids=SAVED_THEMSELVES)
 def test_a_tensor_whose_copy_saves_no_memory_is_saved_itself(x):
     assert not CopyCache(CopyFormat(), 4096).is_worthwhile(x)
 

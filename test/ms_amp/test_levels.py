@@ -12,7 +12,7 @@ from float8 import (
     Float8Tensor,
     convert_to_float8_training,
 )
-from float8.ms_amp.levels import LEVELS, Level, plan_weights, stored_weight
+from float8.ms_amp.levels import LEVELS, Level, stored_weight
 
 
 def test_the_table_is_that_of_ms_amps_documentation():
@@ -41,11 +41,3 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
     else:
         assert_bitwise(new.detach(), layer.weight.detach().half())
         assert new.grad_dtype == torch.float32
-
-
-def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
-    model = nn.Sequential(nn.Linear(16, 16), convert_to_float8_training(nn.Linear(16, 16)))
-    optimizer = torch.optim.AdamW(model[1].parameters())
-    plan = plan_weights(model, None, None, optimizer, LEVELS["O1"])
-    assert list(plan.layers) == ["1"]
-    assert plan.conversion.skipped == {"0": "the optimizer does not hold its weight"}

@@ -62,17 +62,6 @@ def test_microbatches_add_in_float32_and_are_cast_once_more():
         assert_bitwise(p.grad.scale, scale)
 
 
-def test_autograd_grad_returns_plain_gradients():
-    model, plain = model_of(), model_of()
-    hold_gradients_in_float8(model.parameters())
-    backward(model)
-    held = model[0].weight.grad.dequantize()
-    x, g = torch.randn(3, 24), torch.randn(3, 7)
-    (asked,) = torch.autograd.grad(model(x), [model[0].weight], g)
-    assert_bitwise(asked, torch.autograd.grad(plain(x), [plain[0].weight], g)[0])
-    assert_bitwise(model[0].weight.grad.dequantize(), held)
-
-
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_an_element_that_is_not_finite_is_one_nan_and_the_others_keep_their_values(bad):
     gradient = torch.randn(6, 8)

@@ -69,26 +69,19 @@ def test_groups_choose_how_their_states_are_kept():
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_closures_hooks_and_zero_grad():
-    model, calls = make(), []
+def test_a_closure_computes_the_loss_anew():
+    model = make()
     optimizer = AdamW(model.parameters(), **SMALL)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    before = model[0].weight.detach().clone()
 
     def closure():
-        calls.append("closure")
         optimizer.zero_grad()
         loss = loss_of(model, 0)
         loss.backward()
         return loss
 
-    loss = optimizer.step(closure)
-    assert loss.requires_grad
-    assert calls == ["before", "closure", "behind"]
-    optimizer.zero_grad(set_to_none=False)
-    assert not any(p.grad.any() for p in model.parameters())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.step(closure).requires_grad
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_a_scaler_skips_a_step_with_an_infinite_gradient():
@@ -123,20 +116,6 @@ def test_a_nan_spoils_its_own_element(cls):
     assert bool(p[1, 7].isnan()) or cls is Lion  # whose sign of a NaN is one too
     name = next(iter(a.moment_options))
     assert torch.equal(a.state[p][name].dequantize()[same], b.state[q][name].dequantize()[same])
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (5, 0), (3, 4, 5, 6), (1, 300)])
-def test_weird_shapes(shape):
-    p, q = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
-    unused = nn.Parameter(torch.randn(3))
-    optimizer = AdamW([p, unused, q], min_size=0, group_size=16)
-    before = p.detach().clone()
-    for _ in range(2):
-        p.grad, q.grad = torch.randn(shape), torch.randn(shape)
-        optimizer.step()
-    assert bool((p != before).all())
-    assert unused not in optimizer.state
-    optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_layouts_of_parameters_and_gradients_do_not_matter():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from scale_assertions import LENGTHS, graphs_compiled, normal
 
@@ -76,6 +77,7 @@ def test_all_lengths_share_a_graph():
     )
 
 
+@pytest.mark.slow
 def test_inductor_generates_code_for_a_factor_of_a_size():
     def scaled(x):
         return scale_fwd(scale_bwd(x, 1 / x.shape[0] ** 0.5), 2 / x.shape[0])
@@ -83,6 +85,7 @@ def test_inductor_generates_code_for_a_factor_of_a_size():
     assert graphs_compiled(scaled, [(normal(n, 3),) for n in LENGTHS], "inductor") == 1
 
 
+@pytest.mark.slow
 def test_a_decoder_trains_the_same_at_every_length():
     def loss(ids, *weights):
         names = [name for name, _ in model.named_parameters()]

@@ -118,14 +118,6 @@ def test_a_parameter_alone_keeps_its_role_in_every_generation(copied):
         p = q
 
 
-def test_attributes_take_precedence_over_the_table():
-    model = Mine()
-    model.weight.mup_scaling_depth = 9
-    model.gain.mup_type = "bias"
-    for other in (copy.deepcopy(model), pickled(model), meta_then_cpu(model)):
-        assert roles(other) == {"weight": ("weight", 9), "gain": ("bias", None), "plain": None}
-
-
 @pytest.fixture
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

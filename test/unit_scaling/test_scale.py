@@ -35,16 +35,6 @@ def test_a_factor_is_not_rounded_to_the_tensors_dtype():
     assert not torch.equal(x.grad, rounded), "both round to the same number"
 
 
-def test_a_gradients_factor_may_be_decided_after_the_forward():
-    for later, expected in ((0.5, 0.5), (None, 1.0)):
-        factors = []
-        x = torch.ones(3, requires_grad=True)
-        y = scale_bwd(x, lambda: factors[0])  # noqa: B023  which backward calls
-        factors.append(later)
-        y.backward(torch.ones(3))
-        assert torch.equal(x.grad, torch.full((3,), expected))
-
-
 def test_gradients_per_sample_agree_with_one_sample_at_a_time():
     def loss(w, x):
         return scale_fwd(scale_bwd(w, 0.5) @ x, 3.0).square().sum()

@@ -91,20 +91,6 @@ def test_the_numbers_are_standard_deviations_of_tensors_and_gradients():
         assert float(bwd) == pytest.approx(gradient.std().item(), rel=6e-3), name
 
 
-def test_a_scalar_needs_no_gradient_and_several_inputs_are_a_tuple():
-    class Dot(nn.Module):
-        def forward(self, x, target):
-            return torch.dot(x, target)
-
-    code = analyse_module(Dot(), (torch.randn(5), torch.randn(5)))
-    assert without_scales(code).splitlines() == [
-        "def forward(self, x, target):  x (..), target (..)",
-        "    dot = torch.dot(x, target)  (..)",
-        "    return dot",
-    ]
-    assert "<- 0.0)" in code.splitlines()[1]
-
-
 def test_code_is_coloured_on_request():
     pytest.importorskip("pygments")
     plain, coloured = analysed(), analysed(syntax_highlight=True)

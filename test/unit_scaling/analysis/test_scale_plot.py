@@ -136,25 +136,6 @@ def arrows(axes):
     return [t for t in axes.texts if isinstance(t, Annotation) and t.arrow_patch is not None]
 
 
-def test_arrows_follow_the_data_forward_and_the_gradients_backward(graph):
-    axes = plot(graph)
-    names = rows(axes)
-    found = {(names[int(a.xyann[1])], names[int(a.xy[1])]) for a in arrows(axes)}
-    assert ("up_weight", "linear") in found
-    assert ("linear", "up_weight") in found
-    assert ("linear", "relu") in found
-    assert ("relu", "linear") in found
-    assert ("x", "up_weight") not in found
-    assert arrows(plot(graph, show_arrows=False)) == []
-
-
-def test_a_title_is_shown_and_a_picture_written(graph, tmp_path):
-    axes = plot(graph, "of scales")
-    assert axes.get_title() == "of scales"
-    axes.figure.savefig(tmp_path / "plot.png", dpi=40)
-    assert (tmp_path / "plot.png").stat().st_size > 5000
-
-
 def test_what_cannot_be_plotted_is_refused_by_name(graph):
     with pytest.raises(ValueError, match="'scale' is not a metric"):
         plot(graph, metric="scale")

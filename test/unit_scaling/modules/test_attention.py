@@ -53,18 +53,6 @@ def test_the_output_is_attention_times_a_scale(
     assert scale == pytest.approx(1) if attention == "sqrt_softmax" else scale > 1
 
 
-def test_there_is_no_rotary_embedding_by_default_and_heads_may_be_odd():
-    module, x = uu.MHSA(9, 3, is_causal=False), torch.randn(2, 6, 9)
-    assert module.rotary_base is None
-    assert module(x).shape == x.shape
-    layer = uu.TransformerLayer(9, 3, mhsa_tau=0.5, mlp_tau=0.5, is_causal=True)
-    decoder = uu.TransformerDecoder(9, 20, 1, 3)
-    assert layer.mhsa.rotary_base is decoder.layers[0].mhsa.rotary_base is None
-    decoder.loss(torch.randint(20, (2, 6))).backward()
-    turned = uu.TransformerDecoder(12, 20, 1, 3, rotary_base=500.0)
-    assert turned.layers[0].mhsa.rotary_base == 500.0
-
-
 @pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
 def test_dropout_ends_with_training(attention):
     # That of the package unit-scaling drops in evaluation too.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import pickle
 
 import pytest
 import torch
@@ -110,22 +108,3 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():
     assert loss.dtype == torch.float32
     chosen = logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
     torch.testing.assert_close(loss.double(), -chosen.mean(), rtol=1e-5, atol=1e-5)
-
-
-@EVERY_VARIANT
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_decoder_compiled_copied_pickled_or_loaded_computes_the_same(variant, dtype):
-    model = uu.TransformerDecoder(**SMALL, **variant).to(dtype)
-    ids = torch.randint(24, (2, 11))
-    loaded = uu.TransformerDecoder(**SMALL, **variant).to(dtype)
-    loaded.load_state_dict(model.state_dict())
-    others = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded]
-    expected = model(ids)
-    expected.backward(g := torch.randn_like(expected))
-    for other in others:
-        y = other(ids)
-        y.backward(g)
-        assert torch.equal(y, expected)
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            assert torch.equal(p.grad, q.grad)
-            assert (p.mup_type, p.mup_scaling_depth) == (q.mup_type, q.mup_scaling_depth)

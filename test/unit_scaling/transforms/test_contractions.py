@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.transforms.contractions import conv2d, conv3d, einsum
+from float8.unit_scaling.transforms.contractions import conv2d, einsum
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 # equation -> shapes
@@ -161,15 +161,6 @@ def test_factors_are_the_roots_of_the_terms_counted_by_a_convolution_of_ones(opt
     plain = results(lambda *a: F.conv2d(*a, **options), x, w, b)
     for one, other, n in zip(found, plain, (w[0].numel(), *terms), strict=True):
         torch.testing.assert_close(one, other * float(n) ** -0.5)
-
-
-def test_a_dimension_of_one_changes_nothing():
-    x, w, b = torch.randn(2, 4, 9), torch.randn(6, 4, 3), torch.randn(6)
-    one = results(lambda *a: U.conv1d(*a, padding=1), x, w, b)
-    x, w = x[:, :, None, None], w[:, :, None, None]
-    three = results(lambda *a: conv3d(*a, padding=(0, 0, 1)), x, w, b)
-    for a, other in zip(one, three, strict=True):
-        torch.testing.assert_close(a, other.reshape(a.shape), atol=1e-5, rtol=1e-5)
 
 
 def test_a_patch_embedding_has_unit_scale_after_unit_scale():

@@ -88,9 +88,15 @@ def test_transforms_compose_in_any_order(low, order):
     assert calls[:2] == ["linear", "gelu"]
 
 
-@pytest.mark.parametrize("low", [simulate_fp8, float8])
-def test_one_compiled_graph_serves_other_sizes_with_eagers_results(low):
-    model, counter = low(unit_scale(Net())), CompileCounterWithBackend("aot_eager")
+COMPILED = {
+    "float8 and unit scaling": lambda: float8(unit_scale(Net())),
+    "simulation": lambda: simulate_fp8(nn.Sequential(nn.Linear(32, 16), nn.ReLU())),
+}
+
+
+@pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
+def test_one_compiled_graph_serves_other_sizes_with_eagers_results(make):
+    model, counter = make(), CompileCounterWithBackend("aot_eager")
     compiled = compile(model, backend=counter, fullgraph=True)
     for rows in (40, 24):
         found = results(model, rows, compiled)

@@ -203,19 +203,6 @@ def test_inspect_says_what_it_did_not_measure():
         pass
 
 
-def test_inspect_is_not_seen_by_an_outer_transform():
-    model = track_scales(nn.Sequential(float8(Net())))
-    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16)
-    results(model, x, g)
-    calls = len(model.scales_graph().nodes)
-    with inspect(model) as report:
-        results(model, x, g)
-    assert len(model.scales_graph().nodes) == calls
-    with inspect(model[0]) as alone:
-        results(model[0], x, g)
-    assert [replace(row, layer=row.layer.removeprefix("0.")) for row in report._rows] == alone._rows
-
-
 @pytest.mark.parametrize("recipe", ["unit", "rowwise", "mxfp8"])
 def test_an_outer_transform_does_not_let_casts_write_into_their_input(recipe):
     model, x = nn.Sequential(float8(Net(), RECIPES[recipe])), torch.randn(16, 32)
