@@ -63,23 +63,6 @@ def test_masks_and_weights_are_torchs(case):
         assert_same(ours, torchs, given, average_attn_weights=False)
 
 
-@pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}])
-def test_options_that_are_not_covered_are_refused_by_name(options):
-    model = transformed(attention(**options), Opens())
-    x = torch.randn(T, B, E, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"bias_k|add_zero_attn"):
-        model(x, x, x)
-
-
-def test_a_wrong_width_and_a_hint_without_a_mask_are_refused():
-    model = transformed(attention(), Opens())
-    x = torch.randn(T, B, E, dtype=torch.float64)
-    with pytest.raises(ValueError, match="attn_mask"):
-        model(x, x, x, is_causal=True, need_weights=False)
-    with pytest.raises(ValueError, match="embed_dim=12"):
-        model(x[..., :6], x[..., :6], x[..., :6])
-
-
 def test_unflatten_is_torchs_in_eager_and_compiled_code():
     class Model(nn.Module):
         def forward(self, x):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.fx import Graph
 
 from float8.unit_scaling.transforms.prune import (
     prune_non_float_tensors,
@@ -85,11 +83,3 @@ def test_selected_functions_and_methods_go():
     assert not {"softmax", "flatten", "view"} & set(left)
     assert left["linear"].args[0] is left["embedding"]
     assert "softmax" in named(whole)
-
-
-def test_a_graph_without_scales_is_refused():
-    other = Graph()
-    other.output(other.placeholder("x"))
-    for prune in (prune_non_float_tensors, prune_same_scale_tensors):
-        with pytest.raises(ValueError, match=r"model\.scales_graph\(\)"):
-            prune(other)

@@ -84,58 +84,6 @@ def test_functions_of_torch_and_overridable_ones_are_replaced(name):
     assert model.function is function
 
 
-@pytest.mark.parametrize(
-    ("replace", "error", "message"),
-    [
-        ({new_gelu: U.gelu}, ValueError, r"replace: new_gelu .*registry\.overridable"),
-        ({len: U.gelu}, ValueError, "replace: len .* a transform does not see"),
-        ({new_gelu: "gelu"}, TypeError, "functions to functions"),
-    ],
-)
-def test_a_function_whose_calls_cannot_be_seen_is_refused(replace, error, message):
-    with pytest.raises(error, match=message):
-        unit_scale(Calls(new_gelu), replace=replace)
-
-
-class Hidden(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = [nn.Linear(4, 4)]  # not a ModuleList
-
-    def forward(self, x):
-        return self.layers[0](x)
-
-
-class Grouped(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.weight, self.function = nn.Parameter(torch.randn(2, 16, 16)), function
-
-    def forward(self, x):
-        ends = torch.tensor([2, 4], dtype=torch.int32)
-        return self.function(x, self.weight.transpose(-2, -1), offs=ends)
-
-
-@pytest.mark.parametrize(
-    ("make", "inputs", "message"),
-    [
-        (lambda: nn.LSTM(4, 4), (torch.randn(3, 2, 4),), r"lstm at .* weight_ih_l0.*replace="),
-        (lambda: nn.GRUCell(4, 4), (torch.randn(2, 4),), "gru_cell at .* weight_ih"),
-        (lambda: nn.ConvTranspose2d(3, 4, 2), (torch.randn(2, 3, 4, 4),), "conv_transpose2d"),
-        (lambda: nn.Bilinear(3, 4, 2), (torch.randn(5, 3), torch.randn(5, 4)), "bilinear"),
-        # Sums and means of its rows have no factor that would give them unit scale.
-        (lambda: nn.EmbeddingBag(10, 8), (torch.randint(10, (6, 5)),), "embedding_bag .* weight"),
-        (lambda: Grouped(torch._grouped_mm), (torch.randn(4, 16),), "grouped_mm at .* by weight"),
-        (lambda: Grouped(F.grouped_mm), (torch.randn(4, 16),), "grouped_mm at .* by weight"),
-        (Hidden, (torch.randn(2, 4),), r"test_replacements.*\(4, 4\).* not a parameter of the mod"),
-    ],
-)
-def test_a_weight_without_a_unit_scaled_function_is_refused_by_name_and_line(make, inputs, message):
-    """At a standard deviation of 1 it would make the activations grow with the width."""
-    with pytest.raises(ValueError, match=message):
-        unit_scale(make())(*inputs)
-
-
 def test_such_a_call_stays_as_it_is_where_its_weight_is_frozen_or_it_is_replaced_by_itself():
     plain, x = nn.LSTM(4, 4).requires_grad_(False), torch.randn(3, 2, 4)
     assert torch.equal(unit_scale(plain)(x)[0], plain(x)[0])

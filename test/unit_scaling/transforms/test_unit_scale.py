@@ -14,7 +14,7 @@ from decided import steps_of
 from torch import nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.transforms import float8, simulate_fp8, track_scales, unit_scale
+from float8.unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 
 WIDTH, HEADS, VOCABULARY = 64, 4, 50
 
@@ -104,11 +104,6 @@ def test_a_transformed_model_may_be_a_part_of_another(inner, outer):
     assert torch.equal(copy.deepcopy(model)(x), found)
     if inner is outer is not track_scales:
         torch.testing.assert_close(found, outer(nn.Sequential(part, last))(x))
-
-
-def test_a_part_in_float8_is_refused_since_its_products_would_not_be_scaled():
-    with pytest.raises(ValueError, match="0 has the transform float8"):
-        unit_scale(nn.Sequential(float8(nn.Linear(4, 4)), nn.GELU()))
 
 
 # --- sizes that depend on values
