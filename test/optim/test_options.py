@@ -48,7 +48,11 @@ TYPES = [
     (AdamW, {"group_size": True}, "group_size must be an int, got True"),
     (AdamW, {"momentum": 0.9}, "AdamW.*unexpected keyword argument 'momentum'"),
     (Lion, {"second_moment": "float8"}, "Lion.*unexpected keyword argument 'second_moment'"),
-    (AdamW, {"params": [("layer.weight", weight(2, 3).double())]}, r"'layer.weight' .*float64"),
+    (
+        AdamW,
+        {"params": [("layer.weight", weight(2, 3, dtype=torch.float64))]},
+        r"'layer.weight' .*float64",
+    ),
     (AdamW, {"params": [weight(2), weight(3, dtype=torch.cfloat)]}, r"parameter 1 .*complex64"),
     (AdamW, {"params": [torch.zeros(3, dtype=torch.int32)]}, r"parameter 0 of shape \(3,\)"),
     (AdamW, {"params": [in_blocks()]}, r"block \(1, 4\).*granularity=Tensorwise\(\)"),
