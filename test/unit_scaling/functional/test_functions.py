@@ -93,6 +93,12 @@ def add(left, right, alpha=1):
     )
 
 
+def tied_sum(constraint):
+    ideal = 0.5**0.5, 1.0, 160**-0.5  # the right gradient sums over 160 copies
+    scales = tied(constraint, ideal)
+    return Row(lambda a, b: U.add(a, b, constraint), torch.add, ((160, 500), (500,)), scales)
+
+
 def attention(length, mult, is_causal, band, keys=None, groups=1):
     heads = max(4096 // length, 40)
     q, k = (heads, groups, length, 64), (heads, 1, keys or length, 64)
@@ -192,6 +198,7 @@ ROWS = {
     **{f"conv1d {c}": conv1d(c) for c in ("to_output_scale", "to_grad_input_scale", "gmean")},
     "add": add((70, 90), (70, 90), -3),
     "add, broadcast": add((60, 1, 50), (40, 50), 0.25),
+    **{f"add {c}": tied_sum(c) for c in ("to_output_scale", "to_right_grad_scale", "gmean")},
     "add, both broadcast": add((1, 999), (999, 1)),
     **{f"attention {row}": attention(*row) for row in ATTENTIONS},
     **{f"softmax {m} {d}": softmax(m, d) for m, d in ((1 / 8, 0), (1 / 4, 1), (1, -1), (4, 0))},

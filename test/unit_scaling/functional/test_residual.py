@@ -15,23 +15,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 # --- add
 
 
-@pytest.mark.parametrize(
-    ("constraint", "expected"),
-    [
-        ("to_output_scale", (0.5**0.5,) * 3),
-        ("to_left_grad_scale", (1.0,) * 3),
-        ("to_right_grad_scale", (0.25,) * 3),  # 16 copies
-        ("gmean", ((0.5**0.5 / 4) ** (1 / 3),) * 3),
-    ],
-)
-def test_a_constraint_ties_the_factors_of_a_sum(constraint, expected):
-    a, b = normal(16, 50), normal(50, seed=2)
-    found = gradients(lambda a, b: U.add(a, b, constraint), a, b)
-    plain = gradients(torch.add, a, b)
-    for one, other, factor in zip(found, plain, expected, strict=True):
-        torch.testing.assert_close(one, other * factor)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_number_shifts_and_leaves_the_scale_alone(dtype):
     x = normal(40, dtype=dtype)
