@@ -84,6 +84,7 @@ VALUE_ERRORS = [
     (lambda: U.conv1d(x(2, 4, 9), x(6, 4)), r"in_channels / groups, taps\), got \(6, 4\)"),
     (lambda: U.conv1d(x(2, 4, 9), x(6, 4, 3), padding="full"), "'valid' or 'same', got 'full'"),
     *((classes(*shape), TWO_CLASSES) for shape in ((1,), (3, 1), (3, 1, 4), (3, 0))),
+    (lambda: U.cross_entropy(torch.tensor(1.0), torch.tensor(0)), "got 0-d"),
     *((lambda o=o: U.cross_entropy(x(3, 4), IDS, **o), text) for o, text in (
         ({"reduction": "max"}, "reduction is 'none', 'mean' or 'sum', got 'max'"),
         ({"size_average": True}, "size_average=True and reduce=None"),

@@ -49,6 +49,8 @@ def test_there_are_three_rows_for_each_linear_product_in_the_order_of_the_calls(
     assert operands(rows) == [(name, kind) for name in names for kind in kinds]
     assert [row.shape for row in rows[:3]] == [(7, 8), (24, 8), (7, 24)]
     assert [row.format for row in rows[:3]] == ["e4m3", "e4m3", "e5m2"]
+    of_a_loss = operand_table(nn.Sequential(nn.Linear(8, 1)), X[:1])
+    assert [row.shape for row in of_a_loss] == [(1, 8), (1, 8), (1, 1)]
 
 
 def test_the_numbers_are_those_of_the_tensors_themselves():

@@ -80,20 +80,16 @@ class Product(nn.Module):
 
 WITH_WEIGHT = {
     "x @ w": lambda x, y, w, b: x @ w,
-    "x.matmul(w)": lambda x, y, w, b: x.matmul(w),
     "matmul by keyword": lambda x, y, w, b: torch.matmul(input=x, other=w),
     "mm": lambda x, y, w, b: torch.mm(x[0], w),
-    "x.mm": lambda x, y, w, b: x[0].mm(w),
     "a transposed weight": lambda x, y, w, b: x @ w.t().contiguous().t(),
     "addmm": lambda x, y, w, b: torch.addmm(b, x[0], w),
-    "b.addmm": lambda x, y, w, b: b.addmm(x[0], w),
     "einsum": lambda x, y, w, b: torch.einsum("bij,jk->bik", x, w),
     "F.linear by keyword": lambda x, y, w, b: F.linear(input=x, weight=w.t()),
 }
 OF_ACTIVATIONS = {
     "x @ y": lambda x, y, w, b: x @ y,
     "bmm": lambda x, y, w, b: torch.bmm(x, y),
-    "x.bmm": lambda x, y, w, b: x.bmm(y),
     "torch.mm": lambda x, y, w, b: torch.mm(x[0], y[0])[None].expand(2, -1, -1),
     "einsum of both": lambda x, y, w, b: torch.einsum("bij,bjk->bik", x, y),
     "baddbmm without beta": lambda x, y, w, b: torch.baddbmm(y[:, :3, :5], x, y, beta=0),

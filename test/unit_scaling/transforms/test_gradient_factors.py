@@ -48,9 +48,7 @@ def in_place_method(x, a):
 ONE_LAYER = {
     "x + f(x)": lambda x, a, *_: x + a(x),
     "f(x) + x": lambda x, a, *_: a(x) + x,
-    "torch.add": lambda x, a, *_: torch.add(x, a(x)),
     "torch.add by keyword": lambda x, a, *_: torch.add(other=a(x), input=x),
-    "x.add": lambda x, a, *_: x.add(a(x)),
     "+=": lambda x, a, *_: add_(x, a),
     "add_ for its effect": lambda x, a, *_: in_place_method(x, a),
     "dropout of the branch": lambda x, a, *_: x + F.dropout(a(x), 0.5, training=False),
