@@ -29,6 +29,7 @@ def test_short_texts_are_padded_out_of_the_mask_and_out_of_the_loss():
     assert inputs.tolist() == [[97, 98, 99, 0, 0]]
     assert mask.tolist() == [[1, 1, 1, 0, 0]]
     assert labels.tolist() == [[98, 99, -100, -100, -100]]
+    assert example_batch(None, 1, 1, texts=["ab"])[2].tolist() == [[98]]
 
 
 def test_tokenizers_of_either_kind_encode_the_text():
