@@ -78,7 +78,9 @@ LENGTHS = (5, 8, 40)
 
 
 def graphs_compiled(
-    function: Callable[..., Tensor], calls: list[tuple[Tensor, ...]], backend: str = "aot_eager"
+    function: Callable[..., Tensor | list[Tensor]],
+    calls: list[tuple[Tensor, ...]],
+    backend: str = "aot_eager",
 ) -> int:
     """How many graphs ``torch.compile(fullgraph=True)`` makes of calls that differ in shape.
 
@@ -98,18 +100,19 @@ def graphs_compiled(
 
 
 def _both(
-    function: Callable[..., Tensor],
+    function: Callable[..., Tensor | list[Tensor]],
     inputs: tuple[Tensor, ...],
     calls: list[tuple[Tensor, ...]] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The output and the inputs' gradients; with ``calls`` the sizes that differ are dynamic."""
+    """The outputs and the inputs' gradients; with ``calls`` the sizes that differ are dynamic."""
     leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
     for i, leaf in enumerate(leaves):
         for dim in range(leaf.dim()):
             if calls and len({call[i].shape[dim] for call in calls}) > 1:
                 torch._dynamo.maybe_mark_dynamic(leaf, dim)
-    output = function(*leaves)
+    results = function(*leaves)
+    outputs = [results] if isinstance(results, Tensor) else results
     wanted = [x for x in leaves if x.requires_grad]
     generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(output.shape, generator=generator).to(output.dtype)
-    return (output.detach(), *torch.autograd.grad(output, wanted, grad))
+    grads = [torch.randn(y.shape, generator=generator).to(y.dtype) for y in outputs]
+    return (*(y.detach() for y in outputs), *torch.autograd.grad(outputs, wanted, grads))

@@ -5,19 +5,6 @@ import torch
 from torch.nn import functional as F
 
 from float8.activations import saved_activations
-from float8.activations.autograd import packed, unpacked
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (8,), (1,), (0, 4), (), (2, 2, 17)])
-def test_a_mask_is_packed_into_bits_and_unpacked(shape):
-    mask = torch.rand(shape) < 0.5
-    bits = packed(mask)
-    assert bits.dtype == torch.uint8 and bits.numel() == -(-mask.numel() // 8)
-    assert torch.equal(unpacked(bits, mask.shape), mask)
-
-
-def test_the_first_element_is_the_lowest_bit():
-    assert packed(torch.tensor([True, False, False, True])).tolist() == [0b1001]
 
 
 @pytest.mark.parametrize("function", [F.silu, F.relu])
@@ -55,16 +42,6 @@ def test_hooks_of_the_user_get_data_and_scale():
         (expected,) = torch.autograd.grad(torch.tanh(x).sum(), x)
     assert seen == [torch.float8_e4m3fn, torch.uint8]
     assert torch.equal(found, expected)
-
-
-def test_hooks_may_be_any_callable():
-    # A method that is implemented in C has no __module__.
-    x = torch.randn(64, 128, requires_grad=True)
-    clone = torch.Tensor.clone
-    with torch.autograd.graph.saved_tensors_hooks(clone, clone), saved_activations():
-        y = torch.tanh(x)
-    y.sum().backward()
-    assert "SavedCopies" in y.grad_fn.name()
 
 
 def test_relu_treats_nan_and_inf_as_torch_does():

@@ -9,15 +9,10 @@ from assertions import assert_bitwise
 from torch import nn
 
 from float8 import (
-    CastConfig,
-    Float8LinearConfig,
     Float8Tensor,
-    ScalingType,
     convert_to_float8_training,
 )
-from float8.ms_amp.levels import LEVELS, Level, plan_weights, stored_weight
-
-OFF = CastConfig(scaling_type=ScalingType.DISABLED)
+from float8.ms_amp.levels import LEVELS, Level, stored_weight
 
 
 def test_the_table_is_that_of_ms_amps_documentation():
@@ -46,27 +41,3 @@ def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
     else:
         assert_bitwise(new.detach(), layer.weight.detach().half())
         assert new.grad_dtype == torch.float32
-
-
-def test_layers_that_the_optimizer_does_not_step_are_left_with_a_reason():
-    model = nn.Sequential(nn.Linear(16, 16), convert_to_float8_training(nn.Linear(16, 16)))
-    optimizer = torch.optim.AdamW(model[1].parameters())
-    plan = plan_weights(model, None, None, optimizer, LEVELS["O1"])
-    assert list(plan.layers) == ["1"]
-    assert plan.conversion.skipped == {"0": "the optimizer does not hold its weight"}
-
-
-@pytest.mark.parametrize(
-    ("config", "level", "message"),
-    [
-        (Float8LinearConfig.from_recipe_name("blockwise"), "O3", r"0: .*\(128, 128\); O3 is for"),
-        (Float8LinearConfig(*[OFF] * 3), "O3", "0: its output GEMM runs in high precision"),
-        (Float8LinearConfig(enable_fsdp_float8_all_gather=True), "O1", "is for FSDP2"),
-    ],
-)
-def test_weights_that_a_level_cannot_hold_are_refused(config, level, message):
-    model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = torch.optim.AdamW(model.parameters())
-    plan_weights(model, None, None, optimizer, LEVELS[level])
-    with pytest.raises(ValueError, match=message):
-        plan_weights(model, config, None, optimizer, LEVELS[level])

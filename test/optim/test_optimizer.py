@@ -11,7 +11,6 @@ from torch import nn
 
 import float8
 from float8.optim import SGD, Adam, AdamW, Lion
-from float8.optim import optimizer as optimizer_module
 from float8.optim.moment import Moment
 
 ALL = (AdamW, Adam, SGD, Lion)
@@ -70,66 +69,19 @@ def test_groups_choose_how_their_states_are_kept():
     assert optimizer.param_groups[1]["lr"] == 0.5
 
 
-def test_names_are_kept():
+def test_a_closure_computes_the_loss_anew():
     model = make()
-    optimizer = AdamW(model.named_parameters(), **SMALL)
-    assert optimizer.param_groups[0]["param_names"][0] == "0.weight"
-
-
-def test_closures_hooks_and_zero_grad():
-    model, calls = make(), []
     optimizer = AdamW(model.parameters(), **SMALL)
-    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("behind"))
+    before = model[0].weight.detach().clone()
 
     def closure():
-        calls.append("closure")
         optimizer.zero_grad()
         loss = loss_of(model, 0)
         loss.backward()
         return loss
 
-    loss = optimizer.step(closure)
-    assert loss.requires_grad
-    assert calls == ["before", "closure", "behind"]
-    optimizer.zero_grad(set_to_none=False)
-    assert not any(p.grad.any() for p in model.parameters())
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_learning_rates_may_be_tensors_and_follow_schedulers():
-    models = [make(), make()]
-    for model, lr in zip(models, (1e-2, torch.tensor(1e-2)), strict=True):
-        optimizer = AdamW(model.parameters(), lr=lr, min_size=64)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
-        for step in range(5):
-            train(model, optimizer, 1)
-            scheduler.step()
-            if step == 3:
-                optimizer.load_state_dict(optimizer.state_dict())
-        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(1e-4)
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
-
-
-def test_gradients_are_clipped_and_scaled_as_always():
-    model, plain = make(), make()
-    optimizer, other = AdamW(model.parameters(), **SMALL), AdamW(plain.parameters(), **SMALL)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for step in range(3):
-        optimizer.zero_grad()
-        other.zero_grad()
-        scaler.scale(loss_of(model, step)).backward()
-        scaler.unscale_(optimizer)
-        loss_of(plain, step).backward()
-        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (model, plain)]
-        torch.testing.assert_close(*norms)
-        scaler.step(optimizer)
-        scaler.update()
-        other.step()
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert optimizer.step(closure).requires_grad
+    assert not torch.equal(model[0].weight, before)
 
 
 def test_a_scaler_skips_a_step_with_an_infinite_gradient():
@@ -166,20 +118,6 @@ def test_a_nan_spoils_its_own_element(cls):
     assert torch.equal(a.state[p][name].dequantize()[same], b.state[q][name].dequantize()[same])
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (0,), (0, 5), (5, 0), (3, 4, 5, 6), (1, 300)])
-def test_weird_shapes(shape):
-    p, q = nn.Parameter(torch.randn(shape)), nn.Parameter(torch.randn(shape))
-    unused = nn.Parameter(torch.randn(3))
-    optimizer = AdamW([p, unused, q], min_size=0, group_size=16)
-    before = p.detach().clone()
-    for _ in range(2):
-        p.grad, q.grad = torch.randn(shape), torch.randn(shape)
-        optimizer.step()
-    assert bool((p != before).all())
-    assert unused not in optimizer.state
-    optimizer.load_state_dict(optimizer.state_dict())
-
-
 def test_layouts_of_parameters_and_gradients_do_not_matter():
     x, g = torch.randn(20, 30), torch.randn(20, 30)
     results = []
@@ -197,39 +135,6 @@ def test_layouts_of_parameters_and_gradients_do_not_matter():
     before = image.detach().clone()
     AdamW([image], min_size=0).step()
     assert bool((image != before).all())
-
-
-def test_zero_gradients_for_many_steps_stay_harmless():
-    p = nn.Parameter(torch.randn(4, 256))
-    optimizer = AdamW([p], min_size=0, weight_decay=0.0)
-    p.grad = torch.zeros(4, 256)
-    before = p.detach().clone()
-    for _ in range(50):
-        optimizer.step()
-    assert torch.equal(p, before)
-    p.grad = torch.randn(4, 256)
-    optimizer.step()
-    p.grad = torch.zeros(4, 256)
-    for _ in range(200):
-        optimizer.step()
-    assert p.isfinite().all()
-
-
-def test_states_may_wait_elsewhere():
-    model = make()
-    optimizer = AdamW(model.parameters(), **SMALL)
-    train(model, optimizer, 2)
-    twin_model, twin = copy.deepcopy((model, optimizer))
-    for state in optimizer.state.values():
-        for name, value in state.items():
-            state[name] = value.to("cpu", copy=True)  # there is no other device here
-    train(model, optimizer, 1)
-    train(twin_model, twin, 1)
-    assert_same_models(model, twin_model)
-    average = {p: s["exp_avg"].clone() for p, s in optimizer.state.items()}
-    for p, s in optimizer.state.items():
-        mixed = average[p].lerp(s["exp_avg"], 0.5)
-        torch.testing.assert_close(mixed, s["exp_avg"] + 0)
 
 
 @pytest.mark.parametrize("cls", ALL)
@@ -257,22 +162,6 @@ def test_fused_without_a_gpu_says_so():
     p.grad = torch.randn(64, 64)
     with pytest.raises(ValueError, match=r"fused=True.*CUDA"):
         AdamW([p], fused=True).step()
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_on_cuda_the_default_options_take_the_kernel(cls, monkeypatch):
-    """fused=None and fused=True, of plain and of float8 parameters, without a word."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    pytest.importorskip("triton")
-    taken = []
-    monkeypatch.setattr(optimizer_module, "advance_fused", lambda work, *_: taken.append(work))
-    with FakeTensorMode():
-        for fused in (None, True):
-            p = nn.Parameter(torch.empty(64, 256, device="cuda", dtype=torch.bfloat16))
-            p.grad = torch.empty_like(p)
-            cls([p], fused=fused).step()
-    assert len(taken) == 2
 
 
 def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():

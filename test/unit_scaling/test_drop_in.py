@@ -154,21 +154,3 @@ def test_arguments_have_the_same_names_order_and_defaults(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_there(name):
     assert named(uu, name) is not None
-
-
-def test_the_lists_are_those_of_the_package():
-    pytest.importorskip("unit_scaling.parameter")  # this directory is a unit_scaling too
-    import unit_scaling as theirs
-
-    for name, signature in SIGNATURES.items():
-        found = list(inspect.signature(named(theirs, name)).parameters.values())
-        for ours, its in zip(signature.parameters.values(), found, strict=True):
-            assert (ours.name, ours.kind) == (its.name, its.kind), name
-            assert ours.default == its.default or ours.default is ..., name
-    modules = {name.rpartition(".")[0] for name in [*SIGNATURES, *NAMES]} - {"parameter", "utils"}
-    public = set()
-    for module in modules:
-        prefix = f"{module}." if module else ""
-        all_of_it = importlib.import_module(f"unit_scaling{'.' if module else ''}{module}").__all__
-        public |= {prefix + name for name in all_of_it}
-    assert public <= {*SIGNATURES, *NAMES}

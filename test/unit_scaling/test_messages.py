@@ -71,11 +71,9 @@ VALUE_ERRORS = [
     (lambda: U.dropout(x(3), inplace=True), f"dropout: {IN_PLACE}"),
     *((lambda p=p: U.dropout(x(3), p, False), f"dropout: p {PROBABILITY} {p}")
       for p in (1.0, -0.1, 1.5, NAN)),
-    (lambda: U.dropout(x(3), 1.0, True), f"dropout: p {PROBABILITY} 1.0"),
     *((lambda m=m: U.gelu(x(2), mult=m), f"gelu: mult .* greater than 0, got {m}")
       for m in (0, -1.0, NAN, math.inf)),
     (lambda: U.silu_glu(x(4, 3), x(1, 3)), r"input has shape \(4, 3\) and gate \(1, 3\)"),
-    (lambda: U.softmax(x(3)), "dim is None; name the dimension"),
     *(row for f in (U.scaled_dot_product_attention, U.sqrt_softmax_attention) for row in (
         (attend(f, mult=2.0, scale=0.25), r"both mult=2\.0 and scale=0\.25"),
         (attend(f, scale=0.0), "scale multiplies .* greater than 0, got 0.0"),
@@ -95,7 +93,6 @@ VALUE_ERRORS = [
         ({"mult": 0}, "cross_entropy: mult"),
     )),
     (lambda: U.mse_loss(x(3), x(2, 3)), r"input has shape \(3,\) and target \(2, 3\)"),
-    (lambda: U.mse_loss(x(3), x(3), reduction="max"), "got 'max'"),
     (lambda: U.mse_loss(x(3), x(3), weight=x(3)), "weight has no unit-scaling rule"),
     (lambda: U.mse_loss(x(3), x(3), True), f"mse_loss: .*{LEGACY}"),
     (lambda: U.embedding(IDS, x(3, 3), scale_grad_by_freq=True), f"embedding: {COUNTS}"),
@@ -121,9 +118,7 @@ VALUE_ERRORS = [
       for o in ({"reduce": False}, {"reduce": True}, {"size_average": False})),
     (lambda: uu.Linear(3, 4, constraint="to_output")(x(2, 3)), f"'to_output' {UNKNOWN}"),
     (lambda: uu.Embedding(5, 3, scale_grad_by_freq=True), f"uu.Embedding: {COUNTS}"),
-    (lambda: uu.Embedding.from_pretrained(x(5, 3), scale_grad_by_freq=True), COUNTS),
     (mhsa(hidden_size=10, heads=4), "hidden_size=10 is not a multiple of heads=4"),
-    (mhsa(hidden_size=10, heads=0), "heads=0"),
     (mhsa(hidden_size=9, heads=3, rotary_base=1e4), "heads of 3 features.*or no rotary_base"),
     (mhsa(dropout_p=1.0), f"uu.MHSA: dropout_p {PROBABILITY} 1.0"),
     (mhsa(attention="linear"), r"\['softmax', 'sqrt_softmax'\], got 'linear'"),
@@ -131,12 +126,8 @@ VALUE_ERRORS = [
     *((lambda base=base: rotary(x(3, 4), base), f"greater than 0, got {base}")
       for base in (0.0, -10.0, NAN)),
     (decoder(norm="post"), r"norm must be one of \['pre', 'res-post'\], got 'post'"),
-    (decoder(attention="no"), "attention must be one of"),
-    (decoder(heads=3), "hidden_size=16 is not a multiple of heads=3"),
-    (decoder(dropout_p=1.0), "dropout_p"),
     # parameters and optimizers
     (lambda: uu.Parameter(x(2), "hidden"), "'norm', 'output'; got 'hidden'"),
-    (lambda: uu.Parameter(x(2), None), "got None"),
     (lambda: uu.Parameter(x(2), "bias", 0), "at least 1, got 0"),
     (learning_rate(lr_scale_func_adam), r"one of \['weight'.*got 'hidden'"),
     (learning_rate(lr_scale_func_sgd("to_output_scale")), r"one of \['weight'.*got 'hidden'"),
@@ -150,7 +141,6 @@ VALUE_ERRORS = [
     # formats
     (lambda: FPFormat(1, 3), "exponent_bits=1 is not between 2 and 8"),
     (lambda: FPFormat(4, -1), "mantissa_bits=-1 is not between 0 and 23"),
-    (lambda: FPFormat(4, 24), "mantissa_bits=24"),
     (lambda: FPFormat(4, 3, rounding="up"), "rounding='up'.*'nearest'"),
     (lambda: FPFormat(4, 3, variant="nv"), "variant='nv'.*'fnuz'"),
     (lambda: FPFormat(4, 3, rounding="nearest", srbits=4), "leave srbits out"),
@@ -175,7 +165,6 @@ TYPE_ERRORS = [
 OTHER_ERRORS = [
     (lambda: U.conv1d(x(2, 4, 9), x(6, 4, 3), stride=0), RuntimeError, "stride is not supported"),
     (lambda: U.glue, AttributeError, "no attribute 'glue'"),
-    (lambda: uu.nothing, AttributeError, "has no attribute 'nothing'"),
     (lambda: U.unregister(torch.sin), KeyError, "not registered"),
     (lambda: registry.handler(torch.sin), KeyError, "register one"),
 ]
@@ -190,9 +179,3 @@ MESSAGES = [
 def test_the_message(call, error, text):
     with pytest.raises(error, match=text):
         call()
-
-
-def test_a_constraint_of_another_number_of_scales_is_not_suggested():
-    with pytest.raises(ValueError, match="'mean' is unknown") as refusal:
-        apply_constraint("mean", 1.0, 2.0)
-    assert "to_left_grad_scale" not in str(refusal.value)

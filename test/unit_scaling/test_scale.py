@@ -35,34 +35,6 @@ def test_a_factor_is_not_rounded_to_the_tensors_dtype():
     assert not torch.equal(x.grad, rounded), "both round to the same number"
 
 
-def test_a_tensor_may_be_the_factor_and_is_not_rounded_either():
-    x, factor = normal(33, dtype=torch.bfloat16), torch.tensor(1 / 3)
-    out, grad = gradients(lambda x: scale_bwd(scale_fwd(x, factor), factor), x)
-    _, plain = gradients(lambda x: x * 1, x)
-    assert_bitwise(out, (x.float() * factor).bfloat16())
-    assert_bitwise(grad, (plain.float() * factor).bfloat16())
-
-
-def test_a_factor_of_float64_keeps_its_bits():
-    x, factor = normal(33, dtype=torch.float64), torch.tensor(1 / 3, dtype=torch.float64)
-    out, grad = gradients(lambda x: scale_bwd(scale_fwd(x, factor), factor), x)
-    assert_bitwise(out, x * (1 / 3))
-    assert_bitwise(grad, gradients(lambda x: x * 1, x)[1] * (1 / 3))
-
-
-def test_integers_are_not_truncated():
-    assert scale_fwd(torch.arange(3), 0.5).tolist() == [0.0, 0.5, 1.0]
-
-
-def test_the_gradient_of_the_gradient_is_scaled_twice():
-    x = normal(5).requires_grad_()
-    y = scale_bwd(x, 3.0) ** 3
-    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(first, 3 * 3 * x**2)
-    torch.testing.assert_close(second, 3 * 3 * 6 * x)
-
-
 def test_gradients_per_sample_agree_with_one_sample_at_a_time():
     def loss(w, x):
         return scale_fwd(scale_bwd(w, 0.5) @ x, 3.0).square().sum()
@@ -71,18 +43,3 @@ def test_gradients_per_sample_agree_with_one_sample_at_a_time():
     together = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
     for sample, grad in zip(x, together, strict=True):
         torch.testing.assert_close(grad, torch.func.grad(loss)(w, sample))
-
-
-def test_autocast_leaves_the_factor_and_the_dtype_alone():
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert scale_fwd(torch.ones(2), 1 / 3).dtype == torch.float32
-
-
-def test_a_gradients_factor_may_be_decided_after_the_forward():
-    for later, expected in ((0.5, 0.5), (None, 1.0)):
-        factors = []
-        x = torch.ones(3, requires_grad=True)
-        y = scale_bwd(x, lambda: factors[0])  # noqa: B023  which backward calls
-        factors.append(later)
-        y.backward(torch.ones(3))
-        assert torch.equal(x.grad, torch.full((3,), expected))

@@ -38,13 +38,6 @@ def test_each_tensor_has_two_rows_in_the_order_of_the_calls():
             assert row[Metrics.get_full_name(name)] == getattr(data, name)
 
 
-def test_without_a_backward_the_gradients_numbers_are_missing():
-    rows = graph_to_rows(tracked(backward=False))
-    assert {row["standard deviation"] is None for row in rows if row["direction"] == "bwd"} == {
-        True
-    }
-
-
 def test_pandas_is_used_where_it_is_installed(monkeypatch):
     pandas = types.ModuleType("pandas")
     pandas.DataFrame = lambda rows, columns: ("frame", rows, columns)

@@ -29,6 +29,7 @@ def test_short_texts_are_padded_out_of_the_mask_and_out_of_the_loss():
     assert inputs.tolist() == [[97, 98, 99, 0, 0]]
     assert mask.tolist() == [[1, 1, 1, 0, 0]]
     assert labels.tolist() == [[98, 99, -100, -100, -100]]
+    assert example_batch(None, 1, 1, texts=["ab"])[2].tolist() == [[98]]
 
 
 def test_tokenizers_of_either_kind_encode_the_text():
@@ -78,11 +79,6 @@ def test_a_model_is_plotted_in_one_call_and_stays_as_it_is(returns):
     assert axes.get_title() == "bigram"
     assert all(p.grad is None for p in model.parameters())
     assert "backward pass, tensor" in axes.get_legend_handles_labels()[1]
-
-
-def test_without_backward_only_the_forward_is_shown():
-    labels = visualiser(Bigram(), batch_size=2, seq_len=8, backward=False)
-    assert not any("backward" in x for x in labels.get_legend_handles_labels()[1])
 
 
 def test_a_model_without_a_loss_is_refused():

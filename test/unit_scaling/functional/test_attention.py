@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from scale_assertions import assert_unit_scaled, gradients, normal, scale_of
+from scale_assertions import assert_unit_scaled, gradients, normal
 
 from float8.unit_scaling import functional as U
 
@@ -37,61 +37,6 @@ def test_attention_is_softmax_attention_times_its_documented_factor(length, dept
     alpha = 1 / (1 + 4 * depth / mult**2)
     expected = by_hand(q, k, v, mult / depth, is_causal) / flat ** (1 - alpha)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("length", "mult", "is_causal", "band"),
-    [
-        (1, 1, False, 0.0),
-        (1, 1, True, 0.0),
-        (3, 1, True, 0.30),
-        (16, 0.25, True, 0.12),
-        (64, 4, True, 0.12),
-        (16, 1, False, 0.05),
-        (64, 4, False, 0.05),
-        (64, 16, False, 0.16),
-    ],
-)
-def test_attention_has_the_scale_that_it_documents(length, mult, is_causal, band, dtype):
-    q, k, v = qkv(max(4096 // length, 40), length, 64, dtype)
-    y, _, _, gv = gradients(
-        lambda *a: U.scaled_dot_product_attention(*a, is_causal=is_causal, mult=mult), q, k, v
-    )
-    # flat attention: as many independent outputs as there are sequences, times the depth
-    samples = q.shape[0] * 64
-    assert_unit_scaled(y, band=band, samples=samples, what="output")
-    assert_unit_scaled(gv, band=band, samples=samples, what="value gradient")
-
-
-@pytest.mark.parametrize("attention", BOTH)
-@pytest.mark.parametrize(("length", "keys"), [(16, 256), (256, 16), (1, 64), (64, 1), (20, 21)])
-def test_causal_attention_has_unit_scale_with_more_keys_than_queries_and_with_fewer(
-    attention, length, keys
-):
-    q, k, v = qkv(40, length, 64, keys=keys)
-    y, _, _, gv = gradients(lambda *a: attention(*a, is_causal=True), q, k, v)
-    samples = 40 * 64
-    assert_unit_scaled(y, band=0.12, samples=samples, what="output")
-    assert_unit_scaled(gv, (length / keys) ** 0.5, band=0.12, samples=samples, what="values")
-
-
-def test_the_gradient_of_shared_values_sums_over_the_heads_that_share_them():
-    q, k, v = normal(60, 6, 8, 64), normal(60, 2, 8, 64, seed=1), normal(60, 2, 8, 64, seed=2)
-    y, _, _, gv = gradients(lambda *a: U.scaled_dot_product_attention(*a, enable_gqa=True), q, k, v)
-    assert_unit_scaled(y, band=0.05, samples=120 * 64)
-    assert_unit_scaled(gv, 3**0.5, band=0.05, samples=120 * 64)
-
-
-def test_one_factor_serves_the_output_and_all_gradients():
-    q, k, v = qkv(2, 9, 4)
-    found = gradients(lambda *a: U.scaled_dot_product_attention(*a, mult=2.0), q, k, v)
-    plain = gradients(
-        lambda *a: torch.nn.functional.scaled_dot_product_attention(*a, scale=0.5), q, k, v
-    )
-    factor = float(found[0].flatten()[0] / plain[0].flatten()[0])
-    for one, other in zip(found, plain, strict=True):
-        torch.testing.assert_close(one, other * factor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
@@ -129,27 +74,9 @@ def test_a_query_that_attends_to_nothing_gets_zero_and_sends_no_gradient(attenti
 
 
 @pytest.mark.parametrize("attention", BOTH)
-def test_attention_to_no_keys_is_zero(attention):
-    assert not attention(normal(2, 4, 8), normal(2, 0, 8), normal(2, 0, 3)).any()
-
-
-@pytest.mark.parametrize("attention", BOTH)
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_heads_may_share_keys_and_values(attention, is_causal):
-    q, k, v = normal(2, 6, 5, 8), normal(2, 3, 5, 8, seed=1), normal(2, 3, 5, 8, seed=2)
-    found = attention(q, k, v, is_causal=is_causal, enable_gqa=True)
-    k, v = (torch.stack([x, x], 2).reshape(2, 6, 5, 8) for x in (k, v))
-    torch.testing.assert_close(found, attention(q, k, v, is_causal=is_causal))
-
-
-@pytest.mark.parametrize("attention", BOTH)
 def test_scale_is_torchs_name_for_the_sharpness(attention):
     q, k, v = qkv(2, 7, 16)
     torch.testing.assert_close(attention(q, k, v, scale=0.25), attention(q, k, v, mult=4.0))
-    with pytest.raises(ValueError, match=r"both mult=2\.0 and scale=0\.25"):
-        attention(q, k, v, mult=2.0, scale=0.25)
-    with pytest.raises(ValueError, match="scale multiplies"):
-        attention(q, k, v, scale=0.0)
 
 
 # --- the root of the softmax
@@ -173,20 +100,10 @@ def test_square_root_attention_has_unit_variance_at_every_position():
             assert_unit_scaled(y[:, position], what=f"mult {mult}, position {position}")
 
 
-def test_softmax_attention_has_it_on_average_only():
-    y = U.scaled_dot_product_attention(*qkv(200, 32, 64), is_causal=True)
-    assert scale_of(y[:, 0]) > 2 > 0.6 > scale_of(y[:, 31])
-
-
-def test_the_value_gradient_of_square_root_attention_has_unit_scale():
-    q, k, v = qkv(200, 16, 64)
-    _, _, _, gv = gradients(U.sqrt_softmax_attention, q, k, v)
-    assert_unit_scaled(gv, samples=200 * 64)
-
-
-def test_gradients_of_square_root_attention_are_finite_where_nothing_is_attended():
-    q, k, v = qkv(2, 6, 8)
-    for x in gradients(
-        lambda *a: U.sqrt_softmax_attention(*a, is_causal=True, mult=900.0), q, k, v
-    ):
-        assert x.isfinite().all()
+@pytest.mark.parametrize("attention", BOTH)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_heads_may_share_keys_and_values(attention, is_causal):
+    q, k, v = normal(2, 6, 5, 8), normal(2, 3, 5, 8, seed=1), normal(2, 3, 5, 8, seed=2)
+    found = attention(q, k, v, is_causal=is_causal, enable_gqa=True)
+    k, v = (torch.stack([x, x], 2).reshape(2, 6, 5, 8) for x in (k, v))
+    torch.testing.assert_close(found, attention(q, k, v, is_causal=is_causal))

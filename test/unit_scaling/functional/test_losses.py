@@ -43,30 +43,14 @@ def test_the_value_is_torchs(shape, targets, reduction):
     target = torch.randint(classes, targets, generator=generator)
     if target.numel() > 2:
         target.view(-1)[1] = -100
-    logits = normal(*shape)
-    for weight, smoothing, mult in itertools.product((None, weights_of(classes)), (0, 0.1), (1, 3)):
-        options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
-        found = U.cross_entropy(logits, target, mult=mult, **options)
-        expected = F.cross_entropy(logits * mult, target, **options)
-        torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_the_value_for_probabilities_is_torchs(reduction):
-    logits, target = normal(4, 7, 3), torch.softmax(normal(4, 7, 3, seed=1), 1)
-    for weight in (None, weights_of(7)):
-        options = {"weight": weight, "reduction": reduction}
-        found = U.cross_entropy(logits, target, **options)
-        torch.testing.assert_close(found, F.cross_entropy(logits, target, **options))
-
-
-@pytest.mark.parametrize("weight", [None, weights_of(7).double()])
-def test_a_float64_loss_keeps_its_bits(weight):
-    logits, target = normal(11, 7, dtype=torch.float64), torch.arange(11) % 7
-    found = U.cross_entropy(logits, target, weight)
-    torch.testing.assert_close(found, F.cross_entropy(logits, target, weight), rtol=1e-14, atol=0)
-    found = U.mse_loss(logits, logits.flip(0))
-    torch.testing.assert_close(found, F.mse_loss(logits, logits.flip(0)), rtol=1e-14, atol=0)
+    logits, probabilities = (normal(*shape, dtype=torch.float64, seed=seed) for seed in (0, 1))
+    probabilities = probabilities.softmax(min(1, len(shape) - 1))
+    weights = None, weights_of(classes).double()
+    for given in itertools.product((target, probabilities), weights, (0, 0.1), (1, 3)):
+        options = {"weight": given[1], "label_smoothing": given[2], "reduction": reduction}
+        found = U.cross_entropy(logits, given[0], mult=given[3], **options)
+        expected = F.cross_entropy(logits * given[3], given[0], **options)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_mean_of_many_float16_losses_does_not_overflow():
@@ -98,16 +82,6 @@ def test_the_gradient_at_even_logits_has_unit_scale(classes, weighted, smoothing
     assert scale_of(grad) == pytest.approx(1, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [0.05, 1.0])
-def test_the_gradient_at_random_logits_has_unit_scale(scale, dtype):
-    target = torch.randint(500, (300,), generator=torch.Generator().manual_seed(2))
-    logits = normal(300, 500, dtype=dtype) * scale
-    _, grad = loss_and_gradient(U.cross_entropy, logits, target)
-    assert grad.dtype == dtype
-    assert_unit_scaled(grad, band=0.01, samples=300 * 500)
-
-
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": weights_of(6)}])
 @pytest.mark.parametrize("mult", [1.0, 2.5])
 def test_the_gradient_is_a_multiple_of_torchs_of_the_sum(mult, options):
@@ -130,13 +104,6 @@ def test_the_gradient_of_the_mean_does_not_depend_on_the_batch_nor_on_what_is_ig
     assert not rest[4:].any()
 
 
-def test_a_factor_of_the_loss_multiplies_the_gradient():
-    logits, target = normal(8, 5).requires_grad_(), torch.arange(8) % 5
-    (one,) = torch.autograd.grad(U.cross_entropy(logits, target), logits)
-    (scaled,) = torch.autograd.grad(U.cross_entropy(logits, target) * 0.25, logits)
-    torch.testing.assert_close(scaled, one / 4)
-
-
 @pytest.mark.parametrize("target", [torch.tensor([], dtype=torch.long), torch.tensor([-100, -100])])
 def test_no_tokens_give_torchs_value_and_no_gradient(target):
     logits = normal(len(target), 5)
@@ -145,9 +112,6 @@ def test_no_tokens_give_torchs_value_and_no_gradient(target):
     assert not grad.any()
     value, _ = loss_and_gradient(U.cross_entropy, logits, target, reduction="sum")
     assert value == 0
-
-
-# --- cross entropy: what it refuses
 
 
 # --- mean squared error
@@ -162,8 +126,3 @@ def test_squared_error_has_torchs_value_and_gradients_of_unit_scale(reduction, d
     torch.testing.assert_close(value, F.mse_loss(x, t, reduction=reduction))
     for grad in torch.autograd.grad(value, leaves, torch.ones_like(value)):
         assert_unit_scaled(grad)
-
-
-def test_squared_error_of_nothing_is_torchs():
-    value = U.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3))
-    assert value.isnan() and F.mse_loss(torch.zeros(0, 3), torch.zeros(0, 3)).isnan()

@@ -9,9 +9,7 @@ import oracle
 import pytest
 import torch
 from assertions import sqnr
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8.unit_scaling as uu
@@ -20,10 +18,8 @@ from float8 import (
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
-    sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.linear.autograd import call_of, linear_in_float8
 from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,51 +76,6 @@ def test_each_product_is_that_of_the_rounded_operands_times_its_own_factor(
         assert error <= 1e-5 * (1 + (exact.abs().max() if exact.numel() else 0)), name
 
 
-@pytest.mark.parametrize("wrong", [(1, 0, 2), (0, 2, 1)])
-def test_exchanged_factors_would_be_seen(wrong):
-    """The planted fault: a factor of another product."""
-    x, w, g = torch.randn(48, 64), torch.randn(16, 64), torch.randn(48, 16)
-    factors = (64**-0.5, 16**-0.5, 48**-0.5)
-    leaves = x.requires_grad_(), w.requires_grad_()
-    results = []
-    for chosen in (factors, tuple(factors[i] for i in wrong)):
-        out = linear_in_float8(*leaves, None, call_of(RECIPES["unit"], x, factors=chosen))
-        results.append((out, *torch.autograd.grad(out, leaves, g)))
-    differing = [(a - b).abs().max() > 1e-2 for a, b in zip(*results, strict=True)]
-    assert differing == [a != b for a, b in zip(wrong, range(3), strict=True)]
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_runs_a_unit_scaled_model(recipe):
-    """All recipes come close to high precision on one model."""
-    model = uu.MLP(128)
-    x, g = torch.randn(64, 128), torch.randn(64, 128)
-    model(x).backward(g)
-    exact = {name: p.grad for name, p in model.named_parameters()}
-    converted = in_float8(copy.deepcopy(model), recipe)
-    for _ in range(2):
-        converted.zero_grad()
-        converted(x).backward(g)
-        sync_float8_amax_and_scale_history(converted)
-    for name, p in converted.named_parameters():
-        assert sqnr(p.grad, exact[name]) > 17, name  # three products deep
-
-
-def test_the_unit_recipe_is_as_precise_as_scales_that_are_measured():
-    """The purpose of unit scaling: a scale of 1 is as precise as one from an amax."""
-    model = uu.TransformerDecoder(hidden_size=64, vocab_size=64, layers=2, heads=2)
-    ids = torch.randint(64, (4, 32))
-    model.loss(ids).backward()
-    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
-    worst = {}
-    for recipe in ("unit", "tensorwise"):
-        converted = in_float8(copy.deepcopy(model), recipe)
-        converted.zero_grad()
-        converted.loss(ids).backward()
-        worst[recipe] = min(sqnr(p.grad, exact[n]) for n, p in converted.named_parameters())
-    assert worst["unit"] > worst["tensorwise"] - 1.5
-
-
 def test_the_float8_layers_keep_roles_depths_and_options():
     model = uu.DepthSequential(uu.Linear(16, 16, constraint=None), uu.LinearReadout(16, 16))
     parameters = dict(model.named_parameters())
@@ -175,58 +126,19 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
     model = in_float8(nn.Sequential(uu.Linear(32, 48), uu.GELU(), uu.LinearReadout(48, 16)))
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for batch in (40, 56, 7):
+    for batch in (40, 7):
         x, g = torch.randn(batch, 32), torch.randn(batch, 16)
+        torch._dynamo.maybe_mark_dynamic(x, 0)
         grads = []
         for run in (model, compiled):
             model.zero_grad()
-            leaf = x.clone().requires_grad_()
-            out = run(leaf)
+            x.grad = None
+            out = run(x.requires_grad_())
             out.backward(g)
-            grads.append([out, leaf.grad, *(p.grad for p in model.parameters())])
+            grads.append([out, x.grad, *(p.grad for p in model.parameters())])
         for mine, theirs in zip(*grads, strict=True):
             assert sqnr(mine, theirs) > 30  # GELU rounds differently, and so does its cast
-    assert counter.frame_count <= 2
-
-
-def traced(model, x, g):
-    """The names of the aten ops of a training step's forward and backward graphs."""
-    names = []
-
-    def record(module, _):
-        names.extend(n.target._opname for n in module.graph.nodes if hasattr(n.target, "_opname"))
-        return make_boxed_func(module)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=record, bw_compiler=record)
-    torch.compile(model, backend=backend, fullgraph=True)(x).backward(g)
-    return names
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_unit_recipe_reduces_no_operand(bias):
-    """No reduction in the traced step but the bias's gradient; tensorwise has three and more."""
-    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
-    reductions = {"amax", "amin", "aminmax", "max", "min", "sum", "mean", "norm"}
-    found = {}
-    for recipe in ("unit", "tensorwise"):
-        names = traced(in_float8(nn.Sequential(uu.Linear(32, 48, bias=bias)), recipe), x, g)
-        found[recipe] = [name for name in names if name in reductions]
-    assert found["unit"] == ["sum"] * bias
-    assert len(found["tensorwise"]) >= 3
-
-
-def test_a_unit_step_has_as_many_ops_as_an_unscaled_static_one():
-    """The factors cost no op on a tensor as large as an operand."""
-    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 48)
-    scaled = traced(in_float8(nn.Sequential(uu.Linear(32, 48))), x, g)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = nn.Sequential(nn.Linear(32, 48, bias=False))
-        plain = convert_to_float8_training(plain, config=RECIPES["unit"])
-    unscaled = traced(plain, x, g)
-    extra = len(scaled) - len(unscaled)
-    assert 0 <= extra <= 3  # at most a multiplication of a (1, 1) scale per product
+    assert counter.frame_count == 1
 
 
 def test_a_converted_layer_resets_like_the_plain_one_and_shows_its_constraint():

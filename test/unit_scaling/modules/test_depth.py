@@ -67,17 +67,6 @@ def test_stacks_do_not_nest(stack):
     assert (depths(outer), depths(inner)) == ([None], [2, 2])
 
 
-def test_a_layer_used_twice_counts_twice():
-    layer = uu.Linear(4, 4)
-    assert depths(uu.DepthSequential(layer, layer)) == [2]
-
-
-def test_layers_of_a_stack_may_share_a_parameter():
-    layers = [uu.Linear(4, 4), uu.Linear(4, 4)]
-    layers[1].weight = layers[0].weight
-    assert depths(uu.DepthModuleList(layers)) == [2]
-
-
 def test_slices_are_plain_and_keep_the_depth():
     layers = three()
     for model, plain in (
@@ -89,14 +78,3 @@ def test_slices_are_plain_and_keep_the_depth():
         assert depths(part) == [3] * 4
         assert part[0] is model[1]
         assert model[-1] is model[2]
-
-
-def test_an_empty_stack_is_one():
-    assert len(uu.DepthModuleList([])) == len(uu.DepthSequential()) == 0
-
-
-def test_a_sequential_stack_runs_its_layers():
-    layers = [uu.Linear(4, 4), uu.GELU(), uu.Linear(4, 2)]
-    x = torch.randn(3, 4)
-    expected = layers[2](layers[1](layers[0](x)))
-    assert torch.equal(uu.DepthSequential(*layers)(x), expected)

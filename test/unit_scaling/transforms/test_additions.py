@@ -82,12 +82,3 @@ def test_an_addition_has_its_kind(name):
     body, expected = KINDS[name]
     decisions = decisions_of(unit_scale(Model(body)), torch.randn(2, 4, WIDTH))
     assert [addition.kind for addition in decisions.additions.values()] == expected
-
-
-def test_a_kept_addition_computes_as_written():
-    model = Model(rotary)
-    x = torch.randn(2, 4, WIDTH)
-    scaled = unit_scale(model)
-    q = model.w.detach() / model.w.std()
-    expected = rotary(type("Weights", (), {"w": q}), x) / WIDTH**0.5
-    torch.testing.assert_close(scaled(x), expected)

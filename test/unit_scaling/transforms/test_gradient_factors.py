@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 import random
 
+import networkx
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,7 @@ from torch import nn
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
-from float8.unit_scaling.transforms.additions import Addition
-from float8.unit_scaling.transforms.gradient_factors import bridges, calls_on_cut_edges
-from float8.unit_scaling.transforms.history import Call, Value
+from float8.unit_scaling.transforms.gradient_factors import bridges
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 WIDTH = 6
@@ -50,9 +48,7 @@ def in_place_method(x, a):
 ONE_LAYER = {
     "x + f(x)": lambda x, a, *_: x + a(x),
     "f(x) + x": lambda x, a, *_: a(x) + x,
-    "torch.add": lambda x, a, *_: torch.add(x, a(x)),
     "torch.add by keyword": lambda x, a, *_: torch.add(other=a(x), input=x),
-    "x.add": lambda x, a, *_: x.add(a(x)),
     "+=": lambda x, a, *_: add_(x, a),
     "add_ for its effect": lambda x, a, *_: in_place_method(x, a),
     "dropout of the branch": lambda x, a, *_: x + F.dropout(a(x), 0.5, training=False),
@@ -83,14 +79,12 @@ def results(model, x, grad):
     return [out.detach(), *(torch.zeros(()) if g is None else g for g in found)]
 
 
-def assert_same_numbers(body, by_hand, compiled=False):
+def assert_same_numbers(body, by_hand):
     model = unit_scale(Layers(body))
     hand = Layers(lambda x, *layers: by_hand(x, layers))
     hand.load_state_dict(model.state_dict())
     x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
     expected = results(hand, x, grad)
-    if compiled:
-        model = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(results(model, x, grad), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -98,118 +92,6 @@ def assert_same_numbers(body, by_hand, compiled=False):
 def test_every_spelling_of_a_residual_layer_splits_and_adds(spelling):
     product = spelling == "two reads in the branch"
     assert_same_numbers(ONE_LAYER[spelling], lambda x, layers: one_layer(x, layers, product))
-
-
-def test_spellings_do_so_in_compiled_code():
-    def body(x, a, *_):
-        names = ("x + f(x)", "torch.add by keyword", "+=", "add_ for its effect", "x.add",
-                 "another view of x")  # fmt: skip
-        return sum(ONE_LAYER[name](x, a) for name in names)
-
-    model = unit_scale(Layers(body))
-    x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(results(compiled, x, grad), results(model, x, grad))
-
-
-class Offsets(nn.Module):
-    """A residual layer whose branch adds something to its signal."""
-
-    def __init__(self, add):
-        super().__init__()
-        self.a, self.b = (nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(2))
-        self.row = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
-        self.add = add
-
-    def forward(self, x):
-        return x + self.b(self.add(self.a(x), self.row))
-
-
-def for_its_effect(h, other):
-    h.add_(other)
-    return h
-
-
-IN_PLACE = {  # and the same out of place
-    "x += 1": (lambda h, row: operator.iadd(h, 1), lambda h, row: h + 1),
-    "x.add_(1)": (lambda h, row: for_its_effect(h, 1), lambda h, row: h + 1),
-    "x += row": (operator.iadd, lambda h, row: h + row),
-    "x.add_(row)": (for_its_effect, lambda h, row: h + row),
-    "x.add_(row, alpha=3)": (lambda h, row: h.add_(row, alpha=3), lambda h, row: h + 3 * row),
-}
-
-
-@pytest.mark.parametrize(
-    ("spelling", "compiled"), [*((spelling, False) for spelling in IN_PLACE), ("x += row", True)]
-)
-def test_additions_in_place_are_those_out_of_place(spelling, compiled):
-    in_place, out_of_place = (unit_scale(Offsets(add)) for add in IN_PLACE[spelling])
-    out_of_place.load_state_dict(in_place.state_dict())
-    x, grad = torch.randn(2, 5, WIDTH, dtype=torch.float64)
-    expected = results(out_of_place, x, grad)
-    if compiled:
-        in_place = torch.compile(in_place, backend="eager", fullgraph=True)
-    torch.testing.assert_close(results(in_place, x, grad), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_chain_of_residual_layers_counts_them_in_order():
-    def body(x, a, b, c, _):
-        x = x + a(x)
-        x = x + b(F.layer_norm(x, (WIDTH,)))
-        return F.layer_norm(x + c(x), (WIDTH,))
-
-    def by_hand(x, layers):
-        r, s = U.residual_split(x, tau(0, 3))
-        x = U.residual_add(linear(r, layers[0]), s, tau(0, 3))
-        r, s = U.residual_split(x, tau(1, 3))
-        x = U.residual_add(linear(U.layer_norm(r, (WIDTH,)), layers[1]), s, tau(1, 3))
-        r, s = U.residual_split(x, tau(2, 3))
-        x = U.residual_add(linear(r, layers[2]), s, tau(2, 3))
-        return U.layer_norm(x, (WIDTH,))
-
-    assert_same_numbers(body, by_hand)
-
-
-def test_a_residual_layer_within_a_branch_has_a_split_of_its_own():
-    def body(x, a, b, c, _):
-        h = a(x)
-        h = h + b(h)
-        return x + c(h)
-
-    def by_hand(x, layers):
-        r, s = U.residual_split(x, tau(1, 2))
-        h = linear(r, layers[0])
-        r2, s2 = U.residual_split(h, tau(0, 2))
-        h = U.residual_add(linear(r2, layers[1]), s2, tau(0, 2))
-        return U.residual_add(linear(h, layers[2]), s, tau(1, 2))
-
-    assert_same_numbers(body, by_hand)
-
-
-def test_two_residual_layers_nested_on_one_tensor_split_it_twice():
-    def body(x, a, b, *_):
-        return x + b(x + a(x))
-
-    def by_hand(x, layers):
-        r, s = U.residual_split(x, tau(1, 2))
-        r2, s2 = U.residual_split(r, tau(0, 2))
-        h = U.residual_add(linear(r2, layers[0]), s2, tau(0, 2))
-        return U.residual_add(linear(h, layers[1]), s, tau(1, 2))
-
-    assert_same_numbers(body, by_hand)
-
-
-def test_parallel_branches_of_one_tensor_split_its_skip():
-    def body(x, a, b, *_):
-        return x + a(x) + b(x)
-
-    def by_hand(x, layers):
-        r, s = U.residual_split(x, tau(1, 2))
-        r2, s2 = U.residual_split(s, tau(0, 2))
-        h = U.residual_add(linear(r2, layers[0]), s2, tau(0, 2))
-        return U.residual_add(linear(r, layers[1]), h, tau(1, 2))
-
-    assert_same_numbers(body, by_hand)
 
 
 def test_parallel_branches_may_share_a_norm():
@@ -227,51 +109,6 @@ def test_parallel_branches_may_share_a_norm():
         return scale_fwd(branches, weight) + scale_fwd(skip, kept)
 
     assert_same_numbers(body, by_hand)
-
-
-def test_a_long_skip_over_residual_layers_is_one_more_of_them():
-    def body(x, a, b, c, _):
-        h = x + a(x)
-        h = h + b(h)
-        return c(h) + x
-
-    def by_hand(x, layers):
-        r3, s3 = U.residual_split(x, tau(2, 3))
-        r1, s1 = U.residual_split(r3, tau(0, 3))
-        h = U.residual_add(linear(r1, layers[0]), s1, tau(0, 3))
-        r2, s2 = U.residual_split(h, tau(1, 3))
-        h = U.residual_add(linear(r2, layers[1]), s2, tau(1, 3))
-        return U.residual_add(linear(h, layers[2]), s3, tau(2, 3))
-
-    assert_same_numbers(body, by_hand)
-
-
-def test_a_concatenated_skip_is_left_alone():
-    def body(x, a, b, *_):
-        h = torch.cat([x, a(x)], dim=-1)
-        return b(h[..., ::2])
-
-    def by_hand(x, layers):
-        h = torch.cat([x, linear(x, layers[0])], dim=-1)
-        return U.linear(h[..., ::2], layers[1].weight, layers[1].bias, None)
-
-    assert_same_numbers(body, by_hand)
-
-
-def test_the_gradient_with_respect_to_the_input_is_the_derivative_in_a_residual_model():
-    """Constraints and splits keep the input's gradient proportional to the true one: here, equal,
-    since the model's layers are square, so that forward and backward factors agree."""
-
-    def body(x, a, b, c, _):
-        x = x + b(F.silu(a(x)))
-        return x + c(x)
-
-    model = unit_scale(Layers(body))
-    x, grad, direction = torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    analytic = (results(model, x, grad)[1] * direction).sum()
-    step = 1e-6
-    numeric = ((model(x + step * direction) - model(x - step * direction)) * grad).sum() / 2 / step
-    torch.testing.assert_close(analytic, numeric, rtol=1e-6, atol=0)
 
 
 class TwoInputs(Layers):
@@ -332,25 +169,6 @@ def test_gradients_of_other_activations_in_a_branch_are_the_derivatives(body, co
         torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-6, atol=1e-9)
 
 
-def test_weights_of_other_activations_have_the_gradients_of_a_split_memory():
-    def by_hand(x, memory, a, b, c, _):
-        (r, s), (m, _) = (U.residual_split(z, tau(0, 1)) for z in (x, memory))
-        keys, values = torch.cat([linear(m, a), linear(m, b)], -1).chunk(2, -1)
-        return U.residual_add(linear(r, c) * keys * values, s, tau(0, 1))
-
-    model, hand = unit_scale(TwoInputs(private_memory)), TwoInputs(by_hand)
-    hand.load_state_dict(model.state_dict())
-    inputs = torch.randn(3, 5, WIDTH, dtype=torch.float64)
-    found, expected = (grads_of_both(m, *inputs) for m in (model, hand))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_a_wrong_factor_would_be_noticed(monkeypatch):
-    monkeypatch.setattr(Addition, "gradient_factor", lambda self, operand: 0.9)
-    with pytest.raises(AssertionError):
-        assert_same_numbers(ONE_LAYER["x + f(x)"], one_layer)
-
-
 def test_an_addition_that_asks_for_another_factor_of_one_edge_is_a_plain_sum():
     """Another residual layer between the two changes the indices, and with them the factors."""
 
@@ -376,18 +194,9 @@ def test_an_addition_that_asks_for_another_factor_of_one_edge_is_a_plain_sum():
 
 def parts(nodes, links):
     """How many connected components a graph has."""
-    left, count = set(nodes), 0
-    while left:
-        count += 1
-        front = [left.pop()]
-        while front:
-            node = front.pop()
-            for a, b in links:
-                for one, other in ((a, b), (b, a)):
-                    if one == node and other in left:
-                        left.discard(other)
-                        front.append(other)
-    return count
+    graph = networkx.Graph(links)
+    graph.add_nodes_from(nodes)
+    return networkx.number_connected_components(graph)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -398,23 +207,3 @@ def test_an_edge_is_a_bridge_if_the_graph_has_more_parts_without_it(seed):
     whole = parts(nodes, links)
     expected = {i for i in range(len(links)) if parts(nodes, links[:i] + links[i + 1 :]) > whole}
     assert bridges(links) == expected
-
-
-def test_a_chain_of_ten_thousand_calls_is_no_matter_of_recursion():
-    links = [(i, i + 1) for i in range(10_000)]
-    assert bridges(links) == set(range(10_000))
-
-
-def call(inputs, output):
-    return Call("f", len, [((0, i), v) for i, v in enumerate(inputs)], outputs=[output])
-
-
-def test_calls_between_two_ways_are_not_on_cut_edges_and_weights_do_not_count():
-    x, w = Value(0, 0), Value(1, 1, is_learned=True)
-    a, b, c, d = (Value(2 + i, 2 + i, call=i) for i in range(4))
-    # a = f(x, w); b = f(a, w); c = f(a, w); d = f(b, c): the ways part at a
-    calls = [call([x, w], a), call([a, w], b), call([a, w], c), call([b, c], d)]
-    assert calls_on_cut_edges(calls, [d]) == {0}
-    # returning both ways joins them in the loss
-    assert calls_on_cut_edges(calls[:3], [b, c]) == {0}
-    assert calls_on_cut_edges(calls[:2], [b]) == {0, 1}

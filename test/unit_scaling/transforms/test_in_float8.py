@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise, sqnr
-from meter import GemmCounter
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import float8.unit_scaling as uu
 from float8 import (
@@ -21,13 +19,11 @@ from float8 import (
     ScalingType,
     accurate_layers,
     convert_to_float8_training,
-    filters,
     high_precision,
     inspect,
 )
 from float8.config import RECIPES
-from float8.unit_scaling.transforms import float8, simulate_fp8, track_scales, unit_scale
-from float8.unit_scaling.transforms.transformed import Transformed
+from float8.unit_scaling.transforms import float8, track_scales, unit_scale
 
 
 class Net(nn.Module):
@@ -51,7 +47,7 @@ def results(model, x, g):
     return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", sorted({*RECIPES} - {"delayed"}))
 def test_a_layer_has_the_bits_of_a_converted_one(recipe):
     plain, scaled = nn.Linear(32, 48), uu.Linear(32, 48, bias=True)
     config, x, g = RECIPES[recipe], torch.randn(16, 32), torch.randn(16, 48)
@@ -73,121 +69,6 @@ def test_functions_that_conversion_cannot_reach_run_in_float8():
     assert not torch.equal(mixed(x), mixed[0](x))  # the mix is no module's weight
 
 
-def test_a_unit_scaled_model_loses_no_more_than_with_measured_scales():
-    model, x, g = unit_scale(Net()), torch.randn(256, 32), torch.randn(256, 16)
-    exact = results(model, x, g)
-    unit = results(float8(model), x, g)
-    dynamic = results(float8(model, RECIPES["tensorwise"]), x, g)
-    for a, b, e in zip(unit, dynamic, exact, strict=True):
-        assert sqnr(a, e) > min(sqnr(b, e), 40) - 3
-
-
-def test_the_order_of_transforms_does_not_matter():
-    torch.manual_seed(1)
-    model, x, g = Net(), torch.randn(64, 32), torch.randn(64, 16)
-    first, second = float8(unit_scale(model)), unit_scale(float8(model))
-    for a, b in zip(results(first, x, g), results(second, x, g), strict=True):
-        assert_bitwise(a, b)
-    third, fourth = simulate_fp8(unit_scale(model)), unit_scale(simulate_fp8(model))
-    for a, b in zip(results(third, x, g), results(fourth, x, g), strict=True):
-        assert_bitwise(a, b)
-
-
-def test_real_float8_is_what_the_simulation_simulates():
-    model, x, g = unit_scale(Net()), torch.randn(64, 32), torch.randn(64, 16)
-    real, simulated = (
-        results(float8(model, RECIPES["unit"]), x, g),
-        results(simulate_fp8(model), x, g),
-    )
-    for a, b in zip(real, simulated, strict=True):
-        assert sqnr(a, b) > 25
-
-
-def test_the_factors_cost_no_product_and_no_elementwise_kernel():
-    layer, x = uu.Linear(32, 32), torch.randn(16, 32, requires_grad=True)
-    model = float8(nn.Sequential(layer))
-    with GemmCounter() as counter:
-        model(x).backward(torch.randn(16, 32))
-    assert counter.products == 3
-
-
-def test_filtered_modules_stay_in_high_precision():
-    model, x = Net(), torch.randn(8, 32)
-    none = float8(model, module_filter_fn=lambda m, fqn: False)
-    assert not torch.equal(none(x), model(x))
-    head_only = float8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), module_filter_fn=(
-        filters.skip_names("0")
-    ))  # fmt: skip
-    assert torch.equal(head_only[0](x), nn.Module.__call__(head_only[0], x))
-    expected = float8(nn.Sequential(head_only[1]))(head_only[0](x))
-    assert_bitwise(head_only(x), expected)
-
-
-def test_contractions_of_activations_stay_in_high_precision():
-    class Attends(nn.Module):
-        def forward(self, x):
-            scores = torch.bmm(x, x.mT) + x @ x.mT
-            return F.scaled_dot_product_attention(scores, scores, scores)
-
-    x = torch.randn(2, 16, 32)
-    assert_bitwise(float8(Attends())(x), Attends()(x))
-    model, x, g = uu.MHSA(64, 2, is_causal=True), torch.randn(2, 32, 64), torch.randn(2, 32, 64)
-    with GemmCounter() as counter:
-        found = results(float8(model), x.requires_grad_(), g)
-    assert counter.products == 2 * 3
-    for a, b in zip(found, results(model, x, g), strict=True):
-        assert sqnr(a, b) > 17
-
-
-def test_copies_and_pickles_run_their_own_weights():
-    model, x = float8(unit_scale(Net())), torch.randn(8, 32)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert isinstance(other, Transformed) and isinstance(other, Net)
-        assert_bitwise(other(x), model(x))
-        with torch.no_grad():
-            other.head.weight.mul_(2)
-        assert not torch.equal(other(x), model(x))
-
-
-def test_compiled_in_one_graph_with_the_results_of_eager():
-    model = float8(unit_scale(Net()), module_filter_fn=filters.skip_names("head"))
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for batch in (40, 56, 24):
-        x, g = torch.randn(batch, 32), torch.randn(batch, 16)
-        eager = results(model, x, g)
-        out = compiled(x)
-        model.zero_grad()
-        out.backward(g)
-        for a, b in zip([out, *(p.grad for p in model.parameters())], eager, strict=True):
-            assert sqnr(a, b) > 25
-    assert counter.frame_count <= 2
-
-
-@pytest.mark.parametrize(
-    ("act", "error", "message"),
-    [
-        (
-            lambda m: float8(m, ["unit"]),
-            TypeError,
-            "config must be a Float8LinearConfig, got a list",
-        ),
-        (lambda m: float8(m, RECIPES["delayed"]), ValueError, "keeps no amax history"),
-        (lambda m: float8(m.double())(torch.randn(2, 32).double()), TypeError, "float64"),
-        (lambda m: float8(m)(torch.randn(2, 32).bfloat16()), TypeError, "weight torch.float32"),
-        (lambda m: convert_to_float8_training(unit_scale(m)), ValueError, "transforms.float8"),
-        (lambda m: unit_scale(convert_to_float8_training(m)), ValueError, "up is converted"),
-    ],
-)
-def test_bad_input_is_refused_by_name(act, error, message):
-    model = Net()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(error, match=message):
-        act(model)
-    if message != "float64" and "converted" not in message:
-        assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-
-
 def test_by_default_inputs_that_outgrow_the_format_do_not_saturate():
     config = replace(RECIPES["unit"], cast_config_input=CastConfig())
     assert float8(Net()).transforms[0].config == config
@@ -199,33 +80,14 @@ def test_by_default_inputs_that_outgrow_the_format_do_not_saturate():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_high_precision_turns_it_off(compiled):
-    unit, x = unit_scale(Net()), torch.randn(16, 32)
-    model = copy.deepcopy(float8(unit))
-    called = torch.compile(model, backend="aot_eager") if compiled else model
+    plain, x = nn.Linear(32, 32) if compiled else unit_scale(Net()), torch.randn(16, 32)
+    model = copy.deepcopy(float8(plain))
+    called = torch.compile(model, backend="eager") if compiled else model
     before = called(x)
     with high_precision(model):
-        assert_bitwise(called(x), unit(x))
+        assert_bitwise(called(x), plain(x))
     assert_bitwise(called(x), before)
-    assert sqnr(unit(x), before) < 60
-
-
-def test_high_precision_turns_it_off_whichever_transform_is_the_last():
-    plain, x = Net(), torch.randn(16, 32)
-    first = float8(plain)
-    model, unit, before = unit_scale(first), unit_scale(plain), first(x)
-    with high_precision(model):
-        assert_bitwise(model(x), unit(x))
-        assert_bitwise(first(x), before)  # another model's
-
-
-def test_high_precision_turns_off_what_version_0_8_has_pickled():
-    plain, x = Net(), torch.randn(16, 32)
-    model = float8(plain)
-    del vars(model.transforms[0])["switch"], vars(model.transforms[0])["watchers"]
-    model = pickle.loads(pickle.dumps(model))
-    assert not torch.equal(model(x), plain(x))
-    with high_precision(model):
-        assert_bitwise(model(x), plain(x))
+    assert sqnr(plain(x), before) < 60
 
 
 @pytest.mark.parametrize("recipe", ["unit", "tensorwise", "blockwise"])
@@ -252,8 +114,9 @@ def test_inspect_measures_what_it_measures_of_converted_layers(recipe):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inspect_changes_nothing_and_ends_with_its_block(compiled):
-    model, x, g = float8(unit_scale(Net())), torch.randn(16, 32), torch.randn(16, 16)
-    run = torch.compile(model, backend="aot_eager") if compiled else model
+    plain, x, g = Net(), torch.randn(16, 32), torch.randn(16, 16)
+    model = float8(plain if compiled else unit_scale(plain))
+    run = torch.compile(model, backend="eager") if compiled else model
     before = results(run, x, g)
     with inspect(run) as first:
         watched = results(run, x, g)
@@ -301,21 +164,6 @@ def test_inspect_names_tied_weights_and_numbers_computed_ones():
     assert {row.layer for row in report._rows} == {""}
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_inspect_names_transposed_weights(grad):
-    class Transposed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
-
-        def forward(self, x):
-            return F.linear(F.linear(x, self.first.t()), self.second.view(32, 32).t())
-
-    with inspect(model := float8(Transposed())) as report, torch.set_grad_enabled(grad):
-        model(torch.randn(16, 32))
-    assert [row.layer for row in report._rows] == ["first"] * 2 + ["second"] * 2
-
-
 def test_inspect_says_what_it_did_not_measure():
     model, tokens = nn.Sequential(float8(Tied())), torch.randint(48, (16,))
     with inspect(model) as report, high_precision(model):
@@ -331,20 +179,7 @@ def test_inspect_says_what_it_did_not_measure():
         pass
 
 
-def test_inspect_is_not_seen_by_an_outer_transform():
-    model = track_scales(nn.Sequential(float8(Net())))
-    x, g = torch.randn(16, 32, requires_grad=True), torch.randn(16, 16)
-    results(model, x, g)
-    calls = len(model.scales_graph().nodes)
-    with inspect(model) as report:
-        results(model, x, g)
-    assert len(model.scales_graph().nodes) == calls
-    with inspect(model[0]) as alone:
-        results(model[0], x, g)
-    assert [replace(row, layer=row.layer.removeprefix("0.")) for row in report._rows] == alone._rows
-
-
-@pytest.mark.parametrize("recipe", ["unit", "tensorwise", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["unit", "rowwise", "mxfp8"])
 def test_an_outer_transform_does_not_let_casts_write_into_their_input(recipe):
     model, x = nn.Sequential(float8(Net(), RECIPES[recipe])), torch.randn(16, 32)
     expected, kept = model(x), x.clone()
@@ -352,3 +187,18 @@ def test_an_outer_transform_does_not_let_casts_write_into_their_input(recipe):
     for _ in range(2):
         assert_bitwise(tracked(x), expected)
         assert_bitwise(x, kept)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_inspect_names_transposed_weights(grad):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = (nn.Parameter(torch.randn(32, 32)) for _ in range(2))
+
+        def forward(self, x):
+            return F.linear(F.linear(x, self.first.t()), self.second.view(32, 32).t())
+
+    with inspect(model := float8(Transposed())) as report, torch.set_grad_enabled(grad):
+        model(torch.randn(16, 32))
+    assert [row.layer for row in report._rows] == ["first"] * 2 + ["second"] * 2

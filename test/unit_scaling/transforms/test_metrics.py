@@ -35,17 +35,6 @@ def test_metrics_are_those_of_float64_arithmetic(shape, dtype):
         assert getattr(found, name) == pytest.approx(value, rel=tolerance, abs=tolerance), name
 
 
-def test_float16_sums_do_not_overflow():
-    assert Metrics(torch.full((4000,), 300.0, dtype=torch.float16)).fwd.abs_mean == 300.0
-
-
-def test_an_empty_tensor_has_no_numbers_but_its_size():
-    found = Metrics(torch.empty(0, 3)).fwd
-    assert found.numel == 0
-    assert math.isnan(found.mean_abs)
-    assert math.isnan(found.abs_max)
-
-
 def test_a_nan_shows_in_every_number():
     found = Metrics(torch.tensor([1.0, math.nan])).fwd
     assert all(math.isnan(getattr(found, name)) for name in Metrics.names() if name != "numel")
@@ -58,16 +47,15 @@ def test_sparse_gradients_and_float8_tensors_count_as_what_they_stand_for():
     assert Metrics(Float8Tensor.from_high_precision(x, E4M3, Tensorwise())).fwd == Metrics(x).fwd
 
 
-def test_the_gradients_numbers_are_those_of_the_latest_backward():
-    metrics = Metrics(torch.ones(2))
-    assert metrics.bwd is None
-    metrics.set_bwd(torch.full((2,), 3.0))
-    metrics.set_bwd(torch.full((2,), 5.0))
-    assert metrics.bwd.mean_abs == 5.0
-
-
 def test_names_have_long_names_and_a_wrong_one_is_refused():
     assert Metrics.get_full_name("std") == "standard deviation"
     assert len(Metrics.full_names()) == len(Metrics.names()) == 6
     with pytest.raises(ValueError, match="'rms' is not a metric; use one of mean_abs"):
         Metrics.get_full_name("rms")
+
+
+def test_an_empty_tensor_has_no_numbers_but_its_size():
+    found = Metrics(torch.empty(0, 3)).fwd
+    assert found.numel == 0
+    assert math.isnan(found.mean_abs)
+    assert math.isnan(found.abs_max)

@@ -82,15 +82,6 @@ def test_weights_get_gradients_of_unit_scale(make):
             assert 1 / 5 < scale < 5, f"{name}: {scale}"
 
 
-def test_rotary_embeddings_change_no_scale():
-    """``q * cos + rotate(q) * sin`` is a rotation, not a sum of signals."""
-    model, scales = unit_scale(llama("eager")).eval(), []
-    attention = model.model.layers[0].self_attn
-    attention.k_proj.register_forward_hook(lambda m, args, out: scales.append(out.std()))
-    cache = model(torch.randint(VOCABULARY, (4, 32)), use_cache=True).past_key_values
-    torch.testing.assert_close(cache.layers[0].keys.std(), scales[-1], rtol=1e-4, atol=0)
-
-
 def test_a_cache_is_filled_once_and_with_real_tensors():
     from transformers import DynamicCache
 
@@ -110,38 +101,6 @@ def test_a_cache_is_filled_once_and_with_real_tensors():
         assert_bitwise(mine, theirs)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_generation_is_greedy_search_by_forwards(make):
-    model, ids = unit_scale(make()).eval(), torch.randint(VOCABULARY, (2, 6))
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    mask = torch.ones_like(ids)
-    model.generation_config.eos_token_id = None
-    found = model.generate(ids, attention_mask=mask, use_cache=False, **options)
-    expected = ids
-    for _ in range(4):
-        with torch.no_grad():
-            chosen = model(expected).logits[:, -1:].argmax(-1)
-        expected = torch.cat([expected, chosen.squeeze(1)[:, None]], dim=1)
-    assert torch.equal(found, expected)
-    cached = model.generate(ids, attention_mask=mask, **options)
-    assert torch.equal(cached[:, :7], found[:, :7]) and cached.shape == found.shape
-
-
-def test_compiled_numbers_are_eager_ones():
-    """Of a mask of ones HuggingFace makes nothing in eager mode and a mask in compiled code, where
-    attention has another factor; but it runs."""
-    model, ids = unit_scale(gpt2(1)).eval(), torch.randint(VOCABULARY, (2, 8))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    kinds, grads = masks(2, 8), []
-    for run in (compiled, model):
-        model.zero_grad()
-        assert run(ids, attention_mask=kinds["ones"], use_cache=False).logits.isfinite().all()
-        logits = run(ids, attention_mask=kinds["padded"], use_cache=False).logits
-        logits.backward(torch.ones_like(logits))
-        grads.append([logits.detach(), *(p.grad.clone() for p in model.parameters())])
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("need_weights", [False, True])
 def test_arguments_may_be_one_tensor(need_weights):
     model, x = unit_scale(nn.MultiheadAttention(64, 4, batch_first=True)), torch.randn(2, 8, 64)
@@ -159,26 +118,6 @@ def test_arguments_may_be_one_tensor(need_weights):
 
 
 # --- models whose path varies
-
-
-class Appends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(4, 4), []
-
-    def forward(self, x, box):
-        self.seen.append(x)
-        box["states"].append(self.layer(x))
-        return x + self.layer(x)
-
-
-def test_what_a_model_keeps_is_kept_once_and_is_real():
-    model, box = unit_scale(Appends()), {"states": []}
-    for times in (1, 2):
-        model(torch.randn(2, 4), box)
-        kept = [*model.seen, *box["states"]]
-        assert len(model.seen) == len(box["states"]) == times
-        assert not any(isinstance(x, FakeTensor) for x in kept)
 
 
 class Wavers(nn.Module):

@@ -1,25 +1,50 @@
-"""Modules that a transform would not reach are refused by name, before any change."""
+"""Models, calls and arguments that a transform would not reach are refused, before any change."""
 
 from __future__ import annotations
 
 import copy
 import types
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise
 from torch import nn
-from torch.nn.utils import prune, spectral_norm
+from torch.fx import Graph
+from torch.nn.utils import parametrizations, prune, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from float8.unit_scaling.transforms import compile, float8, simulate_fp8, track_scales, unit_scale
+from float8 import convert_to_float8_training
+from float8.config import RECIPES
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms import (
+    Metrics,
+    compile,
+    float8,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    simulate_fp8,
+    track_scales,
+    unit_scale,
+)
 
 TRANSFORMS = (unit_scale, simulate_fp8, track_scales, float8)
 
 
+class Calls(nn.Module):
+    """Calls a function with its input and its weight, of which the function may have more."""
+
+    def __init__(self, function, shape=(8, 8)):
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(shape)), function
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
 class Holds(nn.Module):
-    """A function among its attributes has its layer's weights, or a method of it has."""
+    """A function among its attributes has its layer's weights."""
 
     def __init__(self, how="function"):
         super().__init__()
@@ -30,107 +55,11 @@ class Holds(nn.Module):
 
         if how == "hook":
             self.layer.register_forward_hook(lambda module, args, y: inner(y))
-        self.function = {"function": inner, "method": self.method}.get(how, torch.relu)
-
-    def method(self, x):
-        return self.layer(x)
+        self.function = inner if how == "function" else torch.relu
+        self.hidden = [nn.Linear(8, 8)]  # not a ModuleList
 
     def forward(self, x):
-        return self.function(x)
-
-
-def scripted():
-    with pytest.warns(DeprecationWarning, match="jit"):
-        return torch.jit.script(nn.Linear(8, 8))
-
-
-class Instance(nn.Linear):
-    def __init__(self, make):
-        super().__init__(8, 8)
-        self.forward = make(self)
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (
-            Holds,
-            ValueError,
-            "function Holds.*inner as function, which holds the model",
-        ),
-        (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer has .* one of _forward_hooks"),
-        (lambda: Instance(lambda m: lambda x: x), ValueError, "forward was assigned"),
-        (
-            lambda: Instance(lambda m: types.MethodType(nn.Linear.forward, m)),
-            ValueError,
-            "forward was assigned",
-        ),
-        (lambda: torch.relu, TypeError, r"takes an nn\.Module, got builtin_function"),
-        (lambda: compile(nn.Linear(8, 8)), TypeError, "transform it first, then compile"),
-        (lambda: nn.Sequential(torch.compile(nn.Linear(8, 8))), TypeError, "0 .* is compiled"),
-        (lambda: nn.Sequential(scripted()), TypeError, "0 .* runs without Python"),
-        (lambda: nn.DataParallel(nn.Linear(8, 8)), TypeError, "DataParallel.* then wrap it"),
-        (
-            lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(8, 8))),
-            TypeError,
-            r"wrap it, nn\.Sequential",
-        ),
-    ],
-)
-def test_what_is_out_of_reach_is_refused_by_name(transform, make, error, message):
-    with pytest.raises(error, match=message):
-        transform(make())
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_a_second_transform_of_a_kind_is_refused(transform):
-    with pytest.raises(ValueError, match=r"has the transform \w+ already"):
-        transform(transform(nn.Linear(8, 8)))
-
-
-def test_compile_takes_modules_only():
-    with pytest.raises(TypeError, match=r"takes an nn\.Module"):
-        compile(torch.relu)
-
-
-def test_an_exported_module_is_refused():
-    exported = torch.export.export(nn.Linear(8, 8), (torch.randn(2, 8),)).module()
-    with pytest.raises(TypeError, match=r"0 .* was exported"):
-        simulate_fp8(nn.Sequential(exported))
-
-
-def test_bound_methods_and_functions_that_hold_nothing_of_the_model_are_copied():
-    other, x = nn.Linear(8, 8), torch.randn(2, 8)
-    plain = Holds("method")
-    plain.layer.register_forward_hook(lambda module, args, y: y + other(y).detach())
-    model = simulate_fp8(plain)
-    model(x).sum().backward()
-    assert plain.layer.weight.grad is None and model.layer.weight.grad is not None
-
-
-def test_a_traced_graph_inside_of_a_model_is_reached():
-    plain, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
-    model = simulate_fp8(nn.Sequential(torch.fx.symbolic_trace(plain)))
-    assert torch.equal(model(x), simulate_fp8(plain)(x)) and not torch.equal(model(x), plain(x))
-
-
-def test_a_model_compiled_in_place_is_transformed_as_it_was_written():
-    plain, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
-    plain.compile(backend="eager")
-    assert torch.equal(simulate_fp8(plain)(x), simulate_fp8(nn.Sequential(plain[0]))(x))
-
-
-def test_a_forward_that_has_not_run_when_it_returns_is_refused():
-    class Generates(nn.Module):
-        def forward(self, x):
-            yield F.gelu(x)
-
-    with pytest.raises(TypeError, match="returned a generator"):
-        simulate_fp8(Generates())(torch.randn(2))
-
-
-# --- tensors that a module computes from its parameters and keeps
+        return self.hidden[0](x)
 
 
 class Keeps(nn.Linear):
@@ -146,9 +75,33 @@ class Keeps(nn.Linear):
         return self.last
 
 
-def weight_norm(layer):
+class Generates(nn.Module):
+    def forward(self, x):
+        yield F.gelu(x)
+
+
+def linear():
+    return nn.Linear(8, 8)
+
+
+def inside(module):
+    return nn.Sequential(linear(), nn.Sequential(module))
+
+
+def assigned(make):
+    layer = linear()
+    layer.forward = make(layer)
+    return layer
+
+
+def scripted():
+    with pytest.warns(DeprecationWarning, match="jit"):
+        return torch.jit.script(linear())
+
+
+def weight_norm():
     with pytest.warns(FutureWarning, match="weight_norm"):
-        return nn.utils.weight_norm(layer)
+        return nn.utils.weight_norm(linear())
 
 
 def that_has_run(layer):
@@ -156,42 +109,145 @@ def that_has_run(layer):
     return layer
 
 
+def grouped(function, x, w):
+    return function(x, w.transpose(-2, -1), offs=torch.tensor([2, 4], dtype=torch.int32))
+
+
+def breaks(x, w):
+    y = x @ w
+    return x + y if y.sum() > 0 else x
+
+
+def exported():
+    return torch.export.export(linear(), (torch.randn(2, 8),)).module()
+
+
+def without_scales():
+    graph = Graph()
+    graph.output(graph.placeholder("x"))
+    return graph
+
+
+def attention(x, options, **call):
+    inputs = (x, x, x)
+    return lambda: simulate_fp8(nn.MultiheadAttention(8, 2, **options))(*inputs, **call)
+
+
+def called(model, *shape, dtype=torch.float32):
+    """The call of a model with a random input."""
+    return lambda: model()(torch.randn(*shape or (2, 8), dtype=dtype))
+
+
+def scaled(make, *inputs):
+    """The call of a unit-scaled model."""
+    return lambda: unit_scale(make())(*inputs)
+
+
+X, X4 = torch.randn(2, 8), torch.randn(4, 16)
+# What every transform refuses: model, exception, the message.
+MODELS = [
+    (Holds, ValueError, "function Holds.*inner as function, which holds the model"),
+    (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer has .* one of _forward_hooks"),
+    (lambda: assigned(lambda m: lambda x: x), ValueError, "forward was assigned"),
+    (
+        lambda: assigned(lambda m: types.MethodType(nn.Linear.forward, m)),
+        ValueError,
+        "forward was assigned",
+    ),
+    (lambda: torch.relu, TypeError, r"takes an nn\.Module, got builtin_function"),
+    (lambda: compile(linear()), TypeError, "transform it first, then compile"),
+    (lambda: nn.Sequential(torch.compile(linear())), TypeError, "0 .* is compiled"),
+    (lambda: nn.Sequential(scripted()), TypeError, "0 .* runs without Python"),
+    (lambda: nn.Sequential(exported()), TypeError, "0 .* was exported"),
+    (lambda: nn.DataParallel(linear()), TypeError, "DataParallel.* then wrap it"),
+    (lambda: torch.fx.symbolic_trace(nn.Sequential(linear())), TypeError, "wrap it"),
+    (lambda: inside(weight_norm()), ValueError, r"^1\.0 \(Linear\) .*remove_weight_norm"),
+    (
+        lambda: inside(prune.l1_unstructured(linear(), "weight", 0.5)),
+        ValueError,
+        r"^1\.0 .* prune\.remove",
+    ),
+    (lambda: inside(that_has_run(spectral_norm(linear()))), ValueError, "remove_spectral_norm"),
+    (lambda: inside(that_has_run(Keeps())), ValueError, r"^1\.0 \(Keeps\) .* set it to None"),
+    (lambda: inside(that_has_run(Keeps(as_buffer=True))), ValueError, "has last, .* to None"),
+]
+# What one of them refuses: call, exception, the message.
+CALLS = [
+    *((lambda t=t: t(t(linear())), ValueError, r"has the transform \w+ already")
+      for t in TRANSFORMS),
+    (lambda: compile(torch.relu), TypeError, r"takes an nn\.Module"),
+    (called(lambda: simulate_fp8(Generates())), TypeError, "returned a generator"),
+    # unit_scale
+    *((lambda norm=norm: unit_scale(inside(norm(linear()))), ValueError, "1.0 computes its weight")
+      for norm in (parametrizations.spectral_norm, spectral_norm, parametrizations.weight_norm)),
+    (lambda: unit_scale(nn.Sequential(linear(), nn.Linear(3, 3, device="meta"))), ValueError,
+     r"1\.weight is on the meta device.*to_empty"),
+    (lambda: unit_scale(nn.Sequential(float8(linear()))), ValueError, "0 has the transform float8"),
+    (lambda: unit_scale(convert_to_float8_training(inside(nn.Linear(32, 32)))), ValueError,
+     r"1\.0 is converted"),
+    *((lambda r=r: unit_scale(nn.GELU(), replace=r), error, text) for r, error, text in (
+        ({linear: U.gelu}, ValueError, r"replace: linear .*registry\.overridable"),
+        ({len: U.gelu}, ValueError, "replace: len .* a transform does not see"),
+        ({F.gelu: "gelu"}, TypeError, "functions to functions"),
+    )),
+    # At a standard deviation of 1 a weight without a unit-scaled function would make the
+    # activations grow with the width.
+    (scaled(lambda: nn.LSTM(8, 4), X), ValueError, r"lstm at .* weight_ih_l0.*replace="),
+    (scaled(lambda: nn.GRUCell(8, 4), X), ValueError, "gru_cell at .* weight_ih"),
+    (scaled(lambda: nn.ConvTranspose2d(3, 4, 2), torch.randn(2, 3, 4, 4)), ValueError,
+     "conv_transpose2d"),
+    (scaled(lambda: nn.Bilinear(8, 8, 2), X, X), ValueError, "bilinear"),
+    # Sums and means of its rows have no factor that would give them unit scale.
+    (scaled(lambda: nn.EmbeddingBag(10, 8), torch.randint(10, (6, 5))), ValueError,
+     "embedding_bag .* weight"),
+    *((scaled(lambda f=f: Calls(partial(grouped, f), (2, 16, 16)), X4), ValueError,
+       "grouped_mm at .* by weight") for f in (torch._grouped_mm, F.grouped_mm)),
+    (scaled(lambda: Holds("nothing"), X), ValueError,
+     r"test_refusals.*\(8, 8\).* not a parameter of the mod"),
+    (called(lambda: torch.compile(unit_scale(Calls(breaks)), backend="eager")), RuntimeError,
+     "breaks the graph inside a unit-scaled model"),
+    # float8, track_scales and what reads its graphs
+    (lambda: float8(linear(), ["unit"]), TypeError, "config must be a Float8LinearConfig"),
+    (lambda: float8(linear(), RECIPES["delayed"]), ValueError, "keeps no amax history"),
+    (called(lambda: float8(linear().double()), dtype=torch.float64), TypeError, "float64"),
+    (called(lambda: float8(linear()), dtype=torch.bfloat16), TypeError, "weight torch.float32"),
+    (lambda: convert_to_float8_training(unit_scale(linear())), ValueError, "transforms.float8"),
+    (called(lambda: torch.compile(track_scales(linear()), fullgraph=True, backend="eager")),
+     Exception, r"without torch\.compile"),
+    (lambda: Metrics.get_full_name("rms"), ValueError, "'rms' is not a metric"),
+    *((lambda p=p: p(without_scales()), ValueError, r"model\.scales_graph\(\)")
+      for p in (prune_non_float_tensors, prune_same_scale_tensors)),
+    # attention that is decomposed
+    *((attention(torch.randn(5, 2, 8), {name: True}), ValueError, "bias_k|add_zero_attn")
+      for name in ("add_bias_kv", "add_zero_attn")),
+    (attention(torch.randn(5, 2, 8), {}, is_causal=True, need_weights=False), ValueError,
+     "attn_mask"),
+    (attention(torch.randn(5, 2, 4), {}), ValueError, "embed_dim=8"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: weight_norm(nn.Linear(8, 8)), r"\(Linear\) has weight, .*remove_weight_norm"),
-        (lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), r".* prune\.remove"),
-        (lambda: that_has_run(spectral_norm(nn.Linear(8, 8))), ".* remove_spectral_norm"),
-        (lambda: that_has_run(Keeps()), r"\(Keeps\) has last, .* set it to None"),
-        (lambda: that_has_run(Keeps(as_buffer=True)), r"\(Keeps\) has last, .* set it to None"),
-    ],
-)
-def test_what_cannot_be_copied_is_refused_by_module_and_attribute(transform, make, message):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(make()))
-    with pytest.raises(RuntimeError, match="graph leaves"):
-        copy.deepcopy(model)
-    with pytest.raises(ValueError, match=rf"^1\.0 {message}"):
+@pytest.mark.parametrize(("make", "error", "message"), MODELS)
+def test_a_model_out_of_reach_is_refused_and_stays_as_it_is(transform, make, error, message):
+    model = make()
+    state = getattr(model, "state_dict", dict)()
+    before = {name: value.clone() for name, value in state.items()}
+    with pytest.raises(error, match=message):
         transform(model)
+    assert all(torch.equal(value, before[name]) for name, value in state.items())
+    assert not any(hasattr(p, "mup_type") for p in getattr(model, "parameters", list)())
 
 
-def test_the_ways_out_that_the_message_names_are_ways_out():
-    kept = that_has_run(Keeps())
-    kept.last = kept.last.detach()
-    normed = nn.utils.remove_weight_norm(weight_norm(nn.Linear(8, 8)))
-    pruned = prune.remove(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "weight")
-    unit_scale(nn.Sequential(kept, normed, pruned))(torch.randn(2, 8))
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
+def test_a_call_is_refused_by_name(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
-@pytest.mark.parametrize("normed", [nn.utils.parametrizations.spectral_norm, spectral_norm])
-def test_a_weight_of_unknown_scale_is_refused_by_unit_scale_alone(normed):
-    """It can be copied, but its standard deviation is not that of the parameter it is made of."""
-    model = nn.Sequential(nn.Linear(8, 8), normed(nn.Linear(8, 8)))
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r"^unit_scale: 1 computes its weight.*remove_spectral"):
-        unit_scale(model)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-    simulate_fp8(model)(torch.randn(2, 8))
+def test_a_traced_graph_inside_of_a_model_is_reached():
+    plain, x = nn.Sequential(linear(), nn.ReLU()), torch.randn(2, 8)
+    model = simulate_fp8(nn.Sequential(torch.fx.symbolic_trace(plain)))
+    assert torch.equal(model(x), simulate_fp8(plain)(x)) and not torch.equal(model(x), plain(x))
 
 
 # --- activation checkpointing
@@ -239,15 +295,3 @@ def test_around_it_gives_the_same_gradients(transform, kind):
         results.append([x.grad, *(p.grad.clone() for p in model.parameters())])
     for mine, theirs in zip(*results, strict=True):
         assert_bitwise(mine, theirs)
-
-
-@EACH
-def test_other_saved_tensor_hooks_and_no_grad_are_none(transform):
-    class Offloads(Net):
-        def forward(self, x):
-            with torch.no_grad():
-                x = x + F.gelu(x) * 0
-            with torch.autograd.graph.save_on_cpu():
-                return self.block(x)
-
-    transform(Offloads())(torch.randn(4, 16)).sum().backward()
