@@ -78,11 +78,9 @@ def classify(
 ) -> Addition:
     """What an addition means; a residual one has no ``tau`` yet.
 
-    Args:
-        history: what the forward has done so far.
-        earlier: the additions before, by the numbers of their calls.
-        number: the number of a call of ``torch.add`` in any spelling.
-        is_plain: whether both operands have one shape and ``alpha`` is 1.
+    ``history`` is the forward so far. ``earlier`` has the additions before, by the numbers of their
+    calls. ``number`` is that of a call of ``torch.add`` in any spelling. ``is_plain`` says that
+    both operands have one shape and ``alpha`` is 1.
     """
     left, right = (history.calls[number].operand(argument) for argument in OPERANDS)
     if left is None or right is None or _is_kept(history, left, right):
