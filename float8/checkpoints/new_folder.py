@@ -47,9 +47,10 @@ def refuses_folder(folder: Path, overwrite: bool) -> str | None:
 def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to write in, which becomes ``folder`` when the block ends without error.
 
-    ``folder`` must be absent or empty, else FileExistsError is raised; ``overwrite=True`` replaces
-    the checkpoint in it, see the module. The temporary folder lies beside it. Files in it are to be
-    written by `write_file` or be synced otherwise. If writing fails, nothing is left.
+    ``folder`` must be absent or empty, else FileExistsError is raised; its parents are made.
+    ``overwrite=True`` replaces the checkpoint in it, see the module. The temporary folder lies
+    beside it. Files in it are to be written by `write_file` or be synced otherwise. If writing
+    fails, nothing is left.
     """
     final = Path(folder).resolve()
     if (reason := refuses_folder(final, overwrite)) is not None:

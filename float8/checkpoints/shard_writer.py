@@ -46,9 +46,9 @@ def write_shards(
     ``max_shard_bytes`` bytes of tensors, unless it has one tensor alone. ``metadata`` is that of
     each file; ``files`` has further files of the folder, such as ``config.json``, by name.
 
-    The folder must be absent or empty, else FileExistsError is raised; ``overwrite=True`` replaces
-    the checkpoint in it, and other files stay. Raises ValueError if a tensor is not as ``specs``
-    says. If writing fails, the folder is as it was before.
+    The folder must be absent or empty, else FileExistsError is raised; its parents are made.
+    ``overwrite=True`` replaces the checkpoint in it, and other files stay. Raises ValueError if a
+    tensor is not as ``specs`` says. If writing fails, the folder is as it was before.
     """
     with new_folder(folder, overwrite) as temporary:
         try:
