@@ -37,15 +37,9 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def check_module(value: object, caller: str, argument: str = "model") -> None:
-    """Raise unless ``value`` is an ``nn.Module``.
+    """Raise TypeError unless ``value`` is an ``nn.Module``.
 
-    Args:
-        value: what the caller was given.
-        caller: the public function, for the message.
-        argument: the name of its parameter.
-
-    Raises:
-        TypeError: it is something else; the message says what to give.
+    ``caller`` and ``argument`` name the public function and its parameter, for the message.
     """
     if isinstance(value, nn.Module):
         return
@@ -61,60 +55,35 @@ def check_module(value: object, caller: str, argument: str = "model") -> None:
 
 
 def check_bool(value: object, name: str) -> None:
-    """Raise unless ``value`` is True or False: the string "false" is true to ``if``.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError unless ``value`` is True or False: the string "false" is true to ``if``."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {described(value)}")
 
 
 def check_type(value: object, wanted: Any, caller: str, argument: str, such_as: str) -> None:
-    """Raise unless ``value`` is of a type.
+    """Raise TypeError unless ``value`` is of the type ``wanted``, or of one of a tuple of types.
 
-    Args:
-        value: what the caller was given.
-        wanted: a type, or a tuple of types.
-        caller: the public function, for the message.
-        argument: the name of its parameter.
-        such_as: what to give, in words.
-
-    Raises:
-        TypeError: it is something else.
+    The message names the public function, its parameter, and what to give instead (``such_as``).
     """
     if not isinstance(value, wanted):
         raise TypeError(f"{caller}: {argument} must be {such_as}, got {described(value)}")
 
 
 def check_tensors(caller: str, **arguments: object) -> None:
-    """Raise unless all arguments, by name, are tensors.
-
-    Raises:
-        TypeError: one of them is something else.
-    """
+    """Raise TypeError unless all arguments, by name, are tensors."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {described(value)}")
 
 
 def check_function(value: object, caller: str, argument: str) -> None:
-    """Raise unless ``value`` can be called.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Raise TypeError unless ``value`` can be called."""
     if not callable(value):
         raise TypeError(f"{caller}: {argument} must be a function, got {described(value)}")
 
 
 def check_integer(value: object, name: str, least: int) -> None:
-    """Raise unless ``value`` is an integer that is large enough.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is too small.
-    """
+    """Raise TypeError unless ``value`` is an integer, ValueError if it is less than ``least``."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
         raise TypeError(f"{name} must be an integer >= {least}, got {described(value)}")
     if value < least:

@@ -72,8 +72,7 @@ _FNUZ_TWIN = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 def format_of(format_or_dtype: Format | torch.dtype) -> Format:
     """The `Format` of a float8 dtype (a `Format` passes through).
 
-    Raises:
-        TypeError: for a dtype that is not one of the four, naming those that are.
+    Raises TypeError for a dtype that is not one of the four, naming those that are.
     """
     if isinstance(format_or_dtype, Format):
         return format_or_dtype

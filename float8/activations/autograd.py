@@ -31,9 +31,8 @@ MUCH_SMALLER = 16  # an input with 16 times fewer elements than another
 class SavingOp(ABC):
     """Abstract: an op that saves less than torch. Final: `CopyOp`, `MaskOp`.
 
-    Args:
-        name: in messages and in the arguments of `saved_activations`.
-        readers: each torch function that calls the op, and how its arguments are read.
+    ``name`` is used in messages and in the arguments of `saved_activations`. ``readers`` has each
+    torch function that calls the op, and how its arguments are read.
     """
 
     name: str
@@ -148,8 +147,7 @@ class _SavedCopies(torch.autograd.Function):
 class MaskOp(SavingOp):
     """An op whose gradient needs one bit per element of its input.
 
-    Args:
-        forward: ``forward(x, **options)``, the result as `with_mask` returns it.
+    ``forward(x, **options)`` returns what `with_mask` returns.
     """
 
     forward: Callable[..., Tensor]

@@ -123,16 +123,12 @@ class Comparison:
 def compare_checkpoints(
     a: str | Path, b: str | Path, *, progress: Progress | None = None
 ) -> Comparison:
-    """Compare all weights of two checkpoints by value.
+    """Compare all weights of two checkpoints by value; ``a`` is the reference.
 
-    Args:
-        a: the reference: a folder of safetensors files, or one file.
-        b: the other.
-        progress: called with the number of weights that are done, of all, and the key.
-
-    Raises:
-        FileNotFoundError: no such folder or file, or a shard is missing.
-        ValueError: the files of one are damaged, or contradict themselves or their config.
+    Each is a folder of safetensors files, or one file. ``progress`` is called with the number of
+    weights that are done, the number of all, and the key. Raises FileNotFoundError if a folder,
+    file or shard is missing, and ValueError if files are damaged or contradict each other or their
+    config.
     """
     sources = Source(a), Source(b)
     specs_a, specs_b = (source.weights() for source in sources)

@@ -20,10 +20,7 @@ from float8.linear.registration import stacked_weights
 
 
 class ModelLayers:
-    """The modules of a model by the tensors that they own.
-
-    Args:
-        model: the model, perhaps in wrappers.
+    """The modules of a model, perhaps in wrappers, by the tensors that they own.
 
     Attributes:
         tensors: name -> parameter or buffer, under each of its names.
@@ -65,13 +62,8 @@ class ModelLayers:
     def layer_of(self, key: str, slot: Slot) -> tuple[nn.Module | None, str | None]:
         """The module that multiplies by a tensor in float8, or the reason why none does.
 
-        Args:
-            key: of the tensor in the file.
-            slot: its place in the model.
-
-        Returns:
-            (module, None); (None, reason) for the weight of a linear layer in high precision;
-            (None, None) for all other tensors.
+        Returns (module, None); (None, reason) for the weight of a linear layer in high precision;
+        and (None, None) for all other tensors. ``key`` is the tensor's name in the file.
         """
         module, own = self._modules[slot.parameter]
         if not _multiplies_in_float8(module, own):
@@ -103,8 +95,7 @@ class ModelLayers:
     def unpublished(self, published: set[str]) -> dict[str, str]:
         """Name -> reason, of the linear layers that have no weight of their own in the file.
 
-        Args:
-            published: the names of layers that have.
+        ``published`` has the names of the layers that have one.
         """
         found = {}
         for name, layer in self._linears.items():

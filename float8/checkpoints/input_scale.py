@@ -31,9 +31,8 @@ FIX = (
 def check_input_scales(scales: object) -> dict[str, float]:
     """The scales that a user gives, by layer.
 
-    Raises:
-        TypeError: no mapping of names to numbers.
-        ValueError: a scale is not one number, finite and positive.
+    Raises TypeError if they are no mapping of names to numbers, and ValueError if a scale is not
+    one number, finite and positive.
     """
     if scales is None:
         return {}
@@ -57,9 +56,7 @@ def check_input_scales(scales: object) -> dict[str, float]:
 def input_scale(module: nn.Module, given: float | None) -> Tensor | None:
     """The static scale of a layer's input, float32 of shape (); None if there is none.
 
-    Args:
-        module: a layer in float8.
-        given: what the user gives for it, or None.
+    ``given`` is the scale that the user gives for this layer, or None.
     """
     if given is not None:
         return torch.tensor(given, dtype=torch.float32)

@@ -121,16 +121,11 @@ class Inspection:
 def inspect_checkpoint(
     path: str | Path, *, data: bool = False, progress: Progress | None = None
 ) -> Inspection:
-    """Look at a checkpoint, float8 or not.
+    """Look at a checkpoint, float8 or not: a folder of safetensors files, or one file.
 
-    Args:
-        path: a folder of safetensors files, or one file.
-        data: read the weights in float8 too.
-        progress: called with the number of tensors that are done, of all, and the key.
-
-    Raises:
-        FileNotFoundError: no such folder or file, or a shard is missing.
-        ValueError: a file or the config cannot be read at all.
+    ``data=True`` reads the weights in float8 too. ``progress`` is called with the number of tensors
+    that are done, the number of all, and the key. Raises FileNotFoundError if a folder, file or
+    shard is missing, and ValueError if a file or the config cannot be read at all.
     """
     source = Source(path, raises=False)
     specs, weights = source.shards.keys(), source.weights()

@@ -61,11 +61,7 @@ def refuses_input_scale(scale: Tensor | None) -> str | None:
 
 
 def read_data(name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """The float8 data of a layer's weight, (N, K).
-
-    Raises:
-        ValueError: it is not E4M3, or not a matrix.
-    """
+    """The float8 data of a layer's weight, (N, K); ValueError if it is not E4M3 or not a matrix."""
     key = f"{name}.weight"
     data = read(key)
     if data.dtype != E4M3.dtype:
@@ -84,17 +80,11 @@ def read_scale(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype] = FLOATS,
 ) -> Tensor:
-    """A scale in float32, or in E8M0 where the file holds its bytes.
+    """A scale in float32, or in E8M0 where the file holds its bytes (uint8).
 
-    Args:
-        key: of the scale.
-        read: (key) -> the tensor.
-        keys: the keys that exist.
-        shapes: the shapes that it may have, all of as many elements; the result has the first.
-        dtypes: the dtypes that it may have; uint8 means E8M0.
-
-    Raises:
-        ValueError: it is missing, of another dtype or shape, or not finite and positive.
+    ``keys`` are the keys that exist. All of ``shapes`` have as many elements; the result has the
+    first of them. Raises ValueError if the scale is missing, of another dtype or shape, or not
+    finite and positive.
     """
     if key not in keys:
         raise ValueError(f"{key} is missing: the layer is in float8 and needs this scale")

@@ -36,11 +36,10 @@ from float8.tensor import Float8Tensor
 class Layer:
     """The name, weight and input scale of one linear layer in float8.
 
-    Args:
-        name: of the module, as ``model.layers.0.mlp.up_proj``.
-        weight: (N, K), E4M3; on the meta device where only names and sizes are asked for.
-        input_scale: the static scale of the layer's input, float32 of one element,
-            ``value = data * scale``; None where inputs are cast with dynamic scales.
+    ``name`` is the module's, as ``model.layers.0.mlp.up_proj``. ``weight`` is E4M3 (N, K), on the
+    meta device where only names and sizes are asked for. ``input_scale`` is the static scale of the
+    layer's input, float32 of one element, ``value = data * scale``; None where inputs are cast with
+    dynamic scales.
     """
 
     name: str
@@ -78,13 +77,7 @@ class Layout(ABC):
     def layer_without_data(
         self, name: str, shape: torch.Size | tuple[int, ...], input_scale: Tensor | None = None
     ) -> Layer:
-        """A layer with a weight of this shape, all of it on the meta device.
-
-        Args:
-            name: of the module.
-            shape: (N, K).
-            input_scale: the static scale of its input, or None.
-        """
+        """A layer with a weight of this shape (N, K), all of it on the meta device."""
         block, scales = self.granularity.block_of(shape), self.scale_format.dtype
         data = torch.empty(shape, dtype=E4M3.dtype, device="meta")
         scale = torch.empty(scale_shape(shape, block), dtype=scales, device="meta")
@@ -110,12 +103,9 @@ class Layout(ABC):
     def quantization_config(self, layers: Iterable[str], skipped: Iterable[str]) -> dict[str, Any]:
         """What ``config.json`` says of the checkpoint under ``quantization_config``.
 
-        Args:
-            layers: the names of all layers in float8, as the file has them.
-            skipped: the names of the linear layers that stay in high precision.
-
-        Raises:
-            ValueError: readers would take a name of ``skipped`` for one of ``layers``.
+        ``layers`` are all layers in float8, ``skipped`` the linear layers that stay in high
+        precision, by their names in the file. Raises ValueError if readers would take a name of
+        ``skipped`` for one of ``layers``.
         """
 
     def other_files(
@@ -129,9 +119,8 @@ class Layout(ABC):
     def from_config(cls, config: Mapping[str, Any]) -> Layout | None:
         """The layout that a ``quantization_config`` describes; None if it is of another format.
 
-        Raises:
-            ValueError: the config is of this format and not readable: it names the field, its value
-                and what is readable.
+        Raises ValueError if the config is of this format and not readable. The message names the
+        field, its value and what is readable.
         """
 
     @abstractmethod
@@ -144,13 +133,8 @@ class Layout(ABC):
     ) -> Layer:
         """The layer that a file stores: the inverse of `tensors`, to the same bits.
 
-        Args:
-            name: of the layer; ``{name}.weight`` exists and is float8.
-            read: (key) -> the tensor; called only for keys that exist, once each.
-            keys: the keys that exist under ``{name}.``.
-            dtype: what the weight dequantises to.
-
-        Raises:
-            ValueError: a tensor is missing, or of a wrong dtype or shape, or a scale is not finite
-                and positive; it names the key and the values.
+        ``{name}.weight`` exists and is float8; ``keys`` are all keys under ``{name}.``. ``read`` is
+        called only for keys that exist, once each. The weight dequantises to ``dtype``. Raises
+        ValueError, with the key and the values, if a tensor is missing or has a wrong dtype or
+        shape, or if a scale is not finite and positive.
         """

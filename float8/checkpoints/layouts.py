@@ -19,8 +19,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """The layout that a ``quantization_config`` describes.
 
-    Raises:
-        ValueError: no layout reads it; the message names its ``quant_method``.
+    Raises ValueError, with its ``quant_method``, if no layout reads it.
     """
     for layout in LAYOUTS.values():
         if (found := layout.from_config(config)) is not None:

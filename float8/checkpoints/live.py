@@ -92,9 +92,6 @@ class _Watch:
 
     Version counters show all writes but those of multi-tensor optimizers to sharded parameters
     (torch 2.13), which a hook on optimizers shows.
-
-    Args:
-        model: its parameters are watched.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -42,15 +42,9 @@ def dtype_of(parameter: Tensor) -> torch.dtype:
 def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str, Slot]:
     """The place in the model of each tensor of the files that is loaded.
 
-    A weight that modules share may be in the files under any of its names.
-
-    Args:
-        model: see `published`.
-        source: the checkpoint.
-        ignore: patterns of keys to leave out; those that a model of Transformers leaves out are.
-
-    Raises:
-        ValueError: keys are missing or unexpected, or shapes or dtypes differ.
+    A weight that modules share may be in the files under any of its names. ``ignore`` has patterns
+    of keys to leave out, besides those that a model of Transformers leaves out. Raises ValueError
+    if keys are missing or unexpected, or if shapes or dtypes differ.
     """
     slots, specs = published(model), source.weights()
     places = _with_other_names(model, slots, specs)

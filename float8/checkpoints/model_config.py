@@ -17,12 +17,7 @@ from float8.checkpoints.weights import Checkpoint
 
 
 def files_beside(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """File name -> text.
-
-    Args:
-        model: perhaps in wrappers; it is not changed.
-        checkpoint: what it becomes.
-    """
+    """File name -> text, of the files beside a checkpoint; the model is not changed."""
     layout, names = checkpoint.layout, (checkpoint.layers, checkpoint.skipped)
     others = {name: _json(content) for name, content in layout.other_files(*names).items()}
     return others | _configs(model, checkpoint.config)

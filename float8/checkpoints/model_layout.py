@@ -36,21 +36,17 @@ _VARIANTS = {"rowwise": Rowwise(), "128x128": Blockwise(128, 128), "1x32": Block
 def layout_for(
     model: nn.Module, layout: Layout | str | None, shapes: Shapes | None = None
 ) -> Layout:
-    """The layout in which a model is stored.
+    """The layout in which a converted model is stored.
 
-    Args:
-        model: converted.
-        layout: a `Layout`, which is returned; its name, in the variant that stores the scales of
-            the model's recipe; or None, for the layout that stores those scales: ``fine_grained``
-            of 128x128 blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks, but for
-            a model of Transformers with experts in MX blocks, ``fine_grained``. Inputs are static
-            where all layers cast theirs with constants.
-        shapes: of its layers in float8, by which the default is chosen.
+    A `Layout` is returned as it is. A name stands for the variant that stores the scales of the
+    model's recipe. None stands for the layout that stores those scales: ``fine_grained`` of 128x128
+    blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. A model of Transformers
+    with experts in MX blocks gets ``fine_grained``. Inputs are static where all layers cast theirs
+    with constants. ``shapes`` are those of the layers in float8, by which the default is chosen.
 
-    Raises:
-        TypeError: it is something else.
-        ValueError: an unknown name; or no layout was given, and the model has no layer in float8,
-            layers of several granularities, or of one that no layout stores.
+    Raises TypeError for another type, and ValueError for an unknown name. Without a name, raises
+    ValueError if the model has no layer in float8, layers of several granularities, or layers of a
+    granularity that no layout stores.
     """
     if isinstance(layout, Layout):
         return layout

@@ -47,17 +47,10 @@ def refuses_folder(folder: Path, overwrite: bool) -> str | None:
 def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder to write in, which becomes ``folder`` when the block ends without error.
 
-    Args:
-        folder: absent or empty; its parents are made.
-        overwrite: replace the checkpoint in it, see the module.
-
-    Yields:
-        the temporary folder, beside ``folder``. Files in it are to be written by `write_file` or
-        be synced otherwise.
-
-    Raises:
-        FileExistsError: it is neither absent nor empty, and ``overwrite`` is False.
-        OSError: writing fails, as on a full disk; nothing is left then.
+    ``folder`` must be absent or empty, else FileExistsError is raised; its parents are made.
+    ``overwrite=True`` replaces the checkpoint in it, see the module. The temporary folder lies
+    beside it. Files in it are to be written by `write_file` or be synced otherwise. If writing
+    fails, nothing is left.
     """
     final = Path(folder).resolve()
     if (reason := refuses_folder(final, overwrite)) is not None:

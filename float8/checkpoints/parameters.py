@@ -50,10 +50,8 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
     """Copy a tensor of a file into its slot, dequantised if it is a `Float8Tensor`.
 
-    Args:
-        slot: where it goes.
-        parameter: that of the slot; a DTensor gets the part that this rank has.
-        source: of the slot's shape.
+    ``source`` has the slot's shape. If ``parameter``, that of the slot, is a DTensor, it gets the
+    part that this rank has.
     """
     local, offset = _local(parameter)
     target, box = _overlap(slot, parameter.shape, local.shape, offset)

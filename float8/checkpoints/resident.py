@@ -46,9 +46,7 @@ SHARDED = (
 def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8LinearConfig:
     """The config of a layer that a checkpoint stores in a layout.
 
-    Args:
-        layout: of the checkpoint.
-        input_scale: of the layer, where its inputs are cast with a static scale.
+    ``input_scale`` is None where the layer's inputs are not cast with a static scale.
     """
     granularity, output = layout.granularity, RECIPES["blockwise"].gemm_config_output
     scales = layout.scale_format
@@ -73,16 +71,10 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
 def plan_of_float8(
     model: nn.Module, source: Source, slots: Mapping[str, Slot], device: torch.device
 ) -> ConversionPlan:
-    """The layers that keep the float8 weights of the files, each with its config.
+    """The layers of a plain model that keep the float8 weights of the files, each with its config.
 
-    Args:
-        model: plain.
-        source: the checkpoint.
-        slots: key -> place in the model.
-        device: of weights that are on the meta device.
-
-    Raises:
-        ValueError: layers that cannot; nothing has been changed.
+    ``device`` is that of weights that are on the meta device. Raises ValueError if a layer cannot
+    keep its weight; nothing has been changed then.
     """
     names = _stored_layers(source, slots)
     for fqn in names:
@@ -131,11 +123,8 @@ def keep_float8(
 ) -> None:
     """Replace the weights of converted layers by those of the files, each freed before the next.
 
-    Args:
-        source: the checkpoint.
-        slots: key -> place in the model.
-        plan: of `plan_of_float8`, whose layers are converted.
-        device: of weights that are on the meta device.
+    ``plan`` is that of `plan_of_float8`, already carried out. ``device`` is that of weights that
+    are on the meta device.
     """
     names = _stored_layers(source, slots)
     for fqn, linear in plan.layers.items():

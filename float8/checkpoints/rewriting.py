@@ -100,16 +100,8 @@ class Rewriting:
     ) -> None:
         """Write the result to a folder, which appears when all of it is on the disk.
 
-        Args:
-            folder: absent or empty.
-            max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone.
-            overwrite: replace the checkpoint in an existing folder.
-            progress: called with the number of weights that are done, of all, and the key.
-
-        Raises:
-            FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False.
-            ValueError: it is the folder of the source.
-            OSError: writing fails; nothing is left then.
+        See `write_shards`. ``progress`` is called with the number of weights that are done, the
+        number of all, and the key. Raises ValueError if the folder is that of the source.
         """
         own = self.source.path if self.source.path.is_dir() else self.source.path.parent
         if Path(folder).resolve() == own.resolve():
@@ -148,14 +140,10 @@ def plan_rewriting(
 ) -> Rewriting:
     """Plan a checkpoint in another layout; headers and scales are read.
 
-    Args:
-        source: the checkpoint.
-        target: the layout of the result, or bfloat16, float16 or float32 for high precision.
-        skip: patterns of modules whose weights stay in high precision; `SKIP` by default. For a
-            source in high precision only: one in float8 keeps its choice.
-
-    Raises:
-        ValueError: the target cannot store some layers, or ``skip`` does not fit the source.
+    A dtype as ``target``, bfloat16, float16 or float32, means high precision. ``skip`` has patterns
+    of modules whose weights stay in high precision, `SKIP` by default. It is for a source in high
+    precision only: one in float8 keeps its choice. Raises ValueError if the target cannot store
+    some layers, or if ``skip`` does not fit the source.
     """
     found = Rewriting(source, target)
     if skip is not None and (source.layers or not isinstance(target, Layout)):

@@ -41,20 +41,14 @@ def write_shards(
 ) -> None:
     """Write tensors as a folder of safetensors files that appears when all of it is on the disk.
 
-    Args:
-        folder: absent or empty; its parents are made.
-        specs: key -> dtype and shape, of all tensors.
-        tensors: the keys and tensors, in the order of ``specs``. They are read once, each is
-            written before the next, and may be on any device and have any strides.
-        max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone.
-        metadata: of each file.
-        files: name -> content of further files of the folder, such as ``config.json``.
-        overwrite: replace the checkpoint in an existing folder; other files stay.
+    ``specs`` has all keys; ``tensors`` come in its order. They are read once, each is written
+    before the next, and they may be on any device and have any strides. A file has no more than
+    ``max_shard_bytes`` bytes of tensors, unless it has one tensor alone. ``metadata`` is that of
+    each file; ``files`` has further files of the folder, such as ``config.json``, by name.
 
-    Raises:
-        FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False.
-        ValueError: a tensor is not the one that ``specs`` says.
-        OSError: writing fails; the folder is as it was then.
+    The folder must be absent or empty, else FileExistsError is raised; its parents are made.
+    ``overwrite=True`` replaces the checkpoint in it, and other files stay. Raises ValueError if a
+    tensor is not as ``specs`` says. If writing fails, the folder is as it was before.
     """
     with new_folder(folder, overwrite) as temporary:
         try:
@@ -115,12 +109,7 @@ def shard_names(count: int) -> list[str]:
 
 
 def check_shard_bytes(size: object) -> None:
-    """Raise unless this is a size of shards.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive.
-    """
+    """Raise TypeError if this size of shards is no number, and ValueError if it is not positive."""
     check_type(size, (int, float), "checkpoints", "max_shard_bytes", "a number, such as 5e9")
     if not size > 0:  # type: ignore[operator]
         raise ValueError(f"max_shard_bytes must be > 0, got {size}")

@@ -75,10 +75,8 @@ def kinds_of(names: Iterable[str]) -> str:
 class Spec:
     """What is known of a tensor without its data.
 
-    Args:
-        dtype: one of `DTYPES`.
-        shape: () for a single number.
-        file: the name of the file that has it; empty before it is written.
+    ``dtype`` is one of `DTYPES`. ``shape`` is () for a single number. ``file`` is the name of the
+    file that has the tensor; it is empty before the tensor is written.
     """
 
     dtype: torch.dtype
@@ -103,19 +101,14 @@ class _Place:
 class Shards:
     """The tensors of a folder of safetensors files, or of one such file.
 
-    A folder is read as its index says; without an index, ``model.safetensors`` is read, and
-    without that all ``.safetensors`` files together.
-
-    Args:
-        path: a folder, or a file ``*.safetensors`` or ``*.safetensors.index.json``.
+    A folder is read as its index says; without an index, ``model.safetensors`` is read, and without
+    that all ``.safetensors`` files together. A file is ``*.safetensors`` or
+    ``*.safetensors.index.json``. Raises FileNotFoundError if the folder, the file or a shard is
+    missing, and ValueError if a file is damaged or the files and their index disagree.
 
     Attributes:
         path: the folder or file.
         metadata: the ``__metadata__`` of all files.
-
-    Raises:
-        FileNotFoundError: there is no such folder or file, or a shard is missing.
-        ValueError: a file is damaged, or the files and their index disagree.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -165,14 +158,11 @@ class Shards:
         return len(self._places)
 
     def read(self, key: str) -> Tensor:
-        """A tensor on the CPU.
+        """A tensor on the CPU; KeyError if no file has it.
 
         Its memory is a private mapping of the file: pages are read when they are touched, writing
         to it changes no file, and it is unmapped when the tensor is freed. Copy what is kept longer
         than the file.
-
-        Raises:
-            KeyError: no file has it.
         """
         if key not in self._places:
             raise KeyError(f"{self.path} has no tensor {key}")
@@ -266,8 +256,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_header(file: Path) -> tuple[dict[str, _Place], dict[str, str]]:
     """The tensors of one file and its metadata.
 
-    Raises:
-        ValueError: the file is truncated, or its header is not that of a safetensors file.
+    Raises ValueError if the file is truncated or its header is not that of a safetensors file.
     """
     size = file.stat().st_size
     with file.open("rb") as stream:

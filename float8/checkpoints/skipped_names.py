@@ -16,16 +16,10 @@ def checked_names(
     stands_for: Callable[[str, str], bool],
     reader: str,
 ) -> list[str]:
-    """The skipped names, sorted, of which none stands for a layer in float8.
+    """The skipped names, sorted; ValueError if one of them stands for a layer in float8.
 
-    Args:
-        layers: the names of the layers in float8.
-        skipped: the names of the layers in high precision.
-        stands_for: (layer, skipped name) -> whether a reader skips the layer for this name.
-        reader: which reader, and by what rule, for the message.
-
-    Raises:
-        ValueError: a skipped name stands for a layer in float8.
+    ``stands_for(layer, skipped name)`` says whether a reader skips the layer for this name.
+    ``reader`` says for the message which reader, and by what rule.
     """
     names = sorted(set(skipped))
     for layer in layers:

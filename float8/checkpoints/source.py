@@ -40,20 +40,15 @@ _SHOWN = 10
 
 
 class Source:
-    """The weights of a folder of safetensors files, or of one such file.
+    """The weights of a folder of safetensors files, or of one such file; see `Shards`.
 
-    Args:
-        path: see `Shards`; the configs lie in the folder, or beside the file.
-        raises: whether contradictions raise an error; otherwise they are in ``problems`` alone.
+    The configs lie in the folder, or beside the file. Contradictions between the files, or between
+    them and their config, raise ValueError. With ``raises=False`` they are in ``problems`` alone.
 
     Attributes:
         layout: of the float8 weights; None if the files have none.
         layers: the names of the layers in float8: ``NAME.weight`` is float8.
         problems: the contradictions, one text each.
-
-    Raises:
-        FileNotFoundError: no such folder or file, or a shard is missing.
-        ValueError: the files are damaged, or contradict themselves or their config.
     """
 
     def __init__(self, path: str | Path, *, raises: bool = True) -> None:
@@ -82,9 +77,7 @@ class Source:
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
         """A weight of `weights`, mapped into memory: a plain tensor, or a `Float8Tensor`.
 
-        Args:
-            key: of the weight.
-            dtype: what a `Float8Tensor` dequantises to.
+        A `Float8Tensor` dequantises to ``dtype``.
         """
         name = key.removesuffix(WEIGHT)
         return self.layer(name, dtype).weight if name in self._parts else self.shards.read(key)

@@ -43,11 +43,9 @@ Index = tuple[int | slice, ...]
 class Slot:
     """The place of a published tensor inside a model.
 
-    Args:
-        parameter: the name of a parameter or buffer, for ``model.get_parameter``.
-        index: the part of it: integers and slices per dimension, or () for all of it.
-        transposed: whether the published tensor has the last two dimensions of the part swapped.
-        shape: of the published tensor.
+    ``parameter`` is the name of a parameter or buffer. ``index`` selects the part of it, an integer
+    or slice per dimension; () is all of it. ``transposed`` says that the published tensor has the
+    last two dimensions of the part swapped. ``shape`` is that of the published tensor.
     """
 
     parameter: str
@@ -62,21 +60,14 @@ class Slot:
 
 
 def published(model: nn.Module) -> dict[str, Slot]:
-    """Where each tensor of a published checkpoint lies inside a model.
+    """Where each tensor of a published checkpoint lies inside a model, by key.
 
-    The keys are those that the plain model's ``save_pretrained`` writes. Shared parameters have one
-    key, and buffers of this library's layers, such as histories of amaxes, none. A model that is
-    not Transformers' has its own names.
-
-    Args:
-        model: plain or converted; it may be compiled, sharded by FSDP2, in a wrapper, or on the
-            meta device.
-
-    Returns:
-        By key, in the order of the model's parameters and of the parts inside each.
-
-    Raises:
-        ValueError: a published tensor is no part of one parameter, or a wrapper hides parameters.
+    The model is plain or converted; it may be compiled, sharded by FSDP2, in a wrapper, or on the
+    meta device. The keys are those that the plain model's ``save_pretrained`` writes, in the order
+    of the model's parameters and of the parts inside each. Shared parameters have one key, and
+    buffers of this library's layers, such as histories of amaxes, none. A model that is not
+    Transformers' has its own names. Raises ValueError if a published tensor is no part of one
+    parameter, or if a wrapper hides parameters.
     """
     plain, names = _plain(model, "", "")
     kept = _kept(plain)

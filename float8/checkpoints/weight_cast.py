@@ -49,12 +49,9 @@ _HOLDS = {
 class WeightCast:
     """How a weight (N, K) becomes float8 under a layout.
 
-    Args:
-        how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
-        scale_format: of the layout.
-        operand: the cast; None for a stored weight.
-        state: of a delayed cast, or None.
-        stored: the float8 weight of a cache; None where the parameter itself is in float8.
+    ``how`` is `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`. ``scale_format`` is the layout's.
+    ``operand`` is None for a stored weight, and ``state`` for a cast that is not delayed.
+    ``stored`` is the float8 weight of a cache; None where the parameter itself is in float8.
     """
 
     how: str
@@ -79,8 +76,7 @@ class WeightCast:
     def scale(self, amax: Callable[[], Tensor]) -> Tensor:
         """The scale (1, 1) of a weight that has one for the whole tensor.
 
-        Args:
-            amax: finds the largest magnitude of the weight, where it is needed.
+        ``amax`` finds the largest magnitude of the weight; it is called only where that is needed.
         """
         assert self.operand is not None
         if self.operand.static_scale is not None:
@@ -94,11 +90,9 @@ class WeightCast:
 
     @torch.no_grad()
     def of(self, weight: Tensor, scale: Tensor | None = None) -> Float8Tensor:
-        """The float8 weight.
+        """The float8 weight (N, K), from high precision or from a `Float8Tensor`.
 
-        Args:
-            weight: (N, K), in high precision, or a `Float8Tensor`.
-            scale: the one that it shares with others, or None for its own.
+        ``scale`` is the one that it shares with other weights; None computes its own.
         """
         if self.operand is None:
             found = weight if self.stored is None else self.stored
@@ -130,12 +124,9 @@ def weight_cast(
 ) -> WeightCast | str:
     """How a layer's weight is cast, or the reason why the layout cannot store it.
 
-    Args:
-        module: a `Float8Linear`, or experts in float8.
-        layer: its name and input scale in the file, with any weight.
-        weight: (N, K), in high precision or a `Float8Tensor`; only scales are read.
-        layout: the layout.
-        recast: whether a float8 weight of another granularity may be cast again.
+    ``module`` is a `Float8Linear`, or experts in float8. ``layer`` has the name and input scale in
+    the file, and any weight. Only scales of ``weight`` (N, K) are read. ``recast`` allows casting a
+    float8 weight of another granularity again.
     """
     wanted = layout.scale_format
     anew = OperandCast(ScalingType.DYNAMIC, E4M3, layout.granularity.block_of((0, 0)), wanted)

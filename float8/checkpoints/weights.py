@@ -68,13 +68,10 @@ def fused_with(name: str) -> tuple[str, ...]:
 class Item:
     """What one parameter or buffer of a model becomes in a file.
 
-    Args:
-        name: of the parameter or buffer in the model.
-        specs: key -> dtype and shape of its tensors.
-        source: the parameter or buffer itself.
-        gather: () -> the whole parameter and what its casts need of others. Where parameters are
-            sharded, all ranks call it, in the order of the items.
-        cast: (what ``gather`` returned) -> the tensors one by one, in the order of ``specs``.
+    ``name`` is that in the model, and ``specs`` has the keys in the file. ``gather`` returns the
+    whole parameter and what its casts need of others. Where parameters are sharded, all ranks call
+    it, in the order of the items. ``cast`` takes what ``gather`` returned and yields the tensors
+    one by one, in the order of ``specs``.
     """
 
     name: str
@@ -132,8 +129,7 @@ class _Layer:
     def amax(self, wholes: Mapping[str, Tensor]) -> Tensor:
         """The largest magnitude of the whole weight, float32 (1, 1).
 
-        Args:
-            wholes: name -> parameters that are gathered already.
+        ``wholes`` has the parameters that are gathered already, by name.
         """
         if (whole := wholes.get(self.slot.parameter)) is not None:
             return kernels.amax(self.slot.of(whole), TENSORWISE)
@@ -158,16 +154,11 @@ def items(
 ) -> Checkpoint:
     """What a model becomes in a float8 checkpoint; no data is read.
 
-    Args:
-        model: converted; it may be compiled, in wrappers, sharded, or on the meta device.
-        layout: how the file stores layers, see `layout_for`.
-        input_scales: layer -> the static scale of its input, for layouts that store it.
-        recast: cast float8 weights of another granularity again, which rounds twice.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: the model has no layer in float8, or some that the layout cannot store; the
-            message names all of them, and the fix.
+    The model is converted; it may be compiled, in wrappers, sharded, or on the meta device. For
+    ``layout`` see `layout_for`. ``input_scales`` has the static scales of inputs by layer, for
+    layouts that store them. ``recast`` casts float8 weights of another granularity again, which
+    rounds twice. Raises ValueError if the model has no layer in float8, or some that the layout
+    cannot store. The message names all of them, and the fix.
     """
     check_module(model, "float8.checkpoints")
     check_bool(recast, "recast")

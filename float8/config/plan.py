@@ -94,15 +94,9 @@ def same_bytes(first: OperandCast | None, second: OperandCast | None) -> bool:
 def gemm(
     names: tuple[str, str, str], a: OperandCast | None, b: OperandCast | None, config: GemmConfig
 ) -> Gemm:
-    """The product of two resolved casts.
+    """The product of two resolved casts; ValueError if no hardware multiplies the two.
 
-    Args:
-        names: the product's, and the fields of its two operands.
-        a, b: the casts.
-        config: how it runs.
-
-    Raises:
-        ValueError: no hardware multiplies the two.
+    ``names`` are the product's and the fields of its two operands, for the message.
     """
     product, name_a, name_b = names
     if (a is None) != (b is None):

@@ -142,10 +142,9 @@ class ConversionPlan:
         return {fqn: m for fqn, m in self.layers.items() if not isinstance(m, Float8Linear)}
 
     def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
-        """Raise if any layer cannot be converted, with all reasons.
+        """Raise ValueError, with all reasons, if any layer cannot be converted.
 
-        Args:
-            further: (name, the reason why the caller refuses the layer, or None).
+        ``further`` has names with the reason why the caller refuses the layer, or None.
         """
         problems: list[tuple[str, str | None]] = []
         for fqn, layer in self.plain_layers.items():
@@ -228,18 +227,12 @@ def plan_conversion(
 ) -> ConversionPlan:
     """Choose the layers of a model that a conversion takes.
 
-    Args:
-        model: what the caller was given as its parameter ``argument``.
-        config: of layers that are not in float8 yet, or its recipe's name; None for the default.
-        module_filter_fn: None for every layer; or called with each candidate and its name.
-        caller: the public function, for messages.
-        argument: the name of the caller's parameter.
-        replaces_weights: whether the caller replaces the high-precision weights. It then takes
-            layers that are in float8 already, and leaves those whose weight another module reads.
-
-    Raises:
-        TypeError: an argument of another type; the message says what to give.
-        ValueError: layers of this model cannot be swapped, as those of a transformed one.
+    ``config``, or its recipe's name, is for layers that are not in float8 yet. ``module_filter_fn``
+    is called with each candidate and its name; None takes every layer. ``caller`` and ``argument``
+    name the public function and its parameter, for messages. With ``replaces_weights``, the caller
+    replaces the high-precision weights. Layers that are in float8 already are then taken, and those
+    whose weight another module reads are left. Raises TypeError for an argument of another type,
+    and ValueError if layers of this model cannot be swapped, as those of a transformed one.
     """
     check_module(model, caller, argument)
     found = Float8LinearConfig() if config is None else check_config(config, caller)

@@ -185,9 +185,8 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
     """The patterns of a filter's `skip_names` that match no layer, with the nearest name.
 
-    Args:
-        module_filter_fn: any filter; a function of the user's has no patterns.
-        names: of all layers, converted or not.
+    ``names`` are those of all layers, converted or not. A filter that is a function of the user's
+    has no patterns.
     """
     names = list(names)
     if isinstance(module_filter_fn, _AllOf):

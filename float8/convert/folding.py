@@ -18,10 +18,8 @@ def pattern_of(name: str) -> str:
 def folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
     """A line for each reason and pattern of names: ``layers.*.mlp.gate (48 layers): the reason``.
 
-    Names that are numbers alone, those of an ``nn.Sequential``, keep a line each.
-
-    Args:
-        reasons: (name of a layer, what is said of it).
+    ``reasons`` are pairs of a layer's name and its reason. Names that are numbers alone, those of
+    an ``nn.Sequential``, keep a line each.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, reason in reasons:

@@ -178,14 +178,9 @@ def _refuses_values(layer: nn.Module) -> str | None:
 
 
 def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
-    """The reason why no call of a layer could run on a device, or None.
+    """The reason why no call of a layer with this weight (N, K) could run on a device, or None.
 
-    Asked before the high-precision weight is freed.
-
-    Args:
-        weight: (N, K) of the layer.
-        config: of the layer.
-        device: only a GPU refuses.
+    Only a GPU refuses. This is asked before the high-precision weight is freed.
     """
     # One token in bfloat16: each call checks what depends on its batch.
     family = family_of(device)

@@ -57,13 +57,9 @@ class Ranks(NamedTuple):
 
 
 def gather(x: Tensor, dim: int, length: int, ranks: Ranks) -> Tensor:
-    """Gather a tensor that is split along ``dim``.
+    """Gather a tensor of any dtype, float8 too, that is split along ``dim`` >= 0.
 
-    Args:
-        x: this rank's part, of any dtype; float8 too.
-        dim: the dimension that is split, >= 0.
-        length: the length of that dimension over all ranks.
-        ranks: the ranks that hold the parts.
+    ``length`` is the length of that dimension over all ranks.
     """
     bytes_ = x.view(torch.uint8) if x.element_size() == 1 else x
     chunk = -(-length // ranks.size)
@@ -101,11 +97,7 @@ def part_of(x: Tensor, dim: int, ranks: Ranks) -> Tensor:
 
 
 def check_mesh(x: DTensor, mesh: DeviceMesh, name: str) -> None:
-    """Raise if an input is on another mesh.
-
-    Raises:
-        ValueError: on every rank.
-    """
+    """Raise ValueError, on every rank, if an input is on another mesh."""
     if x.device_mesh != mesh:
         raise ValueError(
             f"{name}: the input lies on {x.device_mesh}, the parallel plan is for {mesh}; "
@@ -114,13 +106,11 @@ def check_mesh(x: DTensor, mesh: DeviceMesh, name: str) -> None:
 
 
 def check_even(x: Tensor, dim: int, ranks: Ranks, name: str) -> None:
-    """Raise if the ranks' parts, plain tensors on a CPU, have different lengths.
+    """Raise ValueError, on every rank, if the parts of the ranks have different lengths.
 
-    On an accelerator this check would block the host. There the collective raises, as with torch's
-    own styles; ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` gives a clearer message.
-
-    Raises:
-        ValueError: on every rank.
+    Only plain tensors on a CPU are checked: on an accelerator this check would block the host.
+    There the collective raises, as with torch's own styles; ``TORCH_DISTRIBUTED_DEBUG=DETAIL``
+    gives a clearer message.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -215,18 +205,11 @@ def gather_input(
 ) -> Tensor:
     """Gather an input that is split along ``dim``, for layers that all have ``config``.
 
-    Args:
-        x: this rank's part, in high precision.
-        dim, length, ranks: see `gather`.
-        config: the layers' config.
-        state: the state of the input's cast, if it is delayed.
-        record: whether a delayed cast records amaxes.
-        sums_gradient: True if each rank computes a summand of the result's gradient, False if each
-            rank computes the whole gradient.
-
-    Returns:
-        a `Float8Tensor` whose scale is that of the whole input; or a plain tensor in the compute
-        dtype, for recipes whose GEMMs cannot all read the same float8 data.
+    ``x`` is this rank's part, in high precision; for ``length`` see `gather`. A delayed cast has a
+    ``state``, and records amaxes if ``record`` is True. ``sums_gradient`` is True if each rank
+    computes a summand of the result's gradient, False if each rank computes the whole gradient.
+    Returns a `Float8Tensor` whose scale is that of the whole input. For recipes whose GEMMs cannot
+    all read the same float8 data, it returns a plain tensor in the compute dtype.
     """
     x, dim = x.to(compute_dtype(x)), dim % x.dim()
     cast = config.plan.output.a
@@ -304,15 +287,9 @@ def summed_linear(
 ) -> Tensor:
     """``x @ weight.T`` summed over ranks; each rank has a part of the contraction.
 
-    Args:
-        x: (..., K / ranks).
-        weight: (N, K / ranks).
-        call: as for `float8.linear.autograd.linear_in_float8`.
-        scatter: the dimension along which the result is scattered; None returns all of it.
-        ranks: the ranks of the sum.
-
-    Returns:
-        (..., N), or this rank's part of it, in the compute dtype.
+    ``x`` is (..., K / ranks), ``weight`` (N, K / ranks). Returns (..., N) in the compute dtype, or
+    this rank's part of it along ``scatter``; None returns all of it. ``call`` is as for
+    `float8.linear.autograd.linear_in_float8`.
     """
     with without_autocast(x):
         result: Tensor = _SummedLinear.apply(x, weight, call, scatter, ranks)

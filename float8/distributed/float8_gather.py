@@ -84,20 +84,12 @@ def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
 def cast_shard(
     shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, dtype: torch.dtype, group: Any
 ) -> Pair:
-    """Cast a shard of a layer's weight to float8.
+    """Cast a shard of a layer's weight to float8, with the scale of the whole weight.
 
-    In training a delayed cast records the shard's amax; `sync` reduces the amaxes over ranks.
-
-    Args:
-        shard: in high precision; it may be empty.
-        known: the largest magnitude of the whole weight; computed and kept if it is unknown.
-        layer: the layer of the weight.
-        size: of the whole weight.
-        dtype: the compute dtype.
-        group: the ranks of the shards.
-
-    Returns:
-        float8 data of the shard's shape, and the scale of the whole weight.
+    The shard is in high precision and may be empty. ``known`` has the largest magnitude of the
+    whole weight, which is computed and kept if it is unknown. ``size`` is that of the whole weight,
+    ``dtype`` the compute dtype, and ``group`` the ranks of the shards. In training a delayed cast
+    records the shard's amax; `sync` reduces the amaxes over ranks.
     """
     compare_before_gather(layer, group)
     (cast, state), config = weight_cast(layer), own_config(layer)

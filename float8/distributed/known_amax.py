@@ -56,8 +56,7 @@ class KnownAmax:
     def of(self, *owners: Tensor) -> Tensor | None:
         """``amax`` if neither the stored tensor nor its parameter was written to since; or None.
 
-        Args:
-            owners: the parameters of the layer, its own among them.
+        ``owners`` are the parameters of the layer, the tensor's own among them.
         """
         return self.amax if self._is_as_it_was(owners) else None
 

@@ -49,12 +49,9 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 class Layout:
     """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
-    Args:
-        kind: ``"colwise"`` shards out_features, ``"rowwise"`` in_features.
-        mesh: a mesh of one dimension.
-        input: the placement of an input that is a plain tensor.
-        output: the placement of the output.
-        use_local_output: return the output's local tensor.
+    ``kind`` ``"colwise"`` shards out_features, ``"rowwise"`` in_features. The mesh has one
+    dimension. ``input`` is the placement of an input that is a plain tensor. ``use_local_output``
+    returns the output's local tensor.
     """
 
     kind: str
@@ -114,13 +111,9 @@ class Float8ParallelLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``, with the placement that the style says.
 
-        Args:
-            input: (..., in_features) as a DTensor of any placement; or a plain tensor, this rank's
-                part as ``input_layouts`` says. A `Float8Tensor` is not cast again.
-
-        Raises:
-            TypeError, ValueError: as `Float8Linear`; and for an input on another mesh, or plain
-                parts of unequal length.
+        ``input`` (..., in_features) is a DTensor of any placement; or a plain tensor, this rank's
+        part as ``input_layouts`` says. A `Float8Tensor` is not cast again. Raises the errors of
+        `Float8Linear`, and also refuses an input on another mesh and plain parts of unequal length.
         """
         if self.high_precision:
             return self._plain_forward(input)
@@ -134,8 +127,8 @@ class Float8ParallelLinear(Float8Linear):
     def _states_of_parts(self, *, input: bool, grad_output: bool) -> States:
         """The states of the three casts, with the group over which amaxes are reduced.
 
-        Args:
-            input, grad_output: whether this rank casts only a part of it, as it does of the weight.
+        ``input`` and ``grad_output`` say whether this rank casts only a part of each. Of the weight
+        it always does.
         """
         x_state, w_state, g_state = self._states()
         group = self.layout.ranks.group

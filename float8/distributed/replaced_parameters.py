@@ -27,10 +27,8 @@ _checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
     """Mark a Parameter that the model no longer has.
 
-    Args:
-        old: the Parameter that was replaced.
-        fqn: the layer's name, for the message.
-        by: the message, with ``{}`` for the name: what replaced the Parameter, and the remedy.
+    ``fqn`` is the layer's name. ``by`` is the message, with ``{}`` for the name: what replaced the
+    Parameter, and the remedy.
     """
     setattr(old, _MARK, by.format(fqn or "the model"))
     _checked.clear()

@@ -39,9 +39,7 @@ _Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype 
 class ShardedWeight(Tensor):
     """A weight, or a shard of one, in high precision; it wraps a plain tensor and shares its data.
 
-    Args:
-        tensor: float32, bfloat16 or float16.
-        known: for a view of a `ShardedWeight`, the `KnownAmax` of that weight.
+    A view of a `ShardedWeight` gets the `KnownAmax` of that weight as ``known``.
     """
 
     _tensor: Tensor
@@ -113,11 +111,9 @@ class ShardedWeight(Tensor):
     ) -> tuple[tuple[Tensor], _Metadata]:
         """The float8 data that this rank sends, (padded rows, K) bytes; and metadata.
 
-        Args:
-            mesh: the 1-D mesh that the weight is sharded over.
-            outer_size, outer_stride: of the whole weight, (N, K) or (E, N, K).
-            module: the float8 layer that owns it.
-            mp_policy: its ``param_dtype`` is the compute dtype.
+        The weight is sharded over the 1-D ``mesh``; ``outer_size`` is that of the whole weight, (N,
+        K) or (E, N, K). ``module`` is the float8 layer that owns it. The compute dtype is
+        ``mp_policy.param_dtype``.
         """
         cast = weight_cast(module)[0] if isinstance(module, LAYERS) else None
         if cast is None:
@@ -152,11 +148,8 @@ class ShardedWeight(Tensor):
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         """The gathered bytes as a `GatheredWeight`, which reads the memory that FSDP2 manages.
 
-        Args:
-            all_gather_outputs: the data of all ranks, as bytes.
-            metadata: from `fsdp_pre_all_gather`.
-            param_dtype: the compute dtype.
-            out: the `GatheredWeight` of an earlier gather, whose memory has been written to.
+        ``metadata`` comes from `fsdp_pre_all_gather`; ``param_dtype`` is the compute dtype. ``out``
+        is the `GatheredWeight` of an earlier gather, whose memory has been written to.
         """
         size, scale, dtype, block = metadata
         if scale.device.type == "cuda":

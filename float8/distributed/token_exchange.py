@@ -56,20 +56,11 @@ class Route(NamedTuple):
 def find_route(counts_E: Tensor, rows: int, row_bytes: int, ranks: Ranks) -> tuple[Route, Tensor]:
     """Exchange the numbers of rows per expert, and the bytes of a row, which must be equal.
 
-    Experts are sharded as by ``torch.chunk``. The numbers are read on the host: collectives need
-    the sizes of their messages.
-
-    Args:
-        counts_E: (E,) integers, the number of this rank's rows for each expert.
-        rows: the number of this rank's rows, at least the sum of ``counts_E``.
-        row_bytes: the bytes of a row that is dispatched.
-        ranks: the ranks that hold the experts.
-
-    Returns:
-        the route; and the rows that arrive for each expert of this rank, (e,).
-
-    Raises:
-        ValueError: on every rank, if the counts of one do not fit its rows, or if rows differ.
+    ``counts_E`` has the number of this rank's rows for each expert, and ``rows`` is at least its
+    sum. Experts are sharded as by ``torch.chunk``. The numbers are read on the host: collectives
+    need the sizes of their messages. Returns the route, and the rows that arrive for each expert of
+    this rank, (e,). Raises ValueError, on every rank, if the counts of one do not fit its rows, or
+    if the bytes of rows differ.
     """
     counts = counts_E.to(torch.int64)
     parts = counts.split(-(-counts.numel() // ranks.size))
@@ -117,15 +108,9 @@ def exchange(
 ) -> Tensor:
     """Dispatch rows (R, D), sorted by expert; or combine results (S, D), sorted by own experts.
 
-    Args:
-        x: in any dtype; it is sent in the compute dtype, or in float8.
-        route: of `find_route`.
-        cast: of `row_cast`: that of x for dispatching, that of its gradient for combining.
-        emulate: cast in plain PyTorch.
-        back: combine.
-
-    Returns:
-        (S, D), or with ``back`` (R, D), in the dtype of x. Its gradient goes the other way.
+    ``x`` is sent in the compute dtype, or in float8. ``cast`` is of `row_cast`: that of x for
+    dispatching, that of its gradient for combining. ``emulate`` casts in plain PyTorch. Returns (S,
+    D), or with ``back`` (R, D), in the dtype of x. Its gradient goes the other way.
     """
     result: Tensor = _Exchange.apply(x.to(compute_dtype(x)), route, cast, emulate, back)
     return result.to(x.dtype)

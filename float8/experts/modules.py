@@ -147,8 +147,7 @@ class Float8Experts(Float8Module):
     def to_float(self) -> nn.Module:
         """The plain module, of its own type, parameters shared.
 
-        Raises:
-            ValueError: something has wrapped ``forward``, which would still run in float8.
+        Raises ValueError if something has wrapped ``forward``, which would still run in float8.
         """
         if "forward" in self.__dict__:
             raise ValueError(
@@ -197,9 +196,8 @@ class Float8Experts(Float8Module):
 class _GroupedProducts(TorchFunctionMode):
     """Runs the grouped products of one forward in float8.
 
-    Args:
-        experts: whose forward it is. Its name is read for messages only, because torch.compile
-            guards on what is read.
+    ``experts`` is the module whose forward it is. Its name is read for messages only, because
+    torch.compile guards on what is read.
     """
 
     def __init__(self, experts: Float8Experts) -> None:

@@ -64,9 +64,8 @@ logger = logging.getLogger("float8")
 class NormRule:
     """How a norm's type is fused.
 
-    Args:
-        cast_type: the type that it becomes.
-        attributes: (norm) -> the attributes of torch's norm that it lacks.
+    ``cast_type`` is the type that it becomes. ``attributes(norm)`` returns the attributes of
+    torch's norm that it lacks.
     """
 
     cast_type: type[NormCast]

@@ -41,15 +41,8 @@ def register_norm_pairs(block_type: type[nn.Module], pairs: Pairs) -> None:
 def declared_readers(model: nn.Module, pairs: Pairs) -> tuple[dict[str, list[str]], dict[str, str]]:
     """Norm -> the layers that are declared to read it, by the first name of each.
 
-    Args:
-        model: the model.
-        pairs: for this model; they replace those of a block's type.
-
-    Returns:
-        the readers, and name of a block -> why the pairs of its type do not fit it.
-
-    Raises:
-        TypeError, ValueError: as `resolved`, for ``pairs``.
+    ``pairs`` are for this model, and replace those of a block's type; they raise the errors of
+    `resolved`. The second result says, by name of a block, why the pairs of its type do not fit it.
     """
     every = dict(model.named_modules(remove_duplicate=False))
     first = {module: fqn for fqn, module in model.named_modules()}
@@ -87,14 +80,10 @@ def next_in_sequential(model: nn.Module) -> dict[str, list[str]]:
 def resolved(names: Iterable[str], pairs: Pairs, prefix: str = "") -> dict[str, list[str]]:
     """Norm -> layers, for every name that a pattern of ``pairs`` matches.
 
-    Args:
-        names: of all modules of the model.
-        pairs: norm pattern -> layer pattern, or several.
-        prefix: the name of the module that the patterns start from, with a dot, or "".
-
-    Raises:
-        TypeError: a pattern that is no string.
-        ValueError: a pattern that matches nothing, or has more stars than its norm's.
+    ``names`` are those of all modules of the model. ``pairs`` maps a norm's pattern to a layer's,
+    or to several. ``prefix`` is the name of the module that the patterns start from, with a dot, or
+    "". Raises TypeError for a pattern that is no string, and ValueError for one that matches
+    nothing or has more stars than its norm's.
     """
     known, found = list(names), dict[str, list[str]]()
     for pattern, value in pairs.items():

@@ -67,9 +67,7 @@ N = TypeVar("N", bound="NormCast")
 def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
     """The reason why the input of a layer of this config cannot be cast before it, or None.
 
-    Args:
-        config: of the layer.
-        by_gate: a gate casts it, and not a norm.
+    ``by_gate`` says that a gate casts it, and not a norm.
     """
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if config.smooth_input and not by_gate:
@@ -186,16 +184,12 @@ class NormCast(_Producer):
     ) -> N:
         """One with the parameters, hooks and mode of ``norm``, which it shares.
 
-        Args:
-            norm: of the class's ``plain_type``.
-            config: of the layers that read the result; dynamic tensorwise by default.
-            fqn: the norm's name in its model, for error messages.
-            attributes: for a norm of another type that computes the same: those of torch's
-                ``normalized_shape``, ``eps`` and ``elementwise_affine`` that it lacks.
-
-        Raises:
-            TypeError: another type, and no attributes.
-            ValueError: more than one dimension, or an input cast that is not tensorwise.
+        ``config`` is that of the layers that read the result, dynamic tensorwise by default.
+        ``fqn`` is the norm's name in its model, for error messages. A norm of another type than
+        ``plain_type`` that computes the same needs ``attributes``: those of torch's
+        ``normalized_shape``, ``eps`` and ``elementwise_affine`` that it lacks. Raises TypeError for
+        another type without them, and ValueError for more than one dimension or an input cast that
+        is not tensorwise.
         """
         if attributes is None and not isinstance(norm, cls.plain_type):
             raise TypeError(
@@ -227,9 +221,8 @@ class NormCast(_Producer):
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x: (..., K) -> a `Float8Tensor` (..., K).
 
-        Raises:
-            TypeError: x is not float32, bfloat16 or float16.
-            ValueError: the last dimension is not K.
+        Raises TypeError if x is not float32, bfloat16 or float16, and ValueError if its last
+        dimension is not K.
         """
         if self.high_precision:
             return self.plain_type.forward(self, x)

@@ -47,8 +47,8 @@ def is_torchao_recipe(config: Any) -> bool:
 def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a TransformerEngine recipe, under its names, without Accelerate's own keys.
 
-    Raises:
-        ValueError: an argument is given under two names, or the settings are for another backend.
+    Raises ValueError if an argument is given under two names, or the settings are for another
+    backend.
     """
     found: dict[str, tuple[str, Any]] = {}
     for key, value in settings.items():
@@ -119,9 +119,8 @@ def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
 def refuses_fp8(mixed_precision: str, backend: str) -> str | None:
     """The reason why Accelerate's own FP8 settings exclude this library, or None.
 
-    Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8".
-        backend: "TE", "AO", "MSAMP", or "NO" if none is chosen.
+    ``mixed_precision`` is "no", "fp16", "bf16" or "fp8". ``backend`` is "TE", "AO", "MSAMP", or
+    "NO" if none is chosen.
     """
     if mixed_precision != "fp8" and backend.upper() == "NO":
         return None

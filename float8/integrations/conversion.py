@@ -40,18 +40,12 @@ from float8.linear.switch import Float8Module
 
 
 def require(package: str, extra: str, tested: tuple[str, str]) -> None:
-    """Raise if ``package`` is not installed; warn if its version is not one of those tested.
+    """Raise ImportError if ``package`` is not installed; warn if its version is not a tested one.
 
-    Frameworks change what they call between minor versions, so a range ends at the next minor
-    version after the newest one that the tests ran against.
-
-    Args:
-        package: its name on PyPI.
-        extra: of this project's ``setup.py``, which installs it.
-        tested: the first version that was tested, and the first one beyond them.
-
-    Raises:
-        ImportError: it is not installed.
+    ``extra`` is the extra of this project's ``setup.py`` that installs it. ``tested`` is the first
+    version that was tested, and the first one beyond them. Frameworks change what they call between
+    minor versions, so a range ends at the next minor version after the newest one that the tests
+    ran against.
     """
     first, beyond = tested
     try:
@@ -72,13 +66,9 @@ def require(package: str, extra: str, tested: tuple[str, str]) -> None:
 def as_config(config: Any) -> Float8LinearConfig | None:
     """A config from the settings that a user of a framework may have.
 
-    Args:
-        config: None; a `Float8LinearConfig`; a recipe's name; Accelerate's ``AORecipeKwargs`` or
-            a torchao config; or TransformerEngine's arguments: Accelerate's ``TERecipeKwargs``, a
-            recipe object or a mapping.
-
-    Raises:
-        ValueError, TypeError: an unknown recipe, or arguments that this library does not know.
+    These are None; a `Float8LinearConfig`; a recipe's name; Accelerate's ``AORecipeKwargs`` or a
+    torchao config; or TransformerEngine's arguments: Accelerate's ``TERecipeKwargs``, a recipe
+    object or a mapping. Raises ValueError or TypeError for an unknown recipe or argument.
     """
     if config is None or isinstance(config, Float8LinearConfig):
         return config
@@ -102,11 +92,10 @@ def as_config(config: Any) -> Float8LinearConfig | None:
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raise if the optimizer was built from parameters that the model no longer has.
+    """Raise ValueError if the optimizer was built from parameters that the model no longer has.
 
-    Raises:
-        ValueError: a weight was replaced by conversion, named by its layer; or none of the
-            optimizer's parameters is the model's.
+    The message names the layer of a weight that conversion replaced. The error is raised too if
+    none of the optimizer's parameters is the model's.
     """
     if (reason := refuses_optimizer(optimizer)) is not None:
         raise ValueError(reason)

@@ -20,11 +20,8 @@ from float8.kernels import cpu
 def amaxes(tensors: Sequence[Tensor]) -> Tensor:
     """The largest magnitude of each tensor, as `amax` defines it: 0 of an empty tensor.
 
-    Args:
-        tensors: float tensors of any shapes, on one device; at least one.
-
-    Returns:
-        float32, (number of tensors,).
+    The tensors, at least one, are on one device and may have any shapes. Returns float32, (number
+    of tensors,).
     """
     # torch refuses to take the norm of an empty tensor, and of no tensors.
     full = [x for x in tensors if x.numel()]

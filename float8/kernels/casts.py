@@ -74,16 +74,11 @@ def kernel_for(
 ) -> str | None:
     """The file of gpu/ that casts matrices of this granularity; None for plain PyTorch.
 
-    Args:
-        family: the device family, see `float8.kernels.family_of`.
-        block: in GEMM-operand orientation. Of experts (E, N, K), the extents are those of each
-            one's matrix, after a 1.
-        emulate: use plain PyTorch on every device.
-        compiling: the cast is traced by torch.compile.
-
-    Raises:
-        ValueError: the GPU has no float8 conversions.
-        ModuleNotFoundError: Triton is not installed.
+    ``family`` is that of `float8.kernels.family_of`. ``block`` is in GEMM-operand orientation. Of
+    experts (E, N, K), its extents are those of each one's matrix, after a 1. ``emulate`` uses plain
+    PyTorch on every device. ``compiling`` says that torch.compile traces the cast. Raises
+    ValueError if the GPU has no float8 conversions, and ModuleNotFoundError if Triton is not
+    installed.
     """
     if emulate:
         return None
@@ -145,8 +140,7 @@ def compiler_may_cast(family: str) -> bool:
 def check_compiler(device: torch.device) -> None:
     """Raise if torch.compile would have to cast and `compiler_may_cast` is False.
 
-    Raises:
-        RuntimeError: with the version of ptxas and the remedy.
+    The RuntimeError names the version of ptxas and the remedy.
     """
     family = family_of(device)
     if not compiler_may_cast(family):
@@ -178,12 +172,7 @@ check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def new_column_sums(kernel: str, x_MK: Tensor) -> Tensor | None:
-    """Empty float32 (tiles, K) for `cast_by_kernel`; None if the kernel adds no columns.
-
-    Args:
-        kernel: the file of gpu/.
-        x_MK: a matrix.
-    """
+    """Empty float32 (tiles, K) for `cast_by_kernel`; None if the kernel adds no columns."""
     rows = _SUMMED_ROWS.get(kernel)
     if rows is None:
         return None

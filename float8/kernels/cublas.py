@@ -230,12 +230,10 @@ def _cublas_blockwise_mm(
 ) -> Tensor:
     """``torch.nn.functional.scaled_mm`` with 128x128 scales on one side at least.
 
-    Args:
-        a, b: (M, K) and (N, K), contiguous; M a multiple of 4, N of 16.
-        a_scale, b_scale: float32, ``ceil(shape / (rows, 128))``, any strides.
-        a_rows, b_rows: rows that share a scale: 1 or 128.
-        out_dtype: bfloat16 or float32.
-        use_fast_accum: torch refuses True for these scales.
+    ``a`` (M, K) and ``b`` (N, K) are contiguous; M is a multiple of 4, N of 16. ``a_rows`` and
+    ``b_rows``, 1 or 128, are the rows that share a scale. The scales are float32 of shape
+    ``ceil(shape / (rows, 128))``, with any strides. ``out_dtype`` is bfloat16 or float32. torch
+    refuses ``use_fast_accum=True`` for these scales.
     """
     kinds = {1: F.ScalingType.BlockWise1x128, 128: F.ScalingType.BlockWise128x128}
     return F.scaled_mm(

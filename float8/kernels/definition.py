@@ -40,12 +40,7 @@ MIN_SCALE = torch.finfo(torch.float32).tiny  # 2^-126
 def amax(x: Tensor, block: Block) -> Tensor:
     """The largest magnitude of each block, in float32; 0 for an empty block, NaN if it has one.
 
-    Args:
-        x: float tensor of any shape.
-        block: one extent per dimension.
-
-    Returns:
-        float32 of shape ``ceil(x.shape / block)``.
+    ``block`` has one extent per dimension. The result has shape ``ceil(x.shape / block)``.
     """
     shape = scale_shape(x.shape, block)
     if x.numel() == 0:
@@ -58,8 +53,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
 def in_blocks(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
     """x, zero-padded, with each blocked dimension split in two: (blocks, extent).
 
-    Returns:
-        the view, and which of its dimensions lie inside a block.
+    Returns the view, and which of its dimensions lie inside a block.
     """
     padding: list[int] = []
     shape: list[int] = []
@@ -87,13 +81,8 @@ def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32
     least 2^-126, so that it is positive for a block of zeros. The one function that computes
     scales; every other backend is tested against its bits.
 
-    Args:
-        amax: float32, any shape.
-        format_max: the largest finite value of the float8 format.
-        scale_format: which numbers the scale may be: a `ScaleFormat`, or its value.
-
-    Returns:
-        the scale, of amax's shape. A float32 keeps NaN and inf as they are.
+    ``amax`` is float32 of any shape. ``scale_format``, a `ScaleFormat` or its value, says which
+    numbers the scale may be. A float32 scale keeps NaN and inf as they are.
     """
     # Literals: torch.compile would guard on globals, and with dynamic shapes make an input of
     # MIN_SCALE.
@@ -116,10 +105,8 @@ def smoothing_factors(amax: Tensor) -> Tensor:
     """The power of two that brings each amax into (0.5, 1] (arXiv 2409.12517, section 4.4).
 
     1 for an amax that is infinite, NaN or below 2^-60, which is too small to matter; 2^-60 for one
-    above 2^60: products with a weight, or with its inverse, stay in the range of float32.
-
-    Args:
-        amax: float32 >= 0, any shape.
+    above 2^60: products with a weight, or with its inverse, stay in the range of float32. ``amax``
+    is float32 >= 0, of any shape.
     """
     bits = (amax.clamp(2.0**-60, 2.0**60).view(torch.int32) + 0x7FFFFF) & 0x7F800000
     factor = (0x7F000000 - bits).view(torch.float32)  # one over the power of two of these bits
@@ -140,14 +127,8 @@ def reciprocal(scale: Tensor) -> Tensor:
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """Cast to float8 under given scales: nearest even, saturating, inf becomes NaN.
 
-    Args:
-        x: float32, bfloat16 or float16, any shape and strides.
-        scale: float32 or E8M0, of shape ``ceil(x.shape / block)``.
-        block: one extent per dimension.
-        dtype: the float8 dtype.
-
-    Returns:
-        float8 of x's shape.
+    ``x`` is float32, bfloat16 or float16, of any shape and strides; ``block`` has one extent per
+    dimension. ``scale`` is float32 or E8M0, of shape ``ceil(x.shape / block)``.
     """
     x32, largest = x.to(torch.float32), torch.finfo(dtype).max
     y = (x32 * _per_element(reciprocal(scale), x.shape, block)).clamp(-largest, largest)
@@ -160,11 +141,7 @@ def cast_dynamic(
     dtype: torch.dtype,
     scale_format: str = FLOAT32,
 ) -> tuple[Tensor, Tensor]:
-    """`cast` under the scales that follow from x's own amaxes.
-
-    Returns:
-        data of x's shape, and its scale.
-    """
+    """`cast` under the scales that follow from x's own amaxes; returns the data and the scale."""
     scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, scale_format)
     return cast(x, scale, block, dtype), scale
 
@@ -239,6 +216,10 @@ def scaled_mm(
 ) -> Tensor:
     """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
 
+    The operands are float8, or the same values in bfloat16, with the contraction K last; scales are
+    float32 or E8M0. The bias is added in float32 before the result is rounded to ``out_dtype``:
+    float32, bfloat16 or float16.
+
     Where each row of an operand has one scale, the data is multiplied and the scales are applied to
     the product. Float8 values are exact in bfloat16, so a bfloat16 result comes from a bfloat16
     GEMM (float32 accumulation); its product is then rounded once before and once after scaling,
@@ -246,12 +227,6 @@ def scaled_mm(
     two. Other results, and E8M0 scales and those that vary along the contraction, use a float32
     GEMM of dequantised operands. (`cpu.dequantized_mm` multiplies these in bfloat16 where that
     holds them exactly and is faster: the same sum in another order.)
-
-    Args:
-        a_MK, b_NK: float8, or the same values in bfloat16; the contraction K last.
-        a_scale, b_scale: float32 or E8M0, shapes as a_block and b_block say.
-        bias_N: added in float32 before the result is rounded, or None.
-        out_dtype: float32, bfloat16 or float16.
     """
     tensorwise, rowwise = (WHOLE, WHOLE), (1, WHOLE)
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32

@@ -37,13 +37,10 @@ _FLOAT32_NAN = 0x7FC00000
 
 
 def scale_from_amax(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
-    """The E8M0 scale of each float32 amax, exactly.
+    """The E8M0 scale of each float32 amax, >= 0 or NaN, exactly.
 
-    Args:
-        amax: >= 0, or NaN.
-        format_max: the largest finite value of the float8 format.
-        rounds_up: ``2^ceil(log2(amax / format_max))``; otherwise
-            ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
+    It is ``2^ceil(log2(amax / format_max))`` if ``rounds_up`` is True, otherwise
+    ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
     """
     if torch.compiler.is_compiling():
         return torch.ops.float8.e8m0_scale_from_amax.default(amax, format_max, rounds_up)

@@ -319,16 +319,9 @@ def grouped_gemm_for(
 ) -> tuple[str, str | None]:
     """The candidate that runs a product, as `multiply_groups` takes it.
 
-    Args:
-        family: the device family, see `float8.kernels.family_of`.
-        a_block: of the first operand.
-        b_block: of the second: of experts with a 1 for the first dimension, else of tokens.
-        out_dtype: of the result.
-        emulate: run plain PyTorch on every device.
-        is_e4m3: whether both operands are E4M3.
-
-    Returns:
-        its name and None; or "" and the reason why there is none.
+    ``b_block`` has a 1 for the first dimension if the second operand is the weights of experts.
+    ``emulate`` runs plain PyTorch on every device; ``is_e4m3`` says whether both operands are E4M3.
+    Returns the candidate's name and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
@@ -370,9 +363,8 @@ def multiply_groups(
 ) -> Tensor:
     """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
 
-    Raises:
-        ValueError: K or N of experts is no multiple of 16 and ``pad`` is False; or the scales of
-            blocks of 1x32 are not E8M0.
+    Raises ValueError if K or N of experts is no multiple of 16 and ``pad`` is False, or if the
+    scales of blocks of 1x32 are not E8M0.
     """
     for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
         if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:

@@ -50,8 +50,7 @@ def scale_columns(tokens: int, experts: int, align: int, extent: int) -> int:
 def ends_of(offs: Tensor, tokens: int) -> list[int]:
     """The values of ``offs``, on the host; a GPU must not be asked for them.
 
-    Raises:
-        ValueError: they do not ascend from 0 to at most ``tokens``.
+    Raises ValueError if they do not ascend from 0 to at most ``tokens``.
     """
     ends: list[int] = offs.tolist()
     previous = 0
@@ -94,19 +93,13 @@ def cast_groups(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Cast tokens in groups to float8: row-major, and transposed as the file's docstring says.
 
-    Args:
-        x_TK: (T, K), float32, bfloat16 or float16, any strides.
-        offs: (E,) int32, the ends of the groups.
-        block: of both orientations, the contraction last: (-1, -1), (1, -1) or (1, extent).
-        dtype: the float8 dtype.
-        scale_format: which numbers computed scales may be.
-        scale: the scale to use, (1, 1) float32, for (-1, -1) only; None computes scales.
-        align: the multiple to which groups are padded in the transposed orientation.
-        row_major, transposed: which orientations are written; others have no elements.
+    ``x_TK`` is float32, bfloat16 or float16, with any strides; ``offs``, (E,) int32, has the ends
+    of the groups. ``block`` is that of both orientations, the contraction last: (-1, -1), (1, -1)
+    or (1, extent). ``scale`` (1, 1) float32 is for (-1, -1) only; None computes scales in
+    ``scale_format``. Groups are padded to multiples of ``align`` in the transposed orientation.
 
-    Returns:
-        ``data`` (T, K) and its scale; ``data_t`` (K, P) and its scale. What belongs to no group is
-        zero, and its scale 1.
+    Returns ``data`` (T, K) and its scale; ``data_t`` (K, P) and its scale. What belongs to no group
+    is zero, and its scale 1. An orientation that is not to be written has no elements.
     """
     block = tuple(block)
     ends = ends_of(offs, x_TK.shape[0])

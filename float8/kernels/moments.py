@@ -86,10 +86,8 @@ class StateMatrix(NamedTuple):
     def write(self, x_RC: Tensor, chance: Tensor | None = None) -> None:
         """Overwrite the state with ``x_RC``, (R, C) float32, in its own form.
 
-        Args:
-            x_RC: the values.
-            chance: uniform in [0, 1), (R, C): round up or down, so that the expectation is x.
-                None rounds to nearest. A matrix without a scale is always rounded to nearest.
+        ``chance`` (R, C), uniform in [0, 1), rounds up or down, so that the expectation is x. None
+        rounds to nearest. A matrix without a scale is always rounded to nearest.
         """
         if self.scale is None:
             new: tuple[Tensor, ...] = (x_RC,)
@@ -123,13 +121,9 @@ def _in_whole_groups(
     """Apply ``function`` to the columns of whole groups, then to the rest; concatenate the results.
 
     Inductor on a CPU (2.13) miscompiles a loop over groups that do not divide a row (see
-    `float8.kernels.cpu`), and padding would copy the whole matrix.
-
-    Args:
-        function: ``(x, *matrices) -> results``.
-        group: elements that share a scale.
-        x_RC: the matrix whose columns are grouped.
-        matrices: (R, C), (R, G) or None.
+    `float8.kernels.cpu`), and padding would copy the whole matrix. ``group`` elements share a
+    scale. ``function(x, *matrices)`` returns the results; each of ``matrices`` is (R, C), (R, G) or
+    None.
     """
     columns = x_RC.shape[1]
     whole = columns - columns % group
@@ -156,17 +150,12 @@ def _groups(x_RC: Tensor, group: int) -> Tensor:
 def encode(
     x_RC: Tensor, group: int, dtype: torch.dtype, chance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Linear codes under a scale per group: nearest even, or at random.
+    """Linear codes (R, C) and a scale (R, G) per group of a float32 matrix.
 
-    Args:
-        x_RC: float32 (R, C).
-        group: elements that share a scale.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float16``. A nonzero element stays nonzero in
-            float16, at the cost of half a smallest subnormal, 2^-41 of the group's amax.
-        chance: (R, C), uniform in [0, 1): round up or down so that the expectation is x.
-
-    Returns:
-        codes (R, C), scale (R, G).
+    They are rounded to nearest even, or with ``chance``, (R, C) uniform in [0, 1), up or down so
+    that the expectation is x. ``dtype`` is ``torch.float8_e4m3fn`` or ``torch.float16``. A nonzero
+    element stays nonzero in float16, at the cost of half a smallest subnormal, 2^-41 of the group's
+    amax.
     """
 
     def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -210,16 +199,10 @@ def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
 def encode_expanded(
     x_RC: Tensor, group: int, chance: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """E4M3 codes of COAT's dynamic range expansion.
+    """E4M3 codes (R, C) of COAT's dynamic range expansion, scale (R, G) and exponent (R, G).
 
-    Args:
-        x_RC: float32 (R, C), of any sign.
-        group: elements that share a scale and an exponent.
-        chance: (R, C), uniform in [0, 1): round up or down so that the expectation is x, but never
-            to 0.
-
-    Returns:
-        codes (R, C), scale (R, G), exponent (R, G).
+    ``x_RC`` is float32 of any sign; ``group`` elements share a scale and an exponent. ``chance``,
+    (R, C) uniform in [0, 1), rounds up or down so that the expectation is x, but never to 0.
     """
 
     def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

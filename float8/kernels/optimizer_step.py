@@ -54,17 +54,14 @@ def plain_step(
 ) -> None:
     """One step in place, in plain PyTorch.
 
-    Args:
-        rule: the update and its numbers.
-        step: which step this is, counted from 1; a number, or a 0-dim tensor.
-        p: the parameter (R, C), or its master.
-        g: the gradient (R, C), float32.
-        states: the moments, in the order of the rule.
-        at_random: whether the parameter (or its master) and each of the states are rounded
-            stochastically, where they are not float32; see ``stochastic.py``.
-        seed: which parameter this is. Random numbers depend on it, on the step and on the index of
-            an element.
-        first: the index of p's first element in the whole parameter, where p is a part of it.
+    ``step`` is counted from 1; it is a number or a 0-dim tensor. ``p`` is the parameter (R, C), or
+    its master, and ``g`` its gradient in float32. ``states`` are the moments, in the order of the
+    rule.
+
+    ``at_random`` says whether the parameter (or its master) and each of the states are rounded
+    stochastically, where they are not float32; see ``stochastic.py``. Random numbers depend on
+    ``seed``, which stands for the parameter, on the step and on the index of an element. ``first``
+    is the index of p's first element in the whole parameter, where p is a part of it.
     """
     offset = step.to(torch.int32) if isinstance(step, Tensor) else int(step)
     new = rule.update(step, p.decode(), g, *(state.decode() for state in states))
@@ -130,11 +127,7 @@ def takes_kernel(
     states: Sequence[StateMatrix],
     group: int,
 ) -> bool:
-    """Whether the kernel runs this step.
-
-    Raises:
-        ValueError: ``fused=True`` and the kernel refuses.
-    """
+    """Whether the kernel runs this step; ValueError if ``fused=True`` and the kernel refuses."""
     if fused is False:
         return False
     reason = refusal(rule, p, g, states, group)
@@ -218,12 +211,9 @@ def cast_weight(
 ) -> None:
     """Write a tensorwise float8 weight, its codes (R, C) and its scale, from its master, in place.
 
-    Args:
-        master: scaled float16.
-        data_RC: float8 codes, of any strides.
-        scale: float32 of one element.
-        amax: what `fused_step` recorded.
-        found_inf: where it is not 0 nothing is written.
+    The master is scaled float16. The codes may have any strides; the scale is float32 of one
+    element. ``amax`` is what `fused_step` recorded. Where ``found_inf`` is not 0 nothing is
+    written.
     """
     assert master.scale is not None
     torch.ops.float8.cast_weight.default(

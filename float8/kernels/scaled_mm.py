@@ -343,8 +343,7 @@ def gemm_for(
 ) -> tuple[str, str | None]:
     """The GEMM that multiplies operands of two granularities, as `multiply` takes it.
 
-    Returns:
-        its name in `GEMMS` and None; or "" and the reason why there is none.
+    Returns its name in `GEMMS` and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
@@ -383,9 +382,8 @@ def multiply(
 ) -> Tensor:
     """`scaled_mm` by the GEMM that `gemm_for` chose for these granularities.
 
-    Raises:
-        ValueError: its sizes are no multiples of 16 and ``pad`` is False, or the operands are on
-            several devices.
+    Raises ValueError if its sizes are no multiples of 16 and ``pad`` is False, or if the operands
+    are on several devices.
     """
     if 0 in (*a_MK.shape, *b_NK.shape):
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)

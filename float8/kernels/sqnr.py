@@ -18,9 +18,7 @@ from torch import Tensor
 def sqnr(reference: Tensor, value: Tensor) -> float:
     """The SQNR of a tensor in dB; see `decibels` for its special values.
 
-    Args:
-        reference: what the tensor should be; any shape and floating point type.
-        value: what it is; of the same shape.
+    ``reference`` is what the tensor should be, ``value`` what it is; both have one shape.
     """
     exact = reference.detach().double()
     return decibels(power(exact), power(exact - value.detach()))
@@ -32,14 +30,9 @@ def power(x: Tensor) -> float:
 
 
 def decibels(signal: float, noise: float) -> float:
-    """The SQNR in dB of two sums of squares.
+    """The SQNR in dB of two sums of squares: of the reference, and of the error of the value.
 
-    Args:
-        signal: of the reference.
-        noise: of its difference from the value.
-
-    Returns:
-        inf without noise; -inf where the noise is not finite, or where there is no signal.
+    It is inf without noise, and -inf where the noise is not finite or where there is no signal.
     """
     if noise == 0:
         return math.inf

@@ -43,16 +43,9 @@ def stochastic_round(
     """Round to one of the two nearest values of ``dtype``, the nearer one more often.
 
     The expectation is x (to within 2^-14 of float16's spacing). Beyond the largest finite value,
-    nearest even.
-
-    Args:
-        x: float32, any shape.
-        dtype: bfloat16 or float16.
-        seed, offset: 32-bit integers, or 0-dim integer tensors: which parameter, and which step.
-        first: the index of x's first element, where x is a part of a larger tensor.
-
-    Returns:
-        x's shape; NaN and inf stay what they are.
+    nearest even; NaN and inf stay what they are. ``x`` is float32, ``dtype`` bfloat16 or float16.
+    ``seed`` and ``offset``, 32-bit integers or 0-dim integer tensors, say which parameter and which
+    step. ``first`` is the index of x's first element, where x is a part of a larger tensor.
     """
     lost = {torch.bfloat16: 16, torch.float16: 13}[dtype]  # bits of the float32 mantissa
     finfo = torch.finfo(dtype)
@@ -69,10 +62,8 @@ def stochastic_round(
 def on_grid(y: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
     """Magnitudes as float32 values of ``dtype``, rounded up where the chance says so.
 
-    Args:
-        y: float32, from 0 to the largest value of ``dtype``, or NaN.
-        chance: uniform in [0, 1), see `chances`, of y's shape.
-        dtype: float8_e4m3fn or float16.
+    ``y`` is float32, from 0 to the largest value of ``dtype``, or NaN. ``chance``, of y's shape, is
+    uniform in [0, 1), see `chances`. ``dtype`` is float8_e4m3fn or float16.
     """
     whole, part, spacing = _split(y, dtype)
     return (whole + _one_if_positive(part - chance)) * spacing
@@ -81,10 +72,8 @@ def on_grid(y: Tensor, chance: Tensor, dtype: torch.dtype) -> Tensor:
 def on_expanded_grid(y: Tensor, chance: Tensor, exponent: Tensor) -> Tensor:
     """Magnitudes as values of E4M3, so that ``y^exponent`` is right on average.
 
-    Args:
-        y: float32, from the smallest nonzero code, 2^-9, to 448.
-        chance: uniform in [0, 1), of y's shape.
-        exponent: of each group, up to 4; y's shape but for the last dimension, which is 1.
+    ``y`` is float32, from the smallest nonzero code, 2^-9, to 448; ``chance``, of y's shape, is
+    uniform in [0, 1). ``exponent`` is that of each group, up to 4; its last dimension is 1.
     """
     j, t, spacing = _split(y, torch.float8_e4m3fn)
     a = exponent

@@ -67,13 +67,10 @@ LOSES_GRADIENTS = torch.__version__ < torch.torch_version.TorchVersion("2.13")
 class Call:
     """The parameters of one call of a layer, except its three tensors.
 
-    Args:
-        plan: the casts and GEMMs.
-        states: of the delayed casts of input, weight and grad_output, None for others.
-        record: whether delayed casts record amaxes.
-        weight: the weight in float8 if it was cast before this call, else None.
-        factors: the factors by which unit scaling multiplies the three products.
-        saves: whether gradients are enabled, so that a backward may follow.
+    ``states`` are those of the delayed casts of input, weight and grad_output, None for others;
+    ``record`` says whether they record amaxes. ``weight`` is the weight in float8 if it was cast
+    before this call, else None. Unit scaling multiplies the three products by ``factors``.
+    ``saves`` says whether gradients are enabled, so that a backward may follow.
     """
 
     # Not a NamedTuple: torch.compile would guard on each of its fields.
@@ -210,12 +207,9 @@ def product(
 ) -> Tensor:
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
-    Args:
-        gemm: the GEMM.
-        a, b: the results of its casts; in high precision, the matrix and None.
-        bias: in the compute dtype.
-        factor: the factor of unit scaling, or None.
-        offs: the ends of groups of tokens, for a grouped product.
+    ``a`` and ``b`` are the results of the casts of ``gemm``; in high precision, the matrix and
+    None. The bias is in the compute dtype. ``factor`` is that of unit scaling, or None. ``offs``
+    has the ends of groups of tokens, for a grouped product.
     """
     if gemm.a is None or gemm.b is None:
         if offs is None:
@@ -331,12 +325,8 @@ def _cast_weight_again(
 ) -> Pair:
     """w_KN, cast in backward; with forward's scale if both casts are the same.
 
-    Args:
-        ctx: of the forward.
-        w_NK: the weight.
-        w_scale: forward's scale if both casts are the same, else the scale of the second if it is
-            known; or None.
-        factors_1K: of a smooth input, or None.
+    ``w_scale`` is that scale, or else the scale of the second cast if it is known; or None.
+    ``factors_1K`` are those of a smooth input, or None.
     """
     operand = ctx.plan.w
     if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
@@ -384,14 +374,8 @@ def call_of(
 def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """``input @ weight.T + bias`` as the call says; autocast is respected.
 
-    Args:
-        input: (..., K); a `Float8Tensor` is not cast again.
-        weight: (N, K).
-        bias: (N,) or None.
-        call: see `Call`.
-
-    Returns:
-        (..., N) in the compute dtype.
+    ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
+    `Float8Tensor` as input is not cast again.
     """
     with without_autocast(input):
         return Float8LinearFunction.apply(input, weight, bias, call, None)

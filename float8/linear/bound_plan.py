@@ -31,14 +31,10 @@ class BoundCast:
     """An `OperandCast` on one device family: everything about it that does not depend on values.
 
     It has no methods that compute, so torch.compile treats it as a constant, without guards.
-
-    Args:
-        cast: the cast, in the orientation of its GEMM.
-        family: the device family, see `float8.kernels.family_of`.
-        emulate: cast in plain PyTorch on every device.
-        compiling: torch.compile traces the casts.
-        groups: "" for a matrix; "tokens" or "experts" for an operand of a grouped GEMM. One of
-            experts has three dimensions, and its block a 1 for the first.
+    ``cast`` is in the orientation of its GEMM. ``family`` is that of `float8.kernels.family_of`.
+    ``emulate`` casts in plain PyTorch on every device; with ``compiling`` torch.compile traces the
+    casts. ``groups`` is "" for a matrix; "tokens" or "experts" for an operand of a grouped GEMM.
+    One of experts has three dimensions, and its block a 1 for the first.
 
     Attributes:
         dtype: the float8 dtype that the device multiplies.
@@ -309,9 +305,8 @@ def plan_on(
 ) -> BoundPlan:
     """The plan of a config, bound to a device and a compute dtype; for grouped GEMMs if asked.
 
-    Raises:
-        ValueError: the GPU has no float8 conversions.
-        ModuleNotFoundError: Triton is not installed.
+    Raises ValueError if the GPU has no float8 conversions, and ModuleNotFoundError if Triton is not
+    installed.
     """
     return _bound(config.key, device, dtype, torch.compiler.is_compiling(), grouped)
 

@@ -96,19 +96,13 @@ def updated_history(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """One step of delayed scaling for N operands that share format and config.
 
-    Args:
-        history_NH: the last H amaxes of each operand, newest first.
-        current_amax_N: the amax of this step over all its microbatches and ranks.
-        scale_N: the scales in use; 0 where there has been none yet.
-        config: the rule's parameters.
-        format_max: the largest finite value of the format.
-        scale_format: which numbers scales may be.
-        age_N: how many steps ago each scale was computed, inf if never. Scales younger than
-            ``config.interval`` stay. None where the interval is 1.
+    ``history_NH`` has the last H amaxes of each operand, newest first; ``current_amax_N`` is over
+    all microbatches and ranks of this step. ``scale_N`` has the scales in use, 0 where there has
+    been none yet. ``age_N`` says how many steps ago each scale was computed, inf if never. Scales
+    younger than ``config.interval`` stay; ``age_N`` is None where the interval is 1.
 
-    Returns:
-        The new history, the new scales and their ages. Scales are finite. An operand without a
-        scale keeps 0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
+    Returns the new history, the new scales and their ages. Scales are finite. An operand without a
+    scale keeps 0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
     """
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
@@ -137,11 +131,9 @@ _numbers = itertools.count()
 class DelayedCast(Cast, Switchable):
     """A cast with delayed scaling: its scale is computed from the amaxes of past steps.
 
-    Args:
-        config, default_format: see `Cast`.
-        delayed: how scales are computed from the history.
-        amax_init: use the dynamic scale in the first steps; if False, start with scale 1.
-        device: where the buffers live.
+    ``delayed`` says how scales are computed from the history. ``amax_init`` uses the dynamic scale
+    in the first steps; if False, they start with scale 1. The buffers live on ``device``. For the
+    other arguments see `Cast`.
     """
 
     amax_history: Tensor
@@ -198,8 +190,7 @@ class DelayedCast(Cast, Switchable):
     def state(self) -> DelayedState:
         """The buffers that a cast reads and records in.
 
-        Raises:
-            TypeError: they are not float32, because FSDP1's ``buffer_dtype`` replaced them.
+        Raises TypeError if they are not float32, because FSDP1's ``buffer_dtype`` replaced them.
         """
         if self.scale.dtype != torch.float32:
             raise TypeError(
@@ -270,9 +261,8 @@ class DelayedCast(Cast, Switchable):
     def start_from(self, scale: Tensor) -> None:
         """Start a new history with a known scale, as if ``sync`` had computed it.
 
-        Args:
-            scale: of data in E4M3 or E5M2, the format of the cast, one element > 0. The format's
-                twin on AMD gfx94x gets the scale of the same amax.
+        ``scale``, one element > 0, is of data in E4M3 or E5M2, the format of the cast. The format's
+        twin on AMD gfx94x gets the scale of the same amax.
         """
         self.reset_parameters()
         largest, given = self.format_on_device.max, scale.to(self.scale).reshape(())

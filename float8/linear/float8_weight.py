@@ -128,13 +128,9 @@ def version_of(x: Tensor) -> int:
 def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
     """The weight of a layer in float8, if it is in float8 before this call; else None.
 
-    Args:
-        layer: a `Float8Linear`. Its ``cached_weight`` is used only if the weight has not changed.
-        plan: the plan of the call.
-
-    Raises:
-        ValueError: the weight was cast for another compute dtype, or requires a gradient that its
-            scales do not allow.
+    ``layer`` is a `Float8Linear`. Its ``cached_weight`` is used only if the weight has not changed.
+    Raises ValueError if the weight was cast for another compute dtype than that of ``plan``, or
+    requires a gradient that its scales do not allow.
     """
     weight, cached = layer.weight, layer.cached_weight
     if isinstance(weight, Float8Tensor):
@@ -158,13 +154,9 @@ def cached_tensor(layer: Any) -> Float8Tensor | None:
     delayed or static cast where there is one. The data is the cache's own memory. The next step
     replaces it; with ``in_place`` it overwrites it.
 
-    Args:
-        layer: a `Float8Linear`.
-
-    Returns:
-        None without a cached weight, with scales alone, and where the weight was written to or
-        replaced since its cast; see `float8.linear.weight_cache`. None also where the scales are in
-        the layout of MX GEMMs on a GPU.
+    Returns None without a cached weight, with scales alone, and where the weight was written to or
+    replaced since its cast; see `float8.linear.weight_cache`. None also where the scales are in the
+    layout of MX GEMMs on a GPU.
     """
     cached = layer.cached_weight
     if cached is None or not cached.has_data or not cached.is_of(layer.weight):
@@ -210,8 +202,7 @@ def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
 def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
     """The gathered weights of experts (E, N, K) in both orientations; nothing is copied.
 
-    Raises:
-        ValueError: they are not in the form in which both GEMMs read them.
+    Raises ValueError if they are not in the form in which both GEMMs read them.
     """
     if (reason := _refuses_plan(weight, plan)) is not None:
         raise ValueError(reason)
@@ -229,16 +220,11 @@ def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
 def cast_weight(
     weight: Tensor, plan: BoundPlan, state: DelayedState | None, scales: Scales = (None, None)
 ) -> Float8Weight | None:
-    """A weight (N, K), rounded to the compute dtype and cast for both GEMMs.
+    """A high-precision weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 
-    The amax is not recorded in ``state``: each forward records it. Returns None if a GEMM that
+    The amax is not recorded in ``state``, that of a delayed cast: each forward records it.
+    ``scales`` are those of the two casts, from `scales_of_weights`. Returns None if a GEMM that
     reads the weight runs in high precision.
-
-    Args:
-        weight: in high precision.
-        plan: of the layer.
-        state: of a delayed cast, or None.
-        scales: of the two casts, from `scales_of_weights`.
     """
     if plan.w.first is None or plan.w.second is None:
         return None
@@ -268,12 +254,9 @@ def cast_weight(
 
 
 def scales_alone(weight: Tensor, plan: BoundPlan, scales: Scales) -> Float8Weight | None:
-    """The known scales of a weight's two casts, without data; None if there is none.
+    """The known scales of the two casts of a weight, without data; None if none is known.
 
-    Args:
-        weight: in high precision.
-        plan: of the layer.
-        scales: from `scales_of_weights`.
+    ``weight`` is in high precision; ``scales`` come from `scales_of_weights`.
     """
     first, second = scales
     if first is None and second is None:
@@ -333,10 +316,8 @@ def to_resident(
 ) -> Float8Tensor:
     """A high-precision weight (N, K) in float8, as the layer's output GEMM casts it.
 
-    Args:
-        weight: float32, bfloat16 or float16.
-        config: one that `refuses_resident` accepts.
-        state: the state of a delayed cast, whose scale is used if it has one; or None.
+    `refuses_resident` must accept ``config``. ``state`` is that of a delayed cast, whose scale is
+    used if it has one.
     """
     cast = config.plan.output.b
     assert cast is not None

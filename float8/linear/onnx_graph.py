@@ -58,16 +58,9 @@ def linear_in_onnx(
 ) -> Tensor:
     """The output of a layer, as nodes of the ONNX graph that is being traced.
 
-    Args:
-        input: (..., K).
-        weight: (N, K), in float8.
-        bias: (N,) or None.
-        plan: of the layer.
-        state: of the input's delayed cast, or None.
-        factor: by which unit scaling multiplies the output, or None.
-
-    Returns:
-        (..., N) in the compute dtype.
+    ``input`` is (..., K), ``weight`` (N, K) in float8; the result is (..., N) in the compute dtype.
+    ``state`` is that of the input's delayed cast, or None. Unit scaling multiplies the output by
+    ``factor``.
     """
     cast = plan.output.a
     assert isinstance(weight, Float8Tensor)
@@ -85,8 +78,7 @@ def linear_in_onnx(
 def weight_in_onnx(weight: Float8Tensor) -> Tensor:
     """A float8 weight in high precision, for a product in high precision.
 
-    Raises:
-        ValueError: its scales are E8M0.
+    Raises ValueError if its scales are E8M0.
     """
     if weight.scale.dtype != torch.float32:
         raise ValueError(

@@ -159,9 +159,7 @@ def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
 def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> int:
     """What in_features and out_features must be multiples of on GPUs; 1 where any sizes run.
 
-    Args:
-        config: of the layer or of the experts.
-        stacked: whether they are those of experts, with stacked weights.
+    ``stacked`` says whether they are those of experts, with stacked weights.
     """
     gemms = [gemm for _, gemm in _gemms(config.plan) if gemm.a is not None and gemm.b is not None]
     if config.pad_inner_dim or config.emulate or not gemms:
@@ -178,10 +176,8 @@ def _multiple_of_experts(gemms: Iterable[Gemm | BoundGemm]) -> int:
 def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str | None:
     """The reason why a GPU does not run one of the grouped GEMMs with experts, or None.
 
-    Args:
-        plan: bound for groups.
-        grad: whether a backward may follow.
-        shapes: of the stacks of matrices, (E, N, K) or (E, K, N).
+    ``plan`` is bound for groups. ``grad`` says whether a backward may follow. ``shapes`` are those
+    of the stacks of matrices, (E, N, K) or (E, K, N).
     """
     gemms = {"output": plan.output, "grad_input": plan.grad_input, "grad_weight": plan.grad_weight}
     for name, gemm in gemms.items():
@@ -210,13 +206,9 @@ def refuses_call(
 ) -> str | None:
     """The reason why a device cannot run one call of a layer, or None: plain PyTorch runs any.
 
-    Args:
-        config: of the layer.
-        weight: (out_features, in_features) of the layer.
-        tokens: rows of the input, over all leading dimensions.
-        dtype: the compute dtype.
-        family: of the device, see `float8.kernels.family_of`.
-        grad: whether a backward may follow.
+    ``tokens`` are the rows of the input, over all leading dimensions. ``dtype`` is the compute
+    dtype, and ``family`` is that of `float8.kernels.family_of`. ``grad`` says whether a backward
+    may follow.
     """
     if family == CPU or config.emulate:
         return None

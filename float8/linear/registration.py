@@ -74,10 +74,9 @@ class WeightRule:
 class AmaxReader:
     """A reader of the amaxes that an optimizer records of the parameters that it writes.
 
-    Args:
-        wants: (parameters) -> the ids of those whose amaxes it would read after a step.
-        take: (parameter, amax): the largest magnitude that the parameter has after the step, of
-            this rank's shard where it is sharded; float32 of one element, on its device.
+    ``wants(parameters)`` returns the ids of those whose amaxes it would read after a step.
+    ``take(parameter, amax)`` gets the largest magnitude that the parameter has after the step, of
+    this rank's shard where it is sharded. It is float32 of one element, on the parameter's device.
     """
 
     wants: Callable[[Sequence[Tensor]], set[int]]

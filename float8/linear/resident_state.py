@@ -44,10 +44,8 @@ def input_scale_of(layer: Any) -> Tensor | None:
 def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
     """Put a layer's resident weight into a state dict: data and scales; or dequantised.
 
-    Args:
-        layer: data and scale of its weight share memory with the state dict.
-        destination: the state dict.
-        prefix: the prefix of the layer's keys.
+    Data and scale share memory with the state dict, ``destination``. ``prefix`` is that of the
+    layer's keys.
     """
     weight = layer.weight
     if layer.high_precision:
@@ -62,13 +60,9 @@ def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
 def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
     """Convert the weight in a state dict to the form of the layer's weight, in place.
 
-    A static input scale becomes that of the layer, if its weight is resident.
-
-    Args:
-        layer: whose weight is in float8 or not.
-        state_dict: its ``weight`` is replaced, and its scales are removed, where needed.
-        prefix: the prefix of the layer's keys.
-        errors: messages of errors are appended to it.
+    The ``weight`` of ``state_dict`` is replaced, and its scales are removed, where needed. A static
+    input scale becomes that of the layer, if its weight is resident. Messages of errors are
+    appended to ``errors``.
     """
     weight: Tensor = layer.weight
     key = prefix + "weight"

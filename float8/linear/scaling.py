@@ -47,11 +47,8 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     """The state of an operand that is sharded over the ranks of a process group.
 
     A tensorwise scale of such an operand is computed from the amax over those ranks. Scales of rows
-    and blocks are computed from this rank's part.
-
-    Args:
-        state: of a delayed cast, or None.
-        group: the name of the process group (``ProcessGroup.group_name``), or None.
+    and blocks are computed from this rank's part. ``state`` is that of a delayed cast, and
+    ``group`` is ``ProcessGroup.group_name``; both may be None.
     """
     if group is None:
         return state
@@ -63,9 +60,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
 class Cast:
     """How one operand becomes a `Float8Tensor`; `float8.linear.delayed.DelayedCast` has state too.
 
-    Args:
-        config: what the user asked for.
-        default_format: the format where ``config.target_dtype`` is None.
+    ``default_format`` is the format where ``config.target_dtype`` is None.
     """
 
     def __init__(self, config: CastConfig, default_format: Format) -> None:
@@ -80,8 +75,7 @@ class Cast:
     def __call__(self, x: Tensor) -> Tensor:
         """Cast ``x`` of any shape, recording nothing; gradients pass straight through.
 
-        Returns:
-            A `Float8Tensor` of x's shape and dtype; x where the config disables the cast.
+        Returns a `Float8Tensor` of x's shape and dtype; x where the config disables the cast.
         """
         config = self.config
         if config.scaling_type is ScalingType.DISABLED:
@@ -134,22 +128,17 @@ def cast_matrix(
     scale: Tensor | None,
     decode: bool = False,
 ) -> Pair:
-    """Cast a matrix to float8 for one GEMM.
+    """Cast a matrix (rows, contraction) to float8 for one GEMM.
 
-    Args:
-        x: (rows, contraction), float32, bfloat16 or float16, any strides.
-        how: the cast, stated for this orientation; None keeps x in high precision.
-        state: the buffers of a delayed cast, else None.
-        record: whether a delayed cast records the amax of x. It records the maximum, so a
-            recomputation of the same forward changes nothing.
-        scale: the scale that an earlier call computed for this x, in this orientation; None
-            computes it.
-        decode: plain PyTorch multiplies at once; the data of experts, and compiled code on a CPU,
-            is then returned in bfloat16.
+    ``x`` is float32, bfloat16 or float16, with any strides. ``how`` is stated for this orientation;
+    None keeps x in high precision. ``record`` says whether a delayed cast records the amax of x in
+    ``state``. It records the maximum, so a recomputation of the same forward changes nothing.
+    ``scale`` is the one that an earlier call computed for this x, in this orientation; None
+    computes it. ``decode`` says that plain PyTorch multiplies at once: the data of experts, and
+    compiled code on a CPU, is then returned in bfloat16.
 
-    Returns:
-        float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high precision,
-        x and None.
+    Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
+    precision, x and None.
     """
     if how is None:
         return x, None
@@ -185,21 +174,16 @@ def cast_orientations(
 
     No argument has a default: torch.compile guards on defaults.
 
-    Args:
-        x: any strides. A `Float8Tensor` is not cast again: both GEMMs read its data.
-        operand: the two casts.
-        state, record: see `cast_matrix`; an amax is recorded once.
-        first, second: whether each of the two is needed.
-        decode: both products run in plain PyTorch: data that both read is converted to bfloat16
-            once.
-        keeps: the second product runs in backward: its data stays in float8.
-        offs: the ends of groups of tokens, for grouped GEMMs; see `float8.kernels.groups`.
-        scales: known ones of the two casts, where both are needed.
-        column_sums: of `new_column_sums`, to be filled.
+    ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
+    recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
+    whether each of the two casts of ``operand`` is needed. With ``decode`` both products run in
+    plain PyTorch: data that both read is converted to bfloat16 once. With ``keeps`` the second
+    product runs in backward: its data stays in float8. ``offs`` has the ends of groups of tokens,
+    for grouped GEMMs; see `float8.kernels.groups`. ``scales`` are known ones of the two casts,
+    where both are needed. ``column_sums``, of `new_column_sums`, is filled.
 
-    Returns:
-        the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
-        second is a view of the first where the casts allow it.
+    Returns the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
+    second is a view of the first where the casts allow it.
     """
     if offs is not None:
         return _cast_groups(x, operand, first, second, decode and not keeps, offs)
@@ -291,12 +275,8 @@ def cast_again(
     """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
 
     For an operand whose second GEMM reads the data of the first cast, if that was not kept.
-
-    Args:
-        x, how: those of the earlier call.
-        scale: the scale that the earlier call returned.
-        decode: see `cast_matrix`.
-        alone: no op computes x, with which a compiler could fuse the cast.
+    ``scale`` is the one that the earlier call returned. For ``decode`` see `cast_matrix`. ``alone``
+    says that no op computes x, with which a compiler could fuse the cast.
     """
     kernel = how.kernel_alone if alone else how.kernel
     if kernel is not None and not kernels.is_sharded(x):
@@ -363,9 +343,7 @@ def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
     """The scale of a static cast, or of a delayed one that has a scale; None for a dynamic scale.
 
-    Args:
-        cast, state: see `bind_and_cast`.
-        x: the operand, or a tensor on its device.
+    ``x`` is the operand, or a tensor on its device. For ``cast`` and ``state`` see `bind_and_cast`.
     """
     if cast.static_scale is not None:
         return constant(float(cast.static_scale), x)
@@ -441,11 +419,9 @@ def max_over_ranks(amax: Tensor, group: Any) -> Tensor:
     """The element-wise maximum of amaxes over the ranks of a process group; inf if not finite.
 
     gloo's MAX loses a NaN that is not on rank 0. Every backend keeps an infinity, which also makes
-    the scale and every product NaN.
-
-    Args:
-        amax: float32, of equal shape on all ranks, on a device that the group's backend reduces.
-        group: a ``ProcessGroup``, or its name, which compiled code needs.
+    the scale and every product NaN. ``amax`` is float32, of equal shape on all ranks, on a device
+    that the group's backend reduces. ``group`` is a ``ProcessGroup``, or its name, which compiled
+    code needs.
     """
     name = group if isinstance(group, str) else group.group_name
     ops = torch.ops._c10d_functional  # by name, so that importing float8 imports no collectives

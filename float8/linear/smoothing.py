@@ -53,9 +53,7 @@ def inverse(factors_1K: Tensor) -> Tensor:
 def channel_scales(scale: Tensor, factors_1K: Tensor) -> Tensor:
     """c (1, K) = t / s: the scales of an input whose channels were multiplied by s before its cast.
 
-    Args:
-        scale: t, one element.
-        factors_1K: s.
+    ``scale`` is t, one element; ``factors_1K`` is s.
     """
     return (scale.reshape(1, 1) * inverse(factors_1K)).clamp(min=kernels.MIN_SCALE)
 

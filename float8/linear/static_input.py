@@ -20,12 +20,9 @@ from float8.linear.cast import make_cast, set_cast
 def with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Float8LinearConfig:
     """A config whose inputs are cast with this scale.
 
-    Args:
-        config: of a layer that casts inputs with one scale per tensor.
-        scale: finite and > 0, ``value = data * scale``; a tensor has one element.
-
-    Raises:
-        ValueError: a scale that is none, or inputs in high precision or with several scales.
+    ``config`` casts inputs with one scale per tensor. ``scale`` is finite and > 0,
+    ``value = data * scale``; a tensor has one element. Raises ValueError for another scale, and for
+    inputs in high precision or with several scales.
     """
     if isinstance(scale, Tensor) and scale.numel() != 1:
         raise ValueError(f"an input has one static scale, got a tensor of {tuple(scale.shape)}")

@@ -33,8 +33,7 @@ _LOCK = threading.RLock()
 class Switch(threading.local):
     """The scopes that each thread has open, and whether that is any: what forward reads.
 
-    Args:
-        scopes: those that every thread starts with.
+    Every thread starts with ``scopes``.
     """
 
     def __init__(self, scopes: frozenset[Scope] = frozenset()) -> None:

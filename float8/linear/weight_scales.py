@@ -42,12 +42,9 @@ def scales_of_weights(
 ) -> list[Scales]:
     """The scales of the two casts of each weight, where they follow from its amax.
 
-    Args:
-        weights: with their plans, which state the compute dtype.
-        recorded: ``id(weight)`` -> its amax, float32 of one element. The others are found.
-
-    Returns:
-        per weight, the scales (1, 1) of the casts for output and grad_input.
+    The plan of each weight states the compute dtype. ``recorded`` maps ``id(weight)`` to its amax,
+    float32 of one element; the others are found. Returns, per weight, the scales (1, 1) of the
+    casts for output and grad_input.
     """
     amaxes = dict(recorded)
     unknown = [w for w, plan in weights if needs_amax(plan) and id(w) not in amaxes]

@@ -69,15 +69,9 @@ def plan_weights(
 ) -> ConversionPlan:
     """Find the layers whose weight a level stores; the plan says why others are left.
 
-    Args:
-        model: not wrapped.
-        config: of layers that are not converted yet.
-        module_filter_fn: see `convert_to_float8_training`.
-        optimizer: only weights that it steps take part.
-        level: the level.
-
-    Raises:
-        ValueError: there are none, or some cannot be converted or stored so, with all reasons.
+    The model is not wrapped. ``config`` is for layers that are not converted yet. Only weights that
+    ``optimizer`` steps take part. Raises ValueError, with all reasons, if there are none, or if
+    some cannot be converted or stored so.
     """
     plan = plan_conversion(model, config, module_filter_fn, "ms_amp", replaces_weights=True)
     if plan.config.enable_fsdp_float8_all_gather:
@@ -135,12 +129,9 @@ def _refuses_float8(config: Float8LinearConfig) -> str | None:
 
 
 def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:
-    """A layer's weight as a level stores it, its attributes kept; gradients come in float32.
+    """A layer's high-precision weight as a level stores it, its attributes kept.
 
-    Args:
-        weight: in high precision.
-        layer: the `Float8Linear` that reads it.
-        level: the level.
+    Gradients come in float32. ``layer`` is the `Float8Linear` that reads the weight.
     """
     if level.weight == "float8":
         float8_data = to_resident(weight, layer.config, layer.casts[1].state)

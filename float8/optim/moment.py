@@ -47,17 +47,13 @@ TILE = 2**18
 def tiles(
     shape: Sequence[int], group: int, size: int | None = None
 ) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of every tile of a matrix: how much is in float32 at once.
+    """The rows and columns of every tile of a matrix (R, C): how much is in float32 at once.
 
     All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
-    where one row is longer than `TILE`, whole groups of one row. No group is cut, so the result
-    does not depend on the size of the tiles. The elements of a tile have consecutive indices, from
-    which random numbers are drawn.
-
-    Args:
-        shape: (R, C).
-        group: how many consecutive elements of a row share a scale.
-        size: the most elements that a tile may have, `TILE` by default; one group is the least.
+    where one row is longer than a tile, whole groups of one row; ``group`` consecutive elements of
+    a row share a scale. ``size`` is the most elements of a tile, `TILE` by default; one group is
+    the least. No group is cut, so the result does not depend on the size of the tiles. The elements
+    of a tile have consecutive indices, from which random numbers are drawn.
     """
     rows, cols = shape
     size = size or TILE

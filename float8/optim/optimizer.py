@@ -86,10 +86,9 @@ SLOW = 2.0**-4
 class QuantizedOptimizer(torch.optim.Optimizer):
     """Abstract: an optimizer whose states are kept in few bits. Final: AdamW, Adam, SGD, Lion.
 
-    Args:
-        params: tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim.
-        given: the options of `float8.optim.options.Options` that the user chose.
-        hyperparameters: those of the update rule, lr and weight_decay among them.
+    ``params`` are tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim. ``given``
+    has the options of `float8.optim.options.Options` that the user chose. ``hyperparameters`` are
+    those of the update rule, lr and weight_decay among them.
     """
 
     # state's name -> the option of the group that says how it is kept
@@ -136,11 +135,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of every parameter that has a gradient.
 
-        Args:
-            closure: computes the loss and the gradients anew.
-
-        Returns:
-            what the closure returns, or None.
+        ``closure`` computes the loss and the gradients anew; what it returns is returned.
         """
         loss = None
         if closure is not None:
@@ -311,13 +306,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def start_master(self, p: Tensor, value: Tensor) -> None:
         """Give a float8 parameter's master its value, and cast the parameter from it.
 
-        Args:
-            p: a `Float8Tensor` of this optimizer.
-            value: float32, bfloat16 or float16, of p's shape: what p was cast from.
-
-        Raises:
-            TypeError: p has no master.
-            ValueError: p is none of the optimizer's, or value has another shape.
+        ``value`` is what p was cast from: float32, bfloat16 or float16, of p's shape. Raises
+        TypeError if p has no master, and ValueError if p is none of the optimizer's or value has
+        another shape.
         """
         if not isinstance(p, Float8Tensor):
             raise TypeError(f"only a Float8Tensor parameter has a master, not a {type(p).__name__}")
@@ -350,11 +341,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a `state_dict` of this class or of torch.optim, with any options of storage.
 
-        The hyperparameters are those of the state dict; how states are kept is this optimizer's
-        own choice, and states that were kept otherwise are quantised again.
-
-        Raises:
-            ValueError: another number of parameters, states of another shape, or amsgrad.
+        The hyperparameters are those of the state dict; how states are kept is this optimizer's own
+        choice, and states that were kept otherwise are quantised again. Raises ValueError for
+        another number of parameters, states of another shape, or amsgrad.
         """
         states: dict[Tensor, dict[str, Any]] = {}
 

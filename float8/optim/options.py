@@ -78,15 +78,10 @@ AMSGRAD = (
 def with_defaults(
     optimizer: str, moment_options: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """``options`` and the defaults of the rest.
+    """``options``, as the user gave them, and the defaults of the rest.
 
-    Args:
-        optimizer: its name, for the message.
-        moment_options: see `float8.optim.optimizer.QuantizedOptimizer`.
-        options: as the user gave them.
-
-    Raises:
-        TypeError: an option that the optimizer does not have.
+    Raises TypeError, with the name of the optimizer, for an option that it does not have. For
+    ``moment_options`` see `float8.optim.optimizer.QuantizedOptimizer`.
     """
     known = {
         name: value
@@ -117,8 +112,8 @@ def check_options(group: Mapping[str, Any]) -> None:
 def check_number(name: str, value: Any, low: float, high: float | None = None) -> None:
     """Raise ValueError unless ``low <= value`` (and ``< high``); tensors must have one element.
 
-    Raises:
-        TypeError: neither a number nor a tensor; text too, as YAML reads 1e-3 without a point.
+    Raises TypeError for what is neither a number nor a tensor; for text too, as YAML reads 1e-3
+    without a point.
     """
     if not isinstance(value, Real | Tensor):
         raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}")

@@ -155,17 +155,10 @@ def read_states(
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
     """Read the states of a state dict, and leave the rest of it to torch.
 
-    torch would cast every float state to the parameter's dtype, codes too.
-
-    Args:
-        state_dict: what is loaded.
-        groups: the parameter groups that load it.
-        kinds_of: how the states of a parameter are kept.
-        optimizer: the name of the loading optimizer, for messages.
-
-    Returns:
-        the state dict without the states that were read, its groups with the loading optimizer's
-        own options of storage; and the states, parameter -> name -> state.
+    torch would cast every float state to the parameter's dtype, codes too. ``groups`` are the
+    parameter groups that load it, and ``kinds_of`` says how the states of a parameter are kept.
+    Returns the state dict without the states that were read, its groups with the loading
+    optimizer's own options of storage; and the states, parameter -> name -> state.
     """
     saved = state_dict["param_groups"]
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:

@@ -114,8 +114,7 @@ def advance(work: Work, rule: UpdateRule) -> None:
 def takes_kernel(fused: bool | None, work: Work, rule: UpdateRule) -> bool:
     """Whether the fused CUDA kernel runs this step.
 
-    Raises:
-        ValueError: ``fused`` is True and the kernel refuses, with its reason.
+    Raises ValueError, with the kernel's reason, if ``fused`` is True and the kernel refuses.
     """
     gradient = work.gradient.codes if work.gradient.scale is None else work.gradient.scale
     return optimizer_step.takes_kernel(fused, rule, work.target, gradient, work.states, work.group)
@@ -126,10 +125,7 @@ def advance_fused(
 ) -> None:
     """`advance` by the CUDA kernel, which `takes_kernel` must have said to run.
 
-    Args:
-        work: the parameter's step.
-        rule: the update's numbers.
-        grad_scale, found_inf: see `float8.kernels.optimizer_step.fused_step`.
+    For ``grad_scale`` and ``found_inf`` see `float8.kernels.optimizer_step.fused_step`.
     """
     gradient = work.gradient.codes if work.gradient.scale is None else work.gradient.decode()
     amax = work.amax

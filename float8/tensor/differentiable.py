@@ -46,12 +46,9 @@ def differentiable(
 ) -> Tensor:
     """A `Float8Tensor` of this data, whose gradient flows to the carrier.
 
-    Args:
-        carrier: has the shape and the high-precision dtype of the result.
-        data: the float8 data, with as many elements.
-        data_t: its transposed copy, or None.
-        scale: one element; or (1, K), one for each index of the last dimension.
-        by_channel: whether the scales are (1, K).
+    The carrier has the shape and the high-precision dtype of the result; ``data`` has as many
+    elements. ``data_t`` is its transposed copy, or None. ``scale`` has one element; with
+    ``by_channel`` it is (1, K), one for each index of the last dimension.
     """
     wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale, by_channel)
     return wrapped

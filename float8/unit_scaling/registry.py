@@ -140,11 +140,7 @@ def unregister(torch_function: Function) -> None:
 
 
 def handler(torch_function: Function) -> Function:
-    """The unit-scaled function for one of torch's, taking torch's keywords.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The unit-scaled function for one of torch's, taking torch's keywords; KeyError if none."""
     if torch_function not in torch_map:
         raise KeyError(f"{_name(torch_function)} has no unit-scaled function: register one")
     function, renamed = torch_map[torch_function], _KEYWORDS.get(torch_function)

@@ -145,9 +145,8 @@ def _is_only_replicated(model: nn.Module) -> bool:
 def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> None:
     """Register the hook; torch allows one per model, before the first backward.
 
-    Raises:
-        TypeError: a parameter's gradient cannot travel as float8.
-        RuntimeError: ranks have other settings.
+    Raises TypeError if a parameter's gradient cannot be sent as float8, and RuntimeError if ranks
+    have other settings.
     """
     trained = [
         (name, p)
@@ -213,9 +212,8 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class Float8ReduceScatter:
     """The reduce-scatter that FSDP2 calls instead of its own; the protocol is torch's.
 
-    Args:
-        state: format, tile and counts, shared by all units.
-        unit: the unit's name, for messages.
+    ``state`` has format, tile and counts, and all units share it. ``unit`` is the name of one, for
+    messages.
     """
 
     def __init__(self, state: Float8Gradients, unit: str) -> None:
@@ -236,19 +234,12 @@ class Float8ReduceScatter:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Reduce in the current stream.
+        """Reduce in the current stream, by SUM or AVG.
 
-        Args:
-            output_tensor: (C,): written, in its own dtype.
-            input_tensor: (N * C,): this rank's gradients, shard after shard.
-            group: the N ranks.
-            op: SUM or AVG.
-            async_op: always False in FSDP2's calls.
-
-        Raises:
-            TypeError: gradients that cannot travel as float8.
-            ValueError: another reduction.
-            RuntimeError: ranks have other settings (first call only).
+        ``input_tensor`` (N * C,) has this rank's gradients for the N ranks, shard after shard.
+        ``output_tensor`` (C,) is written, in its own dtype. FSDP2 never sets ``async_op``. Raises
+        TypeError for gradients that cannot be sent as float8, ValueError for another reduction,
+        and, in the first call, RuntimeError if ranks have other settings.
         """
         assert not async_op
         check_gradient(input_tensor, f"FSDP2 unit {self.unit!r}")

@@ -106,10 +106,9 @@ def amax(x_NTE: Tensor) -> Tensor:
 
 
 def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
-    """The dequantisation scales of all tiles, from amaxes that were reduced over ranks.
+    """The dequantisation scales (N, T, 1) of all tiles, from amaxes that were reduced over ranks.
 
-    Returns:
-        (N, T, 1) float32; all of them NaN if one amax is not finite.
+    They are float32, and all of them are NaN if one amax is not finite.
     """
     zero_or_nan = amax_NT1.amax() * 0.0
     return kernels.scale_from_amax(amax_NT1, fmt.max) + zero_or_nan
@@ -179,11 +178,7 @@ class Scattered(NamedTuple):
 
 
 def check_gradient(gradient: Tensor, what: str) -> None:
-    """Raise if a gradient cannot be sent as float8.
-
-    Raises:
-        TypeError: it is sparse, or no cast takes its dtype, such as float64.
-    """
+    """Raise TypeError if a gradient is sparse, or no cast takes its dtype, such as float64."""
     if gradient.dtype not in HIGH_PRECISION_DTYPES or gradient.is_sparse:
         kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
@@ -196,11 +191,8 @@ def check_gradient(gradient: Tensor, what: str) -> None:
 def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:
     """Reduce-scatter a gradient: this rank's shard of the sum over ranks.
 
-    Args:
-        x_NC: this rank's gradient; row r is the shard of rank r.
-        group: the N ranks.
-        fmt: the float8 format.
-        tile: see `TILE`.
+    Row r of ``x_NC``, this rank's gradient, is the shard of rank r of the N ranks of ``group``. For
+    ``tile`` see `TILE`.
     """
     fmt, rank = on_device(fmt, x_NC.device), group.rank()
     x_NTE = in_tiles(x_NC, tile)
@@ -223,16 +215,9 @@ def reduce_scatter(
 ) -> Tensor:
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
-    The only cast cannot saturate, so no `ScalingController` is needed.
-
-    Args:
-        output_C: (C,), any dtype; rounded to it once.
-        x_NC: this rank's gradient.
-        group, fmt, tile: see `scatter`.
-        mean: divide by N.
-
-    Returns:
-        int32 (4,): `Counts` of what this rank's own shard lost before the sum.
+    ``output_C`` is written in its own dtype, rounded to it once. ``mean`` divides by N; for the
+    others see `scatter`. Returns int32 (4,): `Counts` of what this rank's own shard lost before the
+    sum. The only cast cannot saturate, so no `ScalingController` is needed.
     """
     half = scatter(x_NC, group, fmt, tile)
     total = half.sum_TE.div_(group.size()) if mean else half.sum_TE
@@ -251,13 +236,9 @@ def all_reduce_mean(
 ) -> Tensor:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 
-    Args:
-        gradient: (n,) float32, bfloat16 or float16; overwritten. n need not divide by N.
-        mu: float32 (), equal on all ranks: the pre-scaling factor.
-        group, fmt, tile: see `scatter`.
-
-    Returns:
-        int32 (4,), equal on all ranks: `Counts` over all ranks.
+    ``gradient`` (n,), float32, bfloat16 or float16, is overwritten; n need not be a multiple of the
+    number of ranks. ``mu``, float32 () and equal on all ranks, is the pre-scaling factor. Returns
+    int32 (4,), equal on all ranks: `Counts` over all ranks.
     """
     world, n = group.size(), gradient.numel()
     tiles, extent = extents(-(-n // world), tile)

@@ -82,13 +82,11 @@ def reciprocal_of(exponent):
 def store_exponents(
     scale_ptr, exponent, first_row, row, first_block, block, rows, blocks, SWIZZLED: tl.constexpr
 ):
-    """Store the scales of a tile.
+    """Store the scales of a tile, given as bytes in int32.
 
-    Args:
-        exponent: bytes as int32.
-        first_row, first_block: int64, the tile's place in the matrix of scales.
-        row, block: int32, the place of each scale in the tile; both broadcast.
-        rows, blocks: the shape of the matrix. Where SWIZZLED the tile may exceed it.
+    ``first_row`` and ``first_block``, int64, are the tile's place in the matrix of scales, of shape
+    (rows, blocks). ``row`` and ``block``, int32, are the place of each scale in the tile; both
+    broadcast. Where SWIZZLED the tile may exceed the matrix.
     """
     codes = exponent.to(tl.uint8)
     if SWIZZLED:  # see `float8.kernels.cublas.swizzled`

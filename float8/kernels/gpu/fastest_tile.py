@@ -38,15 +38,12 @@ def fastest(
     by_rule: T,
     run: Callable[[T], None],
 ) -> T:
-    """The tile for a product.
+    """The fastest of ``tiles`` for a product; the first one where two are equally fast.
 
-    Args:
-        form: what else decides which kernel is compiled: its name, the dtypes, the scales.
-        x: an operand, on the device of the product.
-        sizes: of the product.
-        tiles: the candidates; where two are equally fast, the first one is taken.
-        by_rule: the tile where nothing may be measured.
-        run: launches the product in a tile. It may be called many times.
+    ``form`` is what else decides which kernel is compiled: its name, the dtypes, the scales. ``x``
+    is an operand, on the device of the product, and ``sizes`` are the product's. ``by_rule`` is
+    returned where nothing may be measured. ``run`` launches the product in a tile, and may be
+    called many times.
     """
     if x.device.type != "cuda":
         return by_rule

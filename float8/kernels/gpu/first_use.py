@@ -72,8 +72,7 @@ def check(
 ) -> None:
     """Launch ``op`` on small matrices.
 
-    Raises:
-        RuntimeError: a result differs from that of ``definition`` on the CPU.
+    Raises RuntimeError if a result differs from that of ``definition`` on the CPU.
     """
     for arguments in _arguments(op):
         found = kernel(*(a.to(device) if isinstance(a, Tensor) else a for a in arguments))

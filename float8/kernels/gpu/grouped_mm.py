@@ -216,8 +216,7 @@ def _check(
 ) -> tuple[int, int, bool]:  # fmt: skip
     """Refuse operands that the kernel would misread, or read past the end of.
 
-    Returns:
-        A_ROWS, B_ROWS and BLOCKS of the kernel.
+    Returns A_ROWS, B_ROWS and BLOCKS of the kernel.
     """
     check_device("grouped_mm_gpu", a, a_scale=a_scale, b=b, b_scale=b_scale, offs=offs)
     pair = (tuple(a_block)[-2:], tuple(b_block)[-2:])

@@ -248,13 +248,10 @@ def _load_row(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN: tl.constexpr):
 def store_column_sums(sums_ptr, ys, e, first_m4, k, M, K):
     """Store the sums of the columns of 4 float32 tiles, in float32, as a row of their own.
 
-    Args:
-        sums_ptr: float32 (tiles along M, K) of each matrix of a stack; None stores nothing.
-        ys: of rows m, m + 1, m + 2, m + 3; 0 outside (M, K).
-        e: int64, the matrix.
-        first_m4: a quarter of the tile's first row.
-        k: the tile's columns.
-        M, K: of the matrix.
+    ``sums_ptr`` is float32 (tiles along M, K) of each matrix (M, K) of a stack; None stores
+    nothing. ``ys`` are the tiles of rows m, m + 1, m + 2, m + 3, 0 outside the matrix. ``e``,
+    int64, is the matrix, ``first_m4`` a quarter of the tile's first row, and ``k`` the tile's
+    columns.
     """
     if sums_ptr is not None:
         ROWS_BY_4: tl.constexpr = ys[0].shape[0]
@@ -267,12 +264,9 @@ def store_column_sums(sums_ptr, ys, e, first_m4, k, M, K):
 def store_packed(out_ptr, packed, first_m4, k, M, K):
     """Store the transpose of a tile of codes, four rows packed into each int32.
 
-    Args:
-        out_ptr: int32, (K, M / 4): the bytes of (K, M); M is a multiple of 16.
-        packed: int32 (rows / 4, columns).
-        first_m4: a quarter of the tile's first row.
-        k: int64, the tile's columns.
-        M, K: of the matrix before it is transposed.
+    ``out_ptr`` is int32 (K, M / 4), the bytes of (K, M); M is a multiple of 16. ``packed`` is int32
+    (rows / 4, columns). ``first_m4`` is a quarter of the tile's first row, and ``k``, int64, the
+    tile's columns. (M, K) is the shape of the matrix before it is transposed.
     """
     M4 = (M // 16) * 4  # in this form the compiler sees rows of whole 16-byte words
     m4 = first_m4 + tl.arange(0, packed.shape[0])

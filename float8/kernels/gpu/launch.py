@@ -83,16 +83,15 @@ def launch(
 ) -> None:
     """Run ``programs`` programs of a kernel on the device of its first argument, x.
 
+    ``kernel`` is the ``@triton.jit`` function, without defaults. ``programs`` is the size of the
+    grid: of its only dimension, or of both. ``x`` and ``arguments`` are the runtime arguments, in
+    the order of the signature. ``constants`` are the compile-time arguments, which end the
+    signature, and Triton's options.
+
     The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
     call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
     those that it compiles in (1, multiples of 16, 64 bits) is repeated here; arguments that the
     kernel does not specialise must be integers.
-
-    Args:
-        kernel: the ``@triton.jit`` function, without defaults.
-        programs: the size of the grid: of its only dimension, or of both.
-        x, arguments: the runtime arguments, in the order of the signature.
-        constants: the compile-time arguments, which end the signature, and Triton's options.
     """
     grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
     if not isinstance(kernel, JITFunction):
@@ -188,8 +187,8 @@ def check_column_sums(
 ) -> None:
     """Refuse ``column_sums`` that the kernel of an op would not fill, or whose end it would pass.
 
-    Raises:
-        ValueError: of another device, shape, dtype or layout; or one orientation is not wanted.
+    Raises ValueError for another device, shape, dtype or layout, or if one orientation is not
+    wanted.
     """
     if column_sums is None:
         return
@@ -266,16 +265,11 @@ def one_scale_arguments(
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The arguments of the kernels that cast by one scale; see `jit.scale_of_tensor`.
 
-    Args:
-        data (M, K), data_t (K, M): float8, to be written, or stacks; data_t may have no elements.
-        scale: to be written, unless ``given`` is it.
-        given: the scale, or None to compute it from ``partials``.
-        partials: int32 bits of amaxes, or None.
-        amax: a running maximum to record the amax in, or None.
-        power_of_two: round a computed scale up.
-
-    Returns:
-        the arguments from ``given_ptr`` to ``amax_ptr``, and compile-time arguments.
+    ``data`` (M, K) and ``data_t`` (K, M), or stacks of them, are to be written; ``data_t`` may have
+    no elements. ``scale`` is written too, unless ``given`` is it. Without ``given`` it is computed
+    from ``partials``, int32 bits of amaxes, and rounded up if ``power_of_two`` is True. ``amax`` is
+    a running maximum to record the amax in, or None. Returns the arguments from ``given_ptr`` to
+    ``amax_ptr``, and compile-time arguments.
     """
     cols = data_t.numel() > 0
     pack = cols and data_t.shape[-1] % 16 == 0

@@ -125,11 +125,8 @@ def key(number):
 def _unfinished_bits(index, seed, offset, GROUP: tl.constexpr):
     """uint32 (GROUPS, GROUP): h of (seed, offset, index); h ^ (h >> 16) are the random bits.
 
-    Args:
-        index: int32 (GROUPS,), of the first element of each group. The key is added to it, and not
-            to the index of every element.
-        seed, offset: integers.
-        GROUP: elements of a group.
+    ``index``, int32 (GROUPS,), is that of the first element of each group. The key is added to it,
+    and not to the index of every element.
     """
     keyed = index.to(tl.uint32) + key(seed)
     keyed = keyed[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :]

@@ -284,10 +284,8 @@ def _form(scale: Tensor | None, exponent: Tensor | None = None) -> int:
 def _numbers(rule: Any, step: float, is_captured: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """The kernel's arguments from ``kept`` to ``root``, and the constants that are compiled in.
 
-    Args:
-        rule: one of `KERNEL_RULES`; a learning rate that is a tensor counts as 0.
-        step: the number of the step; 0 if it is a tensor.
-        is_captured: whether the learning rate or the step is a tensor.
+    ``rule`` is one of `KERNEL_RULES`. ``is_captured`` says that the learning rate or the step is a
+    tensor. A learning rate that is a tensor counts as 0; ``step`` is 0 if it is a tensor.
     """
     numbers: dict[str, Any] = {
         "kept": 1 - rule.lr * rule.weight_decay,

@@ -203,13 +203,8 @@ def _operand(product: str, operand: str, x: Tensor) -> Operand:
 def lost(x: Tensor, fmt: Format) -> tuple[float, float]:
     """The fractions of a tensor that a cast at a scale of 1 flushes to zero, and saturates.
 
-    Args:
-        x: any shape and floating dtype.
-        fmt: `E4M3`, `E5M2` or one of their fnuz variants.
-
-    Returns:
-        The fraction of the nonzero elements that become zero, and the fraction of all elements
-        beyond the maximum, both 0 for no elements.
+    These are the fraction of the nonzero elements that become zero, and the fraction of all
+    elements beyond the maximum. Both are 0 for no elements.
     """
     size = high_precision(x).abs()
     nonzero = int((size > 0).sum())

@@ -77,10 +77,8 @@ def convolved(
 ) -> Tensor:
     """A unit-scaled convolution in any number of dimensions.
 
-    Args:
-        function: torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
-        input, weight, bias, stride, padding, dilation, groups: its arguments.
-        constraint, scale_power: as of `conv1d`.
+    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. For the other arguments see
+    `conv1d`.
     """
     channels_out, channels_in, *taps = weight.shape
     lengths = input.shape[-len(taps) :]

@@ -8,11 +8,9 @@ from torch import Tensor
 
 
 def check_mult(mult: float, caller: str) -> None:
-    """Raise unless ``mult``, which multiplies an input, is a positive, finite number.
+    """Raise ValueError unless ``mult``, which multiplies an input, is positive and finite.
 
-    Raises:
-        TypeError: it is a bool or a tensor, for example torch's ``inplace`` at its position.
-        ValueError: it is not positive, or infinite.
+    Raises TypeError if it is a bool or a tensor, for example torch's ``inplace`` at its position.
     """
     if isinstance(mult, bool | Tensor):
         raise TypeError(

@@ -107,16 +107,9 @@ class MHSA(nn.Module):
 def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
     """Rotate the features of every position, see the module's docstring.
 
-    Args:
-        x_SD: (..., S, d): heads of S positions and d features, d even. Any floating dtype; angles
-            and products are computed in float32 or better.
-        base: the wavelengths are ``2 pi`` to ``2 pi base`` positions.
-
-    Returns:
-        The shape and dtype of ``x_SD``.
-
-    Raises:
-        ValueError: d is odd, or ``base`` is not positive.
+    ``x_SD`` (..., S, d) has heads of S positions and d features; the result has its shape and
+    dtype. Angles and products are computed in float32 or better. The wavelengths are ``2 pi`` to
+    ``2 pi base`` positions. Raises ValueError if d is odd or ``base`` is not positive.
     """
     positions, features = x_SD.shape[-2:]
     if features % 2:

@@ -52,13 +52,11 @@ tau_of = transformer_residual_scaling_rule()
 class Addition:
     """What an addition means.
 
-    Args:
-        call: the number of its call.
-        kind: `KEEP`, `SUM` or `RESIDUAL`; the rest is of residual additions.
-        skip: which operand is the skip, 0 or 1.
-        root: the value at which branch and skip part: the skip operand itself, or the input of
-            the residual layer that returned it (``x + attention(x) + mlp(x)``).
-        tau: the weight of the branch.
+    ``call`` is the number of its call, and ``kind`` is `KEEP`, `SUM` or `RESIDUAL`. The other
+    fields are of residual additions: ``skip`` says which operand is the skip, 0 or 1, and ``tau``
+    is the weight of the branch. ``root`` is the value at which branch and skip part: the skip
+    operand itself, or the input of the residual layer that returned it
+    (``x + attention(x) + mlp(x)``).
     """
 
     call: int
@@ -78,11 +76,9 @@ def classify(
 ) -> Addition:
     """What an addition means; a residual one has no ``tau`` yet.
 
-    Args:
-        history: what the forward has done so far.
-        earlier: the additions before, by the numbers of their calls.
-        number: the number of a call of ``torch.add`` in any spelling.
-        is_plain: whether both operands have one shape and ``alpha`` is 1.
+    ``history`` is the forward so far. ``earlier`` has the additions before, by the numbers of their
+    calls. ``number`` is that of a call of ``torch.add`` in any spelling. ``is_plain`` says that
+    both operands have one shape and ``alpha`` is 1.
     """
     left, right = (history.calls[number].operand(argument) for argument in OPERANDS)
     if left is None or right is None or _is_kept(history, left, right):

@@ -190,13 +190,11 @@ class Argument(NamedTuple):
 class Contraction(NamedTuple):
     """How one function contracts its arguments.
 
-    Args:
-        kind: "linear", "matrix", "einsum", "convolution" or "attention"; see the module.
-        operands: the arguments that it multiplies, the left one first; of einsum the first two.
-        added: the argument that it adds to the result.
-        dims_after_added: how many dimensions of the result come after those of ``added``.
-        unit_scaled: the function that unit scaling calls instead, unless `registry.torch_map` has
-            one.
+    ``kind`` is "linear", "matrix", "einsum", "convolution" or "attention"; see the module.
+    ``operands`` are the arguments that it multiplies, the left one first; of einsum the first two.
+    ``added`` is the argument that it adds to the result, and ``dims_after_added`` the number of
+    dimensions of the result after those of ``added``. Unit scaling calls ``unit_scaled`` instead,
+    unless `registry.torch_map` has a function.
     """
 
     kind: str

@@ -87,12 +87,9 @@ class Step(NamedTuple):
 class Decisions:
     """The decisions for one forward.
 
-    Args:
-        replacements: `replacements_of` the transform.
-        output_weights: names of the parameters of u-muP's type "output".
-        layers: the number of residual additions; None while they are counted.
-        known: the factors that an earlier trace of the same forward found.
-        logs: whether to log the decisions.
+    ``output_weights`` are the names of the parameters of u-muP's type "output". ``layers`` is the
+    number of residual additions; None while they are counted. ``known`` has the factors that an
+    earlier trace of the same forward found. ``logs`` says whether to log the decisions.
     """
 
     def __init__(
@@ -139,12 +136,9 @@ class Decisions:
     ) -> Step:
         """Decide about a call.
 
-        Args:
-            function: the function that is called.
-            inputs: the numbers of its floating-point operands, each with its path.
-            reads_integers: whether it has tensor operands of another kind.
-            is_plain: see `additions.classify`.
-            defaults: its keywords whose values are None or False.
+        ``inputs`` are the numbers of the call's floating-point operands, each with its path.
+        ``reads_integers`` says whether it has tensor operands of another kind. For ``is_plain`` see
+        `additions.classify`. ``defaults`` are its keywords whose values are None or False.
         """
         operands = [(path, self.history.values[number]) for path, number in inputs]
         call = Call(name_of(function), function, operands, reads_integers)
@@ -162,8 +156,7 @@ class Decisions:
     def end(self, dims: tuple[int, ...]) -> tuple[int, ...]:
         """The numbers of the results of the call that began last.
 
-        Args:
-            dims: how many dimensions each floating-point result has.
+        ``dims`` says how many dimensions each floating-point result has.
         """
         call, addition = self.history.calls[-1], self.additions.get(len(self.history.calls) - 1)
         if addition is not None:

@@ -48,20 +48,13 @@ def multi_head_attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """As torch's function of this name.
+    """As torch's function of this name, with the same shapes.
 
-    Args:
-        query: (T, B, E), or (T, E) without a batch; ``key`` and ``value``: (S, B, E) or (S, E).
-        attn_mask: (T, S) or (B * num_heads, T, S), bool (True hides) or added to the scores.
-        key_padding_mask: (B, S) or (S,), the same.
-
-    Returns:
-        The output, of the query's shape, and the weights (B, T, S), or (B, num_heads, T, S), if
-        they are needed; without the B if the inputs have none.
-
-    Raises:
-        ValueError: an option of torch's function that this one does not have: ``bias_k``,
-            ``bias_v``, ``add_zero_attn``, ``static_k``, ``static_v``.
+    ``query`` is (T, B, E), ``key`` and ``value`` (S, B, E). ``attn_mask`` is (T, S) or (B *
+    num_heads, T, S), and ``key_padding_mask`` (B, S): bool (True hides) or added to the scores. The
+    output has the query's shape. The weights, if they are needed, are (B, T, S) or (B, num_heads,
+    T, S). All are without the B if the inputs have none. Raises ValueError for ``bias_k``,
+    ``bias_v``, ``add_zero_attn``, ``static_k`` and ``static_v``, which this function does not have.
     """
     _refuse(
         bias_k=bias_k,

@@ -67,10 +67,8 @@ def branch_factors(
 ) -> dict[Edge, float]:
     """The edges that multiply their gradients, with the factors.
 
-    Args:
-        history: the calls so far.
-        residuals: the residual additions among them.
-        results: the values that the model returns.
+    ``residuals`` are the residual additions of the calls so far; ``results`` are the values that
+    the model returns.
     """
     graph, factors = _Graph(history), dict[Edge, float]()
     returned = {value.alias for value in results}
@@ -205,9 +203,7 @@ class _Root:
 def calls_on_cut_edges(calls: list[Call], results: Iterable[Value]) -> set[int]:
     """The numbers of the calls whose activations all come over bridges of the graph.
 
-    Args:
-        calls: those of a whole forward.
-        results: the values that the model returns.
+    ``calls`` are those of a whole forward; ``results`` are the values that the model returns.
     """
     links: list[tuple[int, int]] = []  # (reader, writer)
     for number, call in enumerate(calls):

@@ -61,12 +61,10 @@ class Value:
 class Call:
     """One call of a function.
 
-    Args:
-        name: see `name_of`.
-        function: the function that the model calls.
-        inputs: its floating-point operands, each with its path in ``(args, kwargs)``.
-        reads_integers: whether it has tensor operands of integers or booleans, which are no values.
-        outputs: its floating-point results.
+    For ``name`` see `name_of`; ``function`` is what the model calls. ``inputs`` are its
+    floating-point operands, each with its path in ``(args, kwargs)``. ``reads_integers`` says
+    whether it has tensor operands of integers or booleans, which are no values. ``outputs`` are its
+    floating-point results.
     """
 
     name: str
@@ -98,12 +96,10 @@ class History:
         return new
 
     def add_result(self, dims: int, is_new_signal: bool) -> Value:
-        """A new value that the last call has returned.
+        """A new value, with ``dims`` dimensions, that the last call has returned.
 
-        Args:
-            dims: how many dimensions the tensor has.
-            is_new_signal: whether the result counts as a signal of its own, and not as plain
-                arithmetic of the operands.
+        ``is_new_signal`` says whether it counts as a signal of its own, and not as plain arithmetic
+        of the operands.
         """
         call = self.calls[-1]
         sources = [value for _, value in call.inputs]

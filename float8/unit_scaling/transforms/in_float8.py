@@ -50,11 +50,9 @@ Watcher = Callable[[str, Float8LinearConfig, Tensor, Tensor, Tensor], None]
 
 
 class Float8Products(Transform):
-    """Runs linear layers in float8; see the module.
+    """Runs linear layers in float8, all with one config; see the module.
 
-    Args:
-        config: of every linear layer.
-        skipped: names of modules whose ``weight`` is multiplied in high precision.
+    ``skipped`` are names of modules whose ``weight`` is multiplied in high precision.
     """
 
     depth: ClassVar[int] = 3

@@ -49,11 +49,10 @@ _REMOVERS = (
 def check_reach(model: Any) -> None:
     """Refuses a model that a transform would not reach as a whole.
 
-    Raises:
-        TypeError: ``model`` is not a module, or it or a submodule is compiled, scripted, exported
-            or wrapped for data parallelism.
-        ValueError: it has layers that were converted to float8, a ``forward`` of its instance,
-            functions with references to its modules, or tensors that were computed; each is named.
+    Raises TypeError if ``model`` is not a module, or it or a submodule is compiled, scripted,
+    exported or wrapped for data parallelism. Raises ValueError if it has layers that were converted
+    to float8, a ``forward`` of its instance, functions with references to its modules, or tensors
+    that were computed; each is named.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a transform takes an nn.Module, got {type(model).__name__}")
@@ -145,8 +144,7 @@ def _refuse_computed_attributes(model: nn.Module) -> None:
 def refuse_computed_weights(model: nn.Module) -> None:
     """Refuses a model with a weight that a parametrization or a hook of torch's computes.
 
-    Raises:
-        ValueError: names the module.
+    Raises ValueError, which names the module.
     """
     for name, module in model.named_modules():
         hooks = module._forward_pre_hooks.values()

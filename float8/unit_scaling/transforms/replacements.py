@@ -49,17 +49,10 @@ def refuse_unscaled(
 ) -> None:
     """Refuses a contraction of a weight that has no unit-scaled function.
 
-    The weight has a standard deviation of 1, so the result would grow with its size.
-
-    Args:
-        call: the call, before it is made.
-        replacements: `replacements_of` the transform.
-        history: the calls before.
-        shapes: the shapes of the parameters, by the numbers of their values.
-
-    Raises:
-        ValueError: the call reads a trained parameter that does not belong to the model, or
-            contracts one without a unit-scaled function.
+    The weight has a standard deviation of 1, so the result would grow with its size. ``call`` is
+    not made yet, and ``history`` has those before it. ``shapes`` are those of the parameters, by
+    the numbers of their values. Raises ValueError for such a contraction, and if the call reads a
+    trained parameter that does not belong to the model.
     """
     contracts = call.name in OTHER_CONTRACTIONS or (
         call.function in CONTRACTIONS and not hasattr(call.function, "implementation")

@@ -50,8 +50,7 @@ _TRACES = _Traces()
 class TracedDecisions:
     """The decisions for a forward that is traced, with the methods of `Decisions`.
 
-    Args:
-        model: the id of the transformed model.
+    ``model`` is the id of the transformed model.
     """
 
     def __init__(self, model: int) -> None:

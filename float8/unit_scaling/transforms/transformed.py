@@ -39,10 +39,9 @@ _UNFINISHED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorTyp
 class Mode(TorchFunctionMode):
     """Carries out a transform during one forward.
 
-    Args:
-        handlers: function -> what to call in its place. A handler runs with this mode off: its
-            calls go to the modes below. Of other functions that are `overridable` the
-            implementation runs with this mode on.
+    ``handlers`` maps a function to what is called in its place. A handler runs with this mode off:
+    its calls go to the modes below. Of other functions that are `overridable` the implementation
+    runs with this mode on.
     """
 
     def __init__(self, handlers: Mapping[Callable[..., Any], Handler]) -> None:
@@ -76,12 +75,10 @@ class Transform(ABC):
 
     @abstractmethod
     def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """The mode for one call.
+        """The mode for one call of the transformed model.
 
-        Args:
-            model: the transformed model.
-            forward: the forward of the model as it was before any transform, bound.
-            args, kwargs: what it is called with.
+        ``forward`` is the forward of the model as it was before any transform, bound; ``args`` and
+        ``kwargs`` are what it is called with.
         """
 
 
@@ -172,9 +169,8 @@ def _new(cls: type[nn.Module]) -> nn.Module:
 def transformed(model: M, transform: Transform) -> M:
     """A copy of a model that runs under ``transform``, and under those that it already has.
 
-    Raises:
-        TypeError, ValueError: ``model`` is not a module, or a transform would not reach all of it
-            (`refusals.check_reach`); or it has a transform of this kind already.
+    Raises TypeError or ValueError if ``model`` is not a module, if a transform would not reach all
+    of it (`refusals.check_reach`), or if it has a transform of this kind already.
     """
     check_reach(model)
     earlier: tuple[Transform, ...] = getattr(model, "transforms", ())

@@ -43,11 +43,9 @@ _NORM_FILES = ("batchnorm", "normalization", "instancenorm")
 def unit_init(model: nn.Module) -> None:
     """Bring weights to standard deviation 1, biases to 0, and mark parameters with their types.
 
-    Parameters that carry a type already, those of unit-scaled modules, stay as they are.
-
-    Raises:
-        ValueError: a parameter is on the meta device, or a weight is computed from others
-            (``torch.nn.utils``: parametrizations and hooks); nothing has been changed then.
+    Parameters that carry a type already, those of unit-scaled modules, stay as they are. Raises
+    ValueError if a parameter is on the meta device, or a weight is computed from others
+    (``torch.nn.utils``: parametrizations and hooks); nothing has been changed then.
     """
     refuse_computed_weights(model)
     for name, parameter in model.named_parameters():
@@ -81,10 +79,8 @@ def is_norm(module: nn.Module) -> bool:
 def output_weights(model: nn.Module, before: frozenset[str] = frozenset()) -> frozenset[str]:
     """The names of the parameters of type "output".
 
-    Args:
-        model: any model.
-        before: the names that were found earlier. They stay where a parameter has no type, which
-            ``torch.func.functional_call`` or ``load_state_dict(..., assign=True)`` has put there.
+    ``before`` has the names that were found earlier. They stay where a parameter has no type, which
+    ``torch.func.functional_call`` or ``load_state_dict(..., assign=True)`` has put there.
     """
     return frozenset(
         name

@@ -361,9 +361,7 @@ def _count_on_copies(
 
     Parameters are shared, buffers and arguments are copied, and the random state is put back.
     Objects that a forward reaches in another way, a global variable for example, are not copied.
-
-    Raises:
-        ValueError: an argument, or a part of the model, cannot be copied.
+    Raises ValueError if an argument, or a part of the model, cannot be copied.
     """
     with _without_outer_modes(), _without_saved_tensor_hooks(), _random_state_of(model):
         try:
