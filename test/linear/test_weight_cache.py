@@ -99,7 +99,198 @@ def casts_of_weights(net, run):
     return sum(call.args[0].numel() == net[0].weight.numel() for call in cast.call_args_list)
 
 
-# --- the same bits, fewer casts
+# --- the same bits, whatever happens in the scope
+
+
+def copy_masters(net):
+    with torch.no_grad():
+        torch._foreach_copy_(list(net.parameters()), [2 * p for p in net.parameters()])
+
+
+def replace_weight(net):
+    net[0].weight = nn.Parameter(2 * net[0].weight.detach())
+
+
+def parametrize(net):
+    torch.nn.utils.parametrizations.weight_norm(net[0])
+    with torch.no_grad():
+        net[0].parametrizations.weight.original0.mul_(2)
+
+
+def load(net, factor=2, **options):
+    net.load_state_dict({k: v * factor for k, v in net.state_dict().items()}, **options)
+
+
+def special(net, value):
+    with torch.no_grad():
+        net[0].weight[0, 0] = value
+        net[2].weight.fill_(value)
+    load(net, 1)
+
+
+def written(write, *args, **options):
+    def scenario(net):
+        before = microbatch(net, 3)
+        write(net, *args, **options)
+        after = microbatch(net, 3)
+        assert not torch.equal(before[0], after[0])
+        return [*before, *after]
+
+    return scenario
+
+
+def functional_call(net):
+    x = torch.ones(16, 32, dtype=torch.bfloat16)
+    doubled = {name: 2 * p for name, p in net.named_parameters()}
+    return [torch.func.functional_call(net, doubled, (x,)).detach()]
+
+
+def lbfgs(net):
+    """It moves weights between its closures."""
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).detach() for _ in range(3)]
+
+
+class Clamping(float8.optim.AdamW):
+    """An optimizer that writes to weights after its update, unseen by version counters."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        multiply(self)
+
+
+class Masters(torch.optim.Optimizer):
+    """An optimizer with masters, which writes to weights by ``.data`` alone."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.masters = [p.detach().float() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
+            p.data.copy_(master.sub_(0.1 * p.grad))
+
+
+def multiply(optimizer, *unused):
+    for p in optimizer.param_groups[0]["params"]:
+        p.data.mul_(4)
+
+
+def multiplying(step):
+    """A decorator of ``step`` that keeps its name, as users write them."""
+
+    @functools.wraps(step)
+    def decorated(self, closure=None):
+        step(self, closure)
+        multiply(self)
+
+    return decorated
+
+
+class Decorated(float8.optim.AdamW):
+    step = multiplying(float8.optim.optimizer.QuantizedOptimizer.step)
+
+
+def hooked(net):
+    optimizer = ours(net)
+    optimizer.register_step_post_hook(multiply)
+    return train(net, optimizer)
+
+
+def hooked_globally(net):
+    """By a hook that runs before that of the library."""
+    hook = register_optimizer_step_post_hook(multiply)
+    _global_optimizer_post_hooks.move_to_end(hook.id, last=False)
+    try:
+        return train(net, ours(net))
+    finally:
+        hook.remove()
+
+
+def some_steps_and_averages(net, make):
+    """A step that GradScaler skips on the host; evaluations with averaged weights."""
+    optimizer = make(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    average, seen = torch.optim.swa_utils.AveragedModel(net), []
+    for number in range(3):
+        seen += microbatch(net, number)
+        if number == 1:
+            net[0].weight.grad[0, 0] = torch.inf
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        average.update_parameters(net)
+        own = [p.detach().clone() for p in net.parameters()]
+        with torch.no_grad():
+            torch._foreach_copy_(list(net.parameters()), list(average.parameters()))
+            seen += [net(torch.ones(16, 32, dtype=torch.bfloat16)), *average.parameters()]
+            torch._foreach_copy_(list(net.parameters()), own)
+    assert scaler.get_scale() == 512.0
+    return seen
+
+
+def tied(net):
+    """Two parameters of one memory; their version counters differ."""
+    other = copy.deepcopy(net[0])
+    other.weight.data = net[0].weight.data
+    return stepped(net, [*net.parameters(), *other.parameters()])
+
+
+def stepped(net, parameters):
+    optimizer = float8.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.5, min_size=0)
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    return microbatch(net, 3)
+
+
+SCENARIOS = {
+    "copy": written(copy_masters),
+    "replace": written(replace_weight),
+    "parametrize": written(parametrize),
+    "load": written(load),
+    "load by assignment": written(load, assign=True),
+    "load into one layer": written(lambda net: load(net[0])),
+    **{str(v): written(special, v) for v in (torch.nan, torch.inf, 0.0)},
+    "functional_call": functional_call,
+    "LBFGS": lbfgs,
+    "an override of step": lambda net: train(net, Clamping(net.parameters())),
+    "a decorated step": lambda net: train(net, Decorated(net.parameters())),
+    "masters": lambda net: train(net, Masters(net.parameters())),
+    "a hook of the optimizer": hooked,
+    "a hook of all optimizers": hooked_globally,
+    "averages": lambda net: some_steps_and_averages(net, torch.optim.AdamW),
+    "averages, ours": lambda net: some_steps_and_averages(net, float8.optim.AdamW),
+    "tied": tied,
+    "repeated": lambda net: stepped(net, [net[0].weight, net[2].weight, net[0].weight]),
+    "one stepped": lambda net: stepped(net, [net[0].weight]),
+    "frozen": lambda net: microbatch(net.requires_grad_(False), 1),
+    **{
+        f"checkpoint {reentrant}": lambda net, reentrant=reentrant: microbatch(
+            net, 1, lambda x: checkpoint(net, x, use_reentrant=reentrant)
+        )
+        for reentrant in (False, True)
+    },
+}
+
+
+@EVERY_OPTION
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_results_have_the_bits_of_those_without_a_cache(name, options):
+    net = model()
+    with cached_weights(net, **options):
+        got = SCENARIOS[name](net)
+    assert_all_bitwise(got, SCENARIOS[name](model()), (name, options))
 
 
 @EVERY_OPTION
@@ -178,48 +369,7 @@ def test_what_is_not_current_is_no_tensor():
         assert cached_tensor(net[2]) is None
 
 
-# --- writes to weights
-
-
-def copy_masters(net):
-    with torch.no_grad():
-        torch._foreach_copy_(list(net.parameters()), [2 * p for p in net.parameters()])
-
-
-def replace_weight(net):
-    net[0].weight = nn.Parameter(2 * net[0].weight.detach())
-
-
-def parametrize(net):
-    torch.nn.utils.parametrizations.weight_norm(net[0])
-    with torch.no_grad():
-        net[0].parametrizations.weight.original0.mul_(2)
-
-
-def load(net, assign=False):
-    net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}, assign=assign)
-
-
-WRITES = {
-    "copy": copy_masters,
-    "replace": replace_weight,
-    "parametrize": parametrize,
-    "load": load,
-    "load by assignment": functools.partial(load, assign=True),
-    "load into one layer": lambda net: load(net[0]),
-}
-
-
-@EVERY_OPTION
-@pytest.mark.parametrize("write", WRITES)
-def test_writes_are_seen_where_the_weight_is_used(write, options):
-    net = model()
-    with cached_weights(net, **({} if options.get("in_place") else options)):
-        before = microbatch(net, 3)[0]
-        WRITES[write](net)
-        got = microbatch(net, 3)
-    assert_all_bitwise(got, microbatch(net, 3))
-    assert not torch.equal(got[0], before)
+# --- the contract
 
 
 @SCALES_ONLY
@@ -237,101 +387,6 @@ def test_writes_that_are_not_counted_need_refresh(scales_only):
             before = microbatch(clipped, 3)[0]
         assert got.isnan().any() or torch.equal(got, before)
         cache.refresh()
-        assert_all_bitwise(microbatch(net, 3), fresh(net))
-
-
-def test_a_functional_call_multiplies_by_what_it_is_given():
-    net, x = model(), torch.randn(16, 32, dtype=torch.bfloat16)
-    doubled = {name: 2 * p for name, p in net.named_parameters()}
-    expected = torch.func.functional_call(net, doubled, (x,))
-    with cached_weights(net):
-        assert_bitwise(torch.func.functional_call(net, doubled, (x,)), expected)
-
-
-def test_lbfgs_moves_weights_between_its_closures():
-    def losses(net):
-        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
-
-        def closure():
-            optimizer.zero_grad()
-            loss = net(x).square().mean()
-            loss.backward()
-            return loss
-
-        return [optimizer.step(closure).detach() for _ in range(3)]
-
-    net = model(dtype=torch.float32)
-    with cached_weights(net):
-        got = losses(net)
-    assert_all_bitwise(got, losses(model(dtype=torch.float32)))
-
-
-class Clamping(float8.optim.AdamW):
-    """An optimizer that writes to weights after its update, unseen by version counters."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        multiply(self)
-
-
-class Masters(torch.optim.Optimizer):
-    """An optimizer with masters, which writes to weights by ``.data`` alone."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {})
-        self.masters = [p.detach().float() for p in self.param_groups[0]["params"]]
-
-    def step(self, closure=None):
-        for p, master in zip(self.param_groups[0]["params"], self.masters, strict=True):
-            p.data.copy_(master.sub_(0.1 * p.grad))
-
-
-def multiply(optimizer, *unused):
-    for p in optimizer.param_groups[0]["params"]:
-        p.data.mul_(4)
-
-
-def multiplying(step):
-    """A decorator of ``step`` that keeps its name, as users write them."""
-
-    @functools.wraps(step)
-    def decorated(self, closure=None):
-        step(self, closure)
-        multiply(self)
-
-    return decorated
-
-
-class Decorated(float8.optim.AdamW):
-    step = multiplying(float8.optim.optimizer.QuantizedOptimizer.step)
-
-
-def hooked(parameters):
-    optimizer = float8.optim.AdamW(parameters)
-    optimizer.register_step_post_hook(multiply)
-    return optimizer
-
-
-@SCALES_ONLY
-@pytest.mark.parametrize("make", [Clamping, Decorated, Masters, hooked])
-def test_writes_after_the_update_of_a_step_are_seen(make, scales_only):
-    net, plain = model(), model()
-    with cached_weights(net, scales_only=scales_only):
-        got = train(net, make(net.parameters()))
-    assert_all_bitwise(got, train(plain, make(plain.parameters())))
-
-
-def test_writes_of_a_global_hook_that_runs_first_are_seen():
-    net = model()
-    with cached_weights(net, scales_only=True):  # installs the library's hook
-        hook = register_optimizer_step_post_hook(multiply)
-        _global_optimizer_post_hooks.move_to_end(hook.id, last=False)
-        try:
-            microbatch(net, 1)
-            ours(net).step()
-        finally:
-            hook.remove()
         assert_all_bitwise(microbatch(net, 3), fresh(net))
 
 
@@ -378,23 +433,12 @@ def test_autocast_is_that_of_the_entry():
         assert_bitwise(net(x), expected)
 
 
-def test_frozen_weights_and_layers_that_stay_in_high_precision():
+def test_layers_that_stay_in_high_precision_are_left_alone():
     off = float8.CastConfig(float8.ScalingType.DISABLED)
     layer = Float8Linear(32, 16, config=Float8LinearConfig(off, off, off))
     x = torch.randn(8, 32)
     with cached_weights(layer):
         assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-    net = model().requires_grad_(False)
-    with cached_weights(net):
-        assert_all_bitwise(microbatch(net, 1), microbatch(model(), 1))
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing(use_reentrant):
-    net = model()
-    with cached_weights(net):
-        got = microbatch(net, 1, lambda x: checkpoint(net, x, use_reentrant=use_reentrant))
-    assert_all_bitwise(got, microbatch(model(), 1))
 
 
 @SCALES_ONLY
@@ -573,82 +617,6 @@ def test_a_step_that_a_scaler_skips_keeps_the_scales(scales_only, monkeypatch):
                 optimizer.step()
             assert not passes.called
             assert_all_bitwise(microbatch(net, 3), fresh(net))
-
-
-@pytest.mark.parametrize("make", [float8.optim.AdamW, torch.optim.AdamW])
-def test_a_scaler_that_skips_steps_and_averaged_weights_change_no_bits(make):
-    """A step that GradScaler skips on the host; evaluations with averaged weights."""
-
-    def train(net):
-        optimizer = make(net.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        average, seen = torch.optim.swa_utils.AveragedModel(net), []
-        for number in range(3):
-            seen += microbatch(net, number)
-            if number == 1:
-                net[0].weight.grad[0, 0] = torch.inf
-            scaler.scale(torch.zeros(()))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            average.update_parameters(net)
-            own = [p.detach().clone() for p in net.parameters()]
-            with torch.no_grad():
-                torch._foreach_copy_(list(net.parameters()), list(average.parameters()))
-                seen += [net(torch.ones(16, 32, dtype=torch.bfloat16)), *average.parameters()]
-                torch._foreach_copy_(list(net.parameters()), own)
-        assert scaler.get_scale() == 512.0
-        return seen
-
-    net = model()
-    with cached_weights(net):
-        got = train(net)
-    assert_all_bitwise(got, train(model()))
-
-
-@pytest.mark.parametrize("special", [torch.nan, torch.inf, 0.0])
-def test_special_weights_have_the_scales_of_their_casts(special):
-    net, x = model(), torch.randn(16, 32, dtype=torch.bfloat16)
-    with torch.no_grad():
-        net[0].weight[0, 0] = special
-        net[2].weight.fill_(special)
-    expected = net(x)
-    with cached_weights(net, scales_only=True):
-        assert_bitwise(net(x), expected)
-
-
-def tie(net):
-    """Tie two weights as one memory of two parameters; their version counters differ."""
-    net.append(copy.deepcopy(net[0]))
-    net[3].weight.data = net[0].weight.data
-    return list(net.parameters())
-
-
-def repeat(net):
-    return [net[0].weight, net[2].weight, net[0].weight]
-
-
-@pytest.mark.parametrize("parameters_of", [tie, repeat])
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def test_a_weight_that_is_stepped_twice_has_the_amax_of_the_second_step(parameters_of):
-    net = model()
-    parameters = parameters_of(net)
-    optimizer = float8.optim.SGD(parameters, lr=0.5, momentum=0.5, weight_decay=0.5, min_size=0)
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    with cached_weights(net, scales_only=True):
-        optimizer.step()
-        assert_all_bitwise(microbatch(net[:3], 3), fresh(net[:3]))
-
-
-def test_what_an_optimizer_does_not_step_keeps_its_scale():
-    net = model()
-    optimizer = float8.optim.AdamW([net[0].weight, net[2].weight], lr=0.1)
-    with cached_weights(net, scales_only=True):
-        microbatch(net, 1)
-        net[2].weight.grad = None
-        optimizer.step()
-        assert_all_bitwise(microbatch(net, 3), fresh(net))
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
