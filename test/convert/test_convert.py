@@ -269,22 +269,6 @@ def test_copies_of_a_trained_delayed_model_compute_the_same(how):
     assert other[0].cast_input.history_ready
 
 
-def test_the_naive_nn_modules_that_bypass_their_linears_stay_correct():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).eval()
-    x = torch.randn(2, 4, 16)
-    with torch.no_grad():
-        expected = layer(x)
-        converted = convert_to_float8_training(layer)
-        fast = converted(x)  # torch's fused path: high precision, as reported
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            slow = converted(x)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-    assert torch.allclose(fast, expected, atol=1e-6)
-    assert not torch.equal(slow, expected)
-
-
 def test_packages_above_register_module_types():
     class MyLinear(nn.Linear):
         pass
