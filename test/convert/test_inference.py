@@ -33,7 +33,6 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.convert.inference import convert_to_float8_inference, refuses_device
-from float8.linear.float8_weight import to_resident
 
 # recipe -> the block and the scale format of a weight
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128), "mxfp8": (1, 32)}
@@ -140,20 +139,6 @@ def test_the_high_precision_weight_is_freed_and_half_of_the_bytes_remain(recipe)
     known = (torch.float8_e4m3fn, torch.float32, torch.float8_e8m0fnu)
     assert all(part.dtype in known for part in parts)
     assert not any(isinstance(b, Tensor) for b in model.buffers())
-
-
-def test_weights_are_freed_one_by_one_while_others_are_cast(monkeypatch):
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-    weights = [weakref.ref(layer.weight) for layer in model]
-    alive = []
-
-    def watched(*args):
-        alive.append(sum(ref() is not None for ref in weights))
-        return to_resident(*args)
-
-    monkeypatch.setattr("float8.convert.inference.to_resident", watched)
-    convert_to_float8_inference(model)
-    assert alive == [3, 2, 1]
 
 
 def test_static_scales_are_used_and_checked_by_name():
@@ -434,13 +419,6 @@ def test_autocast_reads_the_same_codes():
     assert_bitwise(out, expected[0](x.bfloat16()))
     with pytest.raises(TypeError, match=r"input is torch.bfloat16 and weight torch.float32"):
         model(x.bfloat16())
-
-
-def test_a_rowwise_weight_that_asks_for_gradients_is_refused():
-    model = resident("rowwise")
-    model[0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"0: .*only tensorwise float8 weights can train"):
-        model(example())
 
 
 def test_an_encoder_layer_s_fast_path_never_meets_float8():
