@@ -155,7 +155,7 @@ class Conv1D(nn.Module):
 
     def __init__(self, *shape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(shape))
+        self.nf, self.weight = shape[-1], nn.Parameter(torch.zeros(shape))
 
 
 class GatedExperts(Conv1D):

@@ -77,7 +77,7 @@ def run(layer, x, g, call=None):
     """The output and both gradients, of the layer or of a call of it."""
     x = x.detach().clone().requires_grad_()
     layer.weight.grad = None
-    y = (call or layer)(x)
+    y = (layer if call is None else call)(x)
     y.backward(g)
     return y.detach(), x.grad, layer.weight.grad
 
