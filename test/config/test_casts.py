@@ -82,7 +82,7 @@ REFUSED = [
         (
             partial(Linear.from_recipe_name, name),
             ValueError,
-            f"did you mean '{nearest}'(.|\n)*mxfp8",
+            f"mxfp8.*did you mean '{nearest}'",
         )
         for name, nearest in (("tensor-wise", "tensorwise"), ("rowise", "rowwise"))
     ),

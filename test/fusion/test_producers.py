@@ -34,7 +34,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.fusion import autograd as fusion_autograd
 from float8.fusion import producers
-from float8.fusion.autograd import _norm_backward
+from float8.fusion.autograd import _norm_backward, runs_kernel
 from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast
 from float8.kernels import definition
 
@@ -231,6 +231,11 @@ def test_torchs_own_backward_takes_its_arguments(affine, centred):
             shapes = [None if grad is None else tuple(grad.shape) for grad in of]
             assert shapes[0] == ((6, K) if x_needs else None)
             assert shapes[1:] == [None if p is None else (K,) for p in (weight, bias)]
+
+
+def test_kernels_are_for_cuda():
+    assert not runs_kernel(torch.device("cpu"), emulate=False)
+    assert not runs_kernel(torch.device("cuda"), emulate=True)
 
 
 def test_the_gradient_of_one_projection_is_one_tensor():
