@@ -236,6 +236,8 @@ def test_torchs_own_backward_takes_its_arguments(affine, centred):
 def test_kernels_are_for_cuda():
     assert not runs_kernel(torch.device("cpu"), emulate=False)
     assert not runs_kernel(torch.device("cuda"), emulate=True)
+    pytest.importorskip("triton")
+    assert runs_kernel(torch.device("cuda"), emulate=False)
 
 
 def test_the_gradient_of_one_projection_is_one_tensor():
