@@ -86,7 +86,7 @@ class CastMeter(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
-        if func in GemmCounter.OPS:
+        if func in GemmCounter.OPS or name == "float8::grouped_mm_gpu":
             self.launches += 1
         elif not self._is_free(func, name):
             self.ops.append(name)

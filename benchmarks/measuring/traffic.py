@@ -5,9 +5,9 @@ Of a layer x_MK, w_NK, g_MN in bfloat16, in eager mode, a training step moves an
     unit-scaled, high precision   a factor multiplies each of the three results: reads 2, writes 2
                                   bytes per element of y_MN, gx_MK and gw_NK, and 3 launches
     in float8                     the passes of its casts (`float8.estimate.roofline`, which
-                                  `test/linear/test_bytes.py` counts in the ops that run). Factors
-                                  join the scales of the GEMMs: constants if the scales are, else
-                                  a launch each, to multiply two numbers
+                                  `test/linear/test_autograd.py` counts in the ops that run).
+                                  Factors join the scales of the GEMMs: constants if the scales
+                                  are, else a launch each, to multiply two numbers
 
 and three GEMMs in both. Bytes of amaxes and scales are too few to count.
 """

@@ -54,7 +54,7 @@ KERNELS: dict[str, dict[Block, str]] = {
 # file of gpu/ -> the choice under torch.compile on CUDA, "kernel" or "aten", and the reason. On a
 # GPU, `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice; no times have
 # been measured yet. The reasons are the kernels' bytes per element of a bfloat16 operand, as
-# test/linear/test_bytes.py counts them; their bits are those of eager mode. With a dynamic scale
+# test/linear/test_autograd.py counts them; their bits are those of eager mode. With a dynamic scale
 # inductor needs at least 5 bytes: the amax in the epilogue of the op that makes the operand, 2 + 1
 # for the cast, and 1 + 1 for the transposed copy that a GEMM needs.
 COMPILED: dict[str, tuple[str, str]] = {

@@ -6,16 +6,14 @@ import pytest
 import torch
 from meter import CastMeter, GemmCounter
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
-from linear.test_bytes import Context, K, M, N, empty, states_of
+from fake_cuda import empty, fake_cuda, step
+from linear.test_autograd import K, M, N
 
 from benchmarks.measuring import traffic
 from float8.config import RECIPES
-from float8.linear.autograd import Call, Float8LinearFunction
-from float8.linear.bound_plan import plan_on
 from float8.unit_scaling import functional as U
 
 FACTORS = (0.5, 0.25, 0.125)
@@ -26,23 +24,16 @@ def layer():
         return nn.Linear(K, N, bias=False)
 
 
-def metered(config, monkeypatch):
-    with FakeTensorMode(), torch.no_grad(), CastMeter() as meter:
-        one = empty(1, 1, dtype=torch.float32)
-        monkeypatch.setattr("float8.linear.scaling.constant", lambda value, like: one)
-        x, w, ctx = empty(M, K), empty(N, K), Context()
-        ctx.needs_input_grad = (True, True, False)
-        plan = plan_on(config, w.device, torch.bfloat16)
-        call = Call(plan, states_of(config), True, None, FACTORS, saves=True)
-        Float8LinearFunction.forward(ctx, x, w, None, call)
-        Float8LinearFunction.backward(ctx, empty(M, N))
+def metered(config):
+    with fake_cuda("sm_90"), CastMeter() as meter:
+        step(config, empty(M, K), empty(N, K), empty(M, N), factors=FACTORS)
     return meter
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit"])
-def test_the_count_of_a_float8_layer_is_that_of_the_ops_that_run(recipe, monkeypatch):
+def test_the_count_of_a_float8_layer_is_that_of_the_ops_that_run(recipe):
     config = RECIPES[recipe]
-    counted, meter = traffic.of_layer(M, layer(), config), metered(config, monkeypatch)
+    counted, meter = traffic.of_layer(M, layer(), config), metered(config)
     assert counted.launches == meter.launches
     assert counted.bytes == pytest.approx(sum(meter.bytes_by_numel.values()), rel=1e-4)
 

@@ -8,7 +8,6 @@ product on as a function.
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from contextlib import contextmanager
 
@@ -16,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch._dynamo.testing import CompileCounter
 
 from float8 import (
     Float8Linear,
@@ -112,56 +111,29 @@ def swapped_by_hand(model, linear=nn.Linear):
         setattr(parent, name, layer)
 
 
-def compiled_into(graphs, model):
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    return torch.compile(model, backend=backend, dynamic=False)
+def evaluates_by(how, model):
+    return high_precision(model) if how == "high_precision" else swapped_by_hand(model, Casting)
 
 
-def test_layers_swapped_by_hand_run_without_float8_and_come_back(casting):
-    """Compiled, too: two graphs, however often layers are swapped."""
-    model, x, graphs = converted(casting), torch.randn(8, 32).bfloat16(), []
+@pytest.mark.parametrize("how", ["high_precision", "swapped by hand"])
+def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own(casting, how):
+    """Two graphs and no more, however often evaluation comes."""
+    model, x, graphs = converted(casting), torch.randn(8, 32).bfloat16(), CompileCounter()
     plain = convert_from_float8_training(copy.deepcopy(model))
-    compiled = compiled_into(graphs, model)
+    compiled = torch.compile(model, backend=graphs, dynamic=False)
     in_float8 = compiled(x)
+    in_float8.backward(torch.randn(8, 16).bfloat16())
     for _ in range(2):
-        with torch.no_grad(), swapped_by_hand(compiled, casting):
+        with torch.no_grad(), evaluates_by(how, compiled):
             assert torch.equal(compiled.eval()(x), plain(x))
         assert torch.equal(compiled.train()(x), in_float8)
     assert not torch.equal(in_float8, plain(x))
-    assert len(graphs) == 2
+    assert graphs.frame_count == 2
+
+
+def test_layers_swapped_by_hand_are_plain():
     with swapped_by_hand(model := converted()):
         assert {type(m) for m in model.modules()} == {type(m) for m in Model().modules()}
-
-
-def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own():
-    """Two graphs and no more, however often evaluation comes: the count of contexts is guarded."""
-    model, x = converted(), torch.randn(8, 32)
-    plain, graphs = convert_from_float8_training(copy.deepcopy(model)), []
-    compiled = compiled_into(graphs, model)
-    for _ in range(3):
-        in_float8 = compiled(x)
-        in_float8.backward(torch.randn(8, 16))
-        with torch.no_grad(), high_precision(model):
-            assert torch.equal(compiled(x), plain(x))
-        assert torch.equal(compiled(x), in_float8)
-        assert not torch.equal(in_float8, plain(x))
-    assert len(graphs) == 2
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_selective_checkpointing_may_keep_the_products(recipe):
-    """As torchtitan does by default; nothing may then be written over them."""
-    model, x, g = converted(recipe=recipe), torch.randn(8, 32), torch.randn(8, 16)
-    model(x).backward(g)
-    plain = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    checkpoint(model, x, use_reentrant=False, context_fn=contexts).backward(g)
-    for p, q in zip(model.parameters(), plain, strict=True):
-        assert p.grad is q is None or torch.equal(p.grad, q)
 
 
 def test_a_layer_that_casts_its_weight_is_left_alone_until_its_type_is_registered():

@@ -31,20 +31,16 @@ def test_skip_names_matches_names_and_what_lies_below(patterns, fqn, converts):
     assert skip_names(*patterns)(nn.Linear(1, 1), fqn) is converts
 
 
-def test_size_filters_look_at_both_features():
-    layer = nn.Linear(32, 48)
+def test_size_filters_look_at_both_features_and_all_of_at_every_filter():
+    numpy, layer = pytest.importorskip("numpy"), nn.Linear(32, 48)
     assert min_size(32 * 48)(layer, "") and not min_size(32 * 48 + 1)(layer, "")
     assert min_features(32, 48)(layer, "")
     assert not min_features(in_features=33)(layer, "")
     assert not min_features(out_features=49)(layer, "")
-    assert divisible_by(16)(layer, "") and not divisible_by(32)(layer, "")
-
-
-def test_all_of_needs_every_filter():
-    layer = nn.Linear(32, 24)
-    assert all_of(skip_names("a"), min_size(1))(layer, "b")
-    assert not all_of(skip_names("a"), min_size(1))(layer, "a")
-    assert not all_of(skip_names("a"), divisible_by(16))(layer, "b")
+    assert divisible_by(numpy.int64(16))(layer, "") and not divisible_by(32)(layer, "")
+    both = all_of(skip_names("a"), min_size(1))
+    assert both(layer, "b") and not both(layer, "a")
+    assert not all_of(both, divisible_by(32))(layer, "b")
 
 
 ODD = "in_features=32, out_features=24: not multiples of 16"
@@ -130,8 +126,3 @@ NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
 )
 def test_patterns_that_match_nothing_are_reported(function, reported):
     assert unmatched_patterns(function, NAMES) == reported
-
-
-def test_sizes_may_be_integers_of_numpy():
-    numpy = pytest.importorskip("numpy")
-    assert divisible_by(numpy.int64(16))(nn.Linear(16, 32), "")

@@ -71,7 +71,6 @@ VALUE_ERRORS = [
     (plain, inference(config=NO_GRAD_INPUT), "0: its grad_input GEMM runs in high precision"),
     (plain, inference(config=TWO_FORMATS), "0: .*[eE]5[mM]2"),
     (value(math.nan), inference(), "2: its weight has NaN or inf"),
-    (value(math.inf), inference(config=ROWWISE), "2: its weight has NaN or inf"),
     (value(-math.inf), inference(config=RECIPES["blockwise"]), "2: its weight has NaN or inf"),
     (
         lambda m: prune.l1_unstructured(m[2], "weight", 0.5),

@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 
 import pytest
-from linear.test_bytes import BYTES, LAUNCHES
+from linear.test_autograd import COSTS
 
 from benchmarks import (
     bench_alarms,
@@ -249,9 +249,9 @@ def of_block(name, recipe):
 def casts_on_cuda():
     body = []
     for recipe in RECIPES:
-        x, g, w, cached = BYTES[recipe]
+        x, g, w, cached, _, launches = COSTS[recipe]
         assert x == g
-        body.append([f"`{recipe}`", x, w, cached, LAUNCHES[recipe]])
+        body.append([f"`{recipe}`", x, w, cached, launches])
     return markdown("recipe | input, grad_output | weight | cached weight | launches", body)
 
 

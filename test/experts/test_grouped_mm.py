@@ -12,24 +12,20 @@ import grouped_oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
-from torch import Tensor
+from meter import saved_bytes
+from shapes import pairs
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, kernels
+from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, Rowwise, kernels
 from float8.experts.grouped_mm import grouped_mm_in_float8
-from float8.linear import autograd
-from float8.linear.autograd import (
-    NO_FACTORS,
-    STATELESS,
-    Call,
-    Float8LinearFunction,
-    product,
-)
-from float8.linear.bound_plan import BoundPlan, plan_on
+from float8.linear import autograd, bound_plan
+from float8.linear.bound_plan import BoundPlan
 from float8.linear.refusals import refuses_float8_input
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 K, N = 96, 160
 SIZES = (7, 0, 130, 1, 40)
 BEYOND = 11
@@ -72,24 +68,29 @@ def results_of(recipe, x, w, offs, g):
     return step(lambda x, w, offs: float8.grouped_mm(x, w.mT, offs, config), x, w, offs, g)
 
 
+def check_values(recipe, x, w, offs, g):
+    results = results_of(recipe, x, w, offs, g)
+    wanted = grouped_oracle.expected(recipe, x.detach(), w.detach().mT, offs.tolist(), g)
+    for name, actual in zip(wanted, (*results[:2], results[2].mT), strict=True):
+        assert_error_within_baseline(
+            actual, wanted[name].exact, wanted[name].plain, replay=recipe, what=name
+        )
+    return results
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY_RECIPE
 def test_values(recipe, dtype):
     x, w, offs, g = make(dtype=dtype)
-    out, grad_x, grad_w = results_of(recipe, x, w, offs, g)
+    out, grad_x, grad_w = check_values(recipe, x, w, offs, g)
     end = int(offs[-1])
-    wanted = grouped_oracle.expected(recipe, x.detach(), w.detach().mT, offs.tolist(), g)
-    for name, actual in (("output", out), ("grad_input", grad_x), ("grad_weight", grad_w.mT)):
-        assert_error_within_baseline(
-            actual, wanted[name].exact, wanted[name].plain, replay=(recipe, dtype), what=name
-        )
     assert not out[end:].any()
     assert not grad_x[end:].any()
     assert not grad_w[1].any(), "expert 1 has no tokens"
 
 
 @pytest.mark.parametrize("beyond", [0, BEYOND])
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY_RECIPE
 def test_one_group_is_a_linear_layer(recipe, beyond):
     """The rows beyond it are no part of it: TransformerEngine#3484 added them to the gradient."""
     x, w, offs, g = make(sizes=(130,), beyond=beyond)
@@ -102,22 +103,17 @@ def test_one_group_is_a_linear_layer(recipe, beyond):
     assert_bitwise(grad_w[0], weight.grad, recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY_RECIPE
 def test_a_channel_of_zeros_in_a_group_of_128(recipe):
     """DeepGEMM#365: such an expert's gradient was wrong, in some runs."""
     x, w, offs, g = make(sizes=(256, 128, 128, 256))
     x = x.detach()
     x[256:384, 5] = g[256:384, 3] = 0
-    results = results_of(recipe, x, w, offs, g)
-    wanted = grouped_oracle.expected(recipe, x, w.detach().mT, offs.tolist(), g)
-    for name, actual in zip(wanted, (*results[:2], results[2].mT), strict=True):
-        assert_error_within_baseline(
-            actual, wanted[name].exact, wanted[name].plain, replay=recipe, what=name
-        )
-    assert not results[2][1, :, 5].any() and not results[2][1, 3].any()
+    _, _, grad_w = check_values(recipe, x, w, offs, g)
+    assert not grad_w[1, :, 5].any() and not grad_w[1, 3].any()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY_RECIPE
 def test_any_strides(recipe):
     x, w, offs, g = make()
     wanted = results_of(recipe, x, w, offs, g)
@@ -136,42 +132,28 @@ def test_any_strides(recipe):
 # --- what runs, and what is kept
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_only_what_is_needed_runs(recipe):
+@EVERY_RECIPE
+def test_only_what_is_needed_runs_and_is_kept(recipe):
     x, w, offs, g = make()
     _, grad_x, grad_w = results_of(recipe, x, w, offs, g)
-    config = config_of(recipe)
-    frozen = float8.grouped_mm(x, w.detach().mT, offs, config)
-    kept = tensors_kept_by(lambda: float8.grouped_mm(x, w.detach().mT, offs, config))
-    assert not any(t.shape in (x.shape, x.t().shape) for t in kept), "x is kept for a frozen weight"
-    frozen.backward(g)
+    config, frozen = config_of(recipe), w.detach()
+    kept = saved_bytes(
+        lambda: float8.grouped_mm(x * 1, frozen.mT, offs, config), nn.ParameterList([frozen])
+    )
+    assert kept <= 4 * frozen.numel() // 32 + 64, "x is kept for a frozen weight"
+    float8.grouped_mm(x, frozen.mT, offs, config).backward(g)
     assert_bitwise(x.grad, grad_x, recipe)
     float8.grouped_mm(x.detach(), w.mT, offs, config).backward(g)
     assert_bitwise(w.grad, grad_w, recipe)
 
 
-def tensors_kept_by(run) -> list[Tensor]:
-    """What autograd saves for the backward of ``run``."""
-    kept: list[Tensor] = []
-
-    def pack(t: Tensor) -> Tensor:
-        kept.append(t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return kept
-
-
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "rowwise_with_gw_hp"])
 def test_saved_for_backward(recipe):
-    sizes = [512] * 8
-    x, w, offs, _ = make(sizes, (512, 256), beyond=0)
-    kept = tensors_kept_by(lambda: float8.grouped_mm(x, w.mT, offs, config_of(recipe)))
-    own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
-    own.pop(w.untyped_storage().data_ptr())
-    bfloat16 = x.numel() * 2 + offs.numel() * 4
-    assert sum(own.values()) <= 0.54 * bfloat16
+    x, w, offs, _ = make([512] * 8, (512, 256), beyond=0)
+    holder = nn.ParameterList([nn.Parameter(w.detach())])
+    weight = holder[0]
+    kept = saved_bytes(lambda: float8.grouped_mm(x * 1, weight.mT, offs, config_of(recipe)), holder)
+    assert kept <= 0.54 * (x.numel() * 2 + offs.numel() * 4)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -192,9 +174,8 @@ def test_checkpointing(recipe, reentrant):
 def test_no_gradients():
     x, w, offs, g = make()
     wanted = results_of("rowwise", x, w, offs, g)[0]
-    for mode in (torch.no_grad(), torch.inference_mode()):
-        with mode:
-            assert_bitwise(float8.grouped_mm(x, w.mT, offs, config_of("rowwise")), wanted)
+    with torch.inference_mode():
+        assert_bitwise(float8.grouped_mm(x, w.mT, offs, config_of("rowwise")), wanted)
 
 
 def test_autocast():
@@ -206,15 +187,8 @@ def test_autocast():
         assert_bitwise(actual, expected)
 
 
-def test_no_second_derivative():
-    x, w, offs, _ = make(beyond=0)
-    out = float8.grouped_mm(x, w.mT, offs)
-    with pytest.raises(RuntimeError, match="grouped_mm has no second derivative"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 5), (5, 0, 0)], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
+@EVERY_RECIPE
 def test_few_tokens(recipe, sizes):
     x, w, offs, g = make(sizes=sizes, beyond=3)
     out, grad_x, grad_w = results_of(recipe, x, w, offs, g)
@@ -254,25 +228,18 @@ def in_float8(x: Tensor, recipe: str, fmt=E4M3) -> Float8Tensor:
 
 @pytest.mark.parametrize("align", [1, 16])
 @pytest.mark.parametrize("recipe", ["tensorwise", "unit"])
-def test_tokens_in_float8_are_used_as_they_are(recipe, align):
+def test_tokens_in_float8_are_used_as_they_are(recipe, align, monkeypatch):
     """A GPU pads the groups of the transposed copy to multiples of 16."""
-    x, w, offs, g = make(beyond=0)
-    wanted = results_of(recipe, x, w, offs, g)
-    plan = BoundPlan(config_of(recipe).plan, "cpu", x.dtype, False, False, False, grouped=True)
-    plan.x.align = plan.g.align = plan.grad_weight.align = align
-    call = Call(plan, STATELESS, False, None, NO_FACTORS, True)
-
-    def run(x, w, offs):
-        return Float8LinearFunction.apply(x, w, None, call, offs)
-
-    x8 = in_float8(x, recipe)
-    found = [step(run, x8, w, offs, g)]
-    if align == 1:
-        config = config_of(recipe)
-        found.append(step(lambda x, w, o: float8.grouped_mm(x, w.mT, o, config), x8, w, offs, g))
-    for results in found:
-        for actual, expected in zip(results, wanted, strict=True):
-            assert_bitwise(actual, expected, (recipe, align))
+    monkeypatch.setattr(kernels, "group_alignment", lambda gemm: align)
+    bound_plan._bound_once.cache_clear()
+    try:
+        x, w, offs, g = make(beyond=0)
+        wanted = results_of(recipe, x, w, offs, g)
+        found = results_of(recipe, in_float8(x, recipe), w, offs, g)
+    finally:
+        bound_plan._bound_once.cache_clear()
+    for actual, expected in zip(found, wanted, strict=True):
+        assert_bitwise(actual, expected, (recipe, align))
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"])
@@ -289,15 +256,6 @@ def test_tokens_in_float8_have_no_scales_along_the_tokens_of_a_group(recipe):
     assert_bitwise(x8.grad, grad_x, recipe)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_tokens_in_another_format_or_granularity_are_refused(recipe):
-    x, w, offs, _ = make(beyond=0)
-    others = [in_float8(x, recipe, E5M2), in_float8(x, "rowwise")]
-    for x8 in others:
-        with pytest.raises(ValueError, match=r"^grouped_mm: .*pass input\.dequantize\(\)"):
-            float8.grouped_mm(x8, w.detach().mT, offs, config_of(recipe))
-
-
 def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_order():
     x, *_ = make(beyond=0)
     plan = BoundPlan(config_of("mxfp8").plan, "sm_100", x.dtype, False, False, False, grouped=True)
@@ -308,49 +266,26 @@ def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_orde
 # --- torch.compile
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_to_the_same_bits(recipe):
-    torch._dynamo.reset()
+@pairs(recipe=list(RECIPES), dtype=[torch.bfloat16, torch.float16])
+def test_compiled_to_the_same_bits_whatever_the_routing_and_under_autocast(recipe, dtype):
     torch._dynamo.utils.counters.clear()
-    config = config_of(recipe)
+    config, autocast = config_of(recipe), torch.autocast("cpu", dtype)
 
-    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    def compiled(x, weight, offs):
-        return float8.grouped_mm(x, weight.mT, offs, config)
-
-    frames = []
-    routings = [SIZES, (100, 20, 30, 28, 0), (9, 9, 0, 3, 40), (0, 0, 0, 0, 7)]
-    for seed, sizes in enumerate(routings):
-        x, w, offs, g = make(sizes, seed=seed)
-        results = step(compiled, x, w, offs, g)
-        for actual, expected in zip(results, results_of(recipe, x, w, offs, g), strict=True):
-            assert_bitwise(actual, expected, (recipe, sizes))
-        frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    # A second graph serves every number of tokens.
-    assert frames == [1, 1, 2, 2], "compiled again for another routing"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_compiled_under_autocast_to_the_same_bits(recipe, dtype):
-    torch._dynamo.reset()
-    x, w, offs, g = make(dtype=torch.float32)
-    config = config_of(recipe)
-
-    def run(x, weight, offs):
-        return float8.grouped_mm(x, weight.mT, offs, config)
+    def run(x, w, offs):
+        with autocast:
+            return float8.grouped_mm(x, w.mT, offs, config)
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    found = []
-    for each in (compiled, run):
-        leaves = x.detach().requires_grad_(), w.detach().requires_grad_()
-        with torch.autocast("cpu", dtype):
-            out = each(*leaves, offs)
-        out.backward(g.to(dtype))
-        found.append((out.detach(), *(leaf.grad for leaf in leaves)))
-    for actual, expected in zip(*found, strict=True):
-        assert expected[: int(offs[-1])].isfinite().all()
-        assert_bitwise(actual, expected, (recipe, dtype))
+    routings = [SIZES, (100, 20, 30, 28, 0), (9, 9, 0, 3, 40), (0, 0, 0, 0, 7)]
+    for seed, sizes in enumerate(routings):
+        x, w, offs, g = make(sizes, seed=seed, dtype=torch.float32)
+        found, wanted = (step(each, x, w, offs, g.to(dtype)) for each in (compiled, run))
+        for actual, expected in zip(found, wanted, strict=True):
+            assert expected[: int(offs[-1])].isfinite().all()
+            assert_bitwise(actual, expected, (recipe, sizes))
+        # A second graph serves every number of tokens.
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs == 1 + (seed >= 2), "compiled again for another routing"
 
 
 def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
@@ -398,53 +333,45 @@ def test_a_planted_fault_is_caught(fault, monkeypatch):
 # --- bad input
 
 
-def bad_calls():
-    x, w = torch.ones(8, 32), torch.ones(2, 32, 16)
-    offs = torch.tensor([3, 8], dtype=torch.int32)
-
-    def ends(*values):
-        return torch.tensor(values, dtype=torch.int32)
-
-    return {
-        "int64": ((x, w, offs.long()), TypeError, r"offs is torch.int64.*offs.to\(torch.int32\)"),
-        "no vector": ((x, w, offs[None]), ValueError, r"offs \(E,\), got .*\(1, 2\)"),
-        "three ends": ((x, w, ends(1, 2, 3)), ValueError, "offs has 3 ends, but w has 2 experts"),
-        "descending": ((x, w, ends(5, 3)), ValueError, r"offs\[1\]=3 is less than offs\[0\]=5"),
-        "negative": ((x, w, ends(-1, 3)), ValueError, r"offs\[0\]=-1 is negative"),
-        "beyond": ((x, w, ends(3, 9)), ValueError, r"offs\[1\]=9 is beyond the 8 rows of x"),
-        "x is 3-D": ((x[None], w, offs), ValueError, r"x must be \(T, K\)"),
-        "w is 2-D": ((x, w[0], offs), ValueError, r"w \(E, K, N\)"),
-        "(E, N, K)": ((x, w.mT, offs), ValueError, "K=32, but w has K=16.*pass weight.mT"),
-        "dtypes": ((x, w.bfloat16(), offs), TypeError, "x is torch.float32 and w is torch.bfloat"),
-        "float64": (
-            (x.double(), w.double(), offs),
-            TypeError,
-            "x is torch.float64; float8 is cast",
-        ),
-        "devices": ((x, w.to("meta"), offs), ValueError, "w on meta"),
-        "delayed": (
-            (x, w, offs, config_of("delayed")),
-            ValueError,
-            "a delayed config keeps a history.*take a dynamic recipe",
-        ),
-    }
+def ends(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("name", bad_calls())
-def test_bad_input(name):
-    args, error, says = bad_calls()[name]
-    with pytest.raises(error, match=f"^grouped_mm: .*{says}"):
+X, W, OFFS = torch.ones(8, 32), torch.ones(2, 32, 16), ends(3, 8)
+X8 = Float8Tensor.from_high_precision(X, E5M2), Float8Tensor.from_high_precision(X, E4M3, Rowwise())
+REFUSED = [
+    ((X, W, OFFS.long()), TypeError, r"offs\.to"),
+    ((X, W, OFFS[None]), ValueError, r"\(1, 2\)"),
+    ((X, W, ends(1, 2, 3)), ValueError, "3 ends"),
+    ((X, W, ends(5, 3)), ValueError, r"offs\[1\]=3"),
+    ((X, W, ends(-1, 3)), ValueError, "negative"),
+    ((X, W, ends(3, 9)), ValueError, "beyond"),
+    ((X[None], W, OFFS), ValueError, r"\(T, K\)"),
+    ((X, W[0], OFFS), ValueError, r"\(E, K, N\)"),
+    ((X, W.mT, OFFS), ValueError, r"weight\.mT"),
+    ((X, W.bfloat16(), OFFS), TypeError, "bfloat16"),
+    ((X.double(), W.double(), OFFS), TypeError, "float64"),
+    ((X, W.to("meta"), OFFS), ValueError, "meta"),
+    ((X, W, OFFS, "delayed"), ValueError, "history"),
+    *(
+        ((x8, W, OFFS, r), ValueError, "dequantize")
+        for x8 in X8
+        for r in ("tensorwise", "blockwise")
+    ),
+]
+
+
+@pytest.mark.parametrize(("args", "error", "word"), REFUSED)
+def test_bad_input(args, error, word):
+    with pytest.raises(error, match=f"^grouped_mm: .*{word}"):
         float8.grouped_mm(*args)
 
 
-def test_scales_of_mx_blocks_are_e8m0():
-    x, w, offs, _ = make(beyond=0)
-    config = config_of("mxfp8")
-    gemm = plan_on(config, x.device, x.dtype, grouped=True).output
-    x8, w8 = x.detach().to(torch.float8_e4m3fn), w.detach().to(torch.float8_e4m3fn)
-    scale, w_scale = torch.ones(len(x), K // 32), torch.ones(len(w), N, K // 32)
-    with pytest.raises(ValueError, match=r"scales of a are torch.float32.*ScaleFormat\.E8M0"):
-        product(gemm, (x8, scale), (w8, w_scale), offs=offs)
+def test_no_second_derivative():
+    x = X.clone().requires_grad_()
+    out = float8.grouped_mm(x, W, OFFS)
+    with pytest.raises(RuntimeError, match="grouped_mm has no second derivative"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("op", ["cast_groups", "grouped_mm"])

@@ -23,7 +23,6 @@ from float8 import (
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
-    saved_activations,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
@@ -154,30 +153,6 @@ def test_a_model_without_norms_or_without_float8_is_left_alone():
     assert type(model.norm2) is nn.RMSNorm
 
 
-def spoil(model, how):
-    if how == "hook":
-        model.norm2.register_forward_hook(lambda *_: None)
-    elif how == "reader's hook":
-        model.up.register_forward_pre_hook(lambda *_: None)
-    elif how == "reader's forward":
-        model.up.forward = model.up.forward
-    elif how == "replaced forward":
-        model.norm2.forward = model.norm2.forward
-    elif how == "two dimensions":
-        model.norm2 = nn.LayerNorm((16, D))
-    elif how == "subclass":
-        model.norm2 = type("Own", (nn.RMSNorm,), {})(D)
-    elif how == "rowwise":
-        model.up = Float8Linear(D, 2 * D, config=RECIPES["rowwise"])
-    elif how == "two configs":
-        model.forward = lambda x: model.up(h := model.norm2(x)).sum() + model.q(h).sum()
-        model.q = Float8Linear(D, D, config=Float8LinearConfig(STATIC))
-    elif how == "sizes":
-        model.up = Float8Linear(D // 2, D)
-    elif how == "compiled":
-        model.norm2._compiled_call_impl = model.norm2.forward  # as its compile() does, at once
-
-
 def test_a_norm_and_a_block_of_two_names_are_fused_under_both():
     block = converted()
     model = nn.Sequential(block, block)
@@ -207,27 +182,42 @@ def test_a_layer_that_reads_two_norms_joins_all_their_histories():
     assert cast.history_ready
 
 
-SPOILT = {
-    "hook": "it has hooks, which would see a Float8Tensor",
-    "reader's hook": "up reads it and has forward hooks, which",
-    "reader's forward": "up reads it: its forward was replaced",
-    "replaced forward": "its forward was replaced",
-    "two dimensions": "it normalises more than the last dimension",
-    "subclass": "its type is Own, not nn.RMSNorm or nn.LayerNorm",
-    "rowwise": "up reads it, and a norm casts once, by one scale per tensor; cast_config_input is",
-    "two configs": "up and q read it, and cast their inputs by different configs",
-    "sizes": "up has in_features=16, the norm 32",
-    "compiled": "it was compiled on its own",
-}
+def set_(**modules):
+    return lambda m: [setattr(m, name, make()) for name, make in modules.items()]
 
 
-@pytest.mark.parametrize("how", SPOILT)
-def test_what_cannot_be_fused_says_why(how):
+def replaced(name):
+    return lambda m: setattr(getattr(m, name), "forward", getattr(m, name).forward)
+
+
+def compiled(m):
+    m.norm2._compiled_call_impl = m.norm2.forward  # as its compile() does, at once
+
+
+Own = type("Own", (nn.RMSNorm,), {})
+SPOILT = [
+    (
+        lambda m: m.norm2.register_forward_hook(print),
+        "it has hooks, which would see",
+    ),
+    (lambda m: m.up.register_forward_pre_hook(print), "up reads it and has forward hooks, which"),
+    (replaced("up"), "up reads it: its forward was replaced"),
+    (replaced("norm2"), "its forward was replaced"),
+    (set_(norm2=lambda: nn.LayerNorm((16, D))), "it normalises more than the last dimension"),
+    (set_(norm2=lambda: Own(D)), "its type is Own, not nn.RMSNorm or nn.LayerNorm"),
+    (set_(up=lambda: Float8Linear(D, D, config="rowwise")), "up reads it, and a norm casts once"),
+    (set_(q=lambda: Float8Linear(D, D, config=CONFIGS["static"])), "up and q read it, and cast"),
+    (set_(up=lambda: Float8Linear(D // 2, D)), "up has in_features=16, the norm 32"),
+    (compiled, "it was compiled on its own"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "reason"), SPOILT)
+def test_what_cannot_be_fused_says_why(spoil, reason):
     model = converted()
-    spoil(model, how)
-    pairs = {"norm2": ["up", "q"] if how == "two configs" else "up"}
-    fusion = fuse(model, pairs)
-    assert fusion.skipped["norm2"].startswith(SPOILT[how])
+    spoil(model)
+    fusion = fuse(model, {"norm2": ["up", "q"] if reason.startswith("up and q") else "up"})
+    assert fusion.skipped["norm2"].startswith(reason)
     assert not isinstance(model.norm2, (RMSNormCast, LayerNormCast))
 
 
@@ -320,10 +310,11 @@ def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
 @pytest.mark.parametrize(
     ("pairs", "error", "message"),
     [
-        ({"norm3": "up"}, ValueError, "no norm 'norm3'; did you mean 'norm"),
+        ({"norm3": "up"}, ValueError, "no norm 'norm3'; did you mean"),
         ({"norm2": "upp"}, ValueError, "no layer .of norm2. 'upp'; did you mean 'up'"),
-        (["norm2"], TypeError, "pairs must map norms to the layers"),
-        ({"norm2": [1]}, TypeError, "norm pairs are names"),
+        ({"norm2": "*"}, ValueError, "more stars"),
+        (["norm2"], TypeError, "pairs must map"),
+        ({"norm2": [1]}, TypeError, "names"),
     ],
 )
 def test_refuses_pairs_that_mean_nothing(pairs, error, message):
@@ -331,11 +322,6 @@ def test_refuses_pairs_that_mean_nothing(pairs, error, message):
     with pytest.raises(error, match=message):
         fuse(model, pairs)
     assert type(model.norm1) is nn.LayerNorm
-
-
-def test_a_declared_module_that_is_no_norm_is_left_alone():
-    skipped = fuse(converted(), {"q": "up"}).skipped
-    assert skipped["q"].startswith("its type is Float8Linear, not nn.RMSNorm")
 
 
 def test_refuses_within_high_precision():
@@ -439,23 +425,9 @@ def test_a_model_made_on_meta_starts_with_new_histories():
     assert model.norm1.weight.isnan().all()
     assert {float(buffer.sum()) for buffer in model.buffers()} == {0.0}
     assert model.norm1.cast_output is model.v.cast_input
-
-
-def test_ddp_does_not_broadcast_the_new_buffers():
-    model = converted(config=RECIPES["delayed"])
-    fuse(model)
+    # DDP does not broadcast the new buffers.
     ignored = set(model._ddp_params_and_buffers_to_ignore)
     assert {name for name, _ in model.named_buffers()} <= ignored
-
-
-def test_every_cast_has_a_scale_after_one_step():
-    """A cast without a scale reads the device at each sync."""
-    model = converted(config=RECIPES["delayed"])
-    fuse(model)
-    model(torch.randn(2, 16, D)).sum().backward()
-    sync_float8_amax_and_scale_history(model)
-    casts = [m for m in model.modules() if hasattr(m, "history_ready")]
-    assert casts and all(cast.history_ready for cast in casts)
 
 
 def test_evaluation_and_the_way_back():
@@ -487,18 +459,6 @@ def test_calibrated_scales_are_what_fused_layers_multiply_by(config):
     assert fuse(model).fused == [("norm1", ["q", "k", "v"]), ("norm2", ["up"])]
     assert float(model.norm1(x).scale) == 0.125
     assert_bitwise(model(x), apart)
-
-
-def test_saved_activations_around_it_change_no_value():
-    model = converted()
-    fuse(model)
-    x, g = torch.randn(2, 16, D), torch.randn(2, 16, D)
-    expected = gradients(model, x, g)
-    with saved_activations(model):
-        found = gradients(model, x, g)
-    assert_bitwise(found[0].detach(), expected[0].detach())
-    for a, b in zip(found[1:], expected[1:], strict=True):
-        assert (a - b).norm() <= 0.1 * b.norm()
 
 
 def test_a_fused_model_compiles_to_one_graph_with_the_bits_of_eager():

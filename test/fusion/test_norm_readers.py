@@ -45,18 +45,3 @@ def test_stars_stand_for_one_part_on_both_sides():
         "layers.1.norm",
         "layers.10.norm",
     }
-
-
-@pytest.mark.parametrize(
-    ("pairs", "error", "message"),
-    [
-        ({"layers.*.nrm": "up"}, ValueError, r"no norm 'layers.\*.nrm'; did you mean 'layers."),
-        ({"layers.*": "up"}, ValueError, r"no norm 'layers.\*'"),
-        ({"layers.1.norm": "layers.1.upp"}, ValueError, r"no layer \(of layers.1.norm\) 'layers.1"),
-        ({"layers.1.norm": "layers.*.up"}, ValueError, "'layers.*.up' has more stars"),
-        ({"layers.1.norm": [3]}, TypeError, r"norm pairs are names, got 'layers.1.norm': \[3\]"),
-    ],
-)
-def test_names_that_mean_nothing_are_refused(pairs, error, message):
-    with pytest.raises(error, match=message):
-        resolved(NAMES, pairs)

@@ -1,51 +1,48 @@
-"""The CUDA path without a GPU: FakeTensors go through the layer's forward and backward.
+"""A step on a GPU, without one: the products and their layouts, the bytes and launches of casts.
 
-The tests check the ops that run, their layouts, dtypes and scale shapes, and the saved tensors.
-Autograd itself cannot handle CUDA tensors in a CPU build, so the autograd function's forward and
-backward are called directly.
+FakeTensors go through forward and backward (`fake_cuda`). A `CastMeter` adds up what the ops that
+run read and write. The bounds are those of the best kernels there can be for a bfloat16 operand
+that two GEMMs read: 2 (for the amax) + 2 (for the cast) + 1 + 1 bytes per element with dynamic
+scales, 2 + 1 + 1 with scales that are known before.
 """
 
-import importlib
+from __future__ import annotations
+
 from dataclasses import replace
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
-from meter import TORCH_PRODUCTS
-from torch._subclasses.fake_tensor import FakeTensorMode
+from fake_cuda import empty, fake_cuda
+from fake_cuda import step as fake_step
+from meter import TORCH_PRODUCTS, CastMeter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8 import Float8Tensor
+pytest.importorskip("triton")
+
 from float8.config import RECIPES
-from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
-from float8.linear.bound_plan import plan_on
-from float8.linear.float8_weight import float8_weight
-from float8.linear.scaling import DelayedState
+from float8.linear.bound_plan import plan_for
+from float8.linear.float8_weight import cast_weight, scales_alone
+from float8.linear.weight_scales import scales_of_weights
 
-scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 aten = torch.ops.aten
-SAVING = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
+M, K, N = 512, 1024, 4096  # three products of two that differ
 
 
-class _Context:
-    """What the autograd function needs of its context."""
-
-    needs_input_grad = (True,) * 4
-
-    def save_for_backward(self, *tensors):
-        self.saved_tensors = tensors
+def architecture(config):
+    return "sm_100" if config.cast_config_input.scale_format.is_e8m0 else "sm_90"
 
 
-class _ScaledMms(TorchDispatchMode):
-    """Records the operands of every scaled_mm, and refuses what the hardware would refuse."""
+# --- products
+
+
+class Products(TorchDispatchMode):
+    """Records the operands of every product, and refuses what the hardware would refuse."""
 
     def __init__(self):
         super().__init__()
-        self.scales, self.scale_dtype = [], torch.float32
+        self.scales, self.plain, self.pads = [], 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
         if func in TORCH_PRODUCTS:
             a, b, scale_a, scale_b = args[:4]
             if func is not aten._scaled_mm.default:  # each operand stands beside its scales
@@ -54,103 +51,141 @@ class _ScaledMms(TorchDispatchMode):
             assert b.stride() == (1, b.shape[0]), "b must be column-major"
             assert a.shape[1] % 16 == b.shape[1] % 16 == 0
             assert (a.dtype, b.dtype) != (torch.float8_e5m2,) * 2
-            assert scale_a.dtype == scale_b.dtype == self.scale_dtype
+            assert scale_a.dtype == scale_b.dtype
             self.scales.append((tuple(scale_a.shape), tuple(scale_b.shape)))
-        assert func not in (aten.mm.default, aten.addmm.default) or "hp" in self.allowed
-        return func(*args, **kwargs)
+        self.plain += func in (aten.mm.default, aten.addmm.default)
+        self.pads += func is aten.constant_pad_nd.default
+        return func(*args, **(kwargs or {}))
 
 
-def _run(config, m=512, k=1024, n=4096, allowed=()):
-    """Forward and backward on fake CUDA tensors: the mode, the context, results."""
-
-    def empty(*shape, dtype=torch.bfloat16):
-        return torch.empty(shape, device="cuda", dtype=dtype)
-
-    scale_format = config.cast_config_input.scale_format
-    arch = mock.Mock(return_value="sm_100" if scale_format.is_e8m0 else "sm_90")
-    with (
-        mock.patch.object(scaled_mm, "architecture", arch),
-        FakeTensorMode(),
-        torch.no_grad(),
-        _ScaledMms() as mode,
-    ):
-        mode.allowed, mode.scale_dtype = allowed, scale_format.dtype
-        x, w, bias, g = empty(m, k), empty(n, k), empty(n), empty(m, n)
-        scalar = {"dtype": torch.float32}
-        states = STATELESS
-        if config.uses_delayed_scaling:
-            states = tuple(DelayedState(empty(**scalar), empty(**scalar), True) for _ in range(3))
-        ctx = _Context()
-        plan = plan_on(config, x.device, torch.bfloat16)
-        call = Call(plan, states, record=True, weight=None, factors=NO_FACTORS, saves=True)
-        out = Float8LinearFunction.forward(ctx, x, w, bias, call)
-        grads = Float8LinearFunction.backward(ctx, g)[:3]
-        return mode, ctx, (out, *grads), w
+def products(config, m=M, k=K, n=N):
+    with fake_cuda(architecture(config)), Products() as mode:
+        x, w, bias = empty(m, k), empty(n, k), empty(n)
+        out, grad_x, grad_w, grad_bias, saved = fake_step(config, x, w, empty(m, n), bias)
+    assert (out.shape, grad_x.shape, grad_w.shape) == ((m, n), (m, k), (n, k))
+    assert {t.dtype for t in (out, grad_x, grad_w, grad_bias)} == {torch.bfloat16}
+    assert any(t is w for t in saved), "the weight is kept by reference"
+    return mode
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_all_products_reach_the_tensor_cores_in_the_right_layout(recipe):
-    allowed = ("hp",) if recipe == "rowwise_with_gw_hp" else ()
-    mode, _, (out, grad_x, grad_w, grad_b), _ = _run(RECIPES[recipe], allowed=allowed)
-    assert len(mode.scales) == (2 if allowed else 3)
-    assert (out.shape, grad_x.shape) == ((512, 4096), (512, 1024))
-    assert (grad_w.shape, grad_b.shape) == ((4096, 1024), (4096,))
-    assert {t.dtype for t in (out, grad_x, grad_w, grad_b)} == {torch.bfloat16}
+    mode = products(RECIPES[recipe])
+    is_mixed = recipe == "rowwise_with_gw_hp"
+    assert (len(mode.scales), mode.plain) == ((2, 1) if is_mixed else (3, 0))
 
 
-def test_scales_have_the_shapes_that_the_hardware_reads():
-    assert _run(RECIPES["tensorwise"])[0].scales == [((), ())] * 3
-    rows = _run(RECIPES["rowwise"])[0].scales
-    assert rows == [((512, 1), (1, 4096)), ((512, 1), (1, 1024)), ((4096, 1), (1, 1024))]
-    blocks = _run(RECIPES["blockwise"])[0].scales
-    assert blocks == [((512, 8), (8, 32)), ((512, 32), (32, 8)), ((4096, 4), (4, 1024))]
+# Where blocks do not come in fours, the op that multiplies pads their scales; no operand is padded.
+SCALES = [
+    ("tensorwise", (M, K, N), [((), ())] * 3),
+    ("rowwise", (M, K, N), [((M, 1), (1, N)), ((M, 1), (1, K)), ((N, 1), (1, K))]),
+    ("blockwise", (M, K, N), [((M, 8), (8, 32)), ((M, 32), (32, 8)), ((N, 4), (4, K))]),
+    ("blockwise", (256, 640, 768), [((256, 5), (5, 6)), ((256, 6), (6, 5)), ((768, 2), (2, 640))]),
+]
 
 
-def test_no_operand_is_copied_where_blocks_do_not_come_in_fours():
-    """The scales of 5 and of 6 blocks are padded in the op that multiplies, and nothing else is."""
-    pads = []
-
-    class Pads(_ScaledMms):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is aten.constant_pad_nd.default:
-                pads.append(args)
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    with Pads() as mode:
-        mode.allowed = ()
-        found = _run(RECIPES["blockwise"], 256, 640, 768)[0].scales
-    assert found == [((256, 5), (5, 6)), ((256, 6), (6, 5)), ((768, 2), (2, 640))]
-    assert pads == []
-
-
-@pytest.mark.parametrize("recipe", SAVING)
-@pytest.mark.parametrize("shape", [(512, 1024, 4096), (4096, 512, 512)])
-def test_backward_saves_one_byte_per_input_element(recipe, shape):
-    m, k, _ = shape
-    _, ctx, _, weight = _run(RECIPES[recipe], *shape)
-    saved = {t.untyped_storage(): t for t in ctx.saved_tensors if t is not None and t is not weight}
-    found = sum(t.numel() * t.element_size() for t in saved.values())
-    assert any(t is weight for t in ctx.saved_tensors)
-    assert found <= 0.52 * (2 * m * k)
+@pytest.mark.parametrize(("recipe", "sizes", "scales"), SCALES)
+def test_scales_have_the_shapes_that_the_hardware_reads(recipe, sizes, scales):
+    mode = products(RECIPES[recipe], *sizes)
+    assert mode.scales == scales and mode.pads == 0
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("shape", [(24, 40, 72), (64, 64, 1), (1, 64, 64), (64, 1, 64)])
 def test_sizes_that_need_padding_are_padded_when_asked(recipe, shape):
-    m, k, n = shape
-    config = replace(RECIPES[recipe], pad_inner_dim=True)
-    mode, _, (out, grad_x, grad_w, _), _ = _run(config, m, k, n)
-    assert len(mode.scales) == 3
-    assert (out.shape, grad_x.shape, grad_w.shape) == ((m, n), (m, k), (n, k))
+    assert len(products(replace(RECIPES[recipe], pad_inner_dim=True), *shape).scales) == 3
 
 
-def test_the_codes_of_a_weight_in_float8_are_its_own_bytes():
-    weight = Float8Tensor.from_high_precision(torch.randn(8, 4), torch.float8_e4m3fn)
-    layer = SimpleNamespace(weight=weight, cached_weight=None)
-    plan = plan_on(RECIPES["tensorwise"], weight.device, torch.float32)
-    found = float8_weight(layer, plan)
-    assert found.row_major[0] is weight.float8_data
-    assert found.transposed[0].data_ptr() == weight.float8_data.data_ptr()
-    assert found.transposed[0].shape == (4, 8)
-    assert found.row_major[1] is weight.scale
-    assert found.amax is None  # the gather has recorded it
+# --- bytes and launches
+
+
+def step(config, weight="cast in the call", microbatches=1, bias=False):
+    """The bytes per element of x, g and w of one optimizer step, and its launches."""
+    with fake_cuda(architecture(config)), CastMeter() as meter:
+        w, cast = empty(N, K), None
+        plan = plan_for(config, w)
+        if weight == "cached":
+            cast = cast_weight(w, plan, None)
+        elif weight == "known scale":
+            amax = {id(w): empty(1, 1, dtype=torch.float32)}
+            cast = scales_alone(w, plan, scales_of_weights([(w, plan)], amax)[0])
+        for _ in range(microbatches):
+            of_bias = empty(N) if bias else None
+            fake_step(config, empty(M, K), w, empty(M, N), of_bias, cast)
+    # Scales are a few bytes more: four per 128 elements where there are most.
+    sizes = (M * K, M * N, N * K)
+    return *(round(meter.bytes_by_numel.get(size, 0) / size) for size in sizes), meter.launches
+
+
+# Bytes per element of: x, g, w cast twice a step, w cast for both GEMMs at once, w with known
+# scales. Launches: two per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast
+# twice, the second time with the scale that the first one found. Columns of one scale each take a
+# zeroed buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for
+# every row.
+COSTS = {
+    "tensorwise": (6, 6, 5 + 3, 6, 3 + 3, 2 + 2 + 2 + 1),
+    "delayed": (4, 4, 3 + 3, 4, 3 + 3, 4),
+    "unit": (4, 4, 3 + 3, 4, 3 + 3, 4),
+    "rowwise": (6, 6, 3 + 5, 6, 3 + 5, 3 + 1 + 3 + 3),
+    "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5, 3 + 3, 1 + 1 + 1 + 2 + 1),
+    "blockwise": (4, 4, 3 + 3, 4, 3 + 3, 4),
+    "mxfp8": (4, 4, 3 + 3, 4, 3 + 3, 4),
+}
+
+
+@pytest.mark.parametrize("recipe", COSTS)
+def test_a_step_costs_what_a_hand_written_one_would(recipe):
+    x, g, w, w_cached, w_known, launches = COSTS[recipe]
+    config = RECIPES[recipe]
+    assert step(config) == (x, g, w, launches + 3)  # and three products
+    if recipe != "delayed":
+        assert step(config, "cached", microbatches=4)[:3] == (4 * x, 4 * g, w_cached)
+        assert step(config, "known scale", microbatches=4)[:3] == (4 * x, 4 * g, 4 * w_known)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit", "rowwise", "blockwise"])
+def test_the_gradient_of_a_bias_reads_g_no_second_time(recipe):
+    """The cast adds the columns of its tiles; two small launches add those sums, and round them."""
+    plain, found = step(RECIPES[recipe]), step(RECIPES[recipe], bias=True)
+    of_output = recipe == "blockwise"  # its GEMM adds no bias
+    assert found[1] == plain[1] + 4 * of_output
+    assert found[3] == plain[3] + 2 + of_output
+
+
+@pytest.mark.parametrize(("is_recorded", "expected"), [(True, 4), (False, 2 + 4)])
+def test_cached_weights_are_cast_in_one_read_after_their_amax(is_recorded, expected):
+    with fake_cuda("sm_90"), CastMeter() as meter:
+        w = empty(N, K)
+        plan = plan_for(RECIPES["tensorwise"], w)
+        recorded = {id(w): empty(1, dtype=torch.float32)} if is_recorded else {}
+        cast_weight(w, plan, None, scales_of_weights([(w, plan)], recorded)[0])
+    assert round(meter.bytes_by_numel[N * K] / (N * K)) == expected
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_a_smooth_input_costs_what_its_field_says(recipe):
+    """The amaxes of channels and x * s; w / s, twice; and the products of both gradients."""
+    x, g, w, *_ = COSTS[recipe]
+    found = step(replace(RECIPES[recipe], smooth_input=True))
+    assert found[:3] == (x + 6 + 4, g, w + 8 + 4)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "per_token", "per_weight"),
+    [("tensorwise", 6, 5 + 3), ("unit", 4, 3 + 3), ("rowwise", 6, 3 + 5), ("blockwise", 4, 3 + 3)],
+)
+def test_operands_of_grouped_gemms_cost_as_much_as_those_of_a_layer(recipe, per_token, per_weight):
+    """No pass for the groups."""
+    with fake_cuda("sm_89"), CastMeter() as meter:
+        offs = empty(4, dtype=torch.int32)
+        fake_step(RECIPES[recipe], empty(M, K), empty(4, N, K), empty(M, N), offs=offs)
+    size = 4 * N * K
+    assert round(meter.bytes_by_numel.pop(size) / size) == per_weight
+    # The transposes of tokens have more elements: their padding.
+    assert round(sum(meter.bytes_by_numel.values()) / (M * K + M * N)) == per_token
+
+
+def test_the_meter_notices_plain_pytorch():
+    """The planted fault: the emulated casts move many times the bytes in many launches."""
+    x, _, _, launches = step(replace(RECIPES["tensorwise"], emulate=True))
+    assert x > 12 and launches > 30

@@ -104,16 +104,6 @@ def test_delayed_scales_forget_an_overflow_within_their_history():
         assert torch.equal(after.casts()[name].amax_history, cast.amax_history), name
 
 
-def test_the_amax_of_an_overflow_enters_no_scale():
-    """A skipped step gives weights and inputs their scales, and gradients none."""
-    training = Training("delayed", OVERFLOWS, lr=1e-2)
-    assert not training.step()
-    scales = {name: cast.scale.item() for name, cast in training.casts().items()}
-    for name, scale in scales.items():
-        assert (scale == 0) is name.endswith("grad_output"), (name, scale)
-        assert training.casts()[name].history_ready is (scale > 0)
-
-
 @pytest.mark.parametrize("recipe", SCALED)
 @pytest.mark.parametrize("taken", [0, 1])  # delayed: before and after the first scale
 def test_an_infinite_gradient_of_a_layer_is_seen_by_the_scaler(recipe, taken):

@@ -1,41 +1,41 @@
-"""`high_precision` in several threads, each independent, with recomputation in backward."""
+"""`high_precision` in threads, copies, generators and compiled code, with what backward repeats."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import pickle
-import sys
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import pytest
 import torch
 from assertions import assert_bitwise
+from shapes import pairs
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
-from float8 import Float8LinearConfig, convert_to_float8_training, high_precision
-from float8.linear.switch import Switchable
+from float8 import convert_to_float8_training, high_precision
 
 
 def in_a_thread(function):
     """What a function returns, or raises, in a thread of its own."""
-    found = {}
+    found = []
 
     def run():
         try:
-            found["result"] = function()
+            found.append(function())
         except BaseException as error:
-            found["error"] = error
+            found.append(error)
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join(60)
-    assert not thread.is_alive()
-    if "error" in found:
-        raise found["error"]
-    return found["result"]
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 RUNS = {"in this thread": lambda function: function(), "in another": in_a_thread}
@@ -61,10 +61,9 @@ def open_in_another_thread(model):
         thread.join()
 
 
-def mlp(recipe="tensorwise", layers=2, size=16):
-    parts = [m for _ in range(layers) for m in (nn.Linear(size, size), nn.GELU())]
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    return convert_to_float8_training(nn.Sequential(*parts), config=config)
+def mlp(recipe="tensorwise"):
+    parts = [m for _ in range(2) for m in (nn.Linear(16, 16), nn.GELU())]
+    return convert_to_float8_training(nn.Sequential(*parts), config=recipe)
 
 
 @pytest.fixture
@@ -75,33 +74,6 @@ def case():
         plain = model(x)
     assert not torch.equal(plain, model(x))
     return model, x, plain, model(x)
-
-
-def test_eight_threads_leave_every_layer_in_float8():
-    model, rounds = mlp("delayed", layers=40), 150
-    switchables = [m for m in model.modules() if isinstance(m, Switchable)]
-    assert len(switchables) == 160  # layers and their casts
-    wrong = []
-
-    def work():
-        for _ in range(rounds):
-            with high_precision(model):
-                wrong.extend(m for m in switchables if not m.high_precision)
-            wrong.extend(m for m in switchables if m.high_precision)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert not wrong
-    assert not any(m.high_precision for m in switchables)
-    assert len(model.state_dict()) == 40 * (2 + 3 * 3)
 
 
 def test_one_threads_evaluation_changes_nothing_of_anothers(case):
@@ -126,18 +98,17 @@ def test_state_dicts_are_plain_in_the_thread_that_asked_for_it():
 
 
 def test_a_part_is_switched_off_alone_and_with_the_whole(case):
-    model = case[0]
+    model, x, plain, quantised = case
     with high_precision(model[0]):
         with high_precision(model):
-            assert model[2].high_precision
-        assert model[0].high_precision
-        assert not model[2].high_precision
-    assert not model[0].high_precision
+            assert_bitwise(model(x), plain)
+        mixed = model(x)
+        assert not torch.equal(mixed, plain) and not torch.equal(mixed, quantised)
+    assert_bitwise(model(x), quantised)
 
 
-@pytest.mark.parametrize("how", ["close", "collect"])
 @pytest.mark.parametrize("run", RUNS)
-def test_a_generator_leaves_the_scope_where_it_entered_it(case, how, run):
+def test_a_generator_leaves_the_scope_where_it_entered_it(case, run):
     model, x, plain, quantised = case
 
     def evaluations():
@@ -145,40 +116,18 @@ def test_a_generator_leaves_the_scope_where_it_entered_it(case, how, run):
             while True:
                 yield model(x)
 
-    generator = evaluations()
-    assert_bitwise(next(generator), plain)
+    generators = [evaluations(), evaluations()]
+    for generator in generators:
+        assert_bitwise(next(generator), plain)
 
     def end():
-        nonlocal generator
-        if how == "close":
-            generator.close()
-        generator = None
+        generators.pop().close()
+        generators.clear()
         gc.collect()
 
+    del generator
     RUNS[run](end)
     assert_bitwise(model(x), quantised)
-    assert not model[0].switch.scopes
-
-
-def test_an_interrupt_while_the_scope_opens_leaves_nothing_open(case, monkeypatch):
-    model, x, _, quantised = case
-
-    def interrupt(scope):
-        resume(scope)
-        raise KeyboardInterrupt
-
-    resume = float8_switch().Scope.resume
-    monkeypatch.setattr(float8_switch().Scope, "resume", interrupt)
-    with pytest.raises(KeyboardInterrupt), high_precision(model):
-        raise AssertionError("it opened")
-    monkeypatch.undo()
-    assert_bitwise(model(x), quantised)
-
-
-def float8_switch():
-    import float8.linear.switch
-
-    return float8.linear.switch
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -188,21 +137,9 @@ def test_a_copy_that_is_made_inside_is_in_no_scope(case, copied):
         other = copied(model)
         assert_bitwise(model(x), plain)
         assert_bitwise(other(x), quantised)
-    assert_bitwise(other(x), quantised)
     with high_precision(other):
         assert_bitwise(other(x), plain)
         assert_bitwise(model(x), quantised)
-
-
-def test_a_module_pickled_before_there_were_switches_runs(case):
-    model, x, plain, quantised = case
-    for layer in (model[0], model[2]):
-        state = {**layer.__dict__, "high_precision": 0}  # a count, then
-        del state["switch"]
-        layer.__setstate__(state)
-    assert_bitwise(model(x), quantised)
-    with high_precision(model):
-        assert_bitwise(model(x), plain)
 
 
 def test_replicas_of_data_parallel_follow_the_thread_that_made_them(case):
@@ -227,67 +164,47 @@ def test_replicas_of_data_parallel_follow_the_thread_that_made_them(case):
 
 def test_compiled_code_guards_on_its_own_thread(case):
     model, x, plain, quantised = case
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(model, backend=count, fullgraph=True)
+    graphs = CompileCounter()
+    compiled = torch.compile(model, backend=graphs, fullgraph=True)
     for _ in range(2):
         assert_bitwise(compiled(x), quantised)
         with high_precision(model):
             assert_bitwise(compiled(x), plain)
-            with high_precision(model):
-                assert_bitwise(compiled(x), plain)
             assert_bitwise(in_a_thread(lambda: compiled(x)), quantised)
         with open_in_another_thread(model):
             assert_bitwise(compiled(x), quantised)
-    assert len(graphs) == 2
+    assert graphs.frame_count == 2
 
 
-def test_a_scope_in_a_compiled_function(case):
-    model, x, plain, quantised = case
-
-    def both(x):
-        with high_precision(model):
-            first = model(x)
-        return first, model(x)
-
-    compiled = torch.compile(both, backend="eager", fullgraph=True)
-    for _ in range(2):
-        first, second = compiled(x)
-        assert_bitwise(first, plain)
-        assert_bitwise(second, quantised)
-        assert_bitwise(model(x), quantised)
-
-
+@pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # which dynamo reads
-def test_a_graph_that_breaks_within_a_scope(case):
+def test_a_scope_in_a_compiled_function(case, breaks):
     model, x, plain, quantised = case
 
-    def broken(x):
+    def function(x):
         with high_precision(model):
             first = model(x)
-            torch._dynamo.graph_break()
+            if breaks:
+                torch._dynamo.graph_break()
             second = model(x)
         return first, second, model(x)
 
-    compiled = torch.compile(broken, backend="eager")
-    for outer, expected in ((nothing, quantised), (high_precision, plain), (nothing, quantised)):
+    compiled = torch.compile(function, backend="eager", fullgraph=not breaks)
+    for outer, last in ((nothing, quantised), (high_precision, plain), (nothing, quantised)):
         with outer(model):
-            first, second, third = compiled(x)
-            assert_bitwise(first, plain)
-            assert_bitwise(second, plain)
-            assert_bitwise(third, expected)
+            for found, expected in zip(compiled(x), (plain, plain, last), strict=True):
+                assert_bitwise(found, expected)
         assert_bitwise(model(x), quantised)
-        assert not model[0].switch.scopes
 
 
 # --- backward, and what it computes again
 
 
-def gradients(model, run, before, inside, after=lambda: None):
+def nothing(model):
+    return nullcontext()
+
+
+def gradients(model, run, before, inside, after):
     """Gradients of ``run(model, x)``, forward and backward where the scopes say."""
     torch.manual_seed(0)
     x, cotangent = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
@@ -299,80 +216,46 @@ def gradients(model, run, before, inside, after=lambda: None):
     return [x.grad, *(p.grad for p in model.parameters())]
 
 
-@contextmanager
-def nothing(model):
-    yield
+def whole(model, x, recompute):
+    return recompute(model, x)
 
 
-def directly(model, x):
-    return model(x)
+def nested(model, x, recompute):
+    return recompute(lambda x: recompute(model[2:], model[:2](x)), x)
 
 
-def checkpointed(use_reentrant):
-    return lambda model, x: checkpoint(model, x, use_reentrant=use_reentrant)
+def compiled(model, x, recompute):
+    return recompute(torch.compile(model, backend="eager"), x)
 
 
-def nested(use_reentrant):
-    def run(model, x):
-        def inner(x):
-            return checkpoint(model[2:], x, use_reentrant=use_reentrant)
-
-        def outer(x):
-            return inner(model[:2](x))
-
-        return checkpoint(outer, x, use_reentrant=use_reentrant)
-
-    return run
-
-
-def compiled_region(use_reentrant):
-    def run(model, x):
-        compiled = torch.compile(model, backend="eager")
-        return checkpoint(compiled, x, use_reentrant=use_reentrant)
-
-    return run
-
-
-def half(use_reentrant):
+def half(model, x, recompute):
     """The scope begins within the region, which opens it again when it is recomputed."""
 
-    def run(model, x):
-        def region(x):
-            y = model[:2](x)
-            with high_precision(model):
-                return model[2:](y)
+    def region(x):
+        y = model[:2](x)
+        with high_precision(model):
+            return model[2:](y)
 
-        return (
-            region(x)
-            if use_reentrant is None
-            else checkpoint(region, x, use_reentrant=use_reentrant)
-        )
-
-    return run
+    return recompute(region, x)
 
 
-@pytest.mark.parametrize("thread", RUNS)
-@pytest.mark.parametrize(
-    ("before", "inside"), [(nothing, high_precision), (high_precision, nothing)]
+@pairs(
+    thread=list(RUNS),
+    scopes=[(nothing, high_precision), (high_precision, nothing)],
+    region=[whole, nested, compiled, half],
+    use_reentrant=[False, True],
 )
-@pytest.mark.parametrize("region", [checkpointed, nested, compiled_region, half])
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested ones
-def test_backward_belongs_to_its_forward(use_reentrant, region, before, inside, thread):
-    model = mlp()
-    reference = half(None) if region is half else directly
-    expected = gradients(model, reference, before, nothing, lambda backward: backward())
-    found = gradients(model, region(use_reentrant), before, inside, RUNS[thread])
+def test_backward_belongs_to_its_forward(thread, scopes, region, use_reentrant):
+    model, (before, inside) = mlp(), scopes
+    plain = partial(half if region is half else whole, recompute=lambda function, x: function(x))
+    expected = gradients(model, plain, before, nothing, RUNS["in this thread"])
+    run = partial(region, recompute=partial(checkpoint, use_reentrant=use_reentrant))
+    found = gradients(model, run, before, inside, RUNS[thread])
     for one, other in zip(found, expected, strict=True):
         assert_bitwise(one, other)
-    assert not any(m.switch.scopes for m in model.modules() if isinstance(m, Switchable))
-
-
-def test_float8_and_high_precision_have_other_gradients():
-    model = mlp()
-    one = gradients(model, directly, nothing, nothing, lambda backward: backward())
-    other = gradients(model, directly, high_precision, nothing, lambda backward: backward())
-    assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    x, twin = torch.ones(2, 16), copy.deepcopy(model)  # whose copy is in no scope
+    assert_bitwise(model(x), twin(x))
 
 
 def test_a_scope_that_is_open_around_both_stays_open(case):

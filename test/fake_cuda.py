@@ -1,0 +1,84 @@
+"""A step of the library's autograd function on FakeTensors of a CUDA device, without a GPU.
+
+Autograd itself cannot handle CUDA tensors in a CPU build, so forward and backward are called one
+after the other, by hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from float8 import Float8LinearConfig
+from float8.linear import bound_plan
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors, Float8LinearFunction
+from float8.linear.scaling import DelayedState
+
+F32 = torch.float32
+scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+
+
+class Context:
+    """What the autograd function needs of its context."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+
+    def __init__(self, *needs_input_grad: bool) -> None:
+        self.needs_input_grad = needs_input_grad
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+def empty(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def fake_cuda(arch: str, mode: FakeTensorMode | None = None) -> ExitStack:
+    """FakeTensors on a GPU of this architecture, whose constants are there already."""
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
+    stack.callback(bound_plan._bound_once.cache_clear)
+    bound_plan._bound_once.cache_clear()
+    stack.enter_context(mode or FakeTensorMode())
+    stack.enter_context(torch.no_grad())
+    scale = empty(1, 1, dtype=F32)
+    stack.enter_context(mock.patch("float8.linear.scaling.constant", return_value=scale))
+    return stack
+
+
+class Results(NamedTuple):
+    """Of a step; ``saved`` are the tensors that backward read."""
+
+    out: Tensor
+    grad_x: Tensor
+    grad_w: Tensor
+    grad_bias: Tensor | None
+    saved: tuple[Tensor | None, ...]
+
+
+def step(
+    config: Float8LinearConfig,
+    x: Tensor,
+    w: Tensor,
+    g: Tensor,
+    bias: Tensor | None = None,
+    weight: Any = None,
+    offs: Tensor | None = None,
+    factors: Factors = NO_FACTORS,
+) -> Results:
+    """Forward and backward, within `fake_cuda`; ``weight`` is w in float8, ``offs`` of groups."""
+    states: Any = STATELESS
+    if config.uses_delayed_scaling:
+        states = tuple(DelayedState(empty(dtype=F32), empty(dtype=F32), True) for _ in range(3))
+    plan = bound_plan.plan_for(config, x, grouped=offs is not None)
+    ctx = Context(True, True, bias is not None, False, False)
+    call = Call(plan, states, offs is None, weight, factors, saves=True)
+    out = Float8LinearFunction.forward(ctx, x, w, bias, call, offs)
+    return Results(out, *Float8LinearFunction.backward(ctx, g)[:3], ctx.saved_tensors)
