@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scripts.kernel_tools.ptx.memory import GlobalMemory, SharedMemory
+from scripts.kernel_tools.ptx.memory import GlobalMemory, Memory, SharedMemory
 from scripts.kernel_tools.ptx.program import (
     Address,
     Immediate,
@@ -154,6 +154,32 @@ class Machine:
         """The numbers of the lanes that execute the current instruction."""
         return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
 
+    @property
+    def live(self) -> Lanes:
+        """The same lanes as a mask."""
+        return np.ones(self.count, bool) if self.mask is None else self.mask
+
+    def find(self, kind: str, detail: str, count: int = 1, ins: Instruction | None = None) -> None:
+        """Report a fault of the current instruction, or of ``ins``."""
+        self.report.find(kind, ins or self.ins, detail, count)
+
+    def reach(
+        self, memory: Memory, address: Lanes, width: int, lanes: Lanes, is_write: bool
+    ) -> tuple[Lanes, Lanes]:
+        """Access ``width`` bytes; the offset into the memory, and the lane, of what is allowed.
+
+        Args:
+            memory: global or shared memory.
+            address: of ``lanes``.
+            lanes: the numbers of the lanes that access.
+        """
+        allowed, offset = memory.places(self.find, address, width, lanes)
+        by = lanes = lanes[allowed]
+        if memory is self.memory:
+            by = self.number[lanes]
+        memory.note(self.find, offset, width, by, is_write)
+        return offset, lanes
+
     def read(self, operand: Operand, type_: str, used: Lanes | bool = True) -> Lanes:
         """The operand's values as a PTX type: an array (lanes,), not to be changed in place.
 
@@ -226,9 +252,9 @@ class Machine:
                 return self._registers[name]
             written = np.zeros(self.count, bool)
             self._start(register)
-        missing = ~written & used if self.mask is None else self.mask & ~written & used
+        missing = self.live & ~written & used
         if missing.any():
-            self.report.find("uninitialised register", self.ins, name, int(missing.sum()))
+            self.find("uninitialised register", name, int(missing.sum()))
         return self._registers[name]
 
     def _start(self, register: Register) -> None:
@@ -245,9 +271,7 @@ class Machine:
         ``lanes``: a mask of those that are meant; None for all.
         """
         assert isinstance(register, Register), register
-        if lanes is None:
-            lanes = np.ones(self.count, bool)
-        mask = lanes if self.mask is None else lanes & self.mask
+        mask = self.live if lanes is None else self.live & lanes
         old = self._registers.get(register.name)
         written = self._written.get(register.name)
         self._start(register)
@@ -295,13 +319,11 @@ class Machine:
 
         A warp that executes an instruction for whole warps in part is a fault of the kernel.
         """
-        if self.mask is None:
-            return np.ones(self.count // WARP, bool)
-        by_warp = self.mask.reshape(-1, WARP)
+        by_warp = self.live.reshape(-1, WARP)
         partial = by_warp.any(1) & ~by_warp.all(1)
         if partial.any():
             detail = f"{int(by_warp[partial][0].sum())} of 32 threads of a warp execute it"
-            self.report.find("barrier", self.ins, detail, int(partial.sum()))
+            self.find("barrier", detail, int(partial.sum()))
         return np.asarray(by_warp.all(1))
 
     # --- the order in which lanes run
@@ -407,12 +429,11 @@ class Machine:
     def arrive(self, barrier: int, expected: int) -> None:
         """Let the current lanes wait at a barrier for ``expected`` threads of their program."""
         arrived = self._arrived.get(barrier)
-        live = np.ones(self.count, bool) if self.mask is None else self.mask
-        arrived = live if arrived is None else arrived | live
+        arrived = self.live if arrived is None else arrived | self.live
         complete = arrived.reshape(self.programs, -1).sum(1) >= expected
         self.shared.program_time += complete
         self.barrier = self.ins
-        self.wait(live)
+        self.wait(self.live)
         leaving = np.repeat(complete, self.threads) & arrived
         self.release(leaving)
         self._arrived[barrier] = arrived & ~leaving
@@ -426,7 +447,7 @@ class Machine:
             counts = arrived.reshape(self.programs, -1).sum(1)
             first = int(np.flatnonzero(counts)[0])
             detail = f"{counts[first]} of {self.threads} threads of a program reach it"
-            self.report.find("barrier", self.barrier, detail, int((counts > 0).sum()))
+            self.find("barrier", detail, int((counts > 0).sum()), self.barrier)
             self.release(arrived)
         self._arrived.clear()
 

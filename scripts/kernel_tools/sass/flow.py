@@ -8,13 +8,12 @@ function is followed once per chain of callers, so that the registers of two of 
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from scripts.kernel_tools.sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
-from scripts.kernel_tools.sass.instructions import Instruction, parse
+from scripts.kernel_tools.sass.instructions import Instruction, parse_listing
 
 ENDS_BLOCK = {"BRA", "CALL", "RET", "EXIT", "KILL", *COMPUTED_JUMPS}
 Node = tuple[int, tuple[int, ...]]  # the first step of a block, and those its callers return to
@@ -61,15 +60,14 @@ class Flow:
         self._find_fixpoint()
 
     def _read(self, listing: str) -> None:
-        for line in listing.splitlines():
-            if label := re.match(r"([.$\w]+):\s*$", line):
-                self._labels[label[1]] = len(self.steps)
-            elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
-                instruction = parse(int(found[1], 16), found[2])
-                writes, gives, is_known = effect(instruction)
-                self.steps.append(Step(instruction, tuple(writes), gives))
-                if not is_known:
-                    self.unknown.add(instruction.opcode)
+        for found in parse_listing(listing):
+            if isinstance(found, str):
+                self._labels[found] = len(self.steps)
+                continue
+            writes, gives, is_known = effect(found)
+            self.steps.append(Step(found, tuple(writes), gives))
+            if not is_known:
+                self.unknown.add(found.opcode)
 
     def indices(self, node: Node) -> range:
         """The steps of a block."""
@@ -124,10 +122,9 @@ class Flow:
         return [(onward, "")]  # BSYNC too: it stands before the place where threads meet
 
     def _target(self, instruction: Instruction) -> int:
-        label = re.search(r"`\((.+?)\)", instruction.text)
-        if label is None or label[1] not in self._labels:
+        if instruction.label not in self._labels:
             raise ValueError(f"{self.name}: where does this jump to? {instruction}")
-        return self._labels[label[1]]
+        return self._labels[instruction.label]
 
     def _check_return(self, end: int) -> None:
         """A call returns to the next instruction, whose address a caller or callee names."""
@@ -210,7 +207,7 @@ class Flow:
 
 def _jumps(instruction: Instruction) -> bool:
     """A call of a local label, which returns nowhere: a jump, where threads diverge."""
-    return instruction.name == "CALL" and "`(.L_" in instruction.text
+    return instruction.name == "CALL" and instruction.label.startswith(".L_")
 
 
 def _has_condition(instruction: Instruction) -> bool:
