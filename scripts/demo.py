@@ -27,8 +27,8 @@ many under torchrun and FSDP2, with weights gathered as float8 where the recipe 
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
 Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir;
-`python benchmarks/plots.py demo.json -o demo.png` draws a file again. Ctrl-C leaves a checkpoint,
-and --resume goes on from there, with the recipes that were already done.
+`python -m scripts.training.curves` draws a file again. Ctrl-C leaves a checkpoint, and --resume
+goes on from there, with the recipes that were already done.
 """
 
 import json
@@ -49,7 +49,6 @@ from scripts.training.curves import base_of, name_of
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.options import Options, give_up, options_from, parser, processes
 from scripts.training.parallel import launch, leave
-from scripts.training.picture import save
 from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
@@ -70,11 +69,8 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
 
 def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
     """Train each to the next validation, again and again; False if interrupted."""
-    turns = range(
-        options.eval_interval, options.steps + options.eval_interval, options.eval_interval
-    )
-    for turn in turns:
-        until = min(turn, options.steps)
+    turns = range(options.eval_interval, options.steps, options.eval_interval)
+    for until in (*turns, options.steps):
         behind = (trainer for trainer in team if trainer.step < until)
         if not all(trainer.fit(stop, until) for trainer in behind):
             return False
@@ -117,20 +113,17 @@ def table(runs: list[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(map(name_of, runs)):
         own = [run for run in runs if name_of(run) == name]
-        rows.append(
-            [name, *(cell([run[k] for run in own], shown[k][1], k in SPREAD) for k in shown)]
-        )
+        cells = (_cell([run[k] for run in own], shown[k][1], k in SPREAD) for k in shown)
+        rows.append([name, *cells])
     align = ["left", *["right"] * len(shown)]
     headers = ["recipe", *(name for name, _ in shown.values())]
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
 
 
-def cell(values: list[float | None], form: str, spread: bool) -> str:
+def _cell(values: list[float | None], form: str, spread: bool) -> str:
     numbers = [value for value in values if value is not None]
-    if not numbers:
-        return ""
-    mean = form.format(statistics.fmean(numbers))
-    if not spread or len(numbers) == 1:
+    mean = form.format(statistics.fmean(numbers)) if numbers else ""
+    if not spread or len(numbers) < 2:
         return mean
     return f"{mean} ± {form.replace('+', '').format(statistics.stdev(numbers))}"
 
@@ -145,9 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = options_from(args)
         default = RECIPES if options.nproc == 1 else SHARDED
-        recipes, seeds = (
-            list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
-        )
+        recipes = list(dict.fromkeys(args.recipes or default))
+        seeds = list(dict.fromkeys(args.seeds or [options.seed]))
         launches = options.nproc > processes()
         check_writable(args.out_dir / "demo.json", "--out-dir")
         own = replace(options, nproc=1) if launches else options
@@ -190,7 +182,7 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_hal
         runs = _runs_of(alone, options) + runs
     add_gaps(runs)
     write_json(folder / "demo.json", {**about, "runs": runs})
-    save(curves.draw(runs), folder / "demo.png")
+    curves.save(runs, folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 
 
