@@ -46,7 +46,7 @@ from scripts.train_gpt import Trainer
 from scripts.training import corpus, curves
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.curves import base_of, name_of
-from scripts.training.environment import NotWritten, check_writable, environment, write_json
+from scripts.training.environment import check_writable, environment, write_json
 from scripts.training.options import Options, give_up, options_from, parser, processes
 from scripts.training.parallel import launch, leave
 from scripts.training.savings import SAVED, parts_of
@@ -84,14 +84,15 @@ def add_gaps(runs: list[dict[str, Any]]) -> None:
     """
     losses = {(run["seed"], run["processes"], run["recipe"]): run["final_val_loss"] for run in runs}
     for run in runs:
-        seed, recipe, processes = run["seed"], run["recipe"], run["processes"]
-        others = {
-            "bf16": losses.get((seed, processes, "bf16")),
-            "base": losses.get((seed, processes, base_of(recipe))),
-            "alone": losses.get((seed, 1, recipe)) if processes > 1 else None,
-        }
-        for name, loss in others.items():
-            gap = None if loss is None else 100 * (run["final_val_loss"] / loss - 1)
+        seed, processes, recipe = run["seed"], run["processes"], run["recipe"]
+        alone = 1 if processes > 1 else None  # of one process there is nothing to compare with
+        for name, other in (
+            ("bf16", (seed, processes, "bf16")),
+            ("base", (seed, processes, base_of(recipe))),
+            ("alone", (seed, alone, recipe)),
+        ):
+            is_known = other in losses
+            gap = 100 * (run["final_val_loss"] / losses[other] - 1) if is_known else None
             run[f"gap_to_{name}_percent"] = gap
 
 
@@ -146,10 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         team = trainers(own, recipes, seeds, args.out_dir)
     except (ValueError, OSError) as error:
         give_up("demo.py", error)
-    try:
-        finished = _train(team, options, args.out_dir, first_half=launches)
-    except NotWritten as error:
-        give_up("demo.py", error)
+    finished = _train(team, options, args.out_dir, first_half=launches)
     if finished and launches:
         team.clear()
         return launch(__file__, argv, options.nproc)
@@ -178,8 +176,9 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_hal
     if first_half:
         write_json(alone, {**about, "runs": runs})
         return
-    if options.nproc > 1:
-        runs = _runs_of(alone, options) + runs
+    if options.nproc > 1 and alone.is_file():  # the runs of one process with these options
+        kept = json.loads(alone.read_text(encoding="utf-8"))
+        runs = (kept["runs"] if kept["options"] == about["options"] else []) + runs
     add_gaps(runs)
     write_json(folder / "demo.json", {**about, "runs": runs})
     curves.save(runs, folder / "demo.png")
@@ -191,13 +190,5 @@ def _shared(options: Options) -> dict[str, str | int | float | None]:
     return {name: value for name, value in options.record().items() if name not in own}
 
 
-def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
-    """The runs of one process with these options, if it trained before."""
-    if not alone.is_file():
-        return []
-    kept = json.loads(alone.read_text(encoding="utf-8"))
-    return kept["runs"] if kept["options"] == _shared(options) else []
-
-
 if __name__ == "__main__":
-    leave(at_once(main))
+    leave(at_once(main, "demo.py"))

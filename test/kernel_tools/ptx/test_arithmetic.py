@@ -131,8 +131,8 @@ def nearest(exact, dtype):
     unit = Fraction(2) ** max(exponent - digits + 1, least)
     rounded = round(exact / unit) * unit  # Python rounds halves to even
     if abs(rounded) >= Fraction(2) ** (largest + 1):
-        return dtype(math.copysign(math.inf, exact))
-    return dtype(float(rounded))
+        return dtype(math.inf if exact > 0 else -math.inf)
+    return dtype(math.copysign(float(rounded), -1 if exact < 0 else 1))
 
 
 FLOATS = {
