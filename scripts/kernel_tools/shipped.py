@@ -237,10 +237,11 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
         norm = norm_cast.Norm(weight, bias, 1e-5, bias is not None)
         known = (x, norm, None if bias is None else statistic, statistic, BF16)
-        given, whole = f"{op}: a given scale", (x, norm, scale, *cast_to)
+        whole = (x, norm, scale, *cast_to)
+        sums = {"statistics and amax": (True,), "statistics": (False,)}
+        given = f"{op}: a given scale"
         forms += [
-            variant(f"{op}: statistics and amax", statistics, *known, True),
-            variant(f"{op}: statistics", statistics, *known, False),
+            *_forms(f"{op}: ", statistics, sums, *known),
             variant(f"{op}: tiles", launch, x, norm, None, *cast_to, True),
             variant(f"{given}, tiles, amax", launch, *whole, True, amax, own=False),
             variant(f"{given}, whole rows, amax", launch, *whole, True, amax, own=True),

@@ -19,14 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from scripts.kernel_tools.ptx.formats import (
-    canonical,
-    flushed,
-    from_bfloat16,
-    halves,
-    pair,
-    to_bfloat16,
-)
+from scripts.kernel_tools.ptx import formats
 from scripts.kernel_tools.ptx.machine import TYPES, Machine, instruction
 from scripts.kernel_tools.ptx.program import Instruction, PtxError, Register, Vector
 
@@ -89,7 +82,9 @@ def maximum_minimum(ins: Instruction, operation: str, a: Lanes, b: Lanes) -> Lan
     first = (a > b if is_max else a < b) | ((a == b) & (np.signbit(a) ^ is_max))
     first |= np.isnan(a if "NaN" in ins.modifiers else b)
     chosen = np.where(first, a, b)
-    return np.where(np.isnan(chosen), canonical(chosen), canonical(chosen) | sign).view(a.dtype)
+    return np.where(
+        np.isnan(chosen), formats.canonical(chosen), formats.canonical(chosen) | sign
+    ).view(a.dtype)
 
 
 # --- one value, or the two halves of a register, per lane
@@ -99,7 +94,7 @@ _PACKED = {"f16x2": "f16", "bf16x2": "bf16", "f32x2": "f32", "s16x2": "s16", "u1
 
 def _as(type_: str, values: Lanes) -> Lanes:
     """bfloat16 as float32, whose operations round to the same bits when rounded again."""
-    return from_bfloat16(values) if type_ == "bf16" else values.view(TYPES[type_])
+    return formats.from_bfloat16(values) if type_ == "bf16" else values.view(TYPES[type_])
 
 
 def is_float(type_: str) -> bool:
@@ -118,19 +113,19 @@ def _elementwise(machine: Machine, ins: Instruction, function: Callable[..., Lan
         raise PtxError(f"{ins}: the rounding .{min(other)} is not supported")
     missing = machine.partly_written(*sources)
     read = [machine.read(o, ins.type, machine.partly_written(o) is None) for o in sources]
-    parts = zip(*map(halves, read), strict=True) if ins.type in _PACKED else [read]
+    parts = zip(*map(formats.halves, read), strict=True) if ins.type in _PACKED else [read]
     results = []
     for part in parts:
         operands = [_as(element, values) for values in part]
-        flush = flushed if "ftz" in ins.modifiers else np.asarray
+        flush = formats.flushed if "ftz" in ins.modifiers else np.asarray
         value = flush(function(*map(flush, operands)))
         if value.dtype.kind == "f":
             if "sat" in ins.modifiers:
                 zero, one = value.dtype.type(0), value.dtype.type(1)
                 value = np.where(np.isnan(value), zero, np.clip(value, zero, one))
-            value = to_bfloat16(value) if element == "bf16" else canonical(value)
+            value = formats.to_bfloat16(value) if element == "bf16" else formats.canonical(value)
         results.append(value.view(f"u{value.dtype.itemsize}") if ins.type in _PACKED else value)
-    machine.write(ins.operands[0], pair(*results) if ins.type in _PACKED else results[0])
+    machine.write(ins.operands[0], formats.pair(*results) if ins.type in _PACKED else results[0])
     if missing is not None:
         machine.forget(ins.operands[0], missing)
 
@@ -145,7 +140,7 @@ def _add(machine: Machine, ins: Instruction) -> None:
         narrow = machine.read(ins.operands[1], ins.type)
         wide = machine.read(ins.operands[2], "f32")
         value = operator(_as(ins.type, narrow).astype(np.float32), wide)
-        machine.write(ins.operands[0], canonical(value))
+        machine.write(ins.operands[0], formats.canonical(value))
     elif not is_float(ins.type) and {"wide", "hi"} & set(ins.modifiers):
         machine.write(ins.operands[0], _product(machine, ins))
     elif not is_float(ins.type) and "sat" in ins.modifiers:
@@ -251,7 +246,7 @@ def _sign(machine: Machine, ins: Instruction) -> None:
     sign = {"f16x2": 0x80008000, "bf16x2": 0x80008000}.get(ins.type, 1 << bits - 1)
     values = machine.read(ins.operands[1], f"b{bits}")
     if "ftz" in ins.modifiers:
-        values = flushed(values.view(np.float32)).view(np.uint32)
+        values = formats.flushed(values.view(np.float32)).view(np.uint32)
     mask = values.dtype.type(sign)
     machine.write(ins.operands[0], values & ~mask if ins.name == "abs" else values ^ mask)
 
@@ -270,7 +265,7 @@ def _shift(ins: Instruction, x: Lanes, count: Lanes) -> Lanes:
 def _funnel(ins: Instruction, low: Lanes, high: Lanes, count: Lanes) -> Lanes:
     """Shift the 64 bits of two registers; left gives the high word, right the low one."""
     count = count & 31 if "wrap" in ins.modifiers else np.minimum(count, 32)
-    both, count = pair(high, low), count.astype(np.uint64)
+    both, count = formats.pair(high, low), count.astype(np.uint64)
     word = both << count >> np.uint64(32) if "l" in ins.modifiers else both >> count
     return word.astype(np.uint32)
 
@@ -292,7 +287,9 @@ def _permuted(ins: Instruction, a: Lanes, b: Lanes, choice: Lanes) -> Lanes:
     if ins.modifiers != ("b32",):
         raise PtxError(f"{ins}: this mode is not supported")
     nibble = choice[:, None] >> np.arange(0, 16, 4, dtype=np.uint32)
-    byte = (pair(b, a)[:, None] >> (nibble & 7).astype(np.uint64) * np.uint64(8)).astype(np.uint8)
+    byte = (formats.pair(b, a)[:, None] >> (nibble & 7).astype(np.uint64) * np.uint64(8)).astype(
+        np.uint8
+    )
     chosen = np.where(nibble & 8, (byte >> 7) * np.uint8(0xFF), byte)
     return np.ascontiguousarray(chosen).view("<u4")[:, 0]
 
@@ -372,7 +369,7 @@ def _compare(machine: Machine, ins: Instruction) -> None:
         raise PtxError(f"{ins}: comparisons of packed values are not supported")
     x, y = (_as(ins.type, machine.read(o, ins.type)) for o in (a, b))
     if "ftz" in ins.modifiers:
-        x, y = flushed(x), flushed(y)
+        x, y = formats.flushed(x), formats.flushed(y)
     value = compared(ins.modifiers[0], x, y)
     other = ~value
     if rest:

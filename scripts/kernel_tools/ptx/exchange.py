@@ -102,14 +102,8 @@ def _reduce(machine: Machine, ins: Instruction) -> None:
     machine.write(result, np.repeat(total, WARP))
 
 
-def _ballot(values: Lanes) -> Lanes:
-    """(warps, 32) of bools as bits."""
-    bits = values.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)
-    return bits.sum(1).astype(np.uint32)
-
-
 _VOTES: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
-    "ballot": lambda yes, no: _ballot(yes),
+    "ballot": lambda yes, no: np.packbits(yes, 1, "little").view("<u4")[:, 0],
     "all": lambda yes, no: ~no.any(1),
     "any": lambda yes, no: yes.any(1),
     "uni": lambda yes, no: ~(yes.any(1) & no.any(1)),
@@ -133,11 +127,6 @@ def _elect(machine: Machine, ins: Instruction) -> None:
     if ins.second is not None:
         is_leader = np.arange(WARP) == leader[:, None]
         machine.write(ins.second, (is_leader & named).reshape(-1))
-
-
-@instruction("activemask")
-def _active(machine: Machine, ins: Instruction) -> None:
-    machine.write(ins.operands[0], np.repeat(_ballot(by_warp(machine.live)), WARP))
 
 
 @instruction("bar", "barrier")

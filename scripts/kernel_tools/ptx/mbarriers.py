@@ -56,7 +56,7 @@ class Barriers:
         if barrier.arrived == barrier.expected:
             barrier.arrived, barrier.phase = 0, phase + 1
             of_program = self.machine.all_lanes // self.machine.threads == program
-            self.machine.release(self.asleep & of_program)
+            self.machine.waiting &= ~(self.asleep & of_program)
             self.asleep &= ~of_program
         return phase
 
@@ -94,5 +94,5 @@ def _try_wait(machine: Machine, ins: Instruction, barriers: Barriers) -> None:
             function(*end)
     sleeps = machine.live & ~done
     barriers.asleep |= sleeps
-    machine.wait(sleeps)
+    machine.waiting |= sleeps
     machine.write(result, done)

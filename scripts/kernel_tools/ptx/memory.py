@@ -12,13 +12,14 @@ of their program lies between them, or, for threads of one warp, a ``bar.warp.sy
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Lanes = npt.NDArray[Any]
 Find = Callable[[str, str, int], None]  # reports a kind, a detail, and how often
+Memory: TypeAlias = "GlobalMemory | SharedMemory"
 
 BASE = 0x7F0000000000  # the address of the first byte of global memory
 GUARD = 4096
@@ -27,46 +28,22 @@ GUARD = 4096
 _NOBODY, _SEVERAL, _WARP = -1, -2, -3
 
 
-class Memory:
-    """What is accessed by address; ``data`` are its bytes."""
-
-    data: npt.NDArray[np.uint8]
-
-    def places(self, find: Find, address: Lanes, width: int, lanes: Lanes) -> tuple[Lanes, Lanes]:
-        """Check accesses of ``width`` bytes by ``lanes``.
-
-        Returns:
-            which of them are allowed, and the offsets of those into `data`.
-        """
-        address = address.astype(np.int64)
-        crooked, outside = address % width != 0, ~self._is_inside(address, width)
-        if crooked.any():
-            at = self._shown(int(address[crooked][0]))
-            find("misaligned", f"{width} bytes at {at}", int(crooked.sum()))
-        if outside.any():
-            at = self._shown_outside(int(address[outside][0]), width)
-            find("out of bounds", at, int(outside.sum()))
-        allowed = ~(crooked | outside)
-        return allowed, self._offset(address, lanes)[allowed]
-
-    def note(self, find: Find, offset: Lanes, width: int, by: Lanes, is_write: bool) -> None:
-        """Find conflicts of accesses that are allowed, and remember them."""
-        raise NotImplementedError
-
-    def _offset(self, address: Lanes, lanes: Lanes) -> Lanes:
-        raise NotImplementedError
-
-    def _is_inside(self, address: Lanes, width: int) -> Lanes:
-        raise NotImplementedError
-
-    def _shown(self, address: int) -> str:
-        raise NotImplementedError
-
-    def _shown_outside(self, address: int, width: int) -> str:
-        raise NotImplementedError
+def _allowed(
+    find: Find, address: Lanes, width: int, inside: Lanes,
+    shown: Callable[[int], str], outside: Callable[[int, int], str],
+) -> Lanes:  # fmt: skip
+    """Which accesses are neither misaligned nor out of bounds; the others are reported."""
+    crooked = address % width != 0
+    if crooked.any():
+        detail = f"{width} bytes at {shown(int(address[crooked][0]))}"
+        find("misaligned", detail, int(crooked.sum()))
+    if not inside.all():
+        detail = outside(int(address[~inside][0]), width)
+        find("out of bounds", detail, int((~inside).sum()))
+    return inside & ~crooked
 
 
-class GlobalMemory(Memory):
+class GlobalMemory:
     """The buffers of a launch.
 
     `add` each buffer, then `upload`; run; `download` copies them back.
@@ -100,19 +77,20 @@ class GlobalMemory(Memory):
         for buffer, offset in self._buffers:
             buffer[...] = self.data[offset : offset + buffer.size]
 
-    def _offset(self, address: Lanes, lanes: Lanes) -> Lanes:
-        return address - BASE
+    def places(self, find: Find, address: Lanes, width: int, lanes: Lanes) -> tuple[Lanes, Lanes]:
+        """Check accesses of ``width`` bytes.
 
-    def _is_inside(self, address: Lanes, width: int) -> Lanes:
+        Returns:
+            which of them are allowed, and the offsets of those into `data`.
+        """
         offset = address - BASE
         inside = (offset >= 0) & (offset + width <= self.data.size)
         inner = np.where(inside, offset, 0)
-        return inside & self.valid[inner] & self.valid[inner + width - 1]
+        inside &= self.valid[inner] & self.valid[inner + width - 1]
+        allowed = _allowed(find, address, width, inside, "address {:#x}".format, self._neighbour)
+        return allowed, offset[allowed]
 
-    def _shown(self, address: int) -> str:
-        return f"address {address:#x}"
-
-    def _shown_outside(self, address: int, width: int) -> str:
+    def _neighbour(self, address: int, width: int) -> str:
         """Where an access lies that is in no buffer."""
         if not self._buffers:
             return f"{width} bytes at {address:#x}; there are no buffers"
@@ -137,7 +115,7 @@ class GlobalMemory(Memory):
             find("program order", detail, int(other.sum()))
 
 
-class SharedMemory(Memory):
+class SharedMemory:
     """The shared memory of the programs of a batch; addresses are a program's own."""
 
     def __init__(self, programs: int, threads: int, size: int) -> None:
@@ -156,17 +134,15 @@ class SharedMemory(Memory):
         self.unfenced = np.zeros(count, bool)  # written since its program's fence.proxy.async
         self.warp_time = np.zeros(programs * -(-threads // 32), np.int32)
 
-    def _offset(self, address: Lanes, lanes: Lanes) -> Lanes:
-        return address + lanes // self.threads * self.size
+    def places(self, find: Find, address: Lanes, width: int, lanes: Lanes) -> tuple[Lanes, Lanes]:
+        """As `GlobalMemory.places`, of accesses by ``lanes``."""
+        inside = (address >= 0) & (address + width <= self.size)
 
-    def _is_inside(self, address: Lanes, width: int) -> Lanes:
-        return (address >= 0) & (address + width <= self.size)
+        def outside(at: int, _: int) -> str:
+            return f"shared address {at} of {self.size}"
 
-    def _shown(self, address: int) -> str:
-        return f"shared address {address}"
-
-    def _shown_outside(self, address: int, width: int) -> str:
-        return f"shared address {address} of {self.size}"
+        allowed = _allowed(find, address, width, inside, "shared address {}".format, outside)
+        return allowed, (address + lanes // self.threads * self.size)[allowed]
 
     def note(self, find: Find, offset: Lanes, width: int, by: Lanes, is_write: bool) -> None:
         """Find races and uninitialised reads, and remember an access by lanes."""

@@ -31,7 +31,8 @@ from scripts.kernel_tools.ptx.program import Immediate, Instruction, Operand, Pt
 
 Matrices = npt.NDArray[np.float64]
 
-BITS = {"e4m3": 8, "e5m2": 8, "f16": 16, "bf16": 16}
+_INPUTS = {"e4m3": 8, "e5m2": 8, "f16": 16, "bf16": 16}
+BITS = _INPUTS | {"f32": 32}
 _FLOAT8 = {f: from_float8(np.arange(256), f).astype(np.float64) for f in ("e4m3", "e5m2")}
 _WARPGROUP = 128
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
@@ -77,7 +78,11 @@ def _matrices(machine: Machine, ins: Instruction) -> None:
 def _mma(machine: Machine, ins: Instruction) -> None:
     shape, types = _SHAPE.search(ins.opcode), ins.modifiers[-4:]
     known = shape is not None and shape.group(1, 2) == ("16", "8") and "sp" not in ins.modifiers
-    if not known or not {types[1], types[2]} <= BITS.keys() or ins.modifiers[3:5] != ("row", "col"):
+    if (
+        not known
+        or not {types[1], types[2]} <= _INPUTS.keys()
+        or ins.modifiers[3:5] != ("row", "col")
+    ):
         raise PtxError(f"{ins}: this form of mma is not supported")
     assert shape is not None
     machine.all_of_warp()
@@ -85,9 +90,9 @@ def _mma(machine: Machine, ins: Instruction) -> None:
     d, a, b, c = ins.operands
     A = _fragment(machine, a, fragments.operand_a(BITS[types[1]], k), types[1])
     B = _fragment(machine, b, fragments.operand_b(BITS[types[2]], k), types[2])
-    C = _fragment(machine, c, fragments.accumulator(_accumulator_bits(types[3])), types[3])
+    C = _fragment(machine, c, fragments.accumulator(BITS[types[3]]), types[3])
     D = _codes(A @ B + C, types[0])
-    held = fragments.scatter(D, fragments.accumulator(_accumulator_bits(types[0])))
+    held = fragments.scatter(D, fragments.accumulator(BITS[types[0]]))
     machine.write_all(d, list(np.ascontiguousarray(held.reshape(machine.count, -1).T)))
 
 
@@ -100,23 +105,15 @@ def values_of(codes: npt.NDArray[np.unsignedinteger], type_: str) -> Matrices:
     return codes.view({"f16": np.float16, "f32": np.float32}[type_]).astype(np.float64)
 
 
-def _accumulator_bits(type_: str) -> int:
-    return {"f32": 32, "f16": 16}[type_]
-
-
 def _fragment(machine: Machine, operand: Operand, table: fragments.Table, type_: str) -> Matrices:
     """The values of matrices that warps hold in registers."""
     held = np.stack(machine.read_all(operand, "b32"), -1).reshape(-1, WARP, table[0].shape[1])
-    bits = 32 if type_ == "f32" else BITS[type_]
-    return values_of(fragments.gather(held, table, bits), type_)
+    return values_of(fragments.gather(held, table, BITS[type_]), type_)
 
 
 def _codes(values: Matrices, type_: str) -> npt.NDArray[np.unsignedinteger]:
     """Round to the accumulator's format; its bits."""
-    bits: npt.NDArray[np.unsignedinteger] = canonical(
-        values.astype(np.float32 if type_ == "f32" else np.float16)
-    )
-    return bits
+    return canonical(values.astype({"f16": np.float16, "f32": np.float32}[type_]))
 
 
 # --- wgmma
@@ -202,7 +199,7 @@ def _mma_async(machine: Machine, ins: Instruction, products: Products) -> None:
     """``d, a, b, use_d, sign_a, sign_b, m_contiguous_a, n_contiguous_b``: of a, by 64 rows, and b
     by descriptors, or a in registers; the last two only of 16-bit inputs in shared memory."""
     shape, types = _SHAPE.search(ins.opcode), ins.modifiers[-3:]
-    if shape is None or not {types[1], types[2]} <= BITS.keys():
+    if shape is None or not {types[1], types[2]} <= _INPUTS.keys():
         raise PtxError(f"{ins}: this form of wgmma is not supported")
     n, k = int(shape[2]), int(shape[3])
     d, a, b, use_d, *flags = ins.operands
@@ -218,11 +215,11 @@ def _mma_async(machine: Machine, ins: Instruction, products: Products) -> None:
         A = _shared_operand(products, a, 64, k, types[1], not transposed[0])
     B = _shared_operand(products, b, n, k, types[2], not transposed[1])
     D = sign * (A @ B.transpose(0, 2, 1))
-    table = fragments.accumulator(_accumulator_bits(types[0]), n)
+    table = fragments.accumulator(BITS[types[0]], n)
     used = machine.read(use_d, "pred")[::_WARPGROUP, None, None]
     if used.any():
         held = np.stack(products.accumulators(d), -1).reshape(-1, WARP, table[0].shape[1])
-        C = values_of(fragments.gather(held, table, _accumulator_bits(types[0])), types[0])
+        C = values_of(fragments.gather(held, table, BITS[types[0]]), types[0])
         D = D + np.where(used, C.reshape(-1, 64, n), 0)
     registers = fragments.scatter(_codes(D, types[0]).reshape(-1, 16, n), table)
     products.issue(d, list(np.ascontiguousarray(registers.reshape(machine.count, -1).T)))

@@ -8,11 +8,10 @@ function is followed once per chain of callers, so that the registers of two of 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from scripts.kernel_tools.sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
+from scripts.kernel_tools.sass.effects import COMPUTED_JUMPS, Effect, Reader, effect
 from scripts.kernel_tools.sass.instructions import Instruction, parse_listing
 
 ENDS_BLOCK = {"BRA", "CALL", "RET", "EXIT", "KILL", *COMPUTED_JUMPS}
@@ -57,7 +56,7 @@ class Flow:
         self.nodes = list(self._after)
         self._written = self._written_registers()
         self._states: dict[Node, dict[int, int]] = {node: {} for node in self.nodes}
-        self._find_fixpoint()
+        self._find_states()
 
     def _read(self, listing: str) -> None:
         for found in parse_listing(listing):
@@ -139,9 +138,8 @@ class Flow:
     def _written_registers(self) -> dict[Node, int]:
         """A bit for each register that an instruction on some path to a block has written."""
         written = dict.fromkeys(self.nodes, 0)
-        todo = deque(self.nodes)
-        while todo:
-            node = todo.popleft()
+
+        def visit(node: Node) -> Iterator[Node]:
             after = written[node]
             for i in self.indices(node):
                 for register in self.steps[i].writes:
@@ -149,27 +147,32 @@ class Flow:
             for other in self._after[node]:
                 if after | written[other] != written[other]:
                     written[other] |= after
-                    todo.append(other)
+                    yield other
+
+        self._to_fixpoint(visit)
         return written
 
-    def _find_fixpoint(self) -> None:
-        todo, waiting = deque(self.nodes), set(self.nodes)
-        while todo:
-            node = todo.popleft()
-            waiting.discard(node)
-            for other, guard in self._after[node].items():
-                after = self._state_after(node, guard)
-                into, changed = self._states[other], False
-                for register, flags in after.items():
-                    if (joined := into.get(register, 0) | flags) != into.get(register):
-                        into[register], changed = joined, True
-                if changed and other not in waiting:
-                    todo.append(other)
-                    waiting.add(other)
+    def _find_states(self) -> None:
+        """What each register may hold at the start of each block."""
 
-    def _state_after(self, node: Node, guard: str) -> State:
-        *_, (_, last) = self.run(node, guard)
-        return last.state  # which run() has brought up to date
+        def visit(node: Node) -> Iterator[Node]:
+            for other, guard in self._after[node].items():
+                *_, (_, last) = self.run(node, guard)  # which has brought its state up to date
+                before = dict(self._states[other])
+                for register, flags in last.state.items():
+                    self._states[other][register] = before.get(register, 0) | flags
+                if self._states[other] != before:
+                    yield other
+
+        self._to_fixpoint(visit)
+
+    def _to_fixpoint(self, visit: Callable[[Node], Iterable[Node]]) -> None:
+        """Visit blocks, and again those that a visit says it has changed."""
+        todo = dict.fromkeys(self.nodes)
+        while todo:
+            node = next(iter(todo))
+            del todo[node]
+            todo |= dict.fromkeys(visit(node))
 
     def run(
         self, node: Node, guard: str = "", end: int | None = None
@@ -198,11 +201,10 @@ class Flow:
 
     def _last_set(self, guard: str, node: Node, end: int | None) -> int:
         """The last step before ``end`` that may set this predicate, or -1."""
-        steps = self.indices(node)
-        for i in reversed(range(steps.start, steps.stop if end is None else end)):
-            if guard.lstrip("!") in self.steps[i].instruction.predicates:
-                return i
-        return -1
+        steps, name = self.indices(node), guard.lstrip("!")
+        before = range(steps.start, steps.stop if end is None else end)
+        setting = (i for i in before if name in self.steps[i].instruction.predicates)
+        return max(setting, default=-1)
 
 
 def _jumps(instruction: Instruction) -> bool:
