@@ -24,7 +24,7 @@ from scripts.training import gpt
 SAVED = "saved_activations"
 LEVELS = ("O1", "O2", "O3")
 # optimizer -> how its second moment is kept (the first: float8); the baseline has both in float32
-OPTIMIZERS = {"adamw": None, "float8_adamw": "float8", "float8_adamw_v16": "float16"}
+OPTIMIZERS = {"adamw": "float32", "float8_adamw": "float8", "float8_adamw_v16": "float16"}
 
 
 def parts_of(run: str) -> dict[str, Any]:

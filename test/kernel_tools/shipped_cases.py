@@ -124,37 +124,40 @@ def cast_tokens_mx(wanted: tuple[bool, bool]) -> None:
     test_cast_tokens_mx.check(op, x, offs, E4M3, definition.E8M0, wanted, wanted)
 
 
+def _with_columns(got: tuple[Any, ...], cols: bool) -> tuple[Any, ...]:
+    """A result; where it has no transposed data, with that of its data."""
+    if not cols:
+        assert got[1].shape == (0, 0)
+        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), *got[2:])
+    return got
+
+
+def _scale_of(amax: Tensor) -> Tensor:
+    return definition.scale_from_amax(amax.float().reshape(1, 1), 448.0)
+
+
 def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
     shape = (80, 272) if form == "whole rows" else (TALL_NORM, 48)
     replay, x, norm_ = test_norm_cast.make(shape, norm, "cpu", (BF16, BF16))
     seen = torch.tensor(0.25) if records else None
     got = test_norm_cast.run(x, norm_, form, BF16, cols=cols, amax=seen)
-    if not cols:
-        assert got[1].shape == (0, 0)
-        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), *got[2:])
+    got = _with_columns(got, cols)
     test_norm_cast.check(got, x, norm_, BF16, (replay, form))
     amax = test_norm_cast.y_of(x, norm_, *got[3:], BF16).abs().amax().float()
     if seen is not None:
         assert_bitwise(seen, amax.clamp(min=0.25), replay, "recorded amax")
     if form == "dynamic":
-        expected = definition.scale_from_amax(amax.reshape(1, 1), 448.0)
-        assert_bitwise(got[2], expected, replay, "scale")
+        assert_bitwise(got[2], _scale_of(amax), replay, "scale")
 
 
 def swiglu_cast(shape: tuple[int, int], scale: float | None, cols: bool = True) -> None:
     """Without recording the amax."""
     cases, gate, up = test_swiglu_cast.make(shape, BF16, "cpu")
-    got = test_swiglu_cast.run("cpu", gate, up, scale, BF16, cols=cols)
-    if not cols:
-        assert got[1].shape == (0, 0)
-        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(E4M3), got[2])
+    got = _with_columns(test_swiglu_cast.run("cpu", gate, up, scale, BF16, cols=cols), cols)
     test_swiglu_cast.check(got, gate, up, BF16, cases)
     if scale is None:
-        low, high = test_swiglu_cast.bounds(gate, up, BF16)
-        scales = [
-            definition.scale_from_amax(y.abs().amax().float().reshape(1, 1), 448.0)
-            for y in (low, high)
-        ]
+        bounds = test_swiglu_cast.bounds(gate, up, BF16)
+        scales = [_scale_of(y.abs().amax()) for y in bounds]
         assert min(scales) <= got[2] <= max(scales), cases
 
 
@@ -232,6 +235,8 @@ TILES, GROUPED_TILES = test_blockwise_mm.module.TILES, grouped_mm.TILES
 SAME, MIXED = (E4M3, E4M3), (E5M2, E4M3)
 ADAMW = (AdamW(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
 TENSOR, ROW, BY_128 = test_cast_tokens.TENSOR, test_cast_tokens.ROW, test_cast_tokens.BY_128
+SHAPE = (80, 272)
+column_sums = test_column_sums.test_sums_are_exact_where_they_can_be
 NORMS = ("rms, weight", "layer, weight and bias")
 
 # file of `float8/kernels/gpu/` -> cases: a function and its arguments. The suite runs the first.
@@ -263,10 +268,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast_blockwise, ((1, 128), BOTH)),
         (cast_blockwise, ((128, 128), BOTH)),
         (cast_blockwise, ((128, 128), COLS)),
-        (
-            test_column_sums.test_sums_are_exact_where_they_can_be,
-            ("cast_blockwise, 1x128", (80, 272), "contiguous", "cpu"),
-        ),
+        (column_sums, ("cast_blockwise, 1x128", (80, 272), "contiguous", "cpu")),
     ],
     "cast_mx": [
         (cast_mx, (definition.E8M0, True, COLS)),
@@ -280,10 +282,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast_rowwise, ((16, 16400), ROWS)),  # rows longer than a program holds
         (cast_rowwise, ((80, 272), BOTH)),
         (cast_rowwise, ((80, 272), COLS)),
-        (
-            test_column_sums.test_sums_are_exact_where_they_can_be,
-            ("cast_rowwise", (80, 272), "contiguous", "cpu"),
-        ),
+        (column_sums, ("cast_rowwise", (80, 272), "contiguous", "cpu")),
     ],
     "cast_tokens": [
         (cast_tokens, (BY_128, E4M3, COLS)),
@@ -329,14 +328,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
         (swiglu_cast, ((80, 272), 0.037, False)),
         (swiglu_cast, ((TALL_GATES, 16), None)),
-        (
-            test_swiglu_cast.check_factors,
-            ((80, 272), BF16, BF16, "contiguous", "cpu", False),
-        ),
-        (
-            test_swiglu_cast.check_data_and_amax,
-            ((80, 272), (BF16, BF16), 0.037, "contiguous", "cpu"),
-        ),
+        (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
+        (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }

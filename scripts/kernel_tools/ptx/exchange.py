@@ -102,7 +102,7 @@ def _reduce(machine: Machine, ins: Instruction) -> None:
     machine.write(result, np.repeat(total, WARP))
 
 
-_VOTES: dict[str, Callable[[Lanes, Lanes], Lanes]] = {
+_VOTES: dict[str, Callable[[Any, Any], Any]] = {
     "ballot": lambda yes, no: np.packbits(yes, 1, "little").view("<u4")[:, 0],
     "all": lambda yes, no: ~no.any(1),
     "any": lambda yes, no: yes.any(1),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from ptx_text import assemble, run
+from ptx_text import assemble, compute, run
 
 from scripts.kernel_tools.ptx import PtxError
 
@@ -141,6 +141,20 @@ def test_atomics_are_done_one_after_the_other():
     assert sorted(out[3:].tolist()) == list(range(64))
 
 
+@pytest.mark.parametrize(
+    ("how", "limit", "want"),
+    [("ballot", 5, 31), ("any", 1, 1), ("any", 0, 0), ("all", 32, 1), ("all", 31, 0),
+     ("uni", 0, 1), ("uni", 7, 0)],
+)  # fmt: skip
+def test_votes(how, limit, want):
+    result, type_ = ("$0", "b32") if how == "ballot" else ("%p2", "pred")
+    chosen = "" if how == "ballot" else "selp.b32 $0, 1, 0, %p2;"
+    vote = f"vote.sync.{how}.{type_} {result}, %p1, -1; {chosen}"
+    lanes = np.arange(32, dtype=np.uint32)
+    found = compute(f"setp.lt.u32 %p1, $1, {limit}; {vote}", lanes, output=np.uint32)
+    assert found.tolist() == [want] * 32
+
+
 def test_instructions_count_each_warp_once():
     body = """
     setp.lt.u32 %p1, %r0, 3;
@@ -154,3 +168,25 @@ def test_instructions_count_each_warp_once():
     report = run(assemble(body, threads=64))
     assert report.instructions["add.f32"] == 2  # a false guard does not save the issue
     assert report.instructions.total() == 2 * 8
+
+
+def test_a_seed_chooses_the_order_of_programs_and_of_warps():
+    body = """
+    ld.param.u64 %d0, [p0];
+    mov.u32 %r1, %ctaid.x;
+    shr.u32 %r2, %r0, 5;
+    mad.lo.s32 %r3, %r1, 4, %r2;
+    atom.global.gpu.relaxed.exch.b32 %r4, [%d0], %r3;
+    """
+    last = []
+    for seed in (None, 0, 1, 2, 2):
+        out = np.zeros(1, np.int32)
+        run(assemble(body, ["u64"], threads=128), out, grid=(8,), batch=3, seed=seed).check()
+        last.append(int(out[0]))
+    assert last[0] == 31  # the last warp of the last program
+    assert len(set(last)) > 2 and last[3] == last[4]
+
+
+def test_an_unknown_instruction_is_named():
+    with pytest.raises(PtxError, match=r"line 17: frobnicate\.b32: this instruction is not known"):
+        run(assemble("frobnicate.b32 %r1, %r0;"))

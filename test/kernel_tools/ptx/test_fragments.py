@@ -91,15 +91,3 @@ def test_a_layout_holds_every_element_once(swizzle, k_contiguous, size):
     assert at.max() < 1024 + 128 * (max(swizzle, 32) if k_contiguous else 32)
     run = at if k_contiguous else at.T
     assert (np.diff(run.reshape(-1, 16 // size)) == size).all()  # 16 bytes stay together
-
-
-def test_the_swizzle_of_128_bytes():
-    """Row r of an atom has its unit u of 16 bytes in place u ^ r."""
-    at = addresses(SharedMatrix(2048, 16, 1024, 128), 64, 32, 1, True)
-    for row in range(64):
-        for unit in (0, 1):
-            place = 2048 + row // 8 * 1024 + row % 8 * 128 + (unit ^ row % 8) * 16
-            assert at[row, 16 * unit] == place
-    # A step of 32 along the contraction starts 32 bytes later, inside the atom.
-    later = addresses(SharedMatrix(2080, 16, 1024, 128), 64, 32, 1, True)
-    assert later[3, 0] == 2048 + 3 * 128 + (2 ^ 3) * 16
