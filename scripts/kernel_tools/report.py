@@ -35,7 +35,6 @@ from scripts.kernel_tools.forms import ARCHITECTURES, Variant, compile_for
 from scripts.kernel_tools.predict.devices import DEVICES
 from scripts.kernel_tools.predict.launches import predict_launch
 from scripts.kernel_tools.sass.findings import scan
-from scripts.kernel_tools.sass.instructions import parse_listing
 from scripts.kernel_tools.sass.tools import listing, resources
 from scripts.kernel_tools.shipped import variants
 
@@ -53,7 +52,7 @@ def read(cubin: bytes) -> Row:
     usage, code = resources(cubin), listing(cubin)
     resource = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     found = scan(code)
-    opcodes = [i.opcode for i in parse_listing(code) if not isinstance(i, str)]
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", code, re.M)
     return {
         "registers": resource["REG"],
         "spills": resource["LOCAL"] + resource["STACK"],
