@@ -92,10 +92,10 @@ def predictions(devices: Sequence[str], sizes: Sequence[Size], only: str = "") -
     found = [
         {"kernel": variant.name, "device": device, "M": M, "K": K,
          **predict_launch(variant, device).as_row()}
-        for device in devices
         for M, K in sizes
         for variant in variants(M=M, K=K)
         if only in variant.name
+        for device in devices
     ]  # fmt: skip
     return sorted(found, key=lambda r: (devices.index(r["device"]), order.index(r["kernel"])))
 
