@@ -27,8 +27,8 @@ many under torchrun and FSDP2, with weights gathered as float8 where the recipe 
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
 Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir;
-`python benchmarks/plots.py demo.json -o demo.png` draws a file again. Ctrl-C leaves a checkpoint,
-and --resume goes on from there, with the recipes that were already done.
+`python -m scripts.training.curves` draws a file again. Ctrl-C leaves a checkpoint, and --resume
+goes on from there, with the recipes that were already done.
 """
 
 import json
@@ -46,10 +46,9 @@ from scripts.train_gpt import Trainer
 from scripts.training import corpus, curves
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.curves import base_of, name_of
-from scripts.training.environment import NotWritten, check_writable, environment, write_json
+from scripts.training.environment import check_writable, environment, write_json
 from scripts.training.options import Options, give_up, options_from, parser, processes
 from scripts.training.parallel import launch, leave
-from scripts.training.picture import save
 from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
@@ -70,11 +69,8 @@ def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Pat
 
 def take_turns(team: list[Trainer], options: Options, stop: CtrlC) -> bool:
     """Train each to the next validation, again and again; False if interrupted."""
-    turns = range(
-        options.eval_interval, options.steps + options.eval_interval, options.eval_interval
-    )
-    for turn in turns:
-        until = min(turn, options.steps)
+    turns = range(options.eval_interval, options.steps, options.eval_interval)
+    for until in (*turns, options.steps):
         behind = (trainer for trainer in team if trainer.step < until)
         if not all(trainer.fit(stop, until) for trainer in behind):
             return False
@@ -88,14 +84,15 @@ def add_gaps(runs: list[dict[str, Any]]) -> None:
     """
     losses = {(run["seed"], run["processes"], run["recipe"]): run["final_val_loss"] for run in runs}
     for run in runs:
-        seed, recipe, processes = run["seed"], run["recipe"], run["processes"]
-        others = {
-            "bf16": losses.get((seed, processes, "bf16")),
-            "base": losses.get((seed, processes, base_of(recipe))),
-            "alone": losses.get((seed, 1, recipe)) if processes > 1 else None,
-        }
-        for name, loss in others.items():
-            gap = None if loss is None else 100 * (run["final_val_loss"] / loss - 1)
+        seed, processes, recipe = run["seed"], run["processes"], run["recipe"]
+        alone = 1 if processes > 1 else None  # of one process there is nothing to compare with
+        for name, other in (
+            ("bf16", (seed, processes, "bf16")),
+            ("base", (seed, processes, base_of(recipe))),
+            ("alone", (seed, alone, recipe)),
+        ):
+            is_known = other in losses
+            gap = 100 * (run["final_val_loss"] / losses[other] - 1) if is_known else None
             run[f"gap_to_{name}_percent"] = gap
 
 
@@ -117,20 +114,17 @@ def table(runs: list[dict[str, Any]]) -> str:
     rows = []
     for name in dict.fromkeys(map(name_of, runs)):
         own = [run for run in runs if name_of(run) == name]
-        rows.append(
-            [name, *(cell([run[k] for run in own], shown[k][1], k in SPREAD) for k in shown)]
-        )
+        cells = (_cell([run[k] for run in own], shown[k][1], k in SPREAD) for k in shown)
+        rows.append([name, *cells])
     align = ["left", *["right"] * len(shown)]
     headers = ["recipe", *(name for name, _ in shown.values())]
     return tabulate(rows, headers=headers, disable_numparse=True, colalign=align)
 
 
-def cell(values: list[float | None], form: str, spread: bool) -> str:
+def _cell(values: list[float | None], form: str, spread: bool) -> str:
     numbers = [value for value in values if value is not None]
-    if not numbers:
-        return ""
-    mean = form.format(statistics.fmean(numbers))
-    if not spread or len(numbers) == 1:
+    mean = form.format(statistics.fmean(numbers)) if numbers else ""
+    if not spread or len(numbers) < 2:
         return mean
     return f"{mean} ± {form.replace('+', '').format(statistics.stdev(numbers))}"
 
@@ -145,19 +139,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = options_from(args)
         default = RECIPES if options.nproc == 1 else SHARDED
-        recipes, seeds = (
-            list(dict.fromkeys(x)) for x in (args.recipes or default, args.seeds or [options.seed])
-        )
+        recipes = list(dict.fromkeys(args.recipes or default))
+        seeds = list(dict.fromkeys(args.seeds or [options.seed]))
         launches = options.nproc > processes()
         check_writable(args.out_dir / "demo.json", "--out-dir")
         own = replace(options, nproc=1) if launches else options
         team = trainers(own, recipes, seeds, args.out_dir)
     except (ValueError, OSError) as error:
         give_up("demo.py", error)
-    try:
-        finished = _train(team, options, args.out_dir, first_half=launches)
-    except NotWritten as error:
-        give_up("demo.py", error)
+    finished = _train(team, options, args.out_dir, first_half=launches)
     if finished and launches:
         team.clear()
         return launch(__file__, argv, options.nproc)
@@ -186,11 +176,12 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_hal
     if first_half:
         write_json(alone, {**about, "runs": runs})
         return
-    if options.nproc > 1:
-        runs = _runs_of(alone, options) + runs
+    if options.nproc > 1 and alone.is_file():  # the runs of one process with these options
+        kept = json.loads(alone.read_text(encoding="utf-8"))
+        runs = (kept["runs"] if kept["options"] == about["options"] else []) + runs
     add_gaps(runs)
     write_json(folder / "demo.json", {**about, "runs": runs})
-    save(curves.draw(runs), folder / "demo.png")
+    curves.save(runs, folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 
 
@@ -199,13 +190,5 @@ def _shared(options: Options) -> dict[str, str | int | float | None]:
     return {name: value for name, value in options.record().items() if name not in own}
 
 
-def _runs_of(alone: Path, options: Options) -> list[dict[str, Any]]:
-    """The runs of one process with these options, if it trained before."""
-    if not alone.is_file():
-        return []
-    kept = json.loads(alone.read_text(encoding="utf-8"))
-    return kept["runs"] if kept["options"] == _shared(options) else []
-
-
 if __name__ == "__main__":
-    leave(at_once(main))
+    leave(at_once(main, "demo.py"))

@@ -52,7 +52,7 @@ from scripts.training.options import (
     processes,
     row_of,
 )
-from scripts.training.parallel import Alone, launch, leave
+from scripts.training.parallel import launch, leave, team_of
 from scripts.training.tensors import bytes_of, state_tensors
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
@@ -67,21 +67,11 @@ class History:
     seconds: list[float] = field(default_factory=list)  # per step, validation not included
 
 
-def team(options: Options) -> Alone:
-    """This process among those that share the training; alone, for one."""
-    if options.nproc == 1:
-        return Alone()
-    from scripts.training.sharded import Sharded
-
-    return Sharded(options.device)
-
-
 class Trainer:
     def __init__(self, options: Options, text: corpus.Corpus) -> None:
         text.check(options.context)
         self.options, self.text, self.history = options, text, History()
-        self.team = team(options)
-        o = options
+        self.team, o = team_of(options.nproc, options.device), options
         sizes = gpt.Sizes(o.layers, o.width, o.heads, o.context)
         torch.manual_seed(options.seed)  # every recipe starts from the same weights
         model = gpt.GPT(sizes).to(options.device)
@@ -90,9 +80,8 @@ class Trainer:
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
         if options.ms_amp:
-            self.model, self.optimizer = savings.in_level(
-                self.model, self.optimizer, options.ms_amp
-            )
+            level = options.ms_amp
+            self.model, self.optimizer = savings.in_level(self.model, self.optimizer, level)
         if options.saved_activations:
             savings.save_activations(self.model)
         self.forward = torch.compile(self.model) if options.compile else self.model
@@ -191,17 +180,17 @@ class Trainer:
         """MiB of this process between two steps, gradients not freed; and its largest size ever."""
         with self.products():
             self._loss(*self._batch(), forward=self.model).backward()
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        held = {
-            "parameters": self.model.parameters(),
-            "gradients": gradients,
-            "optimizer": state_tensors(self.optimizer),
+        parameters = list(self.model.parameters())
+        sizes = {
+            "parameters_mib": bytes_of(parameters),
+            "gradients_mib": bytes_of(p.grad for p in parameters if p.grad is not None),
+            "optimizer_mib": bytes_of(state_tensors(self.optimizer)),
+            # Kilobytes, but on macOS.
+            "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            * (1 if sys.platform == "darwin" else 2**10),
         }
-        sizes = {f"{name}_mib": bytes_of(tensors) / 2**20 for name, tensors in held.items()}
         self.optimizer.zero_grad()
-        unit = 1 if sys.platform == "darwin" else 2**10
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {**sizes, "peak_rss_mib": peak / 2**20}
+        return {name: size / 2**20 for name, size in sizes.items()}
 
     def save(self) -> None:
         """Atomically: a reader, or a crash half-way, finds the old checkpoint or the new one."""
@@ -236,30 +225,22 @@ class Trainer:
         if text != self.text.digest:
             raise ValueError(f"{path} was trained on another text: resume with its --data")
         for name, ours in self.options.identity().items():
-            if identity.get(name) != ours:
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(
-                    f"{path} was trained with {flag} {identity.get(name)}, not {ours}: resume "
-                    "with that, or leave out --resume"
-                )
+            if (theirs := identity.get(name)) != ours:
+                given = f"--{name.replace('_', '-')} {theirs}"
+                fix = "resume with that, or leave out --resume"
+                raise ValueError(f"{path} was trained with {given}, not {ours}: {fix}")
         self.team.load(self.model, self.optimizer, state)
 
     def _adamw(self) -> torch.optim.Optimizer:
         """Weight decay is for matrices; gains of norms have no reason to be small."""
-        parameters = list(self.model.parameters())
+        o, parameters = self.options, list(self.model.parameters())
         decay = UNIT_DECAY if self.unit_scaled else WEIGHT_DECAY
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        o = self.options
-        optimizer: torch.optim.Optimizer
-        if self.unit_scaled:
-            from float8.unit_scaling import optim
-
-            optimizer = optim.AdamW(groups, o.unit_learning_rate, betas=BETAS, fused=True)
-        else:
-            optimizer = savings.adamw(o.optimizer, groups, o.learning_rate, BETAS)
+        rate = o.unit_learning_rate if self.unit_scaled else o.learning_rate
+        optimizer = savings.adamw("unit" if self.unit_scaled else o.optimizer, groups, rate, BETAS)
         for group in optimizer.param_groups:
             group["initial_lr"] = group["lr"]
         return optimizer
@@ -330,15 +311,12 @@ def main(argv: list[str] | None = None) -> int:
         trainer = Trainer(options, corpus.load(options.data))
     except (ValueError, OSError) as error:
         give_up("train_gpt.py", error)
-    try:
-        with CtrlC() as stop:
-            finished = trainer.fit(stop)
-        if finished:
-            _report(trainer, args.out)
-        elif trainer.team.rank == 0:
-            print(f"stopped after step {trainer.step}: continue with the same command and --resume")
-    except NotWritten as error:
-        give_up("train_gpt.py", error)
+    with CtrlC() as stop:
+        finished = trainer.fit(stop)
+    if finished:
+        _report(trainer, args.out)
+    elif trainer.team.rank == 0:
+        print(f"stopped after step {trainer.step}: continue with the same command and --resume")
     trainer.team.close()
     return 0 if finished else 130  # what a shell reports of a program that Ctrl-C ended
 
@@ -354,4 +332,4 @@ def _report(trainer: Trainer, out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    leave(at_once(main))
+    leave(at_once(main, "train_gpt.py"))

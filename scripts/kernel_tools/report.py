@@ -24,7 +24,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +43,29 @@ Size = tuple[int, int]
 SIZES: tuple[Size, ...] = ((16384, 4096), (16384, 8192), (16384, 14336))
 
 
-@dataclass(frozen=True)
-class MachineCode:
-    """The figures of a cubin; ``loads`` and ``stores``: bytes per thread -> global accesses."""
+def read(cubin: bytes) -> Row:
+    """The figures of a cubin, by the disassembler that comes with Triton.
 
-    registers: int
-    spills: int  # bytes of local memory per thread
-    shared: int
-    instructions: int
-    loads: dict[int, int]
-    stores: dict[int, int]
-    conversions: dict[str, int]
-    garbage: list[str]  # stores of bytes that no computation made, and their origin
-
-
-def read(cubin: bytes) -> MachineCode:
-    """Disassemble a cubin with the tools that come with Triton."""
+    ``spills``: bytes of local memory per thread; ``loads`` and ``stores``: bytes per thread ->
+    global accesses; ``garbage``: stores of bytes that no computation made, and their origin.
+    """
     usage, code = resources(cubin), listing(cubin)
     resource = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     found = scan(code)
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)", code, re.M)
-    return MachineCode(
-        registers=resource["REG"],
-        spills=resource["LOCAL"] + resource["STACK"],
-        shared=resource["SHARED"],
-        instructions=len(opcodes),
-        loads=_widths(opcodes, "LDG", "LDGSTS"),  # to registers, to shared memory
-        stores=_widths(opcodes, "STG"),
-        conversions=dict(Counter(op for op in opcodes if re.search(r"\.(E4M3|E5M2)", op))),
-        garbage=[
+    return {
+        "registers": resource["REG"],
+        "spills": resource["LOCAL"] + resource["STACK"],
+        "shared": resource["SHARED"],
+        "instructions": len(opcodes),
+        "loads": _widths(opcodes, "LDG", "LDGSTS"),  # to registers, to shared memory
+        "stores": _widths(opcodes, "STG"),
+        "conversions": dict(Counter(op for op in opcodes if re.search(r"\.(E4M3|E5M2)", op))),
+        "garbage": [
             *map(str, found.findings),
             *(f"{op} is not known" for op in sorted(found.unknown)),
         ],
-    )
+    }
 
 
 def _widths(opcodes: Sequence[str], *accesses: str) -> dict[int, int]:
@@ -92,12 +82,13 @@ def _widths(opcodes: Sequence[str], *accesses: str) -> dict[int, int]:
 def row(variant: Variant, arch: str) -> Row:
     """One line of the report."""
     compiled = compile_for(variant, arch)
-    code = asdict(read(compiled.asm["cubin"]))
-    return {"kernel": variant.name, "arch": arch, **code, "shared": compiled.metadata.shared}
+    figures = read(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
+    return {"kernel": variant.name, "arch": arch, **figures}
 
 
 def predictions(devices: Sequence[str], sizes: Sequence[Size], only: str = "") -> list[Row]:
     """A row per launch, device and size."""
+    order = [variant.name for variant in variants()]
     found = [
         {"kernel": variant.name, "device": device, "M": M, "K": K,
          **predict_launch(variant, device).as_row()}
@@ -106,7 +97,6 @@ def predictions(devices: Sequence[str], sizes: Sequence[Size], only: str = "") -
         if only in variant.name
         for device in devices
     ]  # fmt: skip
-    order = [variant.name for variant in variants()]
     return sorted(found, key=lambda r: (devices.index(r["device"]), order.index(r["kernel"])))
 
 

@@ -4,7 +4,7 @@ each compile-time flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,20 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
+def _forms(
+    title: str, launcher: Callable[..., Any], forms: Mapping[str, tuple[Any, ...]], *shared: Any
+) -> list[Variant]:
+    """Name -> the arguments after those that all forms share."""
+    return [variant(title + name, launcher, *shared, *form) for name, form in forms.items()]
+
+
 def _amax(M: int, K: int) -> list[Variant]:
     """The variants that the recipes launch on a bfloat16 matrix."""
     x = meta(M, K)
+    lines = {", rows and columns": (True, True), ", columns": (False, True)}
     return [
         variant("amax", amax.partial_amaxes, x),
-        variant("amax, rows and columns", amax.line_amaxes, x, True, True),
-        variant("amax, columns", amax.line_amaxes, x, False, True),
+        *_forms("amax", amax.line_amaxes, lines, x),
     ]
 
 
@@ -85,17 +92,20 @@ def _cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     x, scale, amax = meta(M, K), meta(1, 1, dtype=F32), meta(dtype=F32)
     sums = meta(ceil_div(M, cast._ROWS), K, dtype=F32)
-    both, given = "rows and columns", "cast by a given scale"
+    dynamic = {
+        "e4m3, rows and columns": (E4M3, False, True, True),
+        "e5m2, rows and columns": (E5M2, False, True, True),
+        "e4m3, rows": (E4M3, False, True, False),
+    }
+    given = {
+        "e4m3, rows and columns": (E4M3, True, True),
+        "e5m2, rows and columns, amax": (E5M2, True, True, amax),
+        "e5m2, rows and columns, amax, sums": (E5M2, True, True, amax, sums),
+        "e4m3, columns": (E4M3, False, True),
+    }
     return [
-        variant(f"cast, e4m3, {both}", cast._cast_dynamic, x, E4M3, False, True, True),
-        variant(f"cast, e5m2, {both}", cast._cast_dynamic, x, E5M2, False, True, True),
-        variant("cast, e4m3, rows", cast._cast_dynamic, x, E4M3, False, True, False),
-        variant(f"{given}, e4m3, {both}", cast._cast, x, scale, E4M3, True, True),
-        variant(f"{given}, e5m2, {both}, amax", cast._cast, x, scale, E5M2, True, True, amax),
-        variant(
-            f"{given}, e5m2, {both}, amax, sums", cast._cast, x, scale, E5M2, True, True, amax, sums
-        ),
-        variant(f"{given}, e4m3, columns", cast._cast, x, scale, E4M3, False, True),
+        *_forms("cast, ", cast._cast_dynamic, dynamic, x),
+        *_forms("cast by a given scale, ", cast._cast, given, x, scale),
     ]
 
 
@@ -109,16 +119,11 @@ def _cast_blockwise(M: int, K: int) -> list[Variant]:
         "128x128, rows and columns": (128, 128, True, True),
         "128x128, columns": (128, 128, False, True),
     }
-    x = meta(M, K)
-    return [
-        variant(f"cast_blockwise, e4m3, {name}", cast_blockwise._launch, x, E4M3, True, *form)
-        for name, form in forms.items()
-    ]
+    return _forms("cast_blockwise, e4m3, ", cast_blockwise._launch, forms, meta(M, K), E4M3, True)
 
 
 def _cast_mx(M: int, K: int) -> list[Variant]:
     """The forms that the recipe mxfp8 launches on bfloat16, and a cast to a Float8Tensor."""
-    x = meta(M, K)
     forms = {
         "rows and columns": (definition.E8M0, True, True, True),
         "rows": (definition.E8M0, True, True, False),
@@ -126,61 +131,51 @@ def _cast_mx(M: int, K: int) -> list[Variant]:
         "rows and columns, floor": (definition.E8M0_FLOOR, True, True, True),
         "rows, plain scales": (definition.E8M0, False, True, False),
     }
-    return [
-        variant(f"cast_mx, e4m3, {name}", cast_mx._launch, x, E4M3, *form)
-        for name, form in forms.items()
-    ]
+    return _forms("cast_mx, e4m3, ", cast_mx._launch, forms, meta(M, K), E4M3)
 
 
 def _cast_rowwise(M: int, K: int) -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
     sums = meta(ceil_div(M, cast_rowwise._ROWS), K, dtype=F32)
+    x, long = meta(M, K), meta(M, 2 * cast_rowwise._LONGEST_ROW)
     forms: dict[str, tuple[Any, ...]] = {
-        "rows": (K, True, False),
-        "rows in chunks": (2 * cast_rowwise._LONGEST_ROW, True, False),
-        "rows and columns": (K, True, True),
-        "rows and columns, sums": (K, True, True, sums),
-        "columns": (K, False, True),
+        "rows": (x, E4M3, True, True, False),
+        "rows in chunks": (long, E4M3, True, True, False),
+        "rows and columns": (x, E4M3, True, True, True),
+        "rows and columns, sums": (x, E4M3, True, True, True, sums),
+        "columns": (x, E4M3, True, False, True),
     }
-    return [
-        variant(f"cast_rowwise, e4m3, {name}", cast_rowwise._launch, meta(M, k), E4M3, True, *form)
-        for name, (k, *form) in forms.items()
-    ]
+    return _forms("cast_rowwise, e4m3, ", cast_rowwise._launch, forms)
 
 
 def _cast_tokens(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     x, offs, scale = meta(M, K), meta(64, dtype=torch.int32), meta(1, 1, dtype=F32)
     exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
-    forms = {
-        "e4m3, tensor": (ONE, E4M3, exact, None, True, True),
-        "e5m2, tensor": (ONE, E5M2, exact, None, True, True),
-        "e4m3, tensor, rows": (ONE, E4M3, exact, None, True, False),
-        "e4m3, given scale": (ONE, E4M3, exact, scale, True, True),
-        "e4m3, 1 x K": (ROW, E4M3, rounded, None, True, True),
-        "e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, False, True),
-        "e4m3, 1 x 128": (BY_128, E4M3, rounded, None, True, True),
-        "e4m3, 1 x 128, columns": (BY_128, E4M3, rounded, None, False, True),
+    forms: dict[str, tuple[Any, ...]] = {
+        "e4m3, tensor": (ONE, E4M3, exact, None, ALIGNMENT, True, True),
+        "e5m2, tensor": (ONE, E5M2, exact, None, ALIGNMENT, True, True),
+        "e4m3, tensor, rows": (ONE, E4M3, exact, None, ALIGNMENT, True, False),
+        "e4m3, given scale": (ONE, E4M3, exact, scale, ALIGNMENT, True, True),
+        "e4m3, 1 x K": (ROW, E4M3, rounded, None, ALIGNMENT, True, True),
+        "e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, ALIGNMENT, False, True),
+        "e4m3, 1 x 128": (BY_128, E4M3, rounded, None, ALIGNMENT, True, True),
+        "e4m3, 1 x 128, columns": (BY_128, E4M3, rounded, None, ALIGNMENT, False, True),
     }
-    launch = cast_tokens._launch
-    amaxes = variant("cast_tokens, amaxes", cast_tokens._line_amaxes, x, offs, True)
-    return [amaxes] + [
-        variant(f"cast_tokens, {name}", launch, x, offs, *form[:4], ALIGNMENT, *form[4:])
-        for name, form in forms.items()
+    return [
+        variant("cast_tokens, amaxes", cast_tokens._line_amaxes, x, offs, True),
+        *_forms("cast_tokens, ", cast_tokens._launch, forms, x, offs),
     ]
 
 
 def _cast_tokens_mx(M: int, K: int) -> list[Variant]:
     """The forms that the recipe mxfp8 launches on bfloat16."""
-    x, offs = meta(M, K), meta(64, dtype=torch.int32)
     forms = {"both": (True, True), "rows": (True, False), "columns": (False, True)}
-    return [
-        variant(
-            f"cast_tokens_mx, e4m3, {name}", cast_tokens_mx._launch, x, offs, cast_tokens_mx._BLOCK,
-            E4M3, definition.E8M0, None, cast_tokens_mx.ALIGNMENT, *wanted,
-        )
-        for name, wanted in forms.items()
-    ]  # fmt: skip
+    return _forms(
+        "cast_tokens_mx, e4m3, ", cast_tokens_mx._launch, forms, meta(M, K),
+        meta(64, dtype=torch.int32), cast_tokens_mx._BLOCK, E4M3, definition.E8M0, None,
+        cast_tokens_mx.ALIGNMENT,
+    )  # fmt: skip
 
 
 def _cast_weight(M: int, K: int) -> list[Variant]:
@@ -215,14 +210,11 @@ def _grouped_mm_variant(
         rows, columns = scale_shape(x.shape, block)
         if by_tokens and block == ROW:
             scales.append(meta(E, x.shape[0], dtype=F32))
-        elif by_tokens and block == BY_128:
-            scales.append(meta(columns + E, rows, dtype=F32).t())
         elif block == BY_128:
-            scales.append(meta(columns, rows, dtype=F32).t())
-        elif x is b and not by_tokens:
-            scales.append(meta(E, rows, columns, dtype=F32))
+            scales.append(meta(columns + E * by_tokens, rows, dtype=F32).t())
         else:
-            scales.append(meta(rows, columns, dtype=F32))
+            of_experts = (E,) if x is b and not by_tokens else ()
+            scales.append(meta(*of_experts, rows, columns, dtype=F32))
     if not by_tokens:
         b = meta(E, N, K, dtype=E4M3)
     kind = "tokens" if by_tokens else "experts"
@@ -245,10 +237,11 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
         norm = norm_cast.Norm(weight, bias, 1e-5, bias is not None)
         known = (x, norm, None if bias is None else statistic, statistic, BF16)
-        given, whole = f"{op}: a given scale", (x, norm, scale, *cast_to)
+        whole = (x, norm, scale, *cast_to)
+        sums = {"statistics and amax": (True,), "statistics": (False,)}
+        given = f"{op}: a given scale"
         forms += [
-            variant(f"{op}: statistics and amax", statistics, *known, True),
-            variant(f"{op}: statistics", statistics, *known, False),
+            *_forms(f"{op}: ", statistics, sums, *known),
             variant(f"{op}: tiles", launch, x, norm, None, *cast_to, True),
             variant(f"{given}, tiles, amax", launch, *whole, True, amax, own=False),
             variant(f"{given}, whole rows, amax", launch, *whole, True, amax, own=True),
@@ -304,18 +297,19 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     gate, up = meta(M, K), meta(M, K)
     scale, amax = meta(1, 1, dtype=F32), meta(dtype=F32)
-    factors = meta(1, K, dtype=F32)
     cast_to = (BF16, E4M3, False)
-    given = "swiglu_cast: a given scale"
+    forms: dict[str, tuple[Any, ...]] = {
+        "tiles": (None, *cast_to, True),
+        "a given scale, amax": (scale, *cast_to, True, amax),
+        "a given scale, not transposed": (scale, *cast_to, False),
+    }
+    factors = {"a given scale, factors": (scale, *cast_to, True, None, meta(1, K, dtype=F32))}
+    title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
-        variant("swiglu_cast: amax", swiglu_cast._partial_amaxes, gate, up, BF16),
-        variant("swiglu_cast: tiles", swiglu_cast._launch, gate, up, None, *cast_to, True),
-        variant(f"{given}, amax", swiglu_cast._launch, gate, up, scale, *cast_to, True, amax),
-        variant(f"{given}, not transposed", swiglu_cast._launch, gate, up, scale, *cast_to, False),
-        variant("swiglu_cast: amaxes of columns", swiglu_cast._launch_amaxes, gate, up, BF16),
-        variant(
-            f"{given}, factors", swiglu_cast._launch, gate, up, scale, *cast_to, True, None, factors
-        ),
+        variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
+        *_forms(title, launch, forms, gate, up),
+        variant(f"{title}amaxes of columns", swiglu_cast._launch_amaxes, gate, up, BF16),
+        *_forms(title, launch, factors, gate, up),
         variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
     ]
 
@@ -327,21 +321,13 @@ def _transpose(M: int, K: int) -> list[Variant]:
 
 # file of `float8/kernels/gpu/` -> its forms, for matrices (M, K)
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
-    "amax": _amax,
-    "blockwise_mm": _blockwise_mm,
-    "cast": _cast,
-    "cast_blockwise": _cast_blockwise,
-    "cast_mx": _cast_mx,
-    "cast_rowwise": _cast_rowwise,
-    "cast_tokens": _cast_tokens,
-    "cast_tokens_mx": _cast_tokens_mx,
-    "cast_weight": _cast_weight,
-    "grouped_mm": _grouped_mm,
-    "norm_cast": _norm_cast,
-    "optimizer_step": _optimizer_step,
-    "swiglu_cast": _swiglu_cast,
-    "transpose": _transpose,
-}
+    function.__name__[1:]: function
+    for function in (
+        _amax, _blockwise_mm, _cast, _cast_blockwise, _cast_mx, _cast_rowwise, _cast_tokens,
+        _cast_tokens_mx, _cast_weight, _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast,
+        _transpose,
+    )
+}  # fmt: skip
 FILES = tuple(SHIPPED)
 
 

@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-LARGEST = 2**17  # bytes of a file of torch's sources: a larger one is a table, or weighs too much
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 END_OF_FILE = b"\0"  # separates files: it occurs in no text file
 HELD_OUT = 10  # one file in ten
@@ -76,33 +75,16 @@ def load(folder: Path | None = None) -> Corpus:
             f"{folder or 'the standard library'} holds {len(files)} text file(s), but whole files "
             "are held out for validation: point --data at a folder with at least two"
         )
-    return _split(files)
-
-
-def _split(files: dict[str, bytes]) -> Corpus:
     held_out = set(sorted(files, key=_rank)[: -(-len(files) // HELD_OUT)])
     train_files = tuple(name for name in files if name not in held_out)
     val_files = tuple(name for name in files if name in held_out)
     return Corpus(_join(files, train_files), _join(files, val_files), train_files, val_files)
 
 
-def torch_sources() -> Corpus:
-    """The Python files of the installed torch, but for the largest.
-
-    For comparisons by fractions of a per cent: held out are more than 200 files of one kind, so
-    that no single file decides the loss. Of the standard library's held-out text half is one file.
-    """
-    root = Path(torch.__file__).parent
-    files = _read(root, (p for p in root.rglob("*.py") if p.stat().st_size <= LARGEST))
-    return _split(files)
-
-
 def _standard_library() -> dict[str, bytes]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    return _read(
-        root,
-        (p for p in root.rglob("*.py") if not SKIPPED_FOLDERS & set(p.relative_to(root).parts)),
-    )
+    paths = root.rglob("*.py")
+    return _read(root, (p for p in paths if not SKIPPED_FOLDERS & {*p.relative_to(root).parts}))
 
 
 def _folder(root: Path) -> dict[str, bytes]:

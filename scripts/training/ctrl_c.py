@@ -5,7 +5,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from scripts.training.options import processes
+from scripts.training.environment import NotWritten
+from scripts.training.options import give_up, processes
 
 
 class CtrlC:
@@ -34,10 +35,12 @@ class CtrlC:
             signal.signal(signal.SIGINT, self.previous)
 
 
-def at_once(main: Callable[[], int]) -> int:
-    """Run a program; a second Ctrl-C ends it without a traceback."""
+def at_once(main: Callable[[], int], script: str) -> int:
+    """Run a program; a second Ctrl-C, or a file that cannot be written, ends it in one line."""
     try:
         return main()
+    except NotWritten as error:
+        give_up(script, error)
     except KeyboardInterrupt:
         if os.environ.get("RANK", "0") == "0":
             print("\nstopped at once: --resume goes on from the last checkpoint", file=sys.stderr)

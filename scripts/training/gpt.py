@@ -151,12 +151,16 @@ def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
     """
     if recipe == "bf16":
         return model
-    if recipe in UNIT:
-        return _unit_scaled(model, recipe)
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
     from float8 import Float8LinearConfig, convert_to_float8_training
     from float8.config import RECIPES
 
+    if recipe in UNIT:
+        from float8.unit_scaling.transforms import float8, unit_scale
+
+        model = unit_scale(model)
+        is_bf16 = recipe not in RECIPES
+        return model if is_bf16 else float8(model, RECIPES[recipe], module_filter_fn=_is_body)
     if recipe not in (*OWN, *RECIPES):
         raise ValueError(f"unknown recipe {recipe!r}; known recipes: {', '.join((*OWN, *RECIPES))}")
     # "naive" is a plain `.to(torch.float8_e4m3fn)` without any scale, which is
@@ -168,19 +172,9 @@ def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
     with warnings.catch_warnings():
         if recipe == "naive":  # conversion warns of just that
             warnings.filterwarnings("ignore", 'recipe "unit" casts with a scale of 1')
-        convert_to_float8_training(model, config=config, module_filter_fn=_all_but_the_head)
+        convert_to_float8_training(model, config=config, module_filter_fn=_is_body)
     return model
 
 
-def _unit_scaled(model: M, recipe: str) -> M:
-    from float8.config import RECIPES
-    from float8.unit_scaling.transforms import float8, unit_scale
-
-    model = unit_scale(model)
-    if recipe not in RECIPES:  # unit_bf16
-        return model
-    return float8(model, RECIPES[recipe], module_filter_fn=_all_but_the_head)
-
-
-def _all_but_the_head(_: nn.Module, fqn: str) -> bool:
+def _is_body(_: nn.Module, fqn: str) -> bool:
     return fqn != "head"

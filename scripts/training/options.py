@@ -17,15 +17,12 @@ from scripts.training import savings
 
 # A CPU without matrix units for bf16 multiplies at float32's speed, at best (see half_products.py).
 # Its learning rate is the best for bf16 of 1, 2 and 4e-3, with seed 0.
-# fmt: off
+_NAMES = ("layers", "width", "heads", "context", "batch", "steps")
 SIZES: dict[str, dict[str, float]] = {
-    "cpu":      {"layers": 4, "width": 256, "heads": 4, "context": 128, "batch": 16, "steps": 160},
-    "slow cpu": {"layers": 2, "width": 128, "heads": 2, "context": 64, "batch": 32, "steps": 160,
-                 "learning_rate": 2e-3},
-    "cuda":     {"layers": 12, "width": 1024, "heads": 8, "context": 512, "batch": 32,
-                 "steps": 600},
+    "cpu": dict(zip(_NAMES, (4, 256, 4, 128, 16, 160), strict=True)),
+    "slow cpu": dict(zip(_NAMES, (2, 128, 2, 64, 32, 160), strict=True)) | {"learning_rate": 2e-3},
+    "cuda": dict(zip(_NAMES, (12, 1024, 8, 512, 32, 600), strict=True)),
 }
-# fmt: on
 EPILOG = """\
 Ctrl-C finishes the running step and writes a checkpoint, as every validation does; the same command
 with --resume goes on from there, on a CPU to the same bits.
@@ -87,31 +84,33 @@ def parser(description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    rows = "\n".join(
+    rows = [
         f"  {device:>8}: {' '.join(f'{name}={value}' for name, value in row.items())}"
         for device, row in SIZES.items()
-    )
+    ]
     sizes = p.add_argument_group(
-        "sizes", f"chosen by device (slow: without AMX), if not given\n{rows}"
+        "sizes", "\n".join(["chosen by device (slow: without AMX), if not given", *rows])
     )
-    for name, text in (
-        ("layers", None),
-        ("width", "of the residual stream, a multiple of 16"),
-        ("heads", "of attention; they share the width"),
-        ("context", "bytes in one training window"),
-        ("batch", "windows in one step"),
-        ("steps", None),
+    help_of = {
+        "width": "of the residual stream, a multiple of 16",
+        "heads": "of attention; they share the width",
+        "context": "bytes in one training window",
+        "batch": "windows in one step",
+    }
+    for name in _NAMES:
+        sizes.add_argument(f"--{name}", type=positive, help=help_of.get(name))
+    for name, kind, text in (
+        ("learning-rate", float, "its peak (1e-3 where no size has its own)"),
+        ("unit-learning-rate", float, "its peak for unit-scaled models"),
+        ("seed", int, "of the weights and the data (0)"),
+        ("data", Path, "a folder of text files (the standard library's)"),
+        ("device", str, "cuda where there is one, else cpu"),
+        ("nproc", positive, "processes under torchrun that share the model"),
+        ("eval-interval", positive, "steps from one validation to the next"),
+        ("eval-batches", positive, "batches in one validation"),
     ):
-        sizes.add_argument(f"--{name}", type=positive, help=text)
-    p.add_argument("--learning-rate", type=float, help="its peak (1e-3 where no size has its own)")
-    p.add_argument("--unit-learning-rate", type=float, help="its peak for unit-scaled models")
-    p.add_argument("--seed", type=int, help="of the weights and the data (0)")
-    p.add_argument("--data", type=Path, help="a folder of text files (the standard library's)")
-    p.add_argument("--device", help="cuda where there is one, else cpu")
-    p.add_argument("--nproc", type=positive, help="processes under torchrun that share the model")
+        p.add_argument(f"--{name}", type=kind, help=text)
     p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
-    p.add_argument("--eval-interval", type=positive, help="steps from one validation to the next")
-    p.add_argument("--eval-batches", type=positive, help="batches in one validation")
     p.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return p
 

@@ -77,6 +77,15 @@ class Alone:
         """At the end, together."""
 
 
+def team_of(nproc: int, device: str) -> Alone:
+    """This process among those that share the training."""
+    if nproc == 1:
+        return Alone()
+    from scripts.training.sharded import Sharded
+
+    return Sharded(device)
+
+
 def launch(script: str, argv: Sequence[str], nproc: int) -> int:
     """Run a script in `nproc` processes of this machine, under torchrun.
 

@@ -24,7 +24,7 @@ from scripts.training import gpt
 SAVED = "saved_activations"
 LEVELS = ("O1", "O2", "O3")
 # optimizer -> how its second moment is kept (the first: float8); the baseline has both in float32
-OPTIMIZERS = {"adamw": None, "float8_adamw": "float8", "float8_adamw_v16": "float16"}
+OPTIMIZERS = {"adamw": "float32", "float8_adamw": "float8", "float8_adamw_v16": "float16"}
 
 
 def parts_of(run: str) -> dict[str, Any]:
@@ -34,24 +34,17 @@ def parts_of(run: str) -> dict[str, Any]:
         ValueError: an unknown part, or two of a kind.
     """
     recipe, *parts = run.split("+")
+    kinds = {**dict.fromkeys(OPTIMIZERS, "optimizer"), **dict.fromkeys(LEVELS, "ms_amp")}
+    kinds[SAVED] = SAVED
     options: dict[str, Any] = {"recipe": recipe}
     for part in parts:
-        name, value = _option(part, run)
-        if name in options:
+        if part not in kinds:
+            known = ", ".join((*OPTIMIZERS, SAVED, *LEVELS))
+            raise ValueError(f"{run}: nothing is called {part!r}; after the recipe come {known}")
+        if (name := kinds[part]) in options:
             raise ValueError(f"{run}: {part} is a second {name.replace('_', '-')}; name one")
-        options[name] = value
+        options[name] = True if part == SAVED else part
     return options
-
-
-def _option(part: str, run: str) -> tuple[str, Any]:
-    if part in OPTIMIZERS:
-        return "optimizer", part
-    if part in LEVELS:
-        return "ms_amp", part
-    if part == SAVED:
-        return SAVED, True
-    known = ", ".join((*OPTIMIZERS, SAVED, *LEVELS))
-    raise ValueError(f"{run}: nothing is called {part!r}; after the recipe come {known}")
 
 
 def name_of(recipe: str, optimizer: str, saved_activations: bool, ms_amp: str | None) -> str:
@@ -83,13 +76,17 @@ def check(recipe: str, optimizer: str, ms_amp: str | None, processes: int) -> No
 def adamw(
     name: str, groups: list[dict[str, Any]], learning_rate: float, betas: tuple[float, float]
 ) -> torch.optim.Optimizer:
-    """The optimizer of that name, over the groups."""
-    second_moment = OPTIMIZERS[name]
-    if second_moment is None:
+    """The optimizer of that name, or u-muP's ("unit"), over the groups."""
+    if name == "adamw":
         return torch.optim.AdamW(groups, learning_rate, betas=betas, fused=True)
-    from float8.optim import AdamW  # here: the baseline needs nothing but PyTorch
+    # Here: the baseline needs nothing but PyTorch.
+    if name == "unit":
+        from float8.unit_scaling import optim
 
-    return AdamW(groups, learning_rate, betas=betas, second_moment=second_moment)
+        return optim.AdamW(groups, learning_rate, betas=betas, fused=True)
+    from float8.optim import AdamW
+
+    return AdamW(groups, learning_rate, betas=betas, second_moment=OPTIMIZERS[name])
 
 
 def save_activations(model: nn.Module) -> None:

@@ -75,13 +75,8 @@ class Sharded(Alone):
 
     def load(self, model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Back to what `state` returned on rank 0."""
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=FROM_RANK_0,
-        )
+        parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(model, optimizer, **parts, options=FROM_RANK_0)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set in any process: all must stop at the same step."""

@@ -178,6 +178,7 @@ TILES, GROUPED_TILES = test_blockwise_mm.module.TILES, grouped_mm.TILES
 SAME, MIXED = (E4M3, E4M3), (E5M2, E4M3)
 ADAMW = (AdamW(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
 TENSOR, ROW, BY_128 = test_cast_tokens.TENSOR, test_cast_tokens.ROW, test_cast_tokens.BY_128
+SHAPE = (80, 272)
 NORMS = ("rms, weight", "layer, weight and bias")
 
 # file of `float8/kernels/gpu/` -> cases: a function and its arguments. The suite runs the first.
@@ -267,14 +268,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
         (swiglu_cast, ((80, 272), 0.037, False)),
         (swiglu_cast, ((TALL_GATES, 16), None)),
-        (
-            test_swiglu_cast.check_factors,
-            ((80, 272), BF16, BF16, "contiguous", "cpu", False),
-        ),
-        (
-            test_swiglu_cast.check_data_and_amax,
-            ((80, 272), (BF16, BF16), 0.037, "contiguous", "cpu"),
-        ),
+        (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
+        (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }

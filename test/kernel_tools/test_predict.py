@@ -15,28 +15,27 @@ from scripts.kernel_tools.predict.instructions import INTEGER, ISSUE, MEMORY, wo
 from scripts.kernel_tools.predict.launches import predict_launch, resident_programs
 from scripts.kernel_tools.predict.model import rates
 from scripts.kernel_tools.predict.requests import Access, Loop, Program, program_of
-from scripts.kernel_tools.predict.traffic import traffic_of
+from scripts.kernel_tools.predict.traffic import Launch, traffic_of
 from scripts.kernel_tools.report import SIZES
 from scripts.kernel_tools.shipped import variants
 
+TTIR, SASS = (Path(__file__).with_name(f"loops.{kind}").read_text() for kind in ("ttir", "sass"))
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "predicted_kernels.json"
 
 
 @pytest.mark.parametrize(
-    ("arch", "registers", "shared", "warps", "programs"),
+    ("registers", "shared", "warps", "programs"),
     [
-        ("sm_90", 128, 0, 4, 4),  # 128 * 128 registers of 65536
-        ("sm_90", 168, 0, 4, 3),
-        ("sm_90", 255, 0, 8, 1),
-        ("sm_90", 32, 0, 4, 16),  # 64 warps
-        ("sm_89", 32, 0, 4, 12),  # 48 warps
-        ("sm_90", 16, 0, 1, 32),  # 32 programs
-        ("sm_90", 32, 132 << 10, 4, 1),  # 133 KiB of 228
-        ("sm_89", 32, 49 << 10, 4, 2),
+        (128, 0, 4, 4),  # 128 * 128 registers of 65536
+        (168, 0, 4, 3),
+        (255, 0, 8, 1),
+        (32, 0, 4, 16),  # 64 warps
+        (16, 0, 1, 32),  # 32 programs
+        (32, 132 << 10, 4, 1),  # 133 KiB of 228
     ],
 )
-def test_programs_of_a_multiprocessor(arch, registers, shared, warps, programs):
-    assert resident_programs(arch, registers, shared, warps) == programs
+def test_programs_of_a_multiprocessor(registers, shared, warps, programs):
+    assert resident_programs(registers, shared, warps) == programs
 
 
 def test_rates_end_in_littles_law_and_the_roofline():
@@ -46,37 +45,6 @@ def test_rates_end_in_littles_law_and_the_roofline():
     assert all(more > 0.999999 * less for less, more in pairwise(found))
     assert found[-1] == pytest.approx(1 / max(queues), rel=1e-3)
     assert all(x <= min(n / 10.5, 1.0) + 1e-12 for n, x in enumerate(found, 1))
-
-
-TTIR = """
-module {
-  tt.func public @kernel(%x: !tt.ptr<bf16> {tt.divisibility = 16 : i32} loc("x"), %y: !tt.ptr<i8>, %n: i32) attributes {} {
-    %c = arith.constant 4 : i32 loc(#loc1)
-    %one = arith.constant dense<1.5E-38> : tensor<64xf32>
-    %pid = tt.get_program_id x : i32
-    %last = arith.subi %n, %pid : i32
-    %p = tt.addptr %x, %last : !tt.ptr<bf16>, i32
-    %t = tt.splat %p : !tt.ptr<bf16> -> tensor<64x!tt.ptr<bf16>>
-    %sum:2 = scf.for %i = %pid to %n step %c iter_args(%a = %one, %q = %t) -> (tensor<64xf32>, tensor<64x!tt.ptr<bf16>>)  : i32 {
-      %v = tt.load %q : tensor<64x!tt.ptr<bf16>>
-      %r = "tt.reduce"(%v) <{axis = 0 : i32}> ({
-      ^bb0(%u: f32, %w: f32):
-        %s = arith.addf %u, %w : f32
-        tt.reduce.return %s : f32
-      }) : (tensor<64xbf16>) -> f32
-      scf.yield %a, %q : tensor<64xf32>, tensor<64x!tt.ptr<bf16>>
-    }
-    %is = arith.cmpi eq, %pid, %c : i32
-    scf.if %is {
-      tt.store %y, %c : !tt.ptr<i8>
-    } else {
-      %k = tt.splat %y : !tt.ptr<i8> -> tensor<32x!tt.ptr<i8>>
-      tt.store %k, %one : tensor<32x!tt.ptr<i8>>
-    }
-    tt.return
-  }
-}
-"""  # noqa: E501
 
 
 def test_a_program_is_followed():
@@ -97,36 +65,12 @@ def test_an_unknown_bound_has_the_trips_that_are_assumed():
     assert found.accesses[0].times == 7
 
 
-SASS = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-        /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
-        /*0020*/                   LDG.E.64 R8, desc[UR4][R2.64+0x10] ;
-.L_x_0:
-        /*0030*/                   LDG.E R12, desc[UR4][R2.64+0x20] ;
-        /*0040*/                   IADD3 R4, R4, R8, RZ ;
-        /*0050*/                   STS.128 [R20], R4 ;
-        /*0060*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
-        /*0070*/                   IADD3 R12, R12, 0x1, RZ ;
-        /*0080*/              @!P0 BRA `(.L_x_0) ;
-        /*0090*/                   EXIT ;
-.L_x_1:
-        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R2 ;
-        /*00b0*/              @!P0 BRA `(.L_x_1) ;
-        /*00c0*/                   BRA `(.L_x_0) ;
-.L_x_2:
-        /*00d0*/                   BRA `(.L_x_2);
-$__internal_0_slowpath:
-        /*00e0*/                   MUFU.RCP R4, R4 ;
-"""
-
-
 def test_instructions_count_as_often_as_their_loops():
     loop = Loop(0, 10)
     work = work_of(SASS, [(loop,)])
     assert work.pipes[INTEGER] == 20
     assert work.pipes[MEMORY] == 2 + 2 * 10
     assert work.memory_clocks == 4 + 2 + 10 * (1 + 4)  # bytes of 32 threads by 128
-    assert work.barriers == 10
     assert "special" not in work.pipes  # of rare operands
     clocks = work.clocks(warps=4)
     assert clocks[INTEGER] == 20 * 4 / 2
@@ -164,19 +108,18 @@ def test_a_second_read_comes_from_l2_as_far_as_it_fits():
     x, w, out = meta(64, 8192), meta(8192), meta(64, 8192, dtype=torch.uint8)
     arguments = {"x": x, "w": w, "out": out}
     size, weight = 64 * 8192 * 2, 8192 * 2
-    fits = traffic_of(program, arguments, 64, 4, 64 << 10, 0)
+    fits = traffic_of(Launch(program, arguments, 64, 4, 64 << 10))
     assert fits.needed == fits.dram == size + weight + size // 2
     assert fits.l2 == 3 * size + size // 2
-    assert fits.hit == 1 and fits.from_dram[(first,)] == 1
+    assert fits.from_dram[(first,)] == 1
 
-    half = traffic_of(program, arguments, 64, 4, 32 << 10, 0)
-    assert half.hit == 0.5
+    half = traffic_of(Launch(program, arguments, 64, 4, 32 << 10))  # half of the second reads
     assert half.dram == fits.dram + size / 2
 
 
 def test_tokens_leave_programs_without_work():
     program = Program((Access("x", 1024, 2, False, (), 0),), ())
-    found = traffic_of(program, {"x": meta(64, 1024)}, 80, 8, 1 << 20, 0)
+    found = traffic_of(Launch(program, {"x": meta(64, 1024)}, 80, 8, 1 << 20))
     assert found.active == 0.8
     assert found.dram == 64 * 1024 * 2
 

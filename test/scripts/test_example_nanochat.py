@@ -24,7 +24,3 @@ def test_it_learns_to_count() -> None:
     assert done.stdout.endswith(
         "swapped back: Linear(in_features=128, out_features=128, bias=False)\n"
     )
-
-
-def test_it_fits_on_a_page() -> None:
-    assert len(SCRIPT.read_text().splitlines()) < 60

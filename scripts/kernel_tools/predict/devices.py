@@ -6,11 +6,9 @@ of this kind, not a file of this repository. ``assumed``: no source was found.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _BENCHES = "https://github.com/RRZE-HPC/gpu-benches/blob/master/"
-# 16 threads a multiprocessor store 8 bytes each, and 132 of them 77 GB/s: 219 ns for a program.
-_TURNOVER = f"published: {_BENCHES}gpu-stream/gh200.txt, stores by blocks of 16 threads"
 
 
 @dataclass(frozen=True)
@@ -52,56 +50,31 @@ _HOPPER = {
     "l2_bandwidth": f"published: {_BENCHES}gpu-l2-cache/h200.txt, about 25 MB",
     "latency": f"published: {_BENCHES}gpu-latency/gh200.txt, 680 clocks at 1.98 GHz",
     "l2_latency": f"published: {_BENCHES}gpu-latency/gh200.txt, 280 clocks at 1.98 GHz",
-    "turnover": _TURNOVER,
+    # 16 threads a multiprocessor store 8 bytes each, and 132 of them 77 GB/s: 219 ns for a program.
+    "turnover": f"published: {_BENCHES}gpu-stream/gh200.txt, stores by blocks of 16 threads",
     "launch": "assumed: as torchao's roofline_utils.py has it",
     "float8": "seen: 0.8 of the datasheet's peak, as bfloat16 GEMMs of 790 of 989 TFLOPS",
 }
+_H200 = Device(
+    "sm_90", 132, 1.83e9, 4.3e12, 60e6, 9.6e12, 344e-9, 142e-9, 219e-9, 2e-6, 0.8 * 1978.9e12,
+    _HOPPER | {"copy": "seen: 4.3 TB/s of a large copy", "l2": "seen: 60 MB"},
+)  # fmt: skip
+_COPY = "assumed: 0.92 of the datasheet's {} TB/s, as in torchao's roofline_utils.py"
+_H100_SOURCES = {"copy": _COPY.format(3.35), "l2": "datasheet: NVIDIA H100 (SXM)"}
 DEVICES = {
-    "H200": Device(
-        "sm_90", 132, 1.83e9, 4.3e12, 60e6, 9.6e12, 344e-9, 142e-9, 219e-9, 2e-6, 0.8 * 1978.9e12,
-        {
-            **_HOPPER,
-            "copy": "seen: 4.3 TB/s of a large copy",
-            "l2": "seen: 60 MB",
-        },
-    ),
-    "H100": Device(
-        "sm_90", 132, 1.83e9, 0.92 * 3.35e12, 50e6, 9.6e12, 344e-9, 142e-9, 219e-9, 2e-6,
-        0.8 * 1978.9e12,
-        {
-            **_HOPPER,
-            "copy": "assumed: 0.92 of the datasheet's 3.35 TB/s, as in torchao's roofline_utils.py",
-            "l2": "datasheet: NVIDIA H100 (SXM)",
-        },
-    ),
-    "L40S": Device(
-        "sm_89", 142, 2.52e9, 847e9, 96e6, 5.2e12, 250e-9, 110e-9, 219e-9, 2e-6, 0.8 * 733e12,
-        {
-            "multiprocessors": "datasheet: NVIDIA L40S",
-            "clock": "datasheet: NVIDIA L40S",
-            "copy": f"published: {_BENCHES}gpu-stream/l40.txt, of an L40",
-            "l2": "datasheet: NVIDIA L40S",
-            "l2_bandwidth": f"published: {_BENCHES}gpu-l2-cache/l40.txt, of an L40",
-            "latency": f"published: {_BENCHES}gpu-latency/l40.txt, 624 clocks at 2.49 GHz",
-            "l2_latency": f"published: {_BENCHES}gpu-latency/l40.txt, 274 clocks at 2.49 GHz",
-            "turnover": "assumed: as on Hopper",
-            "launch": "assumed: as torchao's roofline_utils.py has it",
-            "float8": "assumed: 0.8 of the datasheet's 733 TFLOPS, as on Hopper",
-        },
-    ),
+    "H200": _H200,
+    "H100": replace(_H200, copy=0.92 * 3.35e12, l2=50e6, sources=_HOPPER | _H100_SOURCES),
     "B200": Device(
         "sm_100", 148, 1.855e9, 0.92 * 7.7e12, 126e6, 13e12, 344e-9, 142e-9, 219e-9, 2e-6,
         0.8 * 4500e12,
         {
             "multiprocessors": "datasheet: NVIDIA Blackwell (HGX B200)",
             "clock": "datasheet: 2250 TFLOPS of bfloat16 by 148 multiprocessors of 8192 a clock",
-            "copy": "assumed: 0.92 of the datasheet's 7.7 TB/s, as in torchao's roofline_utils.py",
+            "copy": _COPY.format(7.7),
             "l2": "assumed: 126 MB",
             "l2_bandwidth": "assumed: an H200's times the clocks and multiprocessors",
-            "latency": "assumed: as on Hopper",
-            "l2_latency": "assumed: as on Hopper",
-            "turnover": "assumed: as on Hopper",
-            "launch": "assumed: as torchao's roofline_utils.py has it",
+            **dict.fromkeys(("latency", "l2_latency", "turnover"), "assumed: as on Hopper"),
+            "launch": _HOPPER["launch"],
             "float8": "assumed: 0.8 of the datasheet's 4500 TFLOPS, as on Hopper",
         },
     ),

@@ -12,6 +12,7 @@ and multiprocessor: CUDA C++ Programming Guide, "Throughput of Native Arithmetic
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from scripts.kernel_tools.predict.requests import Loop
 from scripts.kernel_tools.sass.instructions import (
     Instruction,
-    parse,
+    parse_listing,
     register_number,
     width_in_registers,
 )
@@ -65,14 +66,11 @@ class Work:
         pipes: pipe -> instructions of each warp.
         memory_clocks: for which they keep the pipe of loads and stores busy, each warp.
         waits: for device memory or L2.
-        barriers, tensor: how many barriers and tensor core instructions are among them.
     """
 
     pipes: dict[str, float]
     memory_clocks: float
     waits: tuple[Wait, ...]
-    barriers: float
-    tensor: float
 
     @property
     def issued(self) -> float:
@@ -109,7 +107,7 @@ def work_of(listing: str, loops: Sequence[tuple[Loop, ...]]) -> Work:
     instructions, labels = _read(listing)
     around = _loops_around(instructions, labels, loops)
     pipes: dict[str, float] = defaultdict(float)
-    memory_clocks = barriers = tensor = 0.0
+    memory_clocks = 0.0
     for instruction, inside in zip(instructions, around, strict=True):
         times = _times(inside)
         pipe = pipe_of(instruction)
@@ -118,39 +116,27 @@ def work_of(listing: str, loops: Sequence[tuple[Loop, ...]]) -> Work:
             is_shuffle = instruction.name in ("SHFL", "REDUX")
             width = 1 if is_shuffle else width_in_registers(instruction)
             memory_clocks += times * max(1, width)
-        barriers += times * (instruction.name == "BAR")
-        tensor += times * (pipe == "tensor")
-    waits = _waits(instructions, around)
-    return Work(dict(pipes), memory_clocks, tuple(waits), barriers, tensor)
+    return Work(dict(pipes), memory_clocks, tuple(_waits(instructions, around)))
 
 
 def _times(loops: tuple[Loop, ...]) -> float:
-    result = 1.0
-    for loop in loops:
-        result *= loop.trips
-    return result
+    return math.prod(loop.trips for loop in loops)
 
 
 def _read(listing: str) -> tuple[list[Instruction], dict[str, int]]:
     """The instructions up to the padding behind the kernel, and the labels among them."""
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
-    for line in listing.splitlines():
-        if label := re.match(r"([.$\w]+):\s*$", line):
-            if "$__internal" in label[1] or "slowpath" in label[1]:
+    for found in parse_listing(listing):
+        if isinstance(found, str):
+            if "$__internal" in found or "slowpath" in found:
                 break  # functions for rare operands
-            labels[label[1]] = len(instructions)
-        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
-            instruction = parse(int(found[1], 16), found[2])
-            if instruction.name == "BRA" and _target(instruction, labels) == len(instructions):
-                break  # an endless loop stands behind the last EXIT
-            instructions.append(instruction)
+            labels[found] = len(instructions)
+        elif found.name == "BRA" and labels.get(found.label) == len(instructions):
+            break  # an endless loop stands behind the last EXIT
+        else:
+            instructions.append(found)
     return instructions, labels
-
-
-def _target(instruction: Instruction, labels: dict[str, int]) -> int | None:
-    label = re.search(r"`\((.+?)\)", instruction.text)
-    return None if label is None else labels.get(label[1])
 
 
 def _loops_around(
@@ -161,12 +147,10 @@ def _loops_around(
     """The loops around each instruction."""
     spans: dict[int, int] = {}  # first instruction -> last one
     # Behind the first EXIT of all threads stand ways that are rarely taken, and lead back.
-    end = next(
-        (i for i, x in enumerate(instructions) if x.name == "EXIT" and not x.guard),
-        len(instructions),
-    )
+    exits = (i for i, x in enumerate(instructions) if x.name == "EXIT" and not x.guard)
+    end = next(exits, len(instructions))
     for i, instruction in enumerate(instructions[:end]):
-        target = _target(instruction, labels) if instruction.name == "BRA" else None
+        target = labels.get(instruction.label) if instruction.name == "BRA" else None
         if target is not None and target < i and not _spins(instructions[target : i + 1]):
             spans[target] = max(i, spans.get(target, i))
     found = sorted(spans.items(), key=lambda span: (span[0], -span[1]))
@@ -193,10 +177,8 @@ def _waits(instructions: Sequence[Instruction], around: Sequence[tuple[Loop, ...
             waits += [Wait(size, _times(inside), inside) for inside, size in by_loop.items()]
             pending, loads = {}, {}
         if instruction.name in ("LDG", "LD"):
-            register, width = (
-                register_number(instruction.operands[0]),
-                width_in_registers(instruction),
-            )
+            register = register_number(instruction.operands[0])
+            width = width_in_registers(instruction)
             if register is not None:
                 pending |= dict.fromkeys(range(register, register + width), i)
             loads[i] = (4 * width, around[i])
@@ -204,17 +186,12 @@ def _waits(instructions: Sequence[Instruction], around: Sequence[tuple[Loop, ...
 
 
 def _registers_read(instruction: Instruction) -> set[int]:
-    operands = instruction.operands
-    first = 0 if instruction.name in ("STG", "STS", "RED", "ST", "ATOMG", "REDG") else 1
-    found: set[int] = set()
-    for operand in operands[first:]:
-        for name in re.findall(r"\bU?R\d+", operand):
-            number = register_number(name)
-            if number is not None:
-                found.add(number)
-                if instruction.name in ("STG", "STS", "ST"):
-                    found |= set(range(number, number + width_in_registers(instruction)))
-    return found
+    is_store = instruction.name in ("STG", "STS", "ST")
+    has_result = not is_store and instruction.name not in ("RED", "ATOMG", "REDG")
+    width = width_in_registers(instruction) if is_store else 1
+    names = re.findall(r"\bU?R\d+", " ".join(instruction.operands[has_result:]))
+    found = (register_number(name) for name in names)
+    return {r for first in found if first is not None for r in range(first, first + width)}
 
 
 def _spins(body: Sequence[Instruction]) -> bool:

@@ -15,33 +15,26 @@ from scripts.kernel_tools.predict.devices import DEVICES
 from scripts.kernel_tools.predict.instructions import work_of
 from scripts.kernel_tools.predict.model import Prediction, predict
 from scripts.kernel_tools.predict.requests import program_of
-from scripts.kernel_tools.predict.traffic import traffic_of
+from scripts.kernel_tools.predict.traffic import Launch, traffic_of
 from scripts.kernel_tools.sass.tools import listing, resources
 
-# Of a multiprocessor: bytes of shared memory, warps, programs.
-LIMITS = {
-    "sm_89": (100 << 10, 48, 24),
-    "sm_90": (228 << 10, 64, 32),
-    "sm_100": (228 << 10, 64, 32),
-}
-REGISTERS = 65536
+# Of a multiprocessor of sm_90 or sm_100.
+REGISTERS, SHARED, WARPS, PROGRAMS = 65536, 228 << 10, 64, 32
 
 
-def resident_programs(arch: str, registers: int, shared: int, warps: int) -> int:
+def resident_programs(registers: int, shared: int, warps: int) -> int:
     """How many programs fit on a multiprocessor.
 
     Args:
-        arch: such as ``"sm_90"``.
         registers: of a thread.
         shared: bytes of a program.
         warps: of a program.
     """
-    most_shared, most_warps, most_programs = LIMITS[arch]
     of_warp = -(-32 * registers // 256) * 256
     of_program = -(-(shared + 1024) // 128) * 128
     # Registers belong to the four schedulers, among which the warps of a program are divided.
     by_registers = 4 * (REGISTERS // 4 // of_warp) // warps
-    return max(1, min(most_programs, most_warps // warps, by_registers, most_shared // of_program))
+    return max(1, min(PROGRAMS, WARPS // warps, by_registers, SHARED // of_program))
 
 
 def predict_launch(variant: Variant, device: str) -> Prediction:
@@ -50,7 +43,7 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
     compiled = compile_for(variant, figures.arch)
     registers, code = _machine_code(compiled.asm["cubin"])
     warps = compiled.metadata.num_warps
-    resident = resident_programs(figures.arch, registers, compiled.metadata.shared, warps)
+    resident = resident_programs(registers, compiled.metadata.shared, warps)
     programs = variant.programs[0] * variant.programs[1]
     flops, group = _products(variant)
     at = variant.programs[0] // 2 | 1 if variant.programs[0] > 1 else 0
@@ -60,9 +53,9 @@ def predict_launch(variant: Variant, device: str) -> Prediction:
     )  # fmt: skip
     work = work_of(code, program.loops)
     on_gpu = resident * figures.multiprocessors
-    traffic = traffic_of(program, variant.arguments, programs, on_gpu, figures.l2, group)
+    launch = Launch(program, variant.arguments, programs, on_gpu, figures.l2, group)
     stages = variant.options.get("num_stages", 1)
-    return predict(figures, work, traffic, programs, resident, warps, flops, stages)
+    return predict(figures, work, traffic_of(launch), programs, resident, warps, flops, stages)
 
 
 @cache  # the same for many sizes

@@ -9,6 +9,7 @@ loop runs. What depends on data is unknown (None); `program_of` says what is ass
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -117,14 +118,11 @@ class _Follower:
 
     def region(self, i: int, loops: tuple[Loop, ...], runs: bool = True) -> int:
         """Follow the lines from i to the end of the region; return the line behind it."""
+        regions = {"for": self._for, "if": self._if, "while": self._while}
         while not self.lines[i].startswith("}"):
             line = self.lines[i]
-            if re.search(r"(=|^)\s*scf\.for ", line):
-                i = self._for(i, loops, runs)
-            elif re.search(r"(=|^)\s*scf\.if ", line):
-                i = self._if(i, loops, runs)
-            elif re.search(r"(=|^)\s*scf\.while ", line):
-                i = self._while(i, loops, runs)
+            if found := re.search(r"(?:=|^)\s*scf\.(for|if|while) ", line):
+                i = regions[found[1]](i, loops, runs)
             elif line.endswith("{"):  # such as the function that a reduction combines by
                 i = self._skip(i)
             else:
@@ -198,25 +196,19 @@ class _Follower:
         name, _, rest = body.strip().partition(" ")
         operands = [self.values.get(v) for v in re.findall(r"%[\w#]+", rest)]
         if name in ("tt.load", "tt.store", "tt.atomic_rmw"):
-            self._access(name, line, rest, operands, loops)
-            return
-        if result:
+            self._access(name, rest, operands[0], loops)
+        elif result:
             self.values[result] = self._value(name, rest, operands)
 
-    def _access(
-        self, name: str, line: str, rest: str, operands: list[Any], loops: tuple[Loop, ...]
-    ) -> None:
-        pointer = operands[0]
-        if not isinstance(pointer, Pointer):
-            raise ValueError(f"an access to no argument of the kernel: {line}")
+    def _access(self, name: str, rest: str, pointer: Any, loops: tuple[Loop, ...]) -> None:
         types = rest.rpartition(" : ")[2]
         found = re.search(r"(?:tensor<((?:\d+x)*))?!tt\.ptr<(\w+)", types)
-        if found is None:
-            raise ValueError(f"an access of no known type: {line}")
+        if found is None or not isinstance(pointer, Pointer):
+            raise ValueError(f"an access to no argument of the kernel: {name} {rest}")
         elements = math.prod(int(n) for n in (found[1] or "").split("x") if n)
-        itemsize = _BYTES.get(found[2], 1)  # float8
+        itemsize, writes = _BYTES.get(found[2], 1), "load" not in name  # 1: float8
         self.accesses.append(
-            Access(pointer.argument, elements, itemsize, "load" not in name, loops, pointer.offset)
+            Access(pointer.argument, elements, itemsize, writes, loops, pointer.offset)
         )
 
     def _value(self, name: str, rest: str, operands: list[Any]) -> Any:
@@ -235,12 +227,10 @@ def _constant(follower: _Follower, rest: str, operands: list[Any]) -> Number:
     return None if found is None else _literal(found[1])
 
 
-def _program_id(follower: _Follower, rest: str, operands: list[Any]) -> Number:
-    return follower.at if rest.startswith("x") else 0
-
-
-def _programs(follower: _Follower, rest: str, operands: list[Any]) -> Number:
-    return follower.programs[0] if rest.startswith("x") else follower.programs[1]
+def _literal(text: str) -> float | int:
+    if text in ("true", "false"):
+        return int(text == "true")
+    return int(text) if text.lstrip("-").isdecimal() else float(text)
 
 
 def _range(follower: _Follower, rest: str, operands: list[Any]) -> Number:
@@ -255,7 +245,9 @@ def _moved(follower: _Follower, rest: str, operands: list[Any]) -> Any:
 
 
 def _comparison(follower: _Follower, rest: str, operands: list[Any]) -> bool | None:
-    return _compared(rest.split(maxsplit=1)[0].strip(","), *operands)
+    how = rest.split(maxsplit=1)[0].strip(",")
+    compare = getattr(operator, how if how in ("eq", "ne") else how[1:])  # slt, ult -> lt
+    return None if None in operands else compare(*operands)
 
 
 def _selected(follower: _Follower, rest: str, operands: list[Any]) -> Any:
@@ -264,43 +256,24 @@ def _selected(follower: _Follower, rest: str, operands: list[Any]) -> Any:
 
 
 _NAMED: dict[str, Callable[[_Follower, str, list[Any]], Any]] = {
-    "arith.constant": _constant, "tt.get_program_id": _program_id, "tt.make_range": _range,
-    "tt.get_num_programs": _programs, "tt.addptr": _moved, "arith.cmpi": _comparison,
-    "arith.select": _selected,
+    "arith.constant": _constant, "tt.make_range": _range, "tt.addptr": _moved,
+    "arith.cmpi": _comparison, "arith.select": _selected,
+    "tt.get_program_id": lambda f, rest, _: f.at if rest.startswith("x") else 0,
+    "tt.get_num_programs": lambda f, rest, _: f.programs[not rest.startswith("x")],
 }  # fmt: skip
-
-
-def _literal(text: str) -> float | int:
-    if text in ("true", "false"):
-        return int(text == "true")
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
-
-
-def _compared(how: str, a: Number, b: Number) -> bool | None:
-    if a is None or b is None:
-        return None
-    return {
-        "eq": a == b, "ne": a != b, "slt": a < b, "sle": a <= b, "sgt": a > b, "sge": a >= b,
-        "ult": a < b, "ule": a <= b, "ugt": a > b, "uge": a >= b,
-    }[how]  # fmt: skip
-
-
 _SAME = {
     "tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "tt.trans", "arith.extsi",
     "arith.extui", "arith.trunci", "arith.index_cast", "arith.sitofp", "tt.bitcast",
 }  # fmt: skip
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "arith.addi": lambda a, b: a + b,
-    "arith.subi": lambda a, b: a - b,
-    "arith.muli": lambda a, b: a * b,
-    "arith.divsi": lambda a, b: int(a / b) if b else None,
-    "arith.divui": lambda a, b: int(a / b) if b else None,
+    "arith.addi": operator.add,
+    "arith.subi": operator.sub,
+    "arith.muli": operator.mul,
+    **dict.fromkeys(("arith.divsi", "arith.divui"), lambda a, b: int(a / b) if b else None),
     "arith.ceildivsi": lambda a, b: -(-a // b) if b else None,
-    "arith.remsi": lambda a, b: int(math.fmod(a, b)) if b else None,
-    "arith.remui": lambda a, b: int(math.fmod(a, b)) if b else None,
+    **dict.fromkeys(
+        ("arith.remsi", "arith.remui"), lambda a, b: int(math.fmod(a, b)) if b else None
+    ),
     "arith.minsi": min,
     "arith.maxsi": max,
     "arith.andi": lambda a, b: int(a) & int(b),

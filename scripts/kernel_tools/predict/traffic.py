@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from scripts.kernel_tools.predict.requests import Access, Loop, Program
@@ -30,7 +31,6 @@ class Traffic:
         dram: of device memory.
         l2: of L2.
         active: the fraction of programs that have work.
-        hit: of re-reads, the fraction that L2 serves; 1 where there are none.
         from_dram: loops -> the fraction of bytes read in them that come from device memory.
     """
 
@@ -38,24 +38,12 @@ class Traffic:
     dram: float = 0
     l2: float = 0
     active: float = 1
-    hit: float = 1
     from_dram: dict[tuple[Loop, ...], float] = field(default_factory=dict)
 
 
-def bytes_of(argument: Any) -> float:
-    """Of a tensor."""
-    return float(argument.numel() * argument.element_size())
-
-
-def traffic_of(
-    program: Program,
-    arguments: Mapping[str, Any],
-    programs: int,
-    resident: int,
-    l2: float,
-    group: int,
-) -> Traffic:
-    """The traffic of a launch.
+@dataclass(frozen=True)
+class Launch:
+    """What a launch's traffic depends on.
 
     Args:
         program: one program's accesses.
@@ -65,57 +53,67 @@ def traffic_of(
         l2: bytes of L2.
         group: of a GEMM, the tiles along M that are neighbours in the order of programs; or 0.
     """
-    traffic = Traffic()
+
+    program: Program
+    arguments: Mapping[str, Any]
+    programs: int
+    resident: int
+    l2: float
+    group: int = 0
+
+    def size(self, name: str) -> float:
+        """Bytes of an argument."""
+        return float(self.arguments[name].numel() * self.arguments[name].element_size())
+
+
+def traffic_of(launch: Launch) -> Traffic:
+    """The traffic of a launch."""
+    traffic, programs = Traffic(), launch.programs
     read: dict[tuple[Loop, ...], float] = defaultdict(float)
     new: dict[tuple[Loop, ...], float] = defaultdict(float)
     largest = 0.0
-    for name in dict.fromkeys(a.argument for a in program.accesses):
-        size = bytes_of(arguments[name])
-        for writes in (False, True):
-            sites = [a for a in program.accesses if a.argument == name and a.writes == writes]
-            asked = sum(a.bytes for a in sites) * programs
-            if not sites or size == 0:
-                continue
-            traffic.l2 += asked
-            traffic.needed += min(asked, size)
-            if writes:
-                traffic.dram += min(asked, size)
-                continue
-            moved = _read(sites, size, programs, resident, l2, traffic)
-            for site, dram in zip(sites, moved, strict=True):
-                read[site.loops] += site.bytes * programs
-                new[site.loops] += dram
-            traffic.dram += sum(moved)
-            if size > largest and sites and sites[0].bytes * programs <= _EDGE * size:
-                largest = size
-                traffic.active = min(1.0, size / max(size, sites[0].bytes * programs))
+    for name, writes in dict.fromkeys((a.argument, a.writes) for a in launch.program.accesses):
+        accesses = launch.program.accesses
+        sites = [a for a in accesses if (a.argument, a.writes) == (name, writes)]
+        size, asked = launch.size(name), sum(a.bytes for a in sites) * programs
+        if size == 0:
+            continue
+        traffic.l2 += asked
+        traffic.needed += min(asked, size)
+        if writes:
+            traffic.dram += min(asked, size)
+            continue
+        moved = _read(sites, size, launch)
+        for site, dram in zip(sites, moved, strict=True):
+            read[site.loops] += site.bytes * programs
+            new[site.loops] += dram
+        traffic.dram += sum(moved)
+        of_first = sites[0].bytes * programs
+        if size > largest and of_first <= _EDGE * size:
+            largest = size
+            traffic.active = min(1.0, size / max(size, of_first))
     traffic.from_dram = {loops: new[loops] / read[loops] for loops in read}
-    if group:
-        traffic.dram += _shared_operands(program, arguments, programs, resident, l2, group)
+    if launch.group:
+        traffic.dram += _shared_operands(launch)
     return traffic
 
 
-def _read(
-    sites: Sequence[Access], size: float, programs: int, resident: int, l2: float, traffic: Traffic
-) -> list[float]:
+def _read(sites: Sequence[Access], size: float, launch: Launch) -> list[float]:
     """Bytes of device memory that each load of an argument moves."""
     moved, covered = [], 0.0
     for site in sites:
-        share = site.bytes * programs / size
+        share = site.bytes * launch.programs / size
         if share > _EDGE:  # several programs read the same
-            first = max(0.0, 1 - covered)
-            moved.append(first * size)
+            moved.append(max(0.0, 1 - covered) * size)
             covered = 1
             continue
         share = min(share, 1.0)
-        first = min(share, max(0.0, 1 - covered))
+        dram = first = min(share, max(0.0, 1 - covered))
         again = share - first
-        dram = first
         if again > 0.01:
             common = _common(sites[0].loops, site.loops)
             between = sites[0].bytes / math.prod(loop.trips for loop in common)
-            hit = min(1.0, l2 / (min(resident, programs) * between))
-            traffic.hit = min(traffic.hit, hit)
+            hit = min(1.0, launch.l2 / (min(launch.resident, launch.programs) * between))
             dram += again * (1 - hit)
         covered += first
         moved.append(dram * size)
@@ -123,34 +121,24 @@ def _read(
 
 
 def _common(a: tuple[Loop, ...], b: tuple[Loop, ...]) -> tuple[Loop, ...]:
-    n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
-        n += 1
-    return a[:n]
+    return tuple(x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-def _shared_operands(
-    program: Program,
-    arguments: Mapping[str, Any],
-    programs: int,
-    resident: int,
-    l2: float,
-    group: int,
-) -> float:
+def _shared_operands(launch: Launch) -> float:
     """What a GEMM reads of its operands beyond once, in bytes.
 
     The resident programs form ``group`` rows of tiles by as many columns as they fill. They read
     each row and column once; with every such wave L2 starts anew.
     """
-    reads = [a for a in program.accesses if not a.writes and a.loops and a.elements > 1]
     by_argument: dict[str, float] = defaultdict(float)
-    for access in reads:
-        by_argument[access.argument] += access.bytes
+    for access in launch.program.accesses:
+        if not access.writes and access.loops and access.elements > 1:
+            by_argument[access.argument] += access.bytes
     operands = sorted(by_argument.items(), key=lambda item: -item[1])[:2]
-    sizes = [bytes_of(arguments[name]) for name, _ in operands]
-    if len(operands) < 2 or sum(sizes) <= l2:
+    size = sum(launch.size(name) for name, _ in operands)
+    if len(operands) < 2 or size <= launch.l2:
         return 0.0
-    rows = min(group, resident)
+    rows = min(launch.group, launch.resident)
     (_, a), (_, b) = operands
-    of_wave = rows * a + resident / rows * b
-    return max(0.0, of_wave * programs / resident - sum(sizes))
+    of_wave = rows * a + launch.resident / rows * b
+    return max(0.0, of_wave * launch.programs / launch.resident - size)

@@ -6,6 +6,8 @@ all of them: races with the other threads can go unseen.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -23,16 +25,11 @@ def by_warp(values: Lanes) -> Lanes:
     return values.reshape(-1, WARP)
 
 
-def current(machine: Machine) -> Lanes:
-    """The lanes that execute the instruction, as a mask."""
-    return np.ones(machine.count, bool) if machine.mask is None else machine.mask
-
-
 def members(machine: Machine, ins: Instruction, operand: Operand) -> Lanes:
     """The mask of the lanes that a ``.sync`` instruction names; each must execute it."""
     bit = (machine.all_lanes % WARP).astype(np.uint32)
     named_by = machine.read(operand, "b32")
-    live = current(machine)
+    live = machine.live
     # Each lane names others; those of the warp's first live lane count.
     first = by_warp(live).argmax(1)
     mask = np.repeat(by_warp(named_by)[np.arange(len(first)), first], WARP)
@@ -41,7 +38,7 @@ def members(machine: Machine, ins: Instruction, operand: Operand) -> Lanes:
     if missing.any():
         lane = int(np.flatnonzero(missing)[0])
         detail = f"thread {lane % machine.threads} is named by the mask, but does not execute it"
-        machine.report.find("barrier", ins, detail, int(missing.sum()))
+        machine.find("barrier", detail, int(missing.sum()))
     return named & live
 
 
@@ -66,10 +63,10 @@ def _shuffle(machine: Machine, ins: Instruction) -> None:
         source = {"down": lane + index, "bfly": lane ^ index, "idx": low | index & ~segment}[mode]
         inside = source <= high
     source = np.where(inside, source, lane) & 31
-    unnamed = ~np.take_along_axis(by_warp(named), source, 1) & by_warp(current(machine))
+    unnamed = ~np.take_along_axis(by_warp(named), source, 1) & by_warp(machine.live)
     if unnamed.any():
         detail = "a thread takes the value of one that does not execute the shuffle"
-        machine.report.find("barrier", ins, detail, int(unnamed.sum()))
+        machine.find("barrier", detail, int(unnamed.sum()))
     machine.write(result, np.take_along_axis(values, source, 1).reshape(-1))
     if missing is not None:
         machine.forget(result, np.take_along_axis(by_warp(missing), source, 1).reshape(-1))
@@ -88,50 +85,37 @@ _REDUCE: dict[str, tuple[Any, int]] = {
 @instruction("redux")
 def _reduce(machine: Machine, ins: Instruction) -> None:
     result, source, mask = ins.operands
-    operation = ins.modifiers[1]
-    named = by_warp(members(machine, ins, mask))
-    values = by_warp(machine.read(source, ins.type))
-    if operation in ("max", "min"):
-        if ins.type == "f32":
-            if "abs" in ins.modifiers:
-                values = np.abs(values)
-            neutral: Any = -np.inf if operation == "max" else np.inf
-            if "NaN" not in ins.modifiers:
-                neutral = np.nan
-            total = np.where(named[:, 0], values[:, 0], np.float32(neutral))
-            for i in range(1, WARP):
-                other = np.where(named[:, i], values[:, i], np.float32(neutral))
-                total = maximum_minimum(ins, operation, total, other)
-        else:
-            limits = np.iinfo(TYPES[ins.type])
-            neutral = limits.min if operation == "max" else limits.max
-            chosen = np.where(named, values, TYPES[ins.type].type(neutral))
-            total = chosen.max(1) if operation == "max" else chosen.min(1)
+    operation, type_ = ins.modifiers[1], TYPES[ins.type]
+    named, values = by_warp(members(machine, ins, mask)), by_warp(machine.read(source, ins.type))
+    if ins.type == "f32":
+        values = np.abs(values) if "abs" in ins.modifiers else values
+        worst = -np.inf if operation == "max" else np.inf
+        neutral = type_.type(worst if "NaN" in ins.modifiers else np.nan)
+        columns = np.where(named, values, neutral).T
+        total = reduce(partial(maximum_minimum, ins, operation), columns)
     else:
-        function, number = _REDUCE[operation]
-        neutral = np.array(number).astype(values.dtype)
-        total = function.reduce(np.where(named, values, neutral), 1, dtype=values.dtype)
+        limits = np.iinfo(type_)
+        extrema = {"max": (np.maximum, limits.min), "min": (np.minimum, limits.max)}
+        function, number = (_REDUCE | extrema)[operation]
+        neutral = np.array(number).astype(type_)
+        total = function.reduce(np.where(named, values, neutral), 1, dtype=type_)
     machine.write(result, np.repeat(total, WARP))
+
+
+_VOTES: dict[str, Callable[[Any, Any], Any]] = {
+    "ballot": lambda yes, no: np.packbits(yes, 1, "little").view("<u4")[:, 0],
+    "all": lambda yes, no: ~no.any(1),
+    "any": lambda yes, no: yes.any(1),
+    "uni": lambda yes, no: ~(yes.any(1) & no.any(1)),
+}
 
 
 @instruction("vote")
 def _vote(machine: Machine, ins: Instruction) -> None:
     result, predicate, mask = ins.operands
-    named = members(machine, ins, mask)
-    values = machine.read(predicate, "pred")
-    yes, no = by_warp(values & named), by_warp(~values & named)
-    match ins.modifiers[1]:
-        case "ballot":
-            bits = (yes.astype(np.uint32) << np.arange(WARP, dtype=np.uint32)).sum(1)
-            machine.write(result, np.repeat(bits.astype(np.uint32), WARP))
-        case "all":
-            machine.write(result, np.repeat(~no.any(1), WARP))
-        case "any":
-            machine.write(result, np.repeat(yes.any(1), WARP))
-        case "uni":
-            machine.write(result, np.repeat(~(yes.any(1) & no.any(1)), WARP))
-        case other:
-            raise PtxError(f"{ins}: vote.{other} is not supported")
+    named, values = members(machine, ins, mask), machine.read(predicate, "pred")
+    vote = _VOTES[ins.modifiers[1]](by_warp(values & named), by_warp(~values & named))
+    machine.write(result, np.repeat(vote, WARP))
 
 
 @instruction("elect")
@@ -145,23 +129,14 @@ def _elect(machine: Machine, ins: Instruction) -> None:
         machine.write(ins.second, (is_leader & named).reshape(-1))
 
 
-@instruction("activemask")
-def _active(machine: Machine, ins: Instruction) -> None:
-    live = by_warp(current(machine)).astype(np.uint32)
-    bits = (live << np.arange(WARP, dtype=np.uint32)).sum(1).astype(np.uint32)
-    machine.write(ins.operands[0], np.repeat(bits, WARP))
-
-
 @instruction("bar", "barrier")
 def _barrier(machine: Machine, ins: Instruction) -> None:
     if "warp" in ins.modifiers:
         members(machine, ins, ins.operands[0])
-        machine.shared.warp_time[by_warp(current(machine)).any(1)] += 1
+        machine.shared.warp_time[by_warp(machine.live).any(1)] += 1
         return
     if "sync" not in ins.modifiers:
         raise PtxError(f"{ins}: only bar.sync and bar.warp.sync are supported")
-    number = int(machine.read(ins.operands[0], "u32")[machine.lanes[0]])
-    expected = machine.threads
-    if len(ins.operands) > 1:
-        expected = int(machine.read(ins.operands[1], "u32")[machine.lanes[0]])
-    machine.arrive(number, expected)
+    first = machine.lanes[0]
+    number, *expected = (int(machine.read(o, "u32")[first]) for o in ins.operands)
+    machine.arrive(number, expected[0] if expected else machine.threads)

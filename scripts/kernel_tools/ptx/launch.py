@@ -101,28 +101,19 @@ class _Launcher:
         self.types = tuple(source.signature.values())
         self.metadata = metadata
         self.program = _program(metadata.hash, source.name[:150])
+        is_plain = [isinstance(t, str) and not t.startswith("tensordesc") for t in self.types]
         for feature, is_used in (
             ("clusters of programs are", metadata.num_ctas != 1),
             ("cooperative launches are", metadata.launch_cooperative_grid),
-            ("arguments that are tuples or tensor descriptors are", not _are_plain(self.types)),
+            ("arguments that are tuples or tensor descriptors are", not all(is_plain)),
         ):
             if is_used:
                 raise PtxError(f"{metadata.name}: {feature} not supported")
 
-    def __call__(
-        self,
-        x: int,
-        y: int,
-        z: int,
-        stream: int,
-        function: None,
-        packed: Any,
-        launch_metadata: Any,
-        enter: Any,
-        exit_: Any,
-        *arguments: Any,
-    ) -> None:
+    def __call__(self, x: int, y: int, z: int, *arguments: Any) -> None:
         """What Triton calls, with all arguments of the kernel, constants too."""
+        # Before them: stream, function, packed metadata, launch metadata, and two hooks.
+        arguments = arguments[6:]
         pairs = zip(self.types, arguments, strict=True)
         values = [value for type_, value in pairs if type_ != "constexpr"]
         programs = x * y * z
@@ -135,10 +126,6 @@ class _Launcher:
         memory.download()
         report.form = self.metadata.hash
         _runs[-1].append(report)
-
-
-def _are_plain(types: Sequence[Any]) -> bool:
-    return all(isinstance(type_, str) and not type_.startswith("tensordesc") for type_ in types)
 
 
 @cache
@@ -159,8 +146,7 @@ def _place(memory: GlobalMemory, values: Sequence[Any]) -> list[int | float]:
     for value in values:
         if isinstance(value, np.ndarray):
             address = memory.add(value)
-            spans.append((address, address + value.size))
-            passed.append(address)
+            end = address + value.size
         elif isinstance(value, Tensor):
             if value.device.type != "cpu":
                 raise PtxError(f"a tensor is on {value.device}; the interpreter takes CPU tensors")
@@ -171,10 +157,11 @@ def _place(memory: GlobalMemory, values: Sequence[Any]) -> list[int | float]:
             address = starts[start] + value.data_ptr() - start if start else 0
             last = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
             end = address + (last + 1) * value.element_size() if value.numel() else address
-            spans.append((address, end))
-            passed.append(address)
         else:
             passed.append(value)
+            continue
+        spans.append((address, end))
+        passed.append(address)
     memory.upload()
     memory.valid[:] = False
     for address, end in spans:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from scripts.kernel_tools.ptx.memory import GlobalMemory, SharedMemory
+from scripts.kernel_tools.ptx.memory import GlobalMemory, Memory, SharedMemory
 from scripts.kernel_tools.ptx.program import (
     Address,
     Immediate,
@@ -66,6 +66,7 @@ TYPES: dict[str, Any] = {
 }
 GARBAGE = 0xDEADBEEFDEADBEEF  # what a register holds before it is written
 WARP = 32
+JUMPS = ("bra", "ret", "exit")
 
 INSTRUCTIONS: dict[str, Implementation] = {}
 
@@ -125,19 +126,15 @@ class Machine:
             "%laneid": self.all_lanes % threads % WARP,
             "%warpid": self.all_lanes % threads // WARP,
             "%ntid.x": threads,
-            "%tid.y": 0,
-            "%tid.z": 0,
-            "%ntid.y": 1,
-            "%ntid.z": 1,
-            "%cluster_ctarank": 0,
-            "%cluster_nctarank": 1,
+            **dict.fromkeys(("%tid.y", "%tid.z", "%cluster_ctarank"), 0),
+            **dict.fromkeys(("%ntid.y", "%ntid.z", "%cluster_nctarank"), 1),
             **{f"%nctaid.{axis}": n for axis, n in zip("xyz", grid, strict=True)},
         }
         self._special = {
             name: np.broadcast_to(np.asarray(v, np.uint32), (self.count,))
             for name, v in of_lane.items()
         }
-        self._waiting = np.zeros(self.count, bool)
+        self.waiting = np.zeros(self.count, bool)  # lanes that may not run
         self._arrived: dict[int, Lanes] = {}  # barrier -> the lanes that wait at it
         self._states: dict[type, Any] = {}
 
@@ -153,6 +150,32 @@ class Machine:
     def lanes(self) -> Lanes:
         """The numbers of the lanes that execute the current instruction."""
         return self.all_lanes if self.mask is None else np.flatnonzero(self.mask)
+
+    @property
+    def live(self) -> Lanes:
+        """The same lanes as a mask."""
+        return np.ones(self.count, bool) if self.mask is None else self.mask
+
+    def find(self, kind: str, detail: str, count: int = 1, ins: Instruction | None = None) -> None:
+        """Report a fault of the current instruction, or of ``ins``."""
+        self.report.find(kind, ins or self.ins, detail, count)
+
+    def reach(
+        self, memory: Memory, address: Lanes, width: int, lanes: Lanes, is_write: bool
+    ) -> tuple[Lanes, Lanes]:
+        """Access ``width`` bytes; the offset into the memory, and the lane, of what is allowed.
+
+        Args:
+            memory: global or shared memory.
+            address: of ``lanes``.
+            lanes: the numbers of the lanes that access.
+        """
+        allowed, offset = memory.places(self.find, address, width, lanes)
+        by = lanes = lanes[allowed]
+        if memory is self.memory:
+            by = self.number[lanes]
+        memory.note(self.find, offset, width, by, is_write)
+        return offset, lanes
 
     def read(self, operand: Operand, type_: str, used: Lanes | bool = True) -> Lanes:
         """The operand's values as a PTX type: an array (lanes,), not to be changed in place.
@@ -200,12 +223,9 @@ class Machine:
         None if there are none. Where four warps reduce, Triton (3.6) lets four lanes read a number
         each, and all lanes shuffle and sum: what the others find is no fault unless it is used.
         """
-        missing: Lanes | None = None
-        for operand in operands:
-            written = self._written.get(operand.name) if isinstance(operand, Register) else None
-            if written is not None and written.any():
-                missing = ~written if missing is None else missing | ~written
-        return missing
+        found = (self.unwritten(operand) for operand in operands)
+        missing = [lanes for lanes in found if lanes is not None and not lanes.all()]
+        return np.logical_or.reduce(missing) if missing else None
 
     def address(self, operand: Operand) -> Lanes:
         """The int64 address that ``[%rd1 + 16]`` means, in each lane."""
@@ -219,17 +239,10 @@ class Machine:
         return np.full(self.count, self._variables.get(base, 0) + operand.offset, np.int64)
 
     def _register(self, register: Register, used: Lanes | bool = True) -> Lanes:
-        name = register.name
-        written = self._written.get(name)
-        if written is None:
-            if name in self._registers:
-                return self._registers[name]
-            written = np.zeros(self.count, bool)
-            self._start(register)
-        missing = ~written & used if self.mask is None else self.mask & ~written & used
-        if missing.any():
-            self.report.find("uninitialised register", self.ins, name, int(missing.sum()))
-        return self._registers[name]
+        unwritten = self.unwritten(register)
+        if unwritten is not None and (missing := self.live & unwritten & used).any():
+            self.find("uninitialised register", register.name, int(missing.sum()))
+        return self._registers[register.name]
 
     def _start(self, register: Register) -> None:
         """Give a register the value that no instruction should see."""
@@ -239,22 +252,15 @@ class Machine:
         self._registers[register.name] = np.full(self.count, garbage, dtype)
         self._written[register.name] = np.zeros(self.count, bool)
 
-    def forget(self, register: Operand, lanes: Lanes | None = None) -> None:
-        """Let the lanes that execute the instruction find no value in a register.
-
-        ``lanes``: a mask of those that are meant; None for all.
-        """
+    def forget(self, register: Operand, lanes: Lanes | bool = True) -> None:
+        """Let the lanes that execute the instruction, of ``lanes``, find no value in a register."""
         assert isinstance(register, Register), register
-        if lanes is None:
-            lanes = np.ones(self.count, bool)
-        mask = lanes if self.mask is None else lanes & self.mask
-        old = self._registers.get(register.name)
-        written = self._written.get(register.name)
+        name, mask = register.name, self.live & lanes
+        old, written = self._registers.get(name), self._written.get(name, True)
         self._start(register)
         if old is not None and not mask.all():
-            garbage = self._registers[register.name]
-            self._registers[register.name] = np.where(mask, garbage, old)
-            self._written[register.name] = ~mask if written is None else written & ~mask
+            self._registers[name] = np.where(mask, self._registers[name], old)
+            self._written[name] = written & ~mask
 
     def write(self, operand: Operand, values: Lanes) -> None:
         """Give a register ``values`` (lanes,), in the lanes that execute the instruction.
@@ -295,13 +301,11 @@ class Machine:
 
         A warp that executes an instruction for whole warps in part is a fault of the kernel.
         """
-        if self.mask is None:
-            return np.ones(self.count // WARP, bool)
-        by_warp = self.mask.reshape(-1, WARP)
+        by_warp = self.live.reshape(-1, WARP)
         partial = by_warp.any(1) & ~by_warp.all(1)
         if partial.any():
             detail = f"{int(by_warp[partial][0].sum())} of 32 threads of a warp execute it"
-            self.report.find("barrier", self.ins, detail, int(partial.sum()))
+            self.find("barrier", detail, int(partial.sum()))
         return np.asarray(by_warp.all(1))
 
     # --- the order in which lanes run
@@ -309,40 +313,28 @@ class Machine:
     def run(self) -> None:
         """Run every lane to its end."""
         blocks, end = self.program.blocks, len(self.program.blocks)
-        # Each lane's block, while they differ.
-        at: Lanes | None = None if self.random is None else np.zeros(self.count, np.int64)
-        block = 0
+        at = np.zeros(self.count, np.int64)  # each lane's block
         while True:
-            live: Lanes | None = None
-            if at is not None:
-                running = (at < end) & ~self._waiting
-                if not running.any():
-                    if not self._waiting.any():
-                        return
-                    self._deadlock()
-                    continue
-                running = self._chosen(running)
-                block = int(at[running].min())
-                live = running & (at == block)
-                if live.all() and self.random is None:
-                    at = live = None
-            if block >= end:
-                return
-            last = self._run_block(blocks[block], live)
-            target, taken = self._successor(block, last, live)
-            if target is None or taken is None:
-                to: Any = block + 1 if target is None else target
-                if at is None:
-                    block = to
-                else:
-                    at[live] = to
-            else:
-                self.report.divergences += 1
-                if at is None:
-                    at, live = np.zeros(self.count, np.int64), np.ones(self.count, bool)
-                at[live & taken], at[live & ~taken] = target, block + 1
-            if at is None and self._waiting.any():
-                at = np.full(self.count, block)
+            running = (at < end) & ~self.waiting
+            if not running.any():
+                if not self.waiting.any():
+                    return
+                self._deadlock()
+                continue
+            running = self._chosen(running)
+            block = int(at[running].min())
+            live = running & (at == block)
+            last = self._run_block(blocks[block], None if live.all() else live)
+            at[live] = block + 1
+            if last is not None and last.name in JUMPS:
+                taken = live if last.guard is None else live & self.read(last.guard, "pred")
+                at[taken] = end if last.name != "bra" else self._target(last)
+                self.report.divergences += bool(taken.any() and (live & ~taken).any())
+
+    def _target(self, branch: Instruction) -> int:
+        label = branch.operands[0]
+        assert isinstance(label, Symbol)
+        return self.program.labels[label.name]
 
     def _chosen(self, running: Lanes) -> Lanes:
         """Of the lanes that can run, those that may: with a seed, of a random half of the warps."""
@@ -359,7 +351,7 @@ class Machine:
             ins = self.ins = self.program.instructions[i]
             self.report.instructions[ins.opcode] += warps
             self.mask = live
-            if ins.name in ("bra", "ret", "exit"):
+            if ins.name in JUMPS:
                 continue
             if ins.guard is not None:
                 guard = self.read(ins.guard, "pred")
@@ -377,44 +369,15 @@ class Machine:
         self.mask = live
         return ins
 
-    def _successor(
-        self, block: int, last: Instruction | None, live: Lanes | None
-    ) -> tuple[int | None, Lanes | None]:
-        """The block that ``last`` jumps to, or None; the lanes that jump, or None for all."""
-        if last is None or last.name not in ("bra", "ret", "exit"):
-            return None, None
-        target = len(self.program.blocks)
-        if last.name == "bra":
-            label = last.operands[0]
-            assert isinstance(label, Symbol)
-            target = self.program.labels[label.name]
-        if last.guard is None:
-            return target, None
-        taken = self.read(last.guard, "pred")
-        chosen = taken if live is None else taken[live]
-        if chosen.all():
-            return target, None
-        return (target, taken) if chosen.any() else (None, None)
-
-    def wait(self, arrived: Lanes) -> None:
-        """Let the lanes of the mask ``arrived`` wait until `release`."""
-        self._waiting |= arrived
-
-    def release(self, lanes: Lanes) -> None:
-        """Let the lanes of a mask run on."""
-        self._waiting &= ~lanes
-
     def arrive(self, barrier: int, expected: int) -> None:
         """Let the current lanes wait at a barrier for ``expected`` threads of their program."""
         arrived = self._arrived.get(barrier)
-        live = np.ones(self.count, bool) if self.mask is None else self.mask
-        arrived = live if arrived is None else arrived | live
+        arrived = self.live if arrived is None else arrived | self.live
         complete = arrived.reshape(self.programs, -1).sum(1) >= expected
         self.shared.program_time += complete
         self.barrier = self.ins
-        self.wait(live)
         leaving = np.repeat(complete, self.threads) & arrived
-        self.release(leaving)
+        self.waiting = (self.waiting | self.live) & ~leaving
         self._arrived[barrier] = arrived & ~leaving
 
     def _deadlock(self) -> None:
@@ -426,8 +389,8 @@ class Machine:
             counts = arrived.reshape(self.programs, -1).sum(1)
             first = int(np.flatnonzero(counts)[0])
             detail = f"{counts[first]} of {self.threads} threads of a program reach it"
-            self.report.find("barrier", self.barrier, detail, int((counts > 0).sum()))
-            self.release(arrived)
+            self.find("barrier", detail, int((counts > 0).sum()), self.barrier)
+            self.waiting &= ~arrived
         self._arrived.clear()
 
 
@@ -482,14 +445,9 @@ def execute(
     number = program.threads if threads is None else threads
     if number is None or number % WARP:
         raise PtxError(f"{program.name}: {number} threads are not whole warps; pass threads=")
-    values = {
-        p.name: _bits_of_argument(v, p.type)
-        for p, v in zip(
-            program.parameters,
-            (*arguments, *[0] * (len(program.parameters) - len(arguments))),
-            strict=True,
-        )
-    }
+    padded = (*arguments, *[0] * (len(program.parameters) - len(arguments)))
+    pairs = zip(program.parameters, padded, strict=True)
+    values = {p.name: _bits_of_argument(value, p.type) for p, value in pairs}
     report = Report(program.name, x * y * z, number)
     size = shared_bytes + sum(-(-n // 128) * 128 for n in program.shared.values())
     random = None if seed is None else np.random.default_rng(seed)

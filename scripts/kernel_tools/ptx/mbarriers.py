@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scripts.kernel_tools.ptx.machine import Lanes, Machine, instruction
-from scripts.kernel_tools.ptx.program import Instruction, PtxError
+from scripts.kernel_tools.ptx.machine import Machine, instruction
+from scripts.kernel_tools.ptx.program import Instruction, Operand, PtxError
 
 
 @dataclass
@@ -35,6 +35,12 @@ class Barriers:
         # Called with a program, an address and a phase when a thread has seen that phase's end.
         self.when_seen: list[Callable[[int, int, int], None]] = []
 
+    def places(self, operand: Operand) -> list[tuple[int, int]]:
+        """The program and the address of each of the current lanes."""
+        machine = self.machine
+        address = machine.address(operand)
+        return [(int(lane) // machine.threads, int(address[lane])) for lane in machine.lanes]
+
     def at(self, program: int, address: int) -> _Barrier:
         """A barrier that was initialised."""
         if (program, address) not in self.known:
@@ -49,57 +55,44 @@ class Barriers:
         barrier.arrived += 1
         if barrier.arrived == barrier.expected:
             barrier.arrived, barrier.phase = 0, phase + 1
-            of_program = np.arange(self.machine.count) // self.machine.threads == program
-            self.machine.release(self.asleep & of_program)
+            of_program = self.machine.all_lanes // self.machine.threads == program
+            self.machine.waiting &= ~(self.asleep & of_program)
             self.asleep &= ~of_program
         return phase
 
 
 @instruction("mbarrier")
 def _mbarrier(machine: Machine, ins: Instruction) -> None:
-    barriers = machine.state(Barriers)
-    lanes = machine.lanes
-    kind = ins.modifiers[0]
+    barriers, kind, first = machine.state(Barriers), ins.modifiers[0], ins.operands[0]
     if kind == "try_wait" and "parity" in ins.modifiers:
-        _try_wait(machine, ins, barriers, lanes)
-        return
-    where = ins.operands[1] if kind == "arrive" else ins.operands[0]
-    places = _places(machine, machine.address(where), lanes)
-    if kind == "init":
-        count = machine.read(ins.operands[1], "u32")
-        for lane, place in zip(lanes, places, strict=True):
-            barriers.known[place] = _Barrier(int(count[lane]))
+        _try_wait(machine, ins, barriers)
+    elif kind == "init":
+        counts = machine.read(ins.operands[1], "u32")[machine.lanes]
+        for place, count in zip(barriers.places(first), counts, strict=True):
+            barriers.known[place] = _Barrier(int(count))
     elif kind == "inval":
-        for place in places:
+        for place in barriers.places(first):
             barriers.at(*place)
             del barriers.known[place]
     elif kind == "arrive" and "expect_tx" not in ins.modifiers and len(ins.operands) == 2:
-        for place in places:
+        for place in barriers.places(ins.operands[1]):
             barriers.arrive(*place)
     else:
         raise PtxError(f"{ins}: this form of mbarrier is not supported")
 
 
-def _places(machine: Machine, address: Lanes, lanes: Lanes) -> list[tuple[int, int]]:
-    return [(int(lane) // machine.threads, int(address[lane])) for lane in lanes]
-
-
-def _try_wait(machine: Machine, ins: Instruction, barriers: Barriers, lanes: Lanes) -> None:
+def _try_wait(machine: Machine, ins: Instruction, barriers: Barriers) -> None:
     """``try_wait.parity done, [barrier], parity``: has the phase of that parity ended?"""
     result, where, parity = ins.operands[:3]
-    odd = machine.read(parity, "u32")
+    odd, lanes, places = machine.read(parity, "u32"), machine.lanes, barriers.places(where)
+    phases = [barriers.at(*place).phase for place in places]
     done = np.zeros(machine.count, bool)
-    seen = set()
-    for lane, place in zip(lanes, _places(machine, machine.address(where), lanes), strict=True):
-        barrier = barriers.at(*place)
-        done[lane] = barrier.phase % 2 != odd[lane] % 2
-        if done[lane]:
-            seen.add((*place, barrier.phase - 1))
-    for end in seen:
+    done[lanes] = np.array(phases) % 2 != odd[lanes] % 2
+    ends = zip(lanes, places, phases, strict=True)
+    for end in {(*place, phase - 1) for lane, place, phase in ends if done[lane]}:
         for function in barriers.when_seen:
             function(*end)
-    sleeps = np.zeros(machine.count, bool)
-    sleeps[lanes] = ~done[lanes]
+    sleeps = machine.live & ~done
     barriers.asleep |= sleeps
-    machine.wait(sleeps)
+    machine.waiting |= sleeps
     machine.write(result, done)

@@ -11,21 +11,36 @@ of their program lies between them, or, for threads of one warp, a ``bar.warp.sy
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from scripts.kernel_tools.ptx.program import Instruction
-from scripts.kernel_tools.ptx.report import Report
-
 Lanes = npt.NDArray[Any]
+Find = Callable[[str, str, int], None]  # reports a kind, a detail, and how often
+Memory: TypeAlias = "GlobalMemory | SharedMemory"
 
 BASE = 0x7F0000000000  # the address of the first byte of global memory
 GUARD = 4096
 
 # Who accessed a byte: a lane, or one of these; _WARP - w: several lanes of warp w.
 _NOBODY, _SEVERAL, _WARP = -1, -2, -3
+
+
+def _allowed(
+    find: Find, address: Lanes, width: int, inside: Lanes,
+    shown: Callable[[int], str], outside: Callable[[int, int], str],
+) -> Lanes:  # fmt: skip
+    """Which accesses are neither misaligned nor out of bounds; the others are reported."""
+    crooked = address % width != 0
+    if crooked.any():
+        detail = f"{width} bytes at {shown(int(address[crooked][0]))}"
+        find("misaligned", detail, int(crooked.sum()))
+    if not inside.all():
+        detail = outside(int(address[~inside][0]), width)
+        find("out of bounds", detail, int((~inside).sum()))
+    return inside & ~crooked
 
 
 class GlobalMemory:
@@ -62,35 +77,24 @@ class GlobalMemory:
         for buffer, offset in self._buffers:
             buffer[...] = self.data[offset : offset + buffer.size]
 
-    def places(
-        self, report: Report, ins: Instruction, address: Lanes, width: int
-    ) -> tuple[Lanes, Lanes]:
+    def places(self, find: Find, address: Lanes, width: int, lanes: Lanes) -> tuple[Lanes, Lanes]:
         """Check accesses of ``width`` bytes.
 
         Returns:
             which of them are allowed, and the offsets of those into `data`.
         """
-        offset = address.astype(np.int64) - BASE
-        allowed = np.ones(offset.shape, bool)
-        crooked = offset % width != 0
-        if crooked.any():
-            at = int(address[crooked][0])
-            detail = f"{width} bytes at address {at:#x}"
-            report.find("misaligned", ins, detail, int(crooked.sum()))
-            allowed &= ~crooked
+        offset = address - BASE
         inside = (offset >= 0) & (offset + width <= self.data.size)
         inner = np.where(inside, offset, 0)
         inside &= self.valid[inner] & self.valid[inner + width - 1]
-        if not inside.all():
-            detail = self._neighbour(int(offset[~inside][0]), width)
-            report.find("out of bounds", ins, detail, int((~inside).sum()))
-            allowed &= inside
-        return allowed, offset if allowed.all() else offset[allowed]
+        allowed = _allowed(find, address, width, inside, "address {:#x}".format, self._neighbour)
+        return allowed, offset[allowed]
 
-    def _neighbour(self, offset: int, width: int) -> str:
+    def _neighbour(self, address: int, width: int) -> str:
         """Where an access lies that is in no buffer."""
         if not self._buffers:
-            return f"{width} bytes at {offset + BASE:#x}; there are no buffers"
+            return f"{width} bytes at {address:#x}; there are no buffers"
+        offset = address - BASE
 
         def distance(place: tuple[npt.NDArray[np.uint8], int]) -> int:
             return max(place[1] - offset, offset - place[1] - place[0].size)
@@ -98,16 +102,17 @@ class GlobalMemory:
         number, (buffer, start) = min(enumerate(self._buffers), key=lambda nb: distance(nb[1]))
         return f"{width} bytes at byte {offset - start} of buffer {number}, of {buffer.size} bytes"
 
-    def note_reads(
-        self, report: Report, ins: Instruction, offset: Lanes, width: int, program: Lanes
-    ) -> None:
-        """Find reads of what another program of this launch wrote."""
+    def note(self, find: Find, offset: Lanes, width: int, by: Lanes, is_write: bool) -> None:
+        """Find reads of what another program of this launch wrote; ``by``: programs."""
+        if is_write:
+            self.writer[offset[:, None] + np.arange(width)] = by.astype(np.int32)[:, None]
+            return
         writer = self.writer[offset]
-        other = (writer != _NOBODY) & (writer != program)
+        other = (writer != _NOBODY) & (writer != by)
         if other.any():
             first = int(np.flatnonzero(other)[0])
-            detail = f"program {program[first]} reads what program {writer[first]} wrote"
-            report.find("program order", ins, detail, int(other.sum()))
+            detail = f"program {by[first]} reads what program {writer[first]} wrote"
+            find("program order", detail, int(other.sum()))
 
 
 class SharedMemory:
@@ -129,42 +134,30 @@ class SharedMemory:
         self.unfenced = np.zeros(count, bool)  # written since its program's fence.proxy.async
         self.warp_time = np.zeros(programs * -(-threads // 32), np.int32)
 
-    def places(
-        self, report: Report, ins: Instruction, address: Lanes, width: int, lanes: Lanes
-    ) -> tuple[Lanes, Lanes]:
-        """Check accesses of ``width`` bytes by ``lanes``.
-
-        Returns:
-            which of them are allowed, and the offsets of those into `data`.
-        """
-        address = address.astype(np.int64)
-        allowed = np.ones(address.shape, bool)
-        crooked = address % width != 0
-        if crooked.any():
-            detail = f"{width} bytes at shared address {int(address[crooked][0])}"
-            report.find("misaligned", ins, detail, int(crooked.sum()))
-            allowed &= ~crooked
+    def places(self, find: Find, address: Lanes, width: int, lanes: Lanes) -> tuple[Lanes, Lanes]:
+        """As `GlobalMemory.places`, of accesses by ``lanes``."""
         inside = (address >= 0) & (address + width <= self.size)
-        if not inside.all():
-            detail = f"shared address {int(address[~inside][0])} of {self.size}"
-            report.find("out of bounds", ins, detail, int((~inside).sum()))
-            allowed &= inside
-        offset = address + lanes // self.threads * self.size
-        return allowed, offset if allowed.all() else offset[allowed]
 
-    def note(
-        self,
-        report: Report,
-        ins: Instruction,
-        offset: Lanes,
-        width: int,
-        lanes: Lanes,
-        is_write: bool,
-    ) -> None:
-        """Find races and uninitialised reads, and remember an access."""
-        at = offset[:, None] + np.arange(width)
-        lane = lanes.astype(np.int32)[:, None]
-        self._find_unfinished(report, ins, at, lanes, is_write)
+        def outside(at: int, _: int) -> str:
+            return f"shared address {at} of {self.size}"
+
+        allowed = _allowed(find, address, width, inside, "shared address {}".format, outside)
+        return allowed, (address + lanes // self.threads * self.size)[allowed]
+
+    def note(self, find: Find, offset: Lanes, width: int, by: Lanes, is_write: bool) -> None:
+        """Find races and uninitialised reads, and remember an access by lanes."""
+        at, lane = offset[:, None] + np.arange(width), by.astype(np.int32)[:, None]
+
+        def access(row: int, column: int) -> str:
+            verb, thread = "writes" if is_write else "reads", by[row] % self.threads
+            return f"thread {thread} {verb} shared address {at[row, column] % self.size}"
+
+        busy = self.arriving[at] | self.departing[at] if is_write else self.arriving[at]
+        if busy.any():
+            row, column = np.argwhere(busy)[0]
+            user = "copy writes" if self.arriving[at[row, column]] else "product reads"
+            detail = f"{access(row, column)} before the wait for what {user} it"
+            find("unfinished", detail, int(busy.any(1).sum()))
         now = self.program_time[lane // self.threads], self.warp_time[lane // 32]
         before = self._concurrent(self._writer, self._write_time, at, lane, now)
         if is_write:
@@ -178,32 +171,15 @@ class SharedMemory:
             if unwritten.any():
                 detail = f"shared address {int(at[unwritten][0]) % self.size}"
                 count = int(unwritten.any(1).sum())
-                report.find("uninitialised shared memory", ins, detail, count)
+                find("uninitialised shared memory", detail, count)
             self._note_readers(at, lane, now)
         raced = (before != _NOBODY) & (before != lane)
         if raced.any():
             row, column = np.argwhere(raced)[0]
             other = before[row, column]
-            detail = (
-                f"thread {lanes[row] % self.threads} {'writes' if is_write else 'reads'} "
-                f"shared address {at[row, column] % self.size}; no barrier lies between this and "
-                f"{f'thread {other % self.threads}' if other >= 0 else 'several threads'}"
-            )
-            report.find("race", ins, detail, int(raced.any(1).sum()))
-
-    def _find_unfinished(
-        self, report: Report, ins: Instruction, at: Lanes, lanes: Lanes, is_write: bool
-    ) -> None:
-        """Find accesses to what an asynchronous instruction still uses."""
-        busy = self.arriving[at] | self.departing[at] if is_write else self.arriving[at]
-        if busy.any():
-            row, column = np.argwhere(busy)[0]
-            user = "copy writes" if self.arriving[at[row, column]] else "product reads"
-            detail = (
-                f"thread {lanes[row] % self.threads} {'writes' if is_write else 'reads'} shared "
-                f"address {at[row, column] % self.size} before the wait for what {user} it"
-            )
-            report.find("unfinished", ins, detail, int(busy.any(1).sum()))
+            who = f"thread {other % self.threads}" if other >= 0 else "several threads"
+            detail = f"{access(row, column)}; no barrier lies between this and {who}"
+            find("race", detail, int(raced.any(1).sum()))
 
     def fence(self, programs: Lanes) -> None:
         """Make what was written visible to asynchronous instructions (``fence.proxy.async``)."""

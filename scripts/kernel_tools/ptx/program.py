@@ -132,7 +132,11 @@ class Program:
 # Control may leave, or wait, after these: they end a basic block.
 ENDS_BLOCK = ("bra", "ret", "exit", "bar", "barrier")
 
-_LABEL = re.compile(r"([$A-Za-z_][\w$]*)\s*:(?!:)")
+_STATEMENT = re.compile(
+    r"\s*(?:\.loc\b(?:[^\n]*//\s*(?P<source>[^\s:]+:\d+))?[^\n]*"
+    r"|\.(?:file|section|pragma)\b[^\n]*|(?P<brace>[{}])"
+    r"|(?P<label>[$A-Za-z_][\w$]*)\s*:(?!:)|(?P<code>[^;]+);)"
+)
 _GUARD = re.compile(r"@(!?)(%?[\w$]+)\s+")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _VARIABLE = re.compile(r"\.shared\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+([\w$]+)(?:\[(\d*)\])?")
@@ -178,87 +182,55 @@ class _Body:
         self._scopes: list[dict[str, Register]] = [{}]
         self._ranges: dict[str, int] = {}  # "%r" of "%r<217>" -> bits
         self._locals = 0
-        source, line = "", text.count("\n", 0, start) + 1
-        statement, first = "", line
-        for raw in text[start:].split("\n"):
-            if found := re.match(r"\s*\.loc\b.*//\s*([^\s:]+:\d+)", raw):
-                source = found[1]
-            code = raw.partition("//")[0]
-            if re.match(r"\s*\.(?:loc|file|section|pragma)\b", code):
-                code = ""
-            for i, part in enumerate(code.split(";")):
-                if i:
-                    if self._statement(statement, first, source):
-                        return
-                    statement = ""
-                if not statement.strip():
-                    statement, first = "", line
-                statement += " " + part
-            if re.fullmatch(r"[\s{}]*", statement) or _LABEL.fullmatch(statement.strip()):
-                if self._statement(statement, first, source):
-                    return
-                statement = ""
-            line += 1
-        raise PtxError("the kernel's last brace is missing")
-
-    def _statement(self, text: str, line: int, source: str) -> bool:
-        """Add one statement; whether the kernel's last brace was met."""
-        text = text.strip()
-        while text:
-            if text[0] == "{":
+        line = text.count("\n", 0, start) + 1
+        text = re.sub(r"^(?!\s*\.loc\b)(.*?)//.*$", r"\1", text[start:], flags=re.M)
+        at = counted = 0
+        self._line, self._source = line, ""
+        while self._scopes:
+            found = _STATEMENT.match(text, at)
+            if found is None:
+                raise PtxError("the kernel's last brace is missing")
+            at = found.end()
+            self._source = found["source"] or self._source
+            if found["brace"] == "{":
                 self._scopes.append({})
-                text = text[1:].lstrip()
-            elif text[0] == "}":
+            elif found["brace"]:
                 self._scopes.pop()
-                if not self._scopes:
-                    return True
-                text = text[1:].lstrip()
-            elif label := _LABEL.match(text):
-                self.starts[label[1]] = len(self.instructions)
-                text = text[label.end() :].lstrip()
-            else:
-                break
-        if text.startswith(".reg"):
-            self._declare(text)
-        elif text and not text.startswith("."):
-            self.instructions.append(self._instruction(text, line, source))
-        return False
+            elif found["label"]:
+                self.starts[found["label"]] = len(self.instructions)
+            elif (code := found["code"]) and code.startswith(".reg"):
+                self._declare(code)
+            elif code and not code.startswith("."):
+                self._line += text.count("\n", counted, found.start("code"))
+                counted = found.start("code")
+                self.instructions.append(self._instruction(code.strip()))
 
     def _declare(self, text: str) -> None:
         type_, names = re.fullmatch(r"\.reg\s+\.(\w+)\s+(.*)", text, re.S).groups()  # type: ignore
-        bits = _bits(type_)
+        bits, is_inner = _bits(type_), len(self._scopes) > 1
         for name in names.split(","):
             stem, _, count = name.strip().partition("<")
-            if count and len(self._scopes) == 1:
+            if count and not is_inner:
                 self._ranges[stem] = bits
                 continue
-            suffixes = range(int(count.rstrip("> "))) if count else [""]
-            for suffix in suffixes:
+            for suffix in range(int(count.rstrip("> "))) if count else [""]:
                 own = f"{stem}{suffix}"
-                if len(self._scopes) > 1:
-                    self._locals += 1
-                    self._scopes[-1][own] = Register(f"{own}'{self._locals}", bits)
-                else:
-                    self._scopes[-1][own] = Register(own, bits)
+                self._locals += is_inner
+                unique = f"{own}'{self._locals}" if is_inner else own
+                self._scopes[-1][own] = Register(unique, bits)
 
-    def _instruction(self, text: str, line: int, source: str) -> Instruction:
-        guard = None
-        if text[0] == "@":
-            found = _GUARD.match(text)
-            assert found is not None, text
-            guard = self._register(found[2])
-            if guard is None:
-                raise PtxError(f"line {line}: no register {found[2]}")
-            guard = replace(guard, negated=found[1] == "!")
+    def _instruction(self, text: str) -> Instruction:
+        guard = second = None
+        if found := _GUARD.match(text):
+            guard = replace(self._known(found[2]), negated=found[1] == "!")
             text = text[found.end() :]
         opcode, *rest = text.split(None, 1)
         operands = [o.strip() for o in _OPERAND.findall(rest[0])] if rest else []
-        second = None
         if operands and "|" in operands[0]:
             operands[0], _, other = operands[0].partition("|")
             second = self._register(other.strip())
-        parsed = tuple(self._operand(o.strip(), line) for o in operands)
-        return Instruction(opcode, parsed, guard, second, line, source)
+        parsed = tuple(self._operand(o.strip()) for o in operands)
+        return Instruction(opcode, parsed, guard, second, self._line, self._source)
 
     def _register(self, name: str) -> Register | None:
         for scope in reversed(self._scopes):
@@ -268,29 +240,29 @@ class _Body:
         bits = self._ranges.get(stem) if stem != name else None
         return None if bits is None else Register(name, bits)
 
-    def _operand(self, text: str, line: int) -> Operand:
+    def _known(self, name: str) -> Register:
+        register = self._register(name)
+        if register is None:
+            raise PtxError(f"line {self._line}: no register {name}")
+        return register
+
+    def _operand(self, text: str) -> Operand:
         if text[0] == "{":
-            elements = [e.strip() for e in text[1:-1].split(",")]
-            return Vector(tuple(self._operand(e, line) for e in elements))
+            return Vector(tuple(self._operand(e.strip()) for e in text[1:-1].split(",")))
         if text[0] == "[":
-            return self._address(text[1:-1], line)
+            return self._address(text[1:-1])
         if text[0] == "!":
-            register = self._register(text[1:])
-            if register is None:
-                raise PtxError(f"line {line}: no register {text[1:]}")
-            return replace(register, negated=True)
+            return replace(self._known(text[1:]), negated=True)
         if register := self._register(text):
             return register
         if SPECIAL.fullmatch(text):
             return Special(text)
-        if text[0] == "%":
-            raise PtxError(f"line {line}: no register {text}")
-        return _number(text) or Symbol(text)
+        return self._known(text) if text[0] == "%" else _number(text) or Symbol(text)
 
-    def _address(self, text: str, line: int) -> Address:
+    def _address(self, text: str) -> Address:
         found = re.fullmatch(r"\s*([%$\w]+)\s*(?:([+-])\s*([+-]?\w+))?\s*", text)
         if found is None:
-            raise PtxError(f"line {line}: the address [{text}] is not supported")
+            raise PtxError(f"line {self._line}: the address [{text}] is not supported")
         base, sign, offset = found.groups()
         value = int(offset or "0", 0) * (-1 if sign == "-" else 1)
         if isinstance(number := _number(base), Immediate):

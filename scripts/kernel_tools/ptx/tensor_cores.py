@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scripts.kernel_tools.ptx import fragments
+from scripts.kernel_tools.ptx.async_copies import Groups
 from scripts.kernel_tools.ptx.descriptors import SharedMatrix, addresses, of_wgmma
 from scripts.kernel_tools.ptx.formats import canonical, from_bfloat16, from_float8
 from scripts.kernel_tools.ptx.machine import WARP, Lanes, Machine, instruction
@@ -30,7 +31,8 @@ from scripts.kernel_tools.ptx.program import Immediate, Instruction, Operand, Pt
 
 Matrices = npt.NDArray[np.float64]
 
-BITS = {"e4m3": 8, "e5m2": 8, "f16": 16, "bf16": 16}
+_INPUTS = {"e4m3": 8, "e5m2": 8, "f16": 16, "bf16": 16}
+BITS = _INPUTS | {"f32": 32}
 _FLOAT8 = {f: from_float8(np.arange(256), f).astype(np.float64) for f in ("e4m3", "e5m2")}
 _WARPGROUP = 128
 _SHAPE = re.compile(r"m(\d+)n(\d+)k(\d+)")
@@ -52,9 +54,8 @@ def _matrices(machine: Machine, ins: Instruction) -> None:
     warps = np.flatnonzero(machine.all_of_warp())
     lanes = (warps[:, None] * WARP + np.arange(8 * count)).ravel()
     address = machine.address(place)[lanes]
-    allowed, offset = machine.shared.places(machine.report, ins, address, 16, lanes)
-    machine.shared.note(machine.report, ins, offset, 16, lanes[allowed], is_write=is_store)
-    if not allowed.all():
+    offset, allowed = machine.reach(machine.shared, address, 16, lanes, is_store)
+    if len(allowed) < len(lanes):
         return  # what a GPU would do is not defined
     table = fragments.matrix_8x8("trans" in ins.modifiers)
     at = offset[:, None] + np.arange(16)
@@ -77,7 +78,11 @@ def _matrices(machine: Machine, ins: Instruction) -> None:
 def _mma(machine: Machine, ins: Instruction) -> None:
     shape, types = _SHAPE.search(ins.opcode), ins.modifiers[-4:]
     known = shape is not None and shape.group(1, 2) == ("16", "8") and "sp" not in ins.modifiers
-    if not known or not {types[1], types[2]} <= BITS.keys() or ins.modifiers[3:5] != ("row", "col"):
+    if (
+        not known
+        or not {types[1], types[2]} <= _INPUTS.keys()
+        or ins.modifiers[3:5] != ("row", "col")
+    ):
         raise PtxError(f"{ins}: this form of mma is not supported")
     assert shape is not None
     machine.all_of_warp()
@@ -85,9 +90,9 @@ def _mma(machine: Machine, ins: Instruction) -> None:
     d, a, b, c = ins.operands
     A = _fragment(machine, a, fragments.operand_a(BITS[types[1]], k), types[1])
     B = _fragment(machine, b, fragments.operand_b(BITS[types[2]], k), types[2])
-    C = _fragment(machine, c, fragments.accumulator(_accumulator_bits(types[3])), types[3])
+    C = _fragment(machine, c, fragments.accumulator(BITS[types[3]]), types[3])
     D = _codes(A @ B + C, types[0])
-    held = fragments.scatter(D, fragments.accumulator(_accumulator_bits(types[0])))
+    held = fragments.scatter(D, fragments.accumulator(BITS[types[0]]))
     machine.write_all(d, list(np.ascontiguousarray(held.reshape(machine.count, -1).T)))
 
 
@@ -100,23 +105,15 @@ def values_of(codes: npt.NDArray[np.unsignedinteger], type_: str) -> Matrices:
     return codes.view({"f16": np.float16, "f32": np.float32}[type_]).astype(np.float64)
 
 
-def _accumulator_bits(type_: str) -> int:
-    return {"f32": 32, "f16": 16}[type_]
-
-
 def _fragment(machine: Machine, operand: Operand, table: fragments.Table, type_: str) -> Matrices:
     """The values of matrices that warps hold in registers."""
     held = np.stack(machine.read_all(operand, "b32"), -1).reshape(-1, WARP, table[0].shape[1])
-    bits = 32 if type_ == "f32" else BITS[type_]
-    return values_of(fragments.gather(held, table, bits), type_)
+    return values_of(fragments.gather(held, table, BITS[type_]), type_)
 
 
 def _codes(values: Matrices, type_: str) -> npt.NDArray[np.unsignedinteger]:
     """Round to the accumulator's format; its bits."""
-    bits: npt.NDArray[np.unsignedinteger] = canonical(
-        values.astype(np.float32 if type_ == "f32" else np.float16)
-    )
-    return bits
+    return canonical(values.astype({"f16": np.float16, "f32": np.float32}[type_]))
 
 
 # --- wgmma
@@ -130,12 +127,11 @@ class _Pending:
     group: Lanes
 
 
-class Products:
+class Products(Groups):
     """The wgmmas of a machine that are not waited for."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.committed = np.zeros(machine.count, np.int64)  # groups, of each lane
+        super().__init__(machine)
         self.pending: dict[Operand, _Pending] = {}
         self.reads: list[tuple[Lanes, Lanes, Lanes]] = []  # offsets, lanes and groups of operands
 
@@ -156,9 +152,8 @@ class Products:
             if known is None:
                 nothing = np.full(machine.count, -1, np.int64)
                 known = self.pending[register] = _Pending(values, nothing)
-            mask = np.ones(machine.count, bool) if machine.mask is None else machine.mask
-            known.values = np.where(mask, values, known.values)
-            known.group = np.where(mask, self.committed, known.group)
+            known.values = np.where(machine.live, values, known.values)
+            known.group = np.where(machine.live, self.committed, known.group)
             machine.forget(register)
 
     def read(self, chunks: Lanes, lanes: Lanes) -> None:
@@ -168,24 +163,21 @@ class Products:
         self.reads.append((at, lanes, self.committed[lanes]))
 
     def wait(self, left: int) -> None:
-        """Finish the products of the current lanes, but for their last ``left`` groups."""
-        machine = self.machine
-        outer = machine.mask
-        waits = np.ones(machine.count, bool) if outer is None else outer
-        done = self.committed - left
+        """Give registers their values, and shared memory back."""
+        machine, outer = self.machine, self.machine.mask
         for register, product in list(self.pending.items()):
-            lands = waits & (product.group >= 0) & (product.group < done)
+            lands = self.landing(machine.all_lanes, product.group, left) & (product.group >= 0)
             if not lands.any():
                 continue
             machine.mask = None if lands.all() else lands
             machine.write(register, product.values)
+            machine.mask = outer
             product.group = np.where(lands, -1, product.group)
             if (product.group < 0).all():
                 del self.pending[register]
-        machine.mask = outer
         kept = []
         for at, lanes, group in self.reads:
-            lands = waits[lanes] & (group < done[lanes])
+            lands = self.landing(lanes, group, left)
             machine.shared.departing[at[lands]] = False
             kept.append((at[~lands], lanes[~lands], group[~lands]))
         self.reads = [read for read in kept if read[0].size]
@@ -199,13 +191,7 @@ def _wgmma(machine: Machine, ins: Instruction) -> None:
     kind = ins.modifiers[0]
     if kind == "mma_async" and "sp" not in ins.modifiers:
         _mma_async(machine, ins, products)
-    elif kind == "commit_group":
-        products.committed[machine.lanes] += 1
-    elif kind == "wait_group":
-        left = ins.operands[0]
-        assert isinstance(left, Immediate), ins
-        products.wait(left.value)
-    elif kind != "fence":
+    elif not products.run(ins) and kind != "fence":
         raise PtxError(f"{ins}: this form of wgmma is not supported")
 
 
@@ -213,7 +199,7 @@ def _mma_async(machine: Machine, ins: Instruction, products: Products) -> None:
     """``d, a, b, use_d, sign_a, sign_b, m_contiguous_a, n_contiguous_b``: of a, by 64 rows, and b
     by descriptors, or a in registers; the last two only of 16-bit inputs in shared memory."""
     shape, types = _SHAPE.search(ins.opcode), ins.modifiers[-3:]
-    if shape is None or not {types[1], types[2]} <= BITS.keys():
+    if shape is None or not {types[1], types[2]} <= _INPUTS.keys():
         raise PtxError(f"{ins}: this form of wgmma is not supported")
     n, k = int(shape[2]), int(shape[3])
     d, a, b, use_d, *flags = ins.operands
@@ -226,40 +212,34 @@ def _mma_async(machine: Machine, ins: Instruction, products: Products) -> None:
         transposed = [False, *transposed]
     else:
         transposed = transposed or [False, False]
-        A = _shared_operand(machine, ins, a, 64, k, types[1], not transposed[0], products)
-    B = _shared_operand(machine, ins, b, n, k, types[2], not transposed[1], products)
+        A = _shared_operand(products, a, 64, k, types[1], not transposed[0])
+    B = _shared_operand(products, b, n, k, types[2], not transposed[1])
     D = sign * (A @ B.transpose(0, 2, 1))
-    table = fragments.accumulator(_accumulator_bits(types[0]), n)
+    table = fragments.accumulator(BITS[types[0]], n)
     used = machine.read(use_d, "pred")[::_WARPGROUP, None, None]
     if used.any():
         held = np.stack(products.accumulators(d), -1).reshape(-1, WARP, table[0].shape[1])
-        C = values_of(fragments.gather(held, table, _accumulator_bits(types[0])), types[0])
+        C = values_of(fragments.gather(held, table, BITS[types[0]]), types[0])
         D = D + np.where(used, C.reshape(-1, 64, n), 0)
     registers = fragments.scatter(_codes(D, types[0]).reshape(-1, 16, n), table)
     products.issue(d, list(np.ascontiguousarray(registers.reshape(machine.count, -1).T)))
 
 
 def _shared_operand(
-    machine: Machine,
-    ins: Instruction,
-    operand: Operand,
-    extent: int,
-    k: int,
-    type_: str,
-    k_contiguous: bool,
-    products: Products,
+    products: Products, operand: Operand, extent: int, k: int, type_: str, k_contiguous: bool
 ) -> Matrices:
     """What the descriptors of the warpgroups say: (warpgroups, extent, k)."""
+    machine = products.machine
     descriptors = machine.read(operand, "b64").reshape(-1, _WARPGROUP)
     live = np.flatnonzero(machine.all_of_warp()[:: _WARPGROUP // WARP])
     if (descriptors[live] != descriptors[live, :1]).any():
-        raise PtxError(f"{ins}: the threads of a warpgroup have different descriptors")
+        raise PtxError(f"{machine.ins}: the threads of a warpgroup have different descriptors")
     values = np.zeros((len(descriptors), extent, k))
     for descriptor in np.unique(descriptors[live, 0]):
         groups = live[descriptors[live, 0] == descriptor]
         matrix = of_wgmma(int(descriptor))
         lanes = groups * _WARPGROUP
-        codes, chunks = read_matrix(machine, ins, matrix, extent, k, type_, k_contiguous, lanes)
+        codes, chunks = read_matrix(machine, matrix, (extent, k), type_, k_contiguous, lanes)
         values[groups] = values_of(codes, type_)
         products.read(chunks, lanes)
     return values
@@ -267,10 +247,8 @@ def _shared_operand(
 
 def read_matrix(
     machine: Machine,
-    ins: Instruction,
     matrix: SharedMatrix,
-    extent: int,
-    k: int,
+    shape: tuple[int, int],
     type_: str,
     k_contiguous: bool,
     lanes: Lanes,
@@ -278,21 +256,20 @@ def read_matrix(
     """A matrix in shared memory, read for ``lanes``, one of each product.
 
     Returns:
-        its codes, (lanes, extent, k), and the offsets of the chunks of 16 bytes that hold them,
+        its codes, (lanes, *shape), and the offsets of the chunks of 16 bytes that hold them,
         (lanes, chunks).
     """
     shared, size = machine.shared, BITS[type_] // 8
-    at = addresses(matrix, extent, k, size, k_contiguous)
+    at = addresses(matrix, *shape, size, k_contiguous)
     chunks = np.unique(at // CHUNK) * CHUNK
     asked, lane = np.tile(chunks, len(lanes)), np.repeat(lanes, len(chunks))
-    allowed, offset = shared.places(machine.report, ins, asked, CHUNK, lane)
-    if not allowed.all():
-        nothing = np.zeros((len(lanes), extent, k), f"u{size}")
+    offset, allowed = machine.reach(shared, asked, CHUNK, lane, is_write=False)
+    if len(allowed) < len(lane):
+        nothing = np.zeros((len(lanes), *shape), f"u{size}")
         return nothing, np.zeros((len(lanes), 0), np.int64)
-    shared.note(machine.report, ins, offset, CHUNK, lane, is_write=False)
     unfenced = shared.unfenced[offset]
     if unfenced.any():
         detail = f"shared address {int(asked[unfenced][0])} was written, and no fence followed"
-        machine.report.find("proxy", ins, detail, int(unfenced.sum()))
+        machine.find("proxy", detail, int(unfenced.sum()))
     program = (lanes // machine.threads * shared.size)[:, None, None]
     return shared.data.view(f"u{size}")[(program + at) // size], offset.reshape(len(lanes), -1)

@@ -24,28 +24,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from scripts.kernel_tools.sass import kinds
 from scripts.kernel_tools.sass.effects import stored
 from scripts.kernel_tools.sass.flow import Flow
 from scripts.kernel_tools.sass.instructions import UNIFORM, Instruction
-from scripts.kernel_tools.sass.kinds import (
-    ALL_BYTES,
-    FLOAT,
-    FLOAT8,
-    GARBAGE,
-    GLOBAL,
-    INTEGER,
-    STACK,
-    UNWRITTEN,
-    byte_of,
-    union,
-)
 
 _NAMES = {
-    STACK: "the stack pointer",
-    UNWRITTEN: "a register that nothing wrote",
-    FLOAT: "floating-point arithmetic",
-    GLOBAL: "device memory",
-    INTEGER: "an integer",
+    kinds.STACK: "the stack pointer",
+    kinds.UNWRITTEN: "a register that nothing wrote",
+    kinds.FLOAT: "floating-point arithmetic",
+    kinds.GLOBAL: "device memory",
+    kinds.INTEGER: "an integer",
 }
 
 
@@ -95,21 +84,23 @@ def _findings(flow: Flow) -> list[Finding]:
         for i, reader in flow.run(node)
         for register, flags in stored(flow.steps[i].instruction, reader).items()
     ]
-    narrow_float8 = any(union(flags) & FLOAT8 and _narrow(flow, i) for _, i, _, flags in stores)
+    narrow_float8 = any(
+        kinds.union(flags) & kinds.FLOAT8 and _narrow(flow, i) for _, i, _, flags in stores
+    )
     found: dict[int, Finding] = {}
     for node, i, register, flags in stores:
-        bad = GARBAGE
-        if union(flags) & FLOAT8 or (narrow_float8 and _narrow(flow, i)):
-            bad |= FLOAT | GLOBAL | INTEGER
-        if i in found or not flags & bad * ALL_BYTES:
+        bad = kinds.GARBAGE
+        if kinds.union(flags) & kinds.FLOAT8 or (narrow_float8 and _narrow(flow, i)):
+            bad |= kinds.FLOAT | kinds.GLOBAL | kinds.INTEGER
+        if i in found or not flags & bad * kinds.ALL_BYTES:
             continue
         instruction = flow.steps[i].instruction
         guarded = flow.run(node, instruction.guard, i)
         reader = next(reader for step, reader in guarded if step == i)
         runs = stored(instruction, reader)[register]
-        if runs & bad * ALL_BYTES:
-            byte = next(k for k in range(4) if byte_of(runs, k) & bad)
-            kind = byte_of(runs, byte) & bad
+        if runs & bad * kinds.ALL_BYTES:
+            byte = next(k for k in range(4) if kinds.byte_of(runs, k) & bad)
+            kind = kinds.byte_of(runs, byte) & bad
             kind &= -kind  # one of them, the worst
             found[i] = Finding(_name(register), byte, _NAMES[kind], instruction)
     return [found[i] for i in sorted(found)]

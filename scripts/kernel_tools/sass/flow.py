@@ -8,13 +8,11 @@ function is followed once per chain of callers, so that the registers of two of 
 
 from __future__ import annotations
 
-import re
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from scripts.kernel_tools.sass.effects import COMPUTED_JUMPS, Effect, Reader, State, effect
-from scripts.kernel_tools.sass.instructions import Instruction, parse
+from scripts.kernel_tools.sass.effects import COMPUTED_JUMPS, Effect, Reader, effect
+from scripts.kernel_tools.sass.instructions import Instruction, parse_listing
 
 ENDS_BLOCK = {"BRA", "CALL", "RET", "EXIT", "KILL", *COMPUTED_JUMPS}
 Node = tuple[int, tuple[int, ...]]  # the first step of a block, and those its callers return to
@@ -58,18 +56,17 @@ class Flow:
         self.nodes = list(self._after)
         self._written = self._written_registers()
         self._states: dict[Node, dict[int, int]] = {node: {} for node in self.nodes}
-        self._find_fixpoint()
+        self._find_states()
 
     def _read(self, listing: str) -> None:
-        for line in listing.splitlines():
-            if label := re.match(r"([.$\w]+):\s*$", line):
-                self._labels[label[1]] = len(self.steps)
-            elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
-                instruction = parse(int(found[1], 16), found[2])
-                writes, gives, is_known = effect(instruction)
-                self.steps.append(Step(instruction, tuple(writes), gives))
-                if not is_known:
-                    self.unknown.add(instruction.opcode)
+        for found in parse_listing(listing):
+            if isinstance(found, str):
+                self._labels[found] = len(self.steps)
+                continue
+            writes, gives, is_known = effect(found)
+            self.steps.append(Step(found, tuple(writes), gives))
+            if not is_known:
+                self.unknown.add(found.opcode)
 
     def indices(self, node: Node) -> range:
         """The steps of a block."""
@@ -124,10 +121,9 @@ class Flow:
         return [(onward, "")]  # BSYNC too: it stands before the place where threads meet
 
     def _target(self, instruction: Instruction) -> int:
-        label = re.search(r"`\((.+?)\)", instruction.text)
-        if label is None or label[1] not in self._labels:
+        if instruction.label not in self._labels:
             raise ValueError(f"{self.name}: where does this jump to? {instruction}")
-        return self._labels[label[1]]
+        return self._labels[instruction.label]
 
     def _check_return(self, end: int) -> None:
         """A call returns to the next instruction, whose address a caller or callee names."""
@@ -142,9 +138,8 @@ class Flow:
     def _written_registers(self) -> dict[Node, int]:
         """A bit for each register that an instruction on some path to a block has written."""
         written = dict.fromkeys(self.nodes, 0)
-        todo = deque(self.nodes)
-        while todo:
-            node = todo.popleft()
+
+        def visit(node: Node) -> Iterator[Node]:
             after = written[node]
             for i in self.indices(node):
                 for register in self.steps[i].writes:
@@ -152,27 +147,32 @@ class Flow:
             for other in self._after[node]:
                 if after | written[other] != written[other]:
                     written[other] |= after
-                    todo.append(other)
+                    yield other
+
+        self._to_fixpoint(visit)
         return written
 
-    def _find_fixpoint(self) -> None:
-        todo, waiting = deque(self.nodes), set(self.nodes)
-        while todo:
-            node = todo.popleft()
-            waiting.discard(node)
-            for other, guard in self._after[node].items():
-                after = self._state_after(node, guard)
-                into, changed = self._states[other], False
-                for register, flags in after.items():
-                    if (joined := into.get(register, 0) | flags) != into.get(register):
-                        into[register], changed = joined, True
-                if changed and other not in waiting:
-                    todo.append(other)
-                    waiting.add(other)
+    def _find_states(self) -> None:
+        """What each register may hold at the start of each block."""
 
-    def _state_after(self, node: Node, guard: str) -> State:
-        *_, (_, last) = self.run(node, guard)
-        return last.state  # which run() has brought up to date
+        def visit(node: Node) -> Iterator[Node]:
+            for other, guard in self._after[node].items():
+                *_, (_, last) = self.run(node, guard)  # which has brought its state up to date
+                before = dict(self._states[other])
+                for register, flags in last.state.items():
+                    self._states[other][register] = before.get(register, 0) | flags
+                if self._states[other] != before:
+                    yield other
+
+        self._to_fixpoint(visit)
+
+    def _to_fixpoint(self, visit: Callable[[Node], Iterable[Node]]) -> None:
+        """Visit blocks, and again those that a visit says it has changed."""
+        todo = dict.fromkeys(self.nodes)
+        while todo:
+            node = next(iter(todo))
+            del todo[node]
+            todo |= dict.fromkeys(visit(node))
 
     def run(
         self, node: Node, guard: str = "", end: int | None = None
@@ -201,16 +201,15 @@ class Flow:
 
     def _last_set(self, guard: str, node: Node, end: int | None) -> int:
         """The last step before ``end`` that may set this predicate, or -1."""
-        steps = self.indices(node)
-        for i in reversed(range(steps.start, steps.stop if end is None else end)):
-            if guard.lstrip("!") in self.steps[i].instruction.predicates:
-                return i
-        return -1
+        steps, name = self.indices(node), guard.lstrip("!")
+        before = range(steps.start, steps.stop if end is None else end)
+        setting = (i for i in before if name in self.steps[i].instruction.predicates)
+        return max(setting, default=-1)
 
 
 def _jumps(instruction: Instruction) -> bool:
     """A call of a local label, which returns nowhere: a jump, where threads diverge."""
-    return instruction.name == "CALL" and "`(.L_" in instruction.text
+    return instruction.name == "CALL" and instruction.label.startswith(".L_")
 
 
 def _has_condition(instruction: Instruction) -> bool:

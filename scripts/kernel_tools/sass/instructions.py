@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -40,6 +41,12 @@ class Instruction:
     def modifiers(self) -> list[str]:
         return self.opcode.split(".")[1:]
 
+    @property
+    def label(self) -> str:
+        """Where it jumps to; "" if it names no label."""
+        found = re.search(r"`\((.+?)\)", self.text)
+        return found[1] if found else ""
+
 
 def parse(address: int, text: str) -> Instruction:
     """Read one instruction of a listing of nvdisasm."""
@@ -55,6 +62,15 @@ def parse(address: int, text: str) -> Instruction:
         predicates = tuple(o for o in operands if re.fullmatch(r"U?P\d", o))
     guard = "" if guard in ("PT", "UPT") else guard
     return Instruction(address, text, guard, opcode, kept, predicates)
+
+
+def parse_listing(listing: str) -> Iterator[str | Instruction]:
+    """The labels and the instructions of a listing of ``nvdisasm -ndf -c``."""
+    for line in listing.splitlines():
+        if label := re.match(r"([.$\w]+):\s*$", line):
+            yield label[1]
+        elif found := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
+            yield parse(int(found[1], 16), found[2])
 
 
 @cache  # the same few hundred operands in every pass over a listing

@@ -9,6 +9,7 @@ moves the flags in the same way.
 from __future__ import annotations
 
 import functools
+import itertools
 
 STACK = 1  # the stack pointer, R1
 UNWRITTEN = 2  # a register that no instruction on any path wrote
@@ -52,19 +53,17 @@ def complement(flags: int) -> int:
 
 
 def shifted_left(flags: int, bits: int) -> int:
-    """Of ``x << bits``, in 32 bits."""
-    whole, part = divmod(bits, 8)
-    moved = flags << 8 * whole
-    return (moved | moved << 8 if part else moved) & WORD
+    """Of ``x << bits``, in as many bytes as that has."""
+    moved = flags << bits // 8 * 8
+    return moved | moved << 8 if bits % 8 else moved
 
 
 def shifted_right(flags: int, bits: int, signed: bool = False) -> int:
     """Of ``x >> bits``, in 32 bits."""
     if signed:
         flags |= byte_of(flags, 3) * ALL_BYTES << 32
-    whole, part = divmod(bits, 8)
-    moved = flags >> 8 * whole
-    return (moved | moved >> 8 if part else moved) & WORD
+    moved = flags >> bits // 8 * 8
+    return (moved | moved >> 8 if bits % 8 else moved) & WORD
 
 
 def total(*terms: int) -> int:
@@ -90,18 +89,16 @@ def lut_byte(table: int, bits: tuple[int, int, int]) -> tuple[tuple[bool, ...], 
 
     ``bits``: what the bits of each operand's byte may be: 1 for only 0, 2 for only 1, 3 for both.
     """
-    values = [[v for v in (0, 1) if b >> v & 1] for b in bits]
-    results: dict[tuple[int, ...], int] = {
-        (x, y, z): table >> (4 * x + 2 * y + z) & 1
-        for x in values[0]
-        for y in values[1]
-        for z in values[2]
-    }
-    depends = tuple(
-        any(
-            results.get(tuple(b ^ (i == j) for i, b in enumerate(k)), value) != value
-            for k, value in results.items()
-        )
-        for j in range(3)
-    )
+    rows = [
+        (x, y, z)
+        for x, y, z in itertools.product((0, 1), repeat=3)
+        if bits[0] >> x & bits[1] >> y & bits[2] >> z & 1
+    ]
+    results = {row: table >> (4 * row[0] + 2 * row[1] + row[2]) & 1 for row in rows}
+
+    def changes(row: tuple[int, int, int], operand: int) -> bool:
+        x, y, z = (bit ^ (i == operand) for i, bit in enumerate(row))
+        return results.get((x, y, z), results[row]) != results[row]
+
+    depends = tuple(any(changes(row, operand) for row in rows) for operand in range(3))
     return depends, any(results.values())

@@ -23,18 +23,9 @@ BF16, F16, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torc
 
 @triton.jit
 def _dot(
-    a_ptr,
-    b_ptr,
-    out_ptr,
-    stride_am,
-    stride_ak,
-    stride_bk,
-    stride_bn,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    STEP: tl.constexpr,
-):
+    a_ptr, b_ptr, out_ptr, stride_am, stride_ak, stride_bk, stride_bn,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     m, n, total = tl.arange(0, M), tl.arange(0, N), tl.zeros((M, N), tl.float32)
     for first in range(0, K, STEP):
         k = first + tl.arange(0, STEP)
@@ -42,6 +33,15 @@ def _dot(
         b = tl.load(b_ptr + k[:, None] * stride_bk + n[None, :] * stride_bn)
         total = tl.dot(a, b, total)
     tl.store(out_ptr + m[:, None] * N + n[None, :], total)
+
+
+def dot(arch, a, b, sizes, K):
+    """The product of matrices, and the report of its execution."""
+    (M, N, STEP), out = sizes, torch.empty(len(a), b.shape[1])
+    with compiled(arch) as runs:
+        _dot[(1,)](a, b, out, *a.stride(), *b.stride(), M, N, K, STEP, enable_fp_fusion=False)
+    assert {finding.kind for finding in runs[0].findings} <= FOUND
+    return out, runs[0]
 
 
 # A's and B's rows are contiguous ("row"), or their columns: other fragments, swizzles, transposes.
@@ -64,12 +64,9 @@ def test_exact_products(arch, dtype, a_order, b_order, sizes, opcode):
     a, b = (torch.randint(-4, 5, shape).float().to(dtype) for shape in ((M, K), (K, N)))
     a = a if a_order == "row" else a.t().contiguous().t()
     b = b if b_order == "row" else b.t().contiguous().t()
-    out = torch.empty(M, N)
-    with compiled(arch) as runs:
-        _dot[(1,)](a, b, out, *a.stride(), *b.stride(), M, N, K, STEP, enable_fp_fusion=False)
-    assert {finding.kind for finding in runs[0].findings} <= FOUND
+    out, report = dot(arch, a, b, sizes, K)
     assert torch.equal(out, a.float() @ b.float())
-    assert any(name.startswith(opcode) for name in runs[0].instructions), runs[0].instructions
+    assert any(name.startswith(opcode) for name in report.instructions), report.instructions
 
 
 def test_special_values_go_through():
@@ -77,10 +74,7 @@ def test_special_values_go_through():
     a[0], a[1], a[2] = 1.0, 0.0, 2.0**-16  # E5M2's smallest
     a[3, 1:] = 0.0
     b = torch.ones(32, 16).to(E5M2)
-    out = torch.empty(16, 16)
-    with compiled("sm_89") as runs:
-        _dot[(1,)](a, b, out, *a.stride(), *b.stride(), 16, 16, 32, 32, enable_fp_fusion=False)
-    runs[0].check()
+    out, _ = dot("sm_89", a, b, (16, 16, 32), 32)
     for row, value in ((0, 32.0), (1, 0.0), (2, 2.0**-11), (3, float("inf")), (4, float("nan"))):
         assert torch.equal(out[row].nan_to_num(7.0), torch.full((16,), value).nan_to_num(7.0))
 
