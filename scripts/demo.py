@@ -27,8 +27,8 @@ many under torchrun and FSDP2, with weights gathered as float8 where the recipe 
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
 Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir;
-`python benchmarks/plots.py demo.json -o demo.png` draws a file again. Ctrl-C leaves a checkpoint,
-and --resume goes on from there, with the recipes that were already done.
+`python -m scripts.training.curves demo.json -o demo.png` draws a file again. Ctrl-C leaves a
+checkpoint, and --resume goes on from there, with the recipes that were already done.
 """
 
 import json

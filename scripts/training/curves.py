@@ -5,14 +5,17 @@
 
 A line is the mean over the seeds; the band around it reaches from the best seed to the worst. A run
 that ends far above the others, as the naive cast does, leaves the panel. `draw` takes the ``runs``
-of a demo.json.
+of a demo.json; `python -m scripts.training.curves demo.json -o demo.png` draws it.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scripts.training.picture import (
@@ -26,6 +29,7 @@ from scripts.training.picture import (
     SKY,
     VERMILLION,
     plain,
+    save,
 )
 
 if TYPE_CHECKING:
@@ -131,3 +135,15 @@ def _panel(axes: Axes, lines: Lines, near: set[str], title: str, settled: float)
     axes.grid(axis="y", color=PALE, linewidth=0.8)
     axes.legend(fontsize=8, frameon=False)
     plain(axes, "left", "bottom")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description="Draw a demo.json.")
+    p.add_argument("report", type=Path, metavar="demo.json")
+    p.add_argument("-o", "--output", type=Path, required=True, metavar="FILE")
+    options = p.parse_args()
+    save(draw(json.loads(options.report.read_text(encoding="utf-8"))["runs"]), options.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import float8
-from benchmarks.models.llama import Block, Sizes, rotary_table
+from benchmarks.models.transformer import Block, Sizes, rotary_table
 from float8 import unit_scaling as uu
 from float8.activations import saved_activations
 from float8.formats import E5M2
@@ -222,7 +222,7 @@ def test_ops_inside_unit_scaled_functions_are_reached():
 # --- memory and training
 
 
-SIZES = Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=1)
+SIZES = Sizes(1, 256, 4, 128, 2, 896)
 
 
 def block(recipe="tensorwise"):
@@ -235,26 +235,26 @@ def block(recipe="tensorwise"):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_a_llama_block_saves_at_most_060_of_the_bytes_of_bfloat16(recipe):
     plain, converted = block(recipe)
-    rotary = rotary_table(SIZES.tokens, SIZES.head_dim)
-    x = torch.randn(1, SIZES.tokens, SIZES.hidden, dtype=torch.bfloat16, requires_grad=True)
+    rotary = rotary_table(SIZES.context, SIZES.head_dim)
+    x = torch.randn(1, SIZES.context, SIZES.width, dtype=torch.bfloat16, requires_grad=True)
     whole = saved_bytes(lambda: plain(x + 0, rotary), plain)
     with saved_activations(converted):
         ours = saved_bytes(lambda: converted(x + 0, rotary), converted)
     assert ours <= 0.60 * whole
     # On a CPU, RMSNorm keeps float32 tensors. On a GPU h and rstd; in bytes per token and block:
-    c, f, g = SIZES.hidden, SIZES.feed_forward, SIZES.kv_heads * SIZES.head_dim
+    c, f, g = SIZES.width, SIZES.feed_forward, SIZES.kv_heads * SIZES.head_dim
     on_a_gpu = 2 * (2 * c + c + g + g + c + 2 * c + 3 * f + f)  # h, norm, q, k, v, out; gate to w2
-    assert ours <= 0.60 * SIZES.tokens * on_a_gpu
+    assert ours <= 0.60 * SIZES.context * on_a_gpu
 
 
 def test_a_block_saves_the_bytes_of_its_layers_and_of_the_copies():
     # The inputs that Float8Linear saves are not copied again; bytes per element, by hand.
     _, converted = block()
-    rotary = rotary_table(SIZES.tokens, SIZES.head_dim)
-    x = torch.randn(1, SIZES.tokens, SIZES.hidden, dtype=torch.bfloat16, requires_grad=True)
+    rotary = rotary_table(SIZES.context, SIZES.head_dim)
+    x = torch.randn(1, SIZES.context, SIZES.width, dtype=torch.bfloat16, requires_grad=True)
     with saved_activations(converted):
         found = saved_bytes(lambda: converted(x + 0, rotary), converted)
-    t, c, f = SIZES.tokens, SIZES.hidden, SIZES.feed_forward
+    t, c, f = SIZES.context, SIZES.width, SIZES.feed_forward
     kv = SIZES.kv_heads * SIZES.head_dim
     layers = c + c + c + f  # inputs of wqkv, wo, w13, w2 in float8
     attention = 2 * (c + 2 * kv + c) + 4 * SIZES.heads  # q, k, v, out; float32 logsumexp

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.measuring.wire import Wire
+from wire import Wire
+
 from float8 import (
     Float8ExpertParallel,
     Float8Tensor,
