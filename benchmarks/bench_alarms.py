@@ -130,15 +130,19 @@ class Training:
     def weight(self, layer: str) -> Tensor:
         return self.model.get_parameter(f"{layer}.weight").data
 
-    def multiply_weight(self) -> None:
-        self.weight(VICTIM).mul_(2.0**12)
-        self.forgets = True
+    def forget(self, loss_factor: float = 1.0, weight_factor: float = 1.0) -> None:
+        """Leave out `float8.after_step` from here on."""
+        self.forgets, self.loss_factor = True, loss_factor
+        self.weight(VICTIM).mul_(weight_factor)
 
-    def divide_loss(self) -> None:
-        self.loss_factor, self.forgets = 2.0**-12, True
+    def divide_loss(self, divisor: float) -> None:
+        self.loss_factor = 1 / divisor
 
-    def divide_loss_under_a_static_scale(self) -> None:
-        self.loss_factor = 2.0**-28
+    def put_inf(self) -> None:
+        self.weight(VICTIM)[0, 0] = math.inf
+
+    def cancel(self) -> None:
+        self.cancels = True
 
     def shrink_input(self) -> None:
         def shrunk(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -147,9 +151,6 @@ class Training:
             return (args[0] * (wanted / args[0].detach().float().std()).to(args[0].dtype),)
 
         self.model.get_submodule(NORMED).register_forward_pre_hook(shrunk)
-
-    def grow_a_product(self) -> None:
-        self.weight(NORMED).mul_(16)
 
     def grow_a_channel(self) -> None:
         weight = self.model.get_parameter(f"{VICTIM}.weight")
@@ -160,12 +161,6 @@ class Training:
         weight.register_hook(lambda grad: grad * (factors == 1))
         weight.data /= factors
         self.optimizer.state.clear()  # its momentum would move the column
-
-    def put_inf(self) -> None:
-        self.weight(VICTIM)[0, 0] = math.inf
-
-    def cancel(self) -> None:
-        self.cancels = True
 
 
 @dataclass(frozen=True)
@@ -185,13 +180,14 @@ class Fault:
     begin: Callable[[Training], object] | None = None
 
 
+# name -> recipe, rule, operand, what makes it
 FAULTS = {
     "saturates": Fault("static for 0.25", "saturation", "input"),
-    "stale": Fault("delayed", "stale scale", "weight", Training.multiply_weight),
-    "forgotten": Fault("delayed", "stale scale", "grad_output", Training.divide_loss),
+    "stale": Fault("delayed", "stale scale", "weight", lambda t: t.forget(1.0, 2.0**12)),
+    "forgotten": Fault("delayed", "stale scale", "grad_output", lambda t: t.forget(2.0**-12)),
     "decays": Fault(DECAYS, "falling SQNR", "input", Training.shrink_input),
-    "flushes": Fault(GRADIENTS, "flush", "grad_output", Training.divide_loss_under_a_static_scale),
-    "outgrows": Fault("unit", "saturation", "input", Training.grow_a_product),
+    "flushes": Fault(GRADIENTS, "flush", "grad_output", lambda t: t.divide_loss(2.0**28)),
+    "outgrows": Fault("unit", "saturation", "input", lambda t: t.weight(NORMED).mul_(16)),
     "outlier": Fault("tensorwise", "flush", "input", Training.grow_a_channel),
     "inf": Fault("tensorwise", "inf or NaN", "weight", Training.put_inf),
     "drowns": Fault("tensorwise", "gradient noise", "grad_output", Training.cancel),
@@ -216,7 +212,7 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
     last, looks = math.nan, 0
     losses = steps_of(
         training.loss, training.optimizer, straight_to_zero(run.steps), batches(),
-        not training.what.unit_scaled, training.after_step, monitor,
+        training.what.clipped, training.after_step, monitor,
     )  # fmt: skip
     for step, loss in enumerate(losses):
         looks += monitor.report is not None and monitor.report.step == step

@@ -132,15 +132,6 @@ CASTS = {
 }
 
 
-def copier(device: torch.device) -> Callable[[], object]:
-    """A copy of a buffer that is larger than caches."""
-    source = torch.ones(COPIED[device.type], dtype=torch.uint8, device=device)
-    return partial(torch.empty_like(source).copy_, source)
-
-
-COPY, COPIED = "copy", {"cuda": 2**28, "cpu": 2**26}  # bytes
-
-
 def measure(work: tuple[str, tuple[int, int], str], options: argparse.Namespace) -> list[Row]:
     """One contender, timed in turns with a copy."""
     contender, shape, name = work
@@ -154,12 +145,15 @@ def measure(work: tuple[str, tuple[int, int], str], options: argparse.Namespace)
     row["bytes_per_element"] = cast.bytes_per_element
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
-        makers = {COPY: partial(copier, x.device), contender: partial(make, x)}
+        makers = {
+            harness.COPY: partial(harness.copier, options.device),
+            contender: partial(make, x),
+        }
         rounds = harness.take_turns(makers, options)
-    row |= rounds.row(contender, COPY)
+    row |= rounds.row(contender, harness.COPY)
     row.pop("ratio", None)  # of a cast's time to another work's
     if contender in rounds.samples:
-        bandwidth = 2 * COPIED[x.device.type] / median(rounds.samples[COPY])
+        bandwidth = harness.COPIED / median(rounds.samples[harness.COPY])
         rate = cast.bytes_per_element * x.numel() / median(rounds.samples[contender])
         row |= {"gbps": rate / 1e9, "of_copy": rate / bandwidth, "copy_gbps": bandwidth / 1e9}
         if contender == KERNEL:

@@ -15,6 +15,7 @@ sum to bfloat16.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,11 +73,8 @@ def simulated(
 
 def ring_bfloat16(gradients: list[Tensor]) -> Tensor:
     """The mean by a bfloat16 ring all-reduce, (n,) bfloat16."""
-    parts = [(g.float() / len(gradients)).bfloat16() for g in gradients]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    parts = ((g.float() / len(gradients)).bfloat16() for g in gradients)
+    return functools.reduce(torch.add, parts)
 
 
 def sqnr(found: Tensor, exact: Tensor) -> float:

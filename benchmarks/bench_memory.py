@@ -4,13 +4,12 @@ Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, conte
 and 70B, traced without a GPU (`memory.py`): parameters, gradients, optimizer states, activations,
 the peak of a step. Sizes that fit on no GPU are computed, not measured.
 
-A way is a recipe and what else is in float8, joined by "+", or one of the others here. In all of
+A way is a recipe and what else is in float8, joined by "+". In all of
 them embedding, norms and head and their gradients are bfloat16, and so is all that a way does not
 keep in float8:
 
     bf16                  the baseline: weights and gradients bfloat16, AdamW's moments float32; no
                           master weights (8 + 2 + 2 bytes per parameter)
-    bf16+bf16_adamw       torch.optim.AdamW as it comes: moments in the weights' dtype
     +float8_adamw         float8.optim.AdamW; ``_v16`` has the second moment in float16
     +saved_activations    `float8.activations` +O1, +O2, +O3         MS-AMP's levels
     (`float8.ms_amp`). Activations are float16, which is as large
@@ -67,7 +66,7 @@ COLUMNS = report.columns(
 )  # fmt: skip
 MIB = 2**20
 ROUNDS = 5
-BASELINE, NARROW = "bf16", "bf16+bf16_adamw"
+BASELINE = "bf16"
 LEVELS = ("O1", "O2", "O3")
 SAVED = "saved_activations"
 # part of a way -> what its optimizer is given; by default both moments are float32
@@ -76,7 +75,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "float8_adamw_v16": {"second_moment": "float16"},
 }
 WAYS = (
-    *(BASELINE, NARROW, "bf16+float8_adamw", "bf16+float8_adamw_v16"),
+    *(BASELINE, "bf16+float8_adamw", "bf16+float8_adamw_v16"),
     *("tensorwise", "tensorwise+saved_activations", "tensorwise+O1", "tensorwise+O2"),
     *("tensorwise+O3", "tensorwise+saved_activations+O2"),
     "tensorwise+saved_activations+float8_adamw",
@@ -110,10 +109,6 @@ def hold(way: str, sizes: Sizes, device: str) -> Held:
             model: Any = GPT(sizes)
     finally:
         torch.set_default_dtype(before)
-    if way == NARROW:
-        fused = device != "meta"
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
-        return Held(model, optimizer)
     if recipe != BASELINE:
         convert_to_float8_training(model, config=RECIPES[recipe], module_filter_fn=all_but_the_head)
     options = next((OPTIMIZERS[part] for part in parts if part in OPTIMIZERS), None)
@@ -128,7 +123,7 @@ def hold(way: str, sizes: Sizes, device: str) -> Held:
 def way_of(text: str) -> str:
     """A way, for argparse."""
     recipe, *parts = text.split("+")
-    known = {NARROW.partition("+")[2], *OPTIMIZERS, SAVED, *LEVELS}
+    known = {*OPTIMIZERS, SAVED, *LEVELS}
     if recipe not in (BASELINE, *RECIPES) or not known.issuperset(parts):
         raise argparse.ArgumentTypeError(
             f"{text!r}: a recipe of float8 or bf16, and {', '.join(known)}, joined by +"

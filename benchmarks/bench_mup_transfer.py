@@ -60,7 +60,7 @@ from benchmarks.models.transformer import GPT, Sizes, UnitGPT
 from benchmarks.quality.contenders import convert
 from benchmarks.quality.intervals import grouped
 from benchmarks.quality.study import Study
-from benchmarks.quality.training import SMALL, SmallRun, known_loss, plain_adamw
+from benchmarks.quality.training import SMALL, SmallRun, plain_adamw
 from float8.config import RECIPES
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def model_of(row: Row) -> tuple[str, int]:
 def curve(rows: Sequence[Row]) -> dict[int, float]:
     """log2(learning rate) -> mean held-out loss, of one model, less what diverged with any seed."""
     losses = {
-        octave: [known_loss(row) for row in own]
+        octave: [row.get("loss") for row in own]
         for octave, own in sorted(grouped(rows, lambda row: int(row["log2_lr"])).items())
     }
     return {

@@ -40,7 +40,7 @@ from float8.optim import AdamW
 
 BASELINE = "torch foreach"
 TORCH: dict[str, dict[str, bool]] = {BASELINE: {"foreach": True}, "torch fused": {"fused": True}}
-COPY, COPIED = ("copy", "eager"), 1 << 26  # float32 numbers
+COPY = (harness.COPY, "eager")
 SLOWEST = 2.0  # on a CPU, compiled, over the baseline
 SHARE_OF_COPY = 0.8  # on CUDA
 # Llama-2-7B's attention: with gradient and float32 states 268 MB, more than caches hold. Data in
@@ -101,12 +101,6 @@ class Step:
         return self.run()
 
 
-def copier(options: argparse.Namespace) -> Callable[[], object]:
-    """A copy of 256 MB, more than any cache holds."""
-    source = torch.empty(COPIED, device=options.device)
-    return partial(torch.empty_like(source).copy_, source)
-
-
 def measure(modes: Sequence[str], options: argparse.Namespace) -> list[Row]:
     """A row per optimizer and mode; where a GPU is, a copy to compare bandwidths with."""
     on_cpu = harness.on_cpu(options)
@@ -116,7 +110,7 @@ def measure(modes: Sequence[str], options: argparse.Namespace) -> list[Row]:
     for name, mode in itertools.product(options.options, modes):
         makers[name, mode] = partial(Step, name, options, mode == "compiled")
     if not on_cpu:
-        makers[COPY] = partial(copier, options)
+        makers[COPY] = partial(harness.copier, options.device)
     rounds = harness.take_turns({", ".join(key): make for key, make in makers.items()}, options)
     rows: list[Row] = []
     for name, mode in makers:
@@ -131,7 +125,7 @@ def measure(modes: Sequence[str], options: argparse.Namespace) -> list[Row]:
         if not on_cpu:
             moved = row["moved_bytes"] * row["parameters"]
             copied = rounds.samples[", ".join(COPY)]
-            share = moved / (8 * COPIED) / harness.paired_ratio(rounds.samples[key], copied)
+            share = moved / harness.COPIED / harness.paired_ratio(rounds.samples[key], copied)
             row |= {"gb_per_s": moved / (row["ms"] * 1e-3) / 1e9, "share_of_copy": share}
             met = share >= SHARE_OF_COPY
         if name in OPTIONS and (mode == "compiled" or not on_cpu):

@@ -213,7 +213,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     found = {n: gap for n, gap in gaps(by_contender(rows)).items() if len(gap.values) > 1}
     ends = [abs(gap.mean) + gap.half_width for gap in found.values()]
     reach = 3 * statistics.median(ends or [LIMIT])
-    figure = picture.new(7, 5)
+    figure = picture.new(7, 5.6)
     axes = figure.subplots()
     picture.plain(axes, "bottom")
     for limit in (-LIMIT, 0.0, LIMIT):

@@ -45,7 +45,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measure_device import measure
-from benchmarks.measuring.report import Columns, table
+from benchmarks.measuring.report import columns, table
 from float8.config import RECIPES
 from float8.estimate.cast_passes import READ, WRITE, passes_of_layer
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, Device, Figure, GemmSpeed, find_device
@@ -53,15 +53,8 @@ from float8.estimate.gemms import gemm_seconds, gemm_sizes, kinds_of_plan
 from float8.estimate.roofline import layer_seconds
 from float8.estimate.shapes import Shape, Use
 
-COLUMNS: Columns = {
-    **{key: (key, "") for key in ("source", "board", "what")},
-    **{key: (key, ".3g") for key in ("predicted", "published")},
-    "error": ("error", "+.0%"), "fits": ("fits", ""),
-}  # fmt: skip
-BESIDE: Columns = {
-    **{key: (key, ".3f") for key in ("predicted", "measured")},
-    "error": ("error", "+.0%"), "what": ("what", ""),
-}  # fmt: skip
+COLUMNS = columns("source board what predicted published off fits", off="error")
+BESIDE = columns("predicted measured off what", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
 Row = dict[str, Any]
 
@@ -100,7 +93,7 @@ class PublishedCheck:
         return median(abs(row.error) for row in self.tests)
 
     def __str__(self) -> str:
-        rows = [{**vars(row), "error": row.error} for row in self.rows]
+        rows = [vars(row) | {"off": f"{row.error:+.0%}"} for row in self.rows]
         fitted = len(self.rows) - len(self.tests)
         return (
             f"{table(rows, COLUMNS)}\n\nMedian error: {self.median_error:.1%} of {len(self.tests)} "
@@ -193,12 +186,12 @@ def _gemm(row: Row, device: Device) -> tuple[str, float, float]:
 def _separate_gemms(row: Row, device: Device) -> tuple[str, float, float]:
     bf16 = float8 = 0.0
     for layer in row["layers"]:
-        for rows, columns, contraction in gemm_sizes(Shape(*layer), Use()).values():
-            sizes = (rows, columns, contraction)
+        for rows, cols, contraction in gemm_sizes(Shape(*layer), Use()).values():
+            sizes = (rows, cols, contraction)
             bf16 += gemm_seconds(device, BF16, *sizes)
             float8 += gemm_seconds(device, row["kind"], *sizes)
             of_a, of_b = row["cast_bytes"]
-            moved = (of_a * rows + of_b * columns) * contraction
+            moved = (of_a * rows + of_b * cols) * contraction
             float8 += device.pass_seconds(ANY_PASS, moved) if moved else 0.0
     if row["kind"] == BF16:
         flops = sum(6 * prod(layer) for layer in row["layers"]) / 1e12
@@ -316,7 +309,7 @@ def tables(files: Sequence[Path], device: str | Device | None = None) -> str:
         found, rows = beside(file, device)
         lines.append(f"{file.name}, predicted for {found.name}")
         if rows:
-            lines.append(table([{**vars(row), "error": row.error} for row in rows], BESIDE))
+            lines.append(table([vars(row) | {"off": f"{row.error:+.0%}"} for row in rows], BESIDE))
             error = median(abs(row.error) for row in rows)
             lines.append(f"Median error: {error:.0%} of {len(rows)} rows")
     return "\n".join(lines)

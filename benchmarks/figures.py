@@ -58,7 +58,7 @@ WAYS = {
     UNIT_DYNAMIC: ("unit-scaled", "against it in bf16"),
     SAVING: ("tensorwise + memory", "activations, Adam in float8"),
 }
-LIMIT = bench_quality.LIMIT
+LIMIT, HYPHEN = bench_quality.LIMIT, "\N{HYPHEN}"  # not a minus sign
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,10 @@ def overview() -> Figure:
         picture.plain(axes)
         for edge in range(1, len(found)):
             axes.axhline(edge - 0.5, color=PALE, linewidth=0.8, zorder=0)
-    names = [WAYS[row.run] for row in found]
-    labels = [f"$\\bf{{{name.replace(' ', '~')}}}$\n{below}" for name, below in names]
+    names = [(name.replace(" ", "~").replace("-", HYPHEN), below) for name, below in WAYS.values()]
+    labels = [
+        f"$\\bf{{{name.replace(' ', '~').replace('-', HYPHEN)}}}$\n{below}" for name, below in names
+    ]
     loss.set_yticks(range(len(found)), labels, fontsize=8.5)
     loss.tick_params(axis="y", length=0)
     _draw_loss(loss, found)

@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -146,6 +147,15 @@ def take_turns(
     timer = timer_for(options.device)
     samples = interleave(runs, timer, repeats=options.repeats, warmup=options.warmup)
     return Rounds(runs, errors, samples)
+
+
+COPY, COPIED = "copy", 2**29  # bytes that are read and written
+
+
+def copier(device: str) -> Callable[[], object]:
+    """A copy of a buffer that is larger than caches."""
+    source = torch.ones(COPIED // 2, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
 
 
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> float:

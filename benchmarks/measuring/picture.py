@@ -37,11 +37,8 @@ def plain(axes: Axes, *sides: str) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; a PNG with a palette, another suffix as matplotlib writes it."""
+    """Write a figure as a PNG with a palette."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix.lower() != ".png":
-        figure.savefig(path, facecolor="white")
-        return
     from PIL import Image  # comes with matplotlib
 
     whole = io.BytesIO()

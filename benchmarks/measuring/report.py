@@ -46,7 +46,7 @@ FORMATS = {
     ".2f": "ms min_ms max_ms ratio saved_mib saved_ratio moved_ratio peak_gib std of_copy smaller "
     "smaller_per_gpu moved_bytes share_of_copy last_std target measured",
     ".4f": "loss",
-    ".3g": "tflops baseline_tflops lr",
+    ".3g": "tflops baseline_tflops lr predicted published",
     ".1f": "sqnr_db optimum",
     ",.1f": "parameters_mib gradients_mib optimizer_mib activations_mib peak_mib per_gpu_mib",
     ",.0f": "tokens_s parameters",

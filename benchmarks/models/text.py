@@ -53,21 +53,16 @@ def load(folder: Path | None = None, standard_library: bool = False) -> Text:
     Raises:
         ValueError: fewer than two files are there.
     """
-    root, pattern = folder, "*"
-    if folder is None:
-        pattern = "*.py"
-        root = Path(torch.__file__).parent
-        if standard_library:
-            root = Path(sysconfig.get_paths()["stdlib"])
-    assert root is not None
+    stdlib, sources = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent
+    root = folder or (stdlib if standard_library else sources)
     files: dict[str, bytes] = {}
-    for path in sorted(root.rglob(pattern), key=lambda path: path.relative_to(root).as_posix()):
+    paths = root.rglob("*" if folder else "*.py")
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
-        left_out = path.is_dir() or (
-            folder is None and (SKIPPED & set(name.parts) if standard_library else
-                                path.stat().st_size > LARGEST)
-        )  # fmt: skip
-        text = b"" if left_out else path.read_bytes()
+        is_left_out = path.is_dir() or (root == sources and path.stat().st_size > LARGEST)
+        if is_left_out or (root == stdlib and SKIPPED & set(name.parts)):
+            continue
+        text = path.read_bytes()
         if text and SEPARATOR not in text and text not in files.values():
             files[name.as_posix()] = text
     if len(files) < 2:

@@ -68,6 +68,11 @@ class Contender:
     in_bf16: Callable[[], AbstractContextManager[object]] | None = None
     float8_states: bool = False
 
+    @property
+    def clipped(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are clipped."""
+        return [] if self.unit_scaled else list(self.model.parameters())
+
 
 def contender(name: str, model: nn.Module) -> Contender:
     """The model in the arithmetic that `name` says; its parameters start as they are.

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -119,7 +119,7 @@ def steps_of(
     optimizer: torch.optim.Optimizer,
     factors: Iterable[float],
     batches: Iterable[Pair],
-    clips: bool = False,
+    clipped: Sequence[Tensor] = (),
     after_step: Callable[[], object] = lambda: None,
     around: AbstractContextManager[object] | None = None,
 ) -> Iterator[float]:
@@ -130,20 +130,19 @@ def steps_of(
         optimizer: at the peak learning rates.
         factors: what these are multiplied by in each step.
         batches: of the steps.
-        clips: whether gradients are clipped.
+        clipped: parameters whose gradients are clipped together.
         after_step: to call after the optimizer's step.
         around: the context of each step.
     """
     peaks = [group["lr"] for group in optimizer.param_groups]
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for factor, batch in zip(factors, batches, strict=False):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * factor
         with around or nullcontext():
             loss = loss_of(*batch)
             loss.backward()
-            if clips:
-                nn.utils.clip_grad_norm_(parameters, CLIP)
+            if clipped:
+                nn.utils.clip_grad_norm_(clipped, CLIP)
             optimizer.step()
             optimizer.zero_grad()
             after_step()
@@ -156,8 +155,8 @@ def steps_of_contender(
 ) -> Iterator[float]:  # fmt: skip
     """`steps_of` with a contender's optimizer."""
     optimizer = optimizer_of(what, learning_rate)
-    loss_of, clips = in_autocast(what.model), not what.unit_scaled
-    return steps_of(loss_of, optimizer, factors, batches, clips, what.after_step, around)
+    loss_of, clipped = in_autocast(what.model), what.clipped
+    return steps_of(loss_of, optimizer, factors, batches, clipped, what.after_step, around)
 
 
 def train(
@@ -272,7 +271,6 @@ def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer
 
 # --- float32 models with another schedule: bench_bert, bench_mup_transfer
 
-FINAL = 0.1  # of the peak learning rate
 HEAD = 32  # features of a head
 SMALL = {  # options of `study.Study.numbers`
     "steps": (150, "of a run"),
@@ -357,7 +355,7 @@ def warm_up_and_cosine(steps: int) -> Iterator[float]:
     for step in range(steps):
         progress = max(0, step - warm_up) / max(1, steps - warm_up)
         cosine = (1 + math.cos(math.pi * progress)) / 2
-        yield min(1.0, (step + 1) / warm_up) * (FINAL + (1 - FINAL) * cosine)
+        yield min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * cosine)
 
 
 def plain_adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
@@ -365,12 +363,6 @@ def plain_adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer
     if isinstance(model, UnitGPT):
         return uu.optim.AdamW(model.parameters(), learning_rate, BETAS)
     return torch.optim.AdamW(model.parameters(), learning_rate, BETAS, weight_decay=0.0)
-
-
-def known_loss(row: Row) -> float | None:
-    """The held-out loss of a row, None if the run diverged; files before 0.13 say ``val_loss``."""
-    loss: float | None = row.get("loss", row.get("val_loss"))
-    return loss
 
 
 def _to(device: str, pair: Pair) -> Pair:

@@ -25,7 +25,7 @@ case "$*" in
     *"benchmarks/$HANGS.py"*) trap '' INT; sleep 60 & wait ;;
     *"$FAILS"*) exit 1 ;;
 esac
-if [ "${@: -2:1}" = -o ]; then head -c "$BYTES" /dev/urandom >"${@: -1}"; fi
+if [ "${@: -2:1}" = -o ]; then echo >"${@: -1}"; fi
 echo "output of $1"
 """
 
@@ -38,7 +38,7 @@ class Run:
         python.parent.mkdir()
         python.write_text(PYTHON)
         python.chmod(0o755)
-        asked = {"FAILS": "nothing", "LACKS": "nothing", "HANGS": "nothing", "BYTES": 100}
+        asked = {"FAILS": "nothing", "LACKS": "nothing", "HANGS": "nothing"}
         env = {
             **{k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"},
             "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
@@ -122,26 +122,12 @@ def changed(tmp_path: Path, text: str) -> Path:
     return script
 
 
-def test_the_archive_is_there_while_the_parts_still_run(tmp_path):
-    """What a call that is cut off leaves behind."""
-    text = SCRIPT.read_text().partition("benchmark bench_matmul")[0] + "exit 3\n"
-    run = Run(tmp_path, changed(tmp_path, text))
-    assert run.status == 3
-    assert {"report.txt", "bench_linear.json", "bench_casts.json"} <= set(run.archived())
-
-
-@pytest.mark.parametrize("package", ["pytest", "xdist", "hypothesis", "tabulate"])
-def test_a_missing_package_costs_its_own_part_alone(tmp_path, package):
-    run = Run(tmp_path, LACKS=package)
-    assert f"not installed: {package}" in run.report
-    assert (run.status, "left out, python3 lacks pytest" in run.report) == (
-        (1, True) if package == "pytest" else (0, False)
-    )
+def test_a_missing_package_costs_its_own_part_alone(tmp_path):
+    run = Run(tmp_path, LACKS="pytest")
+    assert run.status == 1
+    assert "not installed: pytest" in run.report and "left out, python3 lacks pytest" in run.report
     assert run.options_of("bench_linear")
-    parallel = [command for command in run.commands if command[:2] == ["-m", "pytest"]]
-    assert bool(parallel) == (package != "pytest")
-    if package == "xdist":
-        assert not any("-n" in command for command in parallel)
+    assert not any(command[:2] == ["-m", "pytest"] for command in run.commands)
 
 
 def test_every_file_with_cuda_tests_is_named_once(run):
@@ -159,16 +145,6 @@ def test_every_file_with_cuda_tests_is_named_once(run):
     covered = {file for file in inside if any(file.startswith(name) for name in named)}
     assert covered == inside
     assert len(named) == len(set(named))
-
-
-def test_predictions_stand_beside_what_was_measured_in_the_report(run):
-    """By the figures that were there before, then by those of this machine."""
-    beside, measured = run.options_of("check_estimate")
-    files = [f"bench_{name}.json" for name in ("linear", "matmul")]
-    assert [Path(file).name for file in beside] == files
-    assert all(Path(file).is_file() for file in beside)
-    assert measured[1:] == ["--device", "measured"]
-    assert "== predicted beside measured: passed" in run.report
 
 
 def test_its_options_are_understood(run):

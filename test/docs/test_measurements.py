@@ -16,7 +16,6 @@ from linear.test_bytes import BYTES, LAUNCHES
 from benchmarks import bench_alarms, bench_bert, bench_quality, bench_unit_gpt
 from benchmarks.bench_alarms import HEALTHY, STATIC
 from benchmarks.quality.contenders import SAVING
-from benchmarks.quality.training import known_loss as held_out
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,7 +281,7 @@ def stability():
         cells = []
         for layer in ("u-mup", "mus"):
             row = found[power, layer]
-            cells += [f"{held_out(row):.2f}", f"{row['last_std']:,.1f}"]
+            cells += [f"{row['val_loss']:.2f}", f"{row['last_std']:,.1f}"]
             cells.append(f"{row['operand_max']:,.0f}")
         body.append([2**power, *cells])
     one = "{0} loss | {0} stream | {0} largest"
@@ -310,62 +309,6 @@ def quality():
     ]  # fmt: skip
     header = "contender | held-out loss | gap to its base | evaluated in bf16 | runs with an alarm"
     return markdown(f"{header} | seeds", body)
-
-
-def printed(name):
-    """The rows of the table that the program printed, by header."""
-    header, rule, *lines = result(name)["table"]
-    spans = [match.span() for match in re.finditer("-+", rule)]
-    titles = [header[a:b].strip() for a, b in spans]
-    return [dict(zip(titles, [line[a:b].strip() for a, b in spans], strict=True)) for line in lines]
-
-
-def outliers(kind):
-    found = [line for line in printed("cpu_outliers") if line["outlier"] == kind]
-    return {(line["contender"], line["size"]): line for line in found}
-
-
-def share(line, title):
-    return f"{float(line[title].rstrip('%')):.0f} %" if line[title] else ""
-
-
-def outliers_converted():
-    """The loss above bf16 right after the conversion, by the size of the outlier."""
-    found = outliers("often")
-    body = [
-        [f"`{name}`", *(found[name, size]["right after conversion"].split(" ±")[0] + " %"
-                        for size in CONVERTED)]
-        for name in dict.fromkeys(name for name, _ in found)
-    ]  # fmt: skip
-    return markdown(" | ".join(["contender", *CONVERTED]), body)
-
-
-def outliers_trained():
-    """The loss above bf16 after training on, and what `inspect` saw of the input of ``down``."""
-    found = outliers("often")
-    body = []
-    for name in dict.fromkeys(name for name, _ in found):
-        sizes = [found[name, size] for size in TRAINED]
-        sqnr = f"{float(sizes[-1]['SQNR']):.0f} dB" if sizes[-1]["SQNR"] else ""
-        flushed = [share(line, "input flushed") for line in sizes[1:]]
-        body.append([f"`{name}`", *(line["trained on"] for line in sizes), *flushed, sqnr])
-    flushed = (f"flushed, {size}" for size in TRAINED[1:])
-    return markdown(" | ".join(["contender", *TRAINED, *flushed, f"SQNR, {TRAINED[-1]}"]), body)
-
-
-def outliers_rare():
-    titles = "mean of its steps", "worst step", "trained on"
-    body = [
-        [f"`{name}`", size, line[titles[0]], f"{line[titles[1]]} %", line[titles[2]],
-         share(line, "steps that saturate"), share(line, "input flushed")]
-        for (name, size), line in outliers("rare").items()
-    ]  # fmt: skip
-    header = "contender | size | mean of the steps | worst step | trained on"
-    return markdown(f"{header} | steps that saturate | input flushed", body)
-
-
-CONVERTED = "2^0", "2^8", "2^10", "2^12", "2^14", "2^16", "2^18", "2^20"
-TRAINED = "2^8", "2^12", "2^16"
 
 
 def unit_gpt():
@@ -524,7 +467,7 @@ TABLES = {
     ),
     "quality": (
         *(demo, demo_in_two_processes, learning_rates, stability, bert, ROLLOUT),
-        *(quality, outliers_converted, outliers_trained, outliers_rare, unit_gpt, alarms),
+        *(quality, unit_gpt, alarms),
     ),
     "checkpoints": (ROLLOUT,),
     "memory": (memory_of_llama2,),
@@ -582,8 +525,8 @@ def test_the_page_of_unit_scaling_quotes_the_result_files():
     mus, default = ([found[name, power] for power in (0, 6)] for name in ("mus", "u-mup"))
     for text in (
         f"deviation of {mus[0]['last_std']:.1f}, that of the default variant "
-        f"{default[0]['last_std']:.1f}; at 64 times that rate it ends at {held_out(mus[1]):.1f} "
-        f"nats, the default variant at {held_out(default[1]):.1f}.",
+        f"{default[0]['last_std']:.1f}; at 64 times that rate it ends at {mus[1]['val_loss']:.1f} "
+        f"nats, the default variant at {default[1]['val_loss']:.1f}.",
         f"up to {mus[0]['operand_max']:.0f} at rate 1",
     ):
         assert text in page, text
