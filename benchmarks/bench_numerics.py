@@ -39,7 +39,7 @@ from float8.config import RECIPES
 from float8.numerics import inspect_every
 
 NONE, EVERY, EACH = "none", "every n", "each step"
-MOST = 1.05
+MOST, RECIPES_HERE = 1.05, ("tensorwise", "delayed", "rowwise")
 COLUMNS = report.columns(
     "layer watched ms ratio casts error",
     layer="recipe", ms="step ms", ratio="time / none", casts="casts seen",
@@ -108,8 +108,7 @@ def targets(rows: Sequence[Row]) -> list[Row]:
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__, repeats=7, warmup=1)
     recipes = [name for name in RECIPES if name != "unit"]
-    default = ["tensorwise", "delayed", "rowwise"]
-    parser.add_argument("--recipes", nargs="+", choices=recipes, default=default)
+    parser.add_argument("--recipes", nargs="+", choices=recipes, default=RECIPES_HERE)
     parser.add_argument("--size", choices=list(SIZES), help="default: slow cpu, or cuda")
     parser.add_argument("--batch", type=harness.positive, help="default: 8, or the size's on cuda")
     parser.add_argument("-n", type=harness.positive, default=50, help="steps apart; 50")

@@ -31,7 +31,6 @@ T = TypeVar("T")
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
 PEER = "torchao "
-SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -207,7 +206,7 @@ def write(
     and else the rows.
     """
     report = {
-        "schema": SCHEMA,
+        "schema": 1,
         "benchmark": name,
         "command": shlex.join(["python", f"benchmarks/{name}.py", *argv]),
         "options": {key: str(value) for key, value in vars(options).items()},

@@ -37,17 +37,6 @@ def test_a_page_runs_as_written(page, tmp_path, monkeypatch):
 # --- the runner
 
 
-def test_blocks_and_their_outputs_are_found():
-    text = 'a\n```python title="x.py"\n1\n```\n\n```text\nout\n```\nb\n'
-    text += "<!-- not run: CUDA -->\n```bash\nls\n```\n"
-    first, second, third = blocks_of(text)
-    assert (first.kind, first.title, first.code, first.line, first.runs) == (
-        "python", "x.py", "1\n", 3, True,
-    )  # fmt: skip
-    assert second.follows and not third.follows
-    assert not third.runs
-
-
 def _page(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pages.ROOT", tmp_path)
     monkeypatch.chdir(tmp_path)
