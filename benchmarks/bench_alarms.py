@@ -38,6 +38,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -108,7 +109,8 @@ class Training:
         if run.recipe in STATIC:
             cast = CastConfig(ScalingType.STATIC, static_scale=STATIC[run.recipe])
             operand = "grad_output" if run.recipe == GRADIENTS else "input"
-            config = replace(Float8LinearConfig(), **{f"cast_config_{operand}": cast})
+            changed: dict[str, Any] = {f"cast_config_{operand}": cast}
+            config = replace(Float8LinearConfig(), **changed)
             self.what = Contender(convert(model, config))
         else:
             self.what = contender(run.recipe, model)

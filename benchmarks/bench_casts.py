@@ -103,28 +103,26 @@ def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None
 
 MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, *BOTH)
 # name -> file, op, arguments, bytes per element; and the ops of experts' tokens
-CASTS = {
-    name: Cast(*row)
-    for name, row in {
-        "static rows": ("cast", "cast", (SCALE, E4M3, True, False), 3),
-        "static both": ("cast", "cast", (SCALE, E4M3, *BOTH), 4),
-        "delayed both": ("cast", "cast", (SCALE, E4M3, *BOTH, torch.zeros(())), 4),
-        "dynamic rows": ("cast", "cast_dynamic", (E4M3, False, True, False), 5),
-        "dynamic both": ("cast", "cast_dynamic", (E4M3, False, *BOTH), 6),
-        "rowwise rows": ("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
-        "rowwise both": ("cast_rowwise", "cast_rowwise", (E4M3, True, *BOTH), 6),
-        "1x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 1, 128, *BOTH), 4),
-        "128x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 128, 128, *BOTH), 4),
-        "1x32 both": ("cast_mx", "cast_mx", (E4M3, "e8m0", True, *BOTH), 4),
-        "1x32 tokens": ("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, False),
-        "static rms norm": (NORM, "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
-        "dynamic rms norm": (NORM, "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
-        "static layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4),
-        "dynamic layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6),
-        "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
-        "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),
-    }.items()
-} | {
+ROWS: dict[str, tuple[Any, ...]] = {
+    "static rows": ("cast", "cast", (SCALE, E4M3, True, False), 3),
+    "static both": ("cast", "cast", (SCALE, E4M3, *BOTH), 4),
+    "delayed both": ("cast", "cast", (SCALE, E4M3, *BOTH, torch.zeros(())), 4),
+    "dynamic rows": ("cast", "cast_dynamic", (E4M3, False, True, False), 5),
+    "dynamic both": ("cast", "cast_dynamic", (E4M3, False, *BOTH), 6),
+    "rowwise rows": ("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
+    "rowwise both": ("cast_rowwise", "cast_rowwise", (E4M3, True, *BOTH), 6),
+    "1x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 1, 128, *BOTH), 4),
+    "128x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 128, 128, *BOTH), 4),
+    "1x32 both": ("cast_mx", "cast_mx", (E4M3, "e8m0", True, *BOTH), 4),
+    "1x32 tokens": ("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, False),
+    "static rms norm": (NORM, "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic rms norm": (NORM, "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
+    "static layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6),
+    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
+    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),
+}
+CASTS = {name: Cast(*row) for name, row in ROWS.items()} | {
     "static tokens": _tokens(-1, -1, 4, SCALE),
     "dynamic tokens": _tokens(-1, -1, 6),
     "rowwise tokens": _tokens(1, -1, 6),

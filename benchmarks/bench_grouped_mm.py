@@ -36,8 +36,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import contenders, harness, report, shapes
-from benchmarks.measuring.contenders import PEER, SCALED
+from benchmarks.measuring.contenders import SCALED
 from benchmarks.measuring.harness import Row
+from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
 from benchmarks.measuring.step import Step, in_turns, moved_by_casts
 from float8 import Float8LinearConfig, grouped_mm

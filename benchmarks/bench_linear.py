@@ -32,8 +32,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import contenders, harness, report, shapes
-from benchmarks.measuring.contenders import BASELINE, PEER, SCALED, STATIC
+from benchmarks.measuring.contenders import BASELINE, SCALED, STATIC
 from benchmarks.measuring.harness import Row
+from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
 from benchmarks.measuring.step import Step, in_turns, settled
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
@@ -68,16 +69,13 @@ def config_of(recipe: str, operands: Operands) -> Float8LinearConfig:
     if recipe != STATIC:
         return settled(recipe)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
-    return Float8LinearConfig(
-        *(
-            CastConfig(
-                ScalingType.STATIC, target_dtype=dtype,
-                static_scale=x.detach().abs().max().item() / torch.finfo(dtype).max,
-            )
-            for x, dtype in ((operands.x, e4m3), (operands.linear.weight, e4m3),
-                             (operands.grad_output, e5m2))
-        )
-    )  # fmt: skip
+
+    def cast(x: Tensor, dtype: torch.dtype) -> CastConfig:
+        scale = x.detach().abs().max().item() / torch.finfo(dtype).max
+        return CastConfig(ScalingType.STATIC, target_dtype=dtype, static_scale=scale)
+
+    x, w, g = operands.x, operands.linear.weight, operands.grad_output
+    return Float8LinearConfig(cast(x, e4m3), cast(w, e4m3), cast(g, e5m2))
 
 
 def step(name: str, mode: str, operands: Operands) -> Step:

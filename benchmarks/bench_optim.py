@@ -39,7 +39,7 @@ from benchmarks.measuring.harness import Row
 from float8.optim import AdamW
 
 BASELINE = "torch foreach"
-TORCH: dict[str, dict[str, bool]] = {BASELINE: {"foreach": True}, "torch fused": {"fused": True}}
+TORCH: dict[str, dict[str, Any]] = {BASELINE: {"foreach": True}, "torch fused": {"fused": True}}
 COPY = (harness.COPY, "eager")
 SLOWEST = 2.0  # on a CPU, compiled, over the baseline
 SHARE_OF_COPY = 0.8  # on CUDA

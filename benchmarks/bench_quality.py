@@ -52,8 +52,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import picture, report
-from benchmarks.measuring.contenders import PEER
 from benchmarks.measuring.harness import Row
+from benchmarks.measuring.report import PEER
 from benchmarks.quality.contenders import (
     BASE,
     CONTROLS,

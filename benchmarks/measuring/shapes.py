@@ -117,7 +117,7 @@ SMALL = tuple(
 def parse_shapes(text: str, groups: Mapping[str, Group], numbers: int = 3) -> Group:
     """`"2048,1024,4096"`, a name such as `"70b.ffn.w2"` or a group such as `"8b"`; for argparse."""
     named = {shape.name: (shape,) for group in groups.values() for shape in group if shape.name}
-    known = named | groups
+    known: dict[str, Group] = {**named, **groups}
     if text in known:
         return known[text]
     parts = text.split(",")
@@ -125,7 +125,8 @@ def parse_shapes(text: str, groups: Mapping[str, Group], numbers: int = 3) -> Gr
         raise ArgumentTypeError(
             f"a shape is {numbers} positive numbers or one of {', '.join(known)}, not {text!r}"
         )
-    return (Shape(*map(int, parts)),)
+    M, K, N, E = (*map(int, parts), 0)[:4]
+    return (Shape(M, K, N, E),)
 
 
 def add_option(parser: ArgumentParser, groups: Mapping[str, Group], letters: str = "M,K,N") -> None:

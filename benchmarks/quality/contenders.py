@@ -32,7 +32,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.measuring.contenders import PEER, torchao_model
+from benchmarks.measuring.contenders import torchao_model
+from benchmarks.measuring.report import PEER
 from float8 import (
     Float8LinearConfig,
     after_step,
