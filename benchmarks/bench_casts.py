@@ -33,27 +33,17 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import harness, report
-from benchmarks.measuring.limit import COPY, Copy
-from benchmarks.measuring.step import room_to_compile
+from benchmarks.measuring.harness import Row
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"
 CONTENDERS = (KERNEL, EAGER, COMPILED)  # in the order in which they are measured
 TARGET = 0.9  # of copy bandwidth
 CPU_SHAPES, CUDA_SHAPES = ((2048, 4096),), ((8192, 8192), (16384, 28672))
-COLUMNS = {
-    "shape": ("shape (M,K)", ""),
-    "cast": ("cast", ""),
-    "contender": ("contender", ""),
-    "bytes_per_element": ("bytes/element", "g"),
-    "ms": ("ms", ".3f"),
-    "min_ms": ("min", ".3f"),
-    "max_ms": ("max", ".3f"),
-    "gbps": ("GB/s", ".0f"),
-    "of_copy": ("of copy", ".2f"),
-    "met": ("at least 0.9", ""),
-    "error": ("not run", ".80"),
-}
+COLUMNS = report.columns(
+    "shape cast contender bytes_per_element ms min_ms max_ms gbps of_copy met error",
+    shape="shape (M,K)", bytes_per_element="bytes/element", gbps="GB/s", met="at least 0.9",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -100,83 +90,73 @@ SCALE = torch.full((1, 1), 0.01)
 NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
 
 
+BLOCKWISE, NORM, TOKENS = "cast_blockwise", "norm_cast", "cast_tokens"
+BOTH = (True, True)  # orientations: the last two flags of an op's arguments
+
+
 def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None = None) -> Cast:
     """`cast_tokens` in both orientations."""
     scale_format = "float32" if rows == -1 else "power_of_two"
-    arguments = (OFFSETS, (rows, cols), E4M3, scale_format, scale, 16, True, True)
-    return Cast("cast_tokens", "cast_tokens", arguments, bytes_per_element, compiles=False)
+    arguments = (OFFSETS, (rows, cols), E4M3, scale_format, scale, 16, *BOTH)
+    return Cast(TOKENS, TOKENS, arguments, bytes_per_element, compiles=False)
 
 
-MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, True, True)
-
-# name -> op: which orientations are written is the last two flags of an op's arguments
-CASTS = {
-    "static rows": Cast("cast", "cast", (SCALE, E4M3, True, False), 3),
-    "static both": Cast("cast", "cast", (SCALE, E4M3, True, True), 4),
-    "delayed both": Cast("cast", "cast", (SCALE, E4M3, True, True, torch.zeros(())), 4),
-    "dynamic rows": Cast("cast", "cast_dynamic", (E4M3, False, True, False), 5),
-    "dynamic both": Cast("cast", "cast_dynamic", (E4M3, False, True, True), 6),
-    "rowwise rows": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
-    "rowwise both": Cast("cast_rowwise", "cast_rowwise", (E4M3, True, True, True), 6),
-    "1x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 1, 128, True, True), 4),
-    "128x128 both": Cast("cast_blockwise", "cast_blockwise", (E4M3, True, 128, 128, True, True), 4),
-    "1x32 both": Cast("cast_mx", "cast_mx", (E4M3, "e8m0", True, True, True), 4),
+MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, *BOTH)
+# name -> file, op, arguments, bytes per element; and the ops of experts' tokens
+ROWS: dict[str, tuple[Any, ...]] = {
+    "static rows": ("cast", "cast", (SCALE, E4M3, True, False), 3),
+    "static both": ("cast", "cast", (SCALE, E4M3, *BOTH), 4),
+    "delayed both": ("cast", "cast", (SCALE, E4M3, *BOTH, torch.zeros(())), 4),
+    "dynamic rows": ("cast", "cast_dynamic", (E4M3, False, True, False), 5),
+    "dynamic both": ("cast", "cast_dynamic", (E4M3, False, *BOTH), 6),
+    "rowwise rows": ("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
+    "rowwise both": ("cast_rowwise", "cast_rowwise", (E4M3, True, *BOTH), 6),
+    "1x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 1, 128, *BOTH), 4),
+    "128x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 128, 128, *BOTH), 4),
+    "1x32 both": ("cast_mx", "cast_mx", (E4M3, "e8m0", True, *BOTH), 4),
+    "1x32 tokens": ("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, False),
+    "static rms norm": (NORM, "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic rms norm": (NORM, "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
+    "static layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4),
+    "dynamic layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6),
+    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
+    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),
+}
+CASTS = {name: Cast(*row) for name, row in ROWS.items()} | {
     "static tokens": _tokens(-1, -1, 4, SCALE),
     "dynamic tokens": _tokens(-1, -1, 6),
     "rowwise tokens": _tokens(1, -1, 6),
     "1x128 tokens": _tokens(1, 128, 4),
-    "1x32 tokens": Cast("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, compiles=False),
-    "static rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
-    "dynamic rms norm": Cast("norm_cast", "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
-    "static layer norm": Cast(
-        "norm_cast", "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4
-    ),
-    "dynamic layer norm": Cast(
-        "norm_cast", "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6
-    ),
-    "static swiglu": Cast("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
-    "dynamic swiglu": Cast("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),
 }
 
 
-def measure(
-    contender: str, shape: tuple[int, int], name: str, options: argparse.Namespace
-) -> harness.Row:
+def measure(work: tuple[str, tuple[int, int], str], options: argparse.Namespace) -> list[Row]:
     """One contender, timed in turns with a copy."""
+    contender, shape, name = work
     torch.manual_seed(options.seed)
     cast = CASTS[name]
     x = torch.randn(shape, device=options.device, dtype=torch.bfloat16)
     make = (
         cast.on if contender == KERNEL else partial(cast.in_torch, compiled=contender == COMPILED)
     )
-    row: harness.Row = {"shape": str(shape), "cast": name, "contender": contender}
+    row: Row = {"shape": str(shape), "cast": name, "contender": contender}
     row["bytes_per_element"] = cast.bytes_per_element
     torch.compiler.reset()
-    with room_to_compile():
-        rounds = harness.take_turns(
-            [{COPY: partial(Copy.on, x.device), contender: partial(make, x)}], options
-        )
-    row |= rounds.row(contender, COPY)
+    with torch._dynamo.config.patch(recompile_limit=64):
+        makers = {
+            harness.COPY: partial(harness.copier, options.device),
+            contender: partial(make, x),
+        }
+        rounds = harness.take_turns(makers, options)
+    row |= rounds.row(contender, harness.COPY)
     row.pop("ratio", None)  # of a cast's time to another work's
     if contender in rounds.samples:
-        copied = rounds.runs[COPY]
-        assert isinstance(copied, Copy)
-        bandwidth = copied.bytes_moved / median(rounds.samples[COPY])
+        bandwidth = harness.COPIED / median(rounds.samples[harness.COPY])
         rate = cast.bytes_per_element * x.numel() / median(rounds.samples[contender])
         row |= {"gbps": rate / 1e9, "of_copy": rate / bandwidth, "copy_gbps": bandwidth / 1e9}
         if contender == KERNEL:
             row["met"] = "yes" if row["of_copy"] >= TARGET else "no"
-    return row
-
-
-def verdict(rows: Sequence[harness.Row]) -> str:
-    """How many kernels reach the target, and which do not."""
-    kernels = [row for row in rows if row["contender"] == KERNEL]
-    slow = [row for row in kernels if row.get("met") != "yes"]
-    named = ", ".join(f"{row['cast']} {row['shape']} {row.get('of_copy', 0):.0%}" for row in slow)
-    return f"{len(kernels) - len(slow)} of {len(kernels)} kernels reach {TARGET:.0%} of a copy" + (
-        f"; not: {named}" if slow else ""
-    )
+    return [row]
 
 
 def matrix(text: str) -> tuple[int, int]:
@@ -194,26 +174,17 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--casts", nargs="+", choices=list(CASTS), default=list(CASTS))
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args(argv)
-    on_cpu = torch.device(options.device).type == "cpu"
-    shapes = options.shapes or (CPU_SHAPES if on_cpu else CUDA_SHAPES)
-    rows: list[harness.Row] = []
-    try:
-        who = [c for c in CONTENDERS if c in options.contenders and not (c == KERNEL and on_cpu)]
-        work = [
-            (c, shape, name)
-            for c in who
-            for shape in shapes
-            for name in options.casts
-            if c != COMPILED or CASTS[name].compiles
-        ]
-        for item in harness.in_time(work, options.stop_after):
-            rows.append(measure(*item, options))
-            report.write("bench_casts", argv, options, rows, COLUMNS)
-    finally:  # an interrupted run keeps what it measured
-        report.publish("bench_casts", argv, options, rows, COLUMNS)
-        if not on_cpu:
-            print(verdict(rows))
-    return int(any(not row.get("refused", True) for row in rows))
+    on_cpu = harness.on_cpu(options)
+    work = [
+        (contender, shape, name)
+        for contender in CONTENDERS
+        if contender in options.contenders and not (contender == KERNEL and on_cpu)
+        for shape in options.shapes or (CPU_SHAPES if on_cpu else CUDA_SHAPES)
+        for name in options.casts
+        if contender != COMPILED or CASTS[name].compiles
+    ]
+    measured = partial(measure, options=options)
+    return report.run("bench_casts", argv, options, work, measured, COLUMNS)
 
 
 if __name__ == "__main__":

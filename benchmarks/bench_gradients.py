@@ -15,6 +15,7 @@ sum to bfloat16.
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -72,11 +73,8 @@ def simulated(
 
 def ring_bfloat16(gradients: list[Tensor]) -> Tensor:
     """The mean by a bfloat16 ring all-reduce, (n,) bfloat16."""
-    parts = [(g.float() / len(gradients)).bfloat16() for g in gradients]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    parts = ((g.float() / len(gradients)).bfloat16() for g in gradients)
+    return functools.reduce(torch.add, parts)
 
 
 def sqnr(found: Tensor, exact: Tensor) -> float:
@@ -103,39 +101,29 @@ def error_on(
 ) -> Error:
     """The error on ``ranks`` ranks; ``gradient(rank, n)`` makes the gradient of each."""
     gradients = [gradient(rank, n) for rank in range(ranks)]
-    exact = torch.zeros(n, dtype=torch.float64)
-    for g in gradients:
-        exact += g
-    exact /= ranks
+    exact = sum((g.double() for g in gradients), torch.zeros(n, dtype=torch.float64)) / ranks
     whole, half = simulated(gradients, fmt)
     return Error(
         ranks, sqnr(whole, exact), sqnr(half, exact), sqnr(ring_bfloat16(gradients), exact)
     )
 
 
-def table(fmt: Format, gradient: Callable[[int, int], Tensor], ranks: tuple[int, ...]) -> str:
-    """One row per number of ranks."""
-    rows = [error_on(r, gradient, fmt) for r in ranks]
-    lines = ["ranks   all-reduce   reduce-scatter   bfloat16 all-reduce"]
-    lines += [
-        f"{e.ranks:5} {e.all_reduce:9.1f} dB {e.reduce_scatter:13.1f} dB {e.bfloat16:18.1f} dB"
-        for e in rows
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Print the tables."""
+    """Print a table for each format and kind of gradient, a row per number of ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="how many")
-    ranks = tuple(parser.parse_args().ranks)
+    ranks = parser.parse_args().ranks
     if min(ranks) < 1:
         parser.error(f"argument --ranks: {min(ranks)} is not a positive number")
     for fmt in (E4M3, E5M2):
         for gradient in (independent, agreeing):
-            print(f"\n{fmt}, {gradient.__name__} gradients\n{table(fmt, gradient, ranks)}")
+            print(f"\n{fmt}, {gradient.__name__} gradients")
+            print("ranks   all-reduce   reduce-scatter   bfloat16 all-reduce")
+            for e in (error_on(count, gradient, fmt) for count in ranks):
+                both = f"{e.all_reduce:9.1f} dB {e.reduce_scatter:13.1f} dB"
+                print(f"{e.ranks:5} {both} {e.bfloat16:18.1f} dB")
 
 
 if __name__ == "__main__":

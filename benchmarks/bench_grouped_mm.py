@@ -4,9 +4,12 @@ One step is forward and backward of one grouped GEMM, casts included:
 
     ratio = time(float8.grouped_mm) / time(torch.nn.functional.grouped_mm)    below 1: faster
 
-in bfloat16, for the experts of four models (`measuring/experts.py`, also for torchao's grouped
-GEMMs, which are measured beside; `--no-peer` leaves them out). All candidates of a shape share
-operands and groups, and are timed in turns.
+in bfloat16, for the experts of four models (`measuring/shapes.py`). All candidates of a shape
+share operands and groups, and are timed in turns. The router is simulated: the size of a group is
+uniform between 0 and twice the mean, and a multiple of 32, because torchao's grouped GEMMs need
+that. These (torchao.prototype.moe_training) are measured where they are importable (`--no-peer`
+leaves them out). On a CPU its MXFP8 is emulated, and its rowwise casts are refused: they are
+Triton kernels.
 
 `saved` is what autograd keeps from forward for backward, without parameters; `SQNR` compares
 outputs; `launches` counts what a step puts on the CUDA stream. `moved` is what a step reads and
@@ -19,113 +22,143 @@ writes on CUDA beside padding: counted, not measured.
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import contenders, experts, harness, report
-from benchmarks.measuring.contenders import PEER
-from benchmarks.measuring.experts import BASELINE, GROUPS, MODELS, NAMED, SMALL, TARGET, Shape
-from benchmarks.measuring.step import Step, compare, room_to_compile, saved_bytes
+from benchmarks.measuring import contenders, harness, report, shapes
+from benchmarks.measuring.contenders import SCALED
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.report import PEER
+from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
+from benchmarks.measuring.step import Step, in_turns, moved_by_casts
+from float8 import Float8LinearConfig, grouped_mm
+from float8.config import RECIPES
+from float8.estimate import roofline
+from float8.estimate.roofline import Shape as LayerShape
+from float8.estimate.roofline import Use
 
-COLUMNS = {
-    "shape": ("shape (T,K,N,E)", ""),
-    "mode": ("mode", ""),
-    "layer": ("grouped GEMM", ""),
-    "ms": ("fwd+bwd ms", ".2f"),
-    "min_ms": ("min", ".2f"),
-    "max_ms": ("max", ".2f"),
-    "ratio": ("time / bf16", ".2f"),
-    "tflops": ("TFLOP/s", ".3g"),
-    "launches": ("launches", ".0f"),
-    "saved_mib": ("saved MiB", ".2f"),
-    "saved_ratio": ("saved / bf16", ".2f"),
-    "moved_ratio": ("moved / bf16 (CUDA)", ".2f"),
-    "sqnr_db": ("SQNR dB", ".1f"),
-    "error": ("not run", ".80"),
-}
-
-
-def shapes_of(text: str) -> tuple[Shape, ...]:
-    """``"4096,512,1024,8"``, a name or a group of names; for argparse."""
-    if text in GROUPS:
-        return GROUPS[text]
-    if text in NAMED:
-        return (NAMED[text],)
-    sizes = [int(size) for size in text.split(",") if size.strip().isdecimal()]
-    if len(sizes) != 4 or text.count(",") != 3 or 0 in sizes:
-        raise argparse.ArgumentTypeError(
-            "a shape is four positive numbers T,K,N,E or one of "
-            f"{', '.join((*GROUPS, *NAMED))}, not {text!r}"
-        )
-    T, K, N, E = sizes
-    return (Shape(T, K, N, E),)
+BASELINE = "F.grouped_mm"
+MULTIPLE = 32  # of the size of a group
+TARGET = Shape(4096, 512, 1024, 8)
+PEERS = {"rowwise": "_to_fp8_rowwise_then_scaled_grouped_mm",
+         "mxfp8": "_to_mxfp8_then_scaled_grouped_mm"}  # fmt: skip
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+COLUMNS = report.columns(
+    "shape mode layer ms min_ms max_ms ratio tflops launches saved_mib saved_ratio moved_ratio "
+    "sqnr_db error",
+    shape="shape (T,K,N,E)", layer="grouped GEMM", ms="fwd+bwd ms", saved_ratio="saved / bf16",
+    moved_ratio="moved / bf16 (CUDA)",
+)  # fmt: skip
 
 
-def measure(
-    shape: Shape, mode: str, options: argparse.Namespace, late: harness.Late = harness.never
-) -> list[harness.Row]:
+class Grouped(nn.Module):
+    """``multiply(x, weight.mT, offs)``, an (E, N, K) weight being the module's parameter."""
+
+    offs: Tensor
+
+    def __init__(self, weight: nn.Parameter, offs: Tensor, multiply: Product) -> None:
+        super().__init__()
+        self.weight, self.multiply = weight, multiply
+        self.register_buffer("offs", offs)
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        return self.multiply(x_TK, self.weight.mT, self.offs)
+
+
+def ends(shape: Shape, seed: int) -> Tensor:
+    """(E,) int32: where a simulated router's groups end; the last one ends at T, or just before."""
+    share = torch.rand(shape.E, generator=torch.Generator().manual_seed(seed)).cumsum(0)
+    steps = shape.M // MULTIPLE
+    return ((share / share[-1] * steps).round().int() * MULTIPLE).clamp(max=shape.M)
+
+
+def function(name: str, on_cpu: bool) -> Product:
+    """The grouped GEMM of a contender."""
+    if name == BASELINE:
+        return lambda x, w, offs: F.grouped_mm(x, w, offs=offs)
+    if not name.startswith(PEER):
+        return partial(grouped_mm, config=Float8LinearConfig.from_recipe_name(name))
+    recipe = name.removeprefix(PEER)
+    peer: Any = getattr(importlib.import_module("torchao.prototype.moe_training"), PEERS[recipe])
+    options = {"pad_token_groups_for_grouped_mm": False}  # groups are multiples of 32
+    if on_cpu and recipe == "mxfp8":
+        common: Any = importlib.import_module("torchao.quantization.quantize_.common")
+        options["kernel_preference"] = common.KernelPreference.EMULATED
+    return partial(peer, **options)
+
+
+def moved_bytes(shape: Shape, recipe: str | None) -> float:
+    """The bytes that one step reads and writes on CUDA, counted; None is bfloat16.
+
+    Three grouped GEMMs and the casts of their operands, each operand read once, without padding.
+    """
+    sizes = LayerShape(shape.M, shape.K, shape.N, shape.E)
+    plan = None if recipe is None else RECIPES[recipe].plan
+    kinds = roofline.kinds_of_plan(plan, Use())
+    moved = sum(roofline.grouped_gemm_bytes(kind, name, sizes) for name, kind in kinds.items())
+    elements = (shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N)
+    return moved if plan is None else moved + moved_by_casts(plan, elements)[0]
+
+
+def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
     """One row per contender, all timed in the same rounds."""
+    shape, mode = work
     torch.compiler.reset()
-    operands = experts.Operands.random(shape, options.device, options.seed)
-    listed = experts.names(options.recipes, options.peer)
-    makers = {name: partial(experts.step, name, mode, operands) for name in listed}
-    rows: list[harness.Row] = []
-    with room_to_compile():
-        rounds = harness.take_turns([makers], options, late)
-        base = rounds.runs[BASELINE]
-        for name in listed:
-            row: harness.Row = {**shape.row, "layer": name, "mode": mode}
-            row |= rounds.row(name, BASELINE)
-            mine = rounds.runs.get(name)
-            if isinstance(mine, Step) and isinstance(base, Step):
-                row["tflops"] = 3 * shape.flops / row["ms"] / 1e9
-                row |= compare(mine, base, options.device)
-                row["saved_ratio"] = row["saved_mib"] * 2**20 / saved_bytes(base)
-            if not name.startswith(PEER):
-                moved = experts.moved_bytes(shape, None if name == BASELINE else name)
-                row["moved_mib"] = moved / 2**20
-                row["moved_ratio"] = moved / experts.moved_bytes(shape, None)
-            rows.append(row)
+    torch.manual_seed(options.seed)
+    random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
+    weight = nn.Parameter(random(shape.E, shape.N, shape.K) * shape.K**-0.5)
+    x, offs = random(shape.M, shape.K, requires_grad=True), ends(shape, options.seed)
+    grad_output = random(shape.M, shape.N)
+
+    def step(name: str) -> Step:
+        multiply = function(name, harness.on_cpu(options))
+        layer = Grouped(weight, offs.to(options.device), multiply)
+        run = torch.compile(layer, fullgraph=True, dynamic=False) if mode == "compiled" else layer
+        return Step(layer, run, x, grad_output)
+
+    names = contenders.names(options, BASELINE, PEERS)
+    rows = in_turns({n: partial(step, n) for n in names}, options, **shape.row, mode=mode)
+    for row in rows:
+        name = row["layer"]
+        if "ms" in row:
+            row["tflops"] = 3 * shape.flops / row["ms"] / 1e9
+        if not name.startswith(PEER):
+            moved = moved_bytes(shape, None if name == BASELINE else name)
+            row["moved_mib"] = moved / 2**20
+            row["moved_ratio"] = moved / moved_bytes(shape, None)
     return rows
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
     parser = harness.parser(__doc__)
-    known = ", ".join((*GROUPS, *NAMED))
-    parser.add_argument(
-        "--shapes", nargs="+", type=shapes_of, metavar="T,K,N,E", help=f"sizes, or names: {known}"
-    )
-    contenders.add_options(parser, experts.RECIPES)
+    shapes.add_option(parser, EXPERTS | {"small": SMALL}, "T,K,N,E")
+    # Histories of amaxes belong to a layer's cast, which a function does not have.
+    contenders.add_options(parser, tuple(recipe for recipe in SCALED if recipe != "delayed"))
     options = parser.parse_args(argv)
     contenders.check(parser, options)
-    on_cpu = torch.device(options.device).type == "cpu"
-    everything = [shape for shapes in MODELS.values() for shape in shapes]
-    given = [shape for shapes in options.shapes or () for shape in shapes]
-    options.shapes = tuple(given or ((TARGET, *SMALL) if on_cpu else everything))
+    everything = [shape for group in EXPERTS.values() for shape in group]
+    default = (TARGET, *SMALL) if harness.on_cpu(options) else everything
+    options.shapes = shapes.chosen(options.shapes, default)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if one of our grouped GEMMs failed (a refusal is no failure)."""
     options = parse(argv)
-    rows: list[harness.Row] = []
-    late = harness.countdown(options.stop_after)
     work = [(shape, mode) for shape in options.shapes for mode in options.modes]
-    try:
-        for shape, mode in harness.in_time(work, options.stop_after):
-            rows += measure(shape, mode, options, late)
-            report.write("bench_grouped_mm", argv, options, rows, COLUMNS)
-    finally:  # an interrupted run keeps what it measured
-        report.publish("bench_grouped_mm", argv, options, rows, COLUMNS)
-    ours = [row for row in rows if not row["layer"].startswith(PEER)]
-    return int(any(not row.get("refused", True) for row in ours))
+    measured = partial(measure, options=options)
+    return report.run("bench_grouped_mm", argv, options, work, measured, COLUMNS)
 
 
 if __name__ == "__main__":

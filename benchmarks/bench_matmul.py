@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -57,19 +57,11 @@ ROWWISE = {
 }
 CHOICES = (*GRANULARITIES, *ROWWISE)
 CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
-COLUMNS = {
-    "shape": ("shape (M,K,N)", ""),
-    "granularity": ("granularity", ""),
-    "baseline_ms": ("bf16 ms", ".3f"),
-    "ms": ("float8 ms", ".3f"),
-    "min_ms": ("min", ".3f"),
-    "max_ms": ("max", ".3f"),
-    "baseline_tflops": ("bf16 TFLOP/s", ".3g"),
-    "tflops": ("float8 TFLOP/s", ".3g"),
-    "ratio": ("ratio", ".2f"),
-    "sqnr_db": ("SQNR dB", ".1f"),
-    "error": ("not run", ".80"),
-}
+COLUMNS = report.columns(
+    "shape granularity baseline_ms ms min_ms max_ms baseline_tflops tflops ratio sqnr_db error",
+    shape="shape (M,K,N)", baseline_ms="bf16 ms", ms="float8 ms", baseline_tflops="bf16 TFLOP/s",
+    tflops="float8 TFLOP/s", ratio="ratio",
+)  # fmt: skip
 
 
 def products(
@@ -111,50 +103,39 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
     """One row per granularity, timed in turns with bf16."""
     torch.manual_seed(options.seed)
     makers = products(shape, options.granularities, options.device)
-    rounds = harness.take_turns([makers], options)
+    rounds = harness.take_turns(makers, options)
     rows: list[harness.Row] = []
     for name in options.granularities:
         row: harness.Row = {**shape.row, "granularity": name}
         row |= rounds.row(name, BASELINE)
         if name in rounds.samples:
-            row |= rates(shape, name, rounds.samples)
-            row["sqnr_db"] = harness.sqnr_db(makers[BASELINE]()(), makers[name]()())
+            base = rounds.samples[BASELINE]
+            row |= {
+                "tflops": shape.flops / row["ms"] / 1e9,
+                "baseline_tflops": shape.flops / median(base) / 1e12,
+                "baseline_ms": median(base) * 1e3,
+                "baseline_samples_s": base,
+                "sqnr_db": harness.sqnr_db(makers[BASELINE]()(), makers[name]()()),
+            }
         rows.append(row)
     return rows
-
-
-def rates(shape: Shape, name: str, samples: Mapping[str, list[float]]) -> harness.Row:
-    """Adds bf16's time to each float8 row, and both as rates."""
-    tflops = {key: shape.flops / median(s) / 1e12 for key, s in samples.items()}
-    return {
-        "tflops": tflops[name],
-        "baseline_tflops": tflops[BASELINE],
-        "baseline_ms": median(samples[BASELINE]) * 1e3,
-        "baseline_samples_s": samples[BASELINE],
-    }
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if a product failed (a refusal is no failure)."""
     parser = harness.parser(__doc__)
-    shapes.add_option(parser)
+    shapes.add_option(parser, shapes.LINEAR)
     parser.add_argument(
         "--granularities", nargs="+", choices=CHOICES, help="on a CPU, the first four"
     )
     options = parser.parse_args(argv)
-    on_cpu = torch.device(options.device).type == "cpu"
-    options.granularities = options.granularities or (GRANULARITIES if on_cpu else CHOICES)
-    options.granularities = list(options.granularities)
-    default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
-    options.shapes = shapes.chosen(options.shapes, default)
-    rows: list[harness.Row] = []
-    try:
-        for shape in harness.in_time(options.shapes, options.stop_after):
-            rows += measure(shape, options)
-            report.write("bench_matmul", argv, options, rows, COLUMNS)
-    finally:  # an interrupted run keeps what it measured
-        report.publish("bench_matmul", argv, options, rows, COLUMNS)
-    return int(any(not row.get("refused", True) for row in rows))
+    on_cpu = harness.on_cpu(options)
+    options.granularities = list(options.granularities or (GRANULARITIES if on_cpu else CHOICES))
+    options.shapes = shapes.chosen(
+        options.shapes, CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
+    )
+    measured = partial(measure, options=options)
+    return report.run("bench_matmul", argv, options, options.shapes, measured, COLUMNS)
 
 
 if __name__ == "__main__":

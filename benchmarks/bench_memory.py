@@ -4,10 +4,23 @@ Llama-2-7B at COAT's setting (arXiv 2410.19313, end-to-end table: batch 2, conte
 and 70B, traced without a GPU (`memory.py`): parameters, gradients, optimizer states, activations,
 the peak of a step. Sizes that fit on no GPU are computed, not measured.
 
-`savers.py` lists the ways. A block's activations are those of two blocks less those of one. "per
-GPU" shares parameters, gradients and states among `--gpus` GPUs, as FSDP does, and nothing else:
-gathered weights (two blocks, as a rule) and what each GPU keeps of its own batch come unshared.
-With --device cuda the LLaMA rows are measured: `max_memory_allocated` over one step, step times.
+A way is a recipe and what else is in float8, joined by "+". In all of
+them embedding, norms and head and their gradients are bfloat16, and so is all that a way does not
+keep in float8:
+
+    bf16                  the baseline: weights and gradients bfloat16, AdamW's moments float32; no
+                          master weights (8 + 2 + 2 bytes per parameter)
+    +float8_adamw         float8.optim.AdamW; ``_v16`` has the second moment in float16
+    +saved_activations    `float8.activations` +O1, +O2, +O3         MS-AMP's levels
+    (`float8.ms_amp`). Activations are float16, which is as large
+                          as bfloat16: its weights are float16, and autocast does not support meta
+
+The moments' updates count as one fused kernel in all runs: no temporary memory.
+
+A block's activations are those of two blocks less those of one. "per GPU" shares parameters,
+gradients and states among `--gpus` GPUs, as FSDP does, and nothing else: gathered weights (two
+blocks, as a rule) and what each GPU keeps of its own batch come unshared. With --device cuda the
+rows are measured: `max_memory_allocated` over one step, step times.
 
     python benchmarks/bench_memory.py -o memory.json
     python benchmarks/bench_memory.py --models llama2-7b --ways bf16 tensorwise+O2
@@ -20,51 +33,120 @@ import gc
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness, memory, report, savers
+from benchmarks.measuring import harness, memory, report
 from benchmarks.measuring.harness import Row
-from benchmarks.measuring.savers import BASELINE
-from benchmarks.models.llama import MODELS, Sizes
-from scripts.training import savings
-from scripts.training.tensors import bytes_of, state_tensors
+from benchmarks.models.transformer import GPT, LLAMA, Sizes
+from benchmarks.quality.contenders import all_but_the_head
+from float8 import convert_to_float8_training
+from float8.activations import saved_activations
+from float8.config import RECIPES
+from float8.ms_amp.ms_amp import ms_amp
+from float8.optim import AdamW
 
-COLUMNS = {
-    "mode": ("model", ""),
-    "layer": ("kept", ""),
-    "parameters_mib": ("weights MiB", ",.1f"),
-    "gradients_mib": ("gradients", ",.1f"),
-    "optimizer_mib": ("optimizer", ",.1f"),
-    "activations_mib": ("activations", ",.1f"),
-    "peak_mib": ("peak", ",.1f"),
-    "ms": ("step ms", ",.1f"),
-    "states_ratio": ("states / fp32's", ".3f"),
-    "block_ratio": ("block / bf16's", ".3f"),
-    "smaller": ("times smaller", ".2f"),
-    "per_gpu_mib": ("per GPU", ",.1f"),
-    "smaller_per_gpu": ("times smaller", ".2f"),
-    "error": ("not run", ".60"),
-}
+COLUMNS = report.columns(
+    "mode layer parameters_mib gradients_mib optimizer_mib activations_mib peak_mib ms "
+    "states_ratio block_ratio smaller per_gpu_mib smaller_per_gpu error",
+    mode="model", layer="kept", parameters_mib="weights MiB", gradients_mib="gradients",
+    optimizer_mib="optimizer", activations_mib="activations", peak_mib="peak", ms="step ms",
+    states_ratio="states / fp32's", block_ratio="block / bf16's", smaller="times smaller",
+    per_gpu_mib="per GPU", smaller_per_gpu="times smaller",
+)  # fmt: skip
 MIB = 2**20
 ROUNDS = 5
-QUICK = {"models": ["tiny"], "blocks": 2}
+BASELINE = "bf16"
+LEVELS = ("O1", "O2", "O3")
+SAVED = "saved_activations"
+# part of a way -> what its optimizer is given; by default both moments are float32
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "float8_adamw": {},
+    "float8_adamw_v16": {"second_moment": "float16"},
+}
+WAYS = (
+    *(BASELINE, "bf16+float8_adamw", "bf16+float8_adamw_v16"),
+    *("tensorwise", "tensorwise+saved_activations", "tensorwise+O1", "tensorwise+O2"),
+    *("tensorwise+O3", "tensorwise+saved_activations+O2"),
+    "tensorwise+saved_activations+float8_adamw",
+)
+Context = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model in training, one way.
+
+    Args:
+        model: tokens, next tokens -> loss.
+        optimizer: of its parameters.
+        forward: makes the context of each forward pass.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    forward: Context = nullcontext
+
+
+def hold(way: str, sizes: Sizes, device: str) -> Held:
+    """Set up a model on a device ("meta" to trace it) one way."""
+    recipe, *parts = way.split("+")
+    level = next((part for part in parts if part in LEVELS), None)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16 if level else torch.bfloat16)
+    try:
+        with torch.device(device):
+            model: Any = GPT(sizes)
+    finally:
+        torch.set_default_dtype(before)
+    if recipe != BASELINE:
+        convert_to_float8_training(model, config=RECIPES[recipe], module_filter_fn=all_but_the_head)
+    options = next((OPTIMIZERS[part] for part in parts if part in OPTIMIZERS), None)
+    if options is None:
+        options = {"first_moment": "float32", "second_moment": "float32"}
+    held: Any = AdamW(model.parameters(), **options)
+    if level is not None:
+        model, held = ms_amp(model, held, level, module_filter_fn=all_but_the_head)
+    return Held(model, held, partial(saved_activations, model) if SAVED in parts else nullcontext)
+
+
+def way_of(text: str) -> str:
+    """A way, for argparse."""
+    recipe, *parts = text.split("+")
+    known = {*OPTIMIZERS, SAVED, *LEVELS}
+    if recipe not in (BASELINE, *RECIPES) or not known.issuperset(parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a recipe of float8 or bf16, and {', '.join(known)}, joined by +"
+        )
+    return text
+
+
+def batch_of(sizes: Sizes, device: str) -> tuple[Tensor, Tensor]:
+    """Random tokens and the tokens after them."""
+    shape = (2, sizes.batch, sizes.context)
+    tokens, targets = torch.randint(sizes.vocabulary, shape, device=device).unbind()
+    return tokens, targets
 
 
 def trace(way: str, sizes: Sizes) -> Row:
     """What a step of the model holds, without a GPU."""
+    steps = {}
     with memory.as_on_cuda():
-        steps = {
-            blocks: _footprint(way, replace(sizes, blocks=blocks))
-            for blocks in {sizes.blocks, 1, 2}
-        }
-    whole = steps[sizes.blocks]
+        for blocks in {sizes.layers, 1, 2}:
+            held = hold(way, replace(sizes, layers=blocks), "meta")
+            batch = batch_of(sizes, "meta")
+            steps[blocks] = memory.footprint(held.model, held.optimizer, batch, held.forward)
+    whole = steps[sizes.layers]
     return {
         "parameters_mib": whole.parameters / MIB,
         "gradients_mib": whole.gradients / MIB,
@@ -77,16 +159,17 @@ def trace(way: str, sizes: Sizes) -> Row:
     }
 
 
-def _footprint(way: str, sizes: Sizes) -> memory.Footprint:
-    held = savers.hold(way, sizes, "meta")
-    batch = savers.batch_of(sizes, "meta")
-    return memory.footprint(held.model, held.optimizer, batch, held.forward, held.updates)
-
-
 def measure(way: str, sizes: Sizes, device: str) -> Row:
     """Peak memory and time of a step on a GPU."""
-    held, batch = savers.hold(way, sizes, device), savers.batch_of(sizes, device)
-    step = partial(savers.step, held, batch)
+    held, batch = hold(way, sizes, device), batch_of(sizes, device)
+
+    def step() -> None:
+        with held.forward():
+            loss = held.model(*batch)
+        loss.backward()
+        held.optimizer.step()
+        held.optimizer.zero_grad()
+
     step()
     step()
     torch.cuda.reset_peak_memory_stats()
@@ -95,39 +178,38 @@ def measure(way: str, sizes: Sizes, device: str) -> Row:
     peak = torch.cuda.max_memory_allocated()
     samples = [harness.cuda_seconds(step, 1) for _ in range(ROUNDS)]
     return {
-        "parameters_mib": bytes_of(held.model.parameters()) / MIB,
-        "optimizer_mib": bytes_of(state_tensors(held.optimizer)) / MIB,
+        "parameters_mib": memory.bytes_of(held.model.parameters()) / MIB,
+        "optimizer_mib": memory.bytes_of(memory.state_tensors(held.optimizer)) / MIB,
         "peak_mib": peak / MIB,
         "ms": statistics.median(samples) * 1e3,
         "samples_s": samples,
     }
 
 
-def row_of(way: str, model: str, options: argparse.Namespace) -> Row:
-    """A row of a LLaMA; of a way that does not run here, the reason."""
-    blocks = options.blocks or MODELS[model].blocks
-    sizes = replace(MODELS[model], blocks=blocks)
-    row: Row = {"layer": way, "mode": model, "blocks": blocks}
+def row_of(work: tuple[str, str], options: argparse.Namespace) -> list[Row]:
+    """The row of a model and a way; of one that does not run here, the reason."""
+    model, way = work
+    sizes = replace(LLAMA[model], layers=options.blocks or LLAMA[model].layers)
+    row: Row = {"layer": way, "mode": model, "blocks": sizes.layers}
     try:
         if torch.device(options.device).type == "cuda":
             gc.collect()  # what the row before held
             torch.cuda.empty_cache()
-            return row | measure(way, sizes, options.device)
-        return row | trace(way, sizes)
-    except savers.NotHere as reason:
-        return row | {"error": str(reason), "refused": True}
+            return [row | measure(way, sizes, options.device)]
+        return [row | trace(way, sizes)]
     except torch.OutOfMemoryError:
-        return row | {"error": "out of memory", "refused": True}
+        return [row | {"error": "out of memory", "refused": True}]
 
 
-def compare(rows: Sequence[Row], gpus: int) -> None:
-    """Add to each row its ratios to the baseline of its model."""
+def compare(rows: Sequence[Row], gpus: int) -> list[Row]:
+    """Add to each row its ratios to the baseline of its model; there are no targets."""
     bases = {row["mode"]: row for row in rows if row["layer"] == BASELINE and "error" not in row}
     for row in rows:
         base = bases.get(row["mode"])
         if "error" in row or base is None:
             continue
         row["states_ratio"] = row["optimizer_mib"] / base["optimizer_mib"]
+        row["smaller"] = base["peak_mib"] / row["peak_mib"]
         if "block_mib" in row:
             row["block_ratio"] = row["block_mib"] / base["block_mib"]
             held = ("parameters_mib", "gradients_mib", "optimizer_mib")
@@ -135,62 +217,29 @@ def compare(rows: Sequence[Row], gpus: int) -> None:
                 sum(r[key] for key in held) / gpus + r["activations_mib"] for r in (row, base)
             )
             row["smaller_per_gpu"] = whole / row["per_gpu_mib"]
-        if "peak_mib" in row:
-            row["smaller"] = base["peak_mib"] / row["peak_mib"]
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options, with what depends on others filled in."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", type=harness.device, default="cpu", help="cuda: measure there")
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=["llama2-7b", "llama3-8b", "llama3-70b"]
-    )
-    parser.add_argument("--ways", nargs="+", help=f"all of: {', '.join(savers.WAYS)}")
-    parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
-    parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
-    parser.add_argument("--quick", action="store_true", help="sizes that take no time")
-    parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
-    options = parser.parse_args(argv)
-    for key, value in QUICK.items() if options.quick else ():
-        setattr(options, key, value)
-    _check_ways(parser, options)
-    return options
-
-
-def _check_ways(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    for way in options.ways or ():
-        if way not in savers.WAYS:
-            try:
-                savings.parts_of(way)
-            except ValueError as error:
-                parser.error(f"--ways {error}")
-    if options.ways and BASELINE not in options.ways:
-        parser.error(f"--ways: {BASELINE} is what the others are compared with; name it too")
-
-
-def rows_of(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Add the rows one by one, so that an interrupted run keeps those that it measured."""
-    ways = options.ways or savers.WAYS
-    for model, way in harness.in_time(
-        list(itertools.product(options.models, ways)), options.stop_after
-    ):
-        rows.append(row_of(way, model, options))
+    return []
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, compare and report; 1 if a run of this library failed."""
-    options = parse(argv)
-    rows: list[Row] = []
-    try:
-        rows_of(options, rows)
-    finally:
-        compare(rows, options.gpus)
-        report.publish("bench_memory", argv, options, rows, COLUMNS)
-    return int(any("error" in row and not row["refused"] for row in rows))
+    parser = harness.plain_parser(__doc__)
+    default = ["llama2-7b", "llama3-8b", "llama3-70b"]
+    parser.add_argument("--models", nargs="+", choices=LLAMA, default=default)
+    parser.add_argument("--ways", nargs="+", type=way_of, default=list(WAYS), metavar="WAY")
+    parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
+    parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
+    parser.add_argument("--quick", action="store_true", help="sizes that take no time")
+    parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
+    parser.set_defaults(device="cpu")
+    options = parser.parse_args(argv)
+    if BASELINE not in options.ways:
+        parser.error(f"--ways: {BASELINE} is what the others are compared with; name it too")
+    if options.quick:
+        options.models, options.blocks = ["tiny"], 2
+    return report.run(
+        "bench_memory", argv, options, list(itertools.product(options.models, options.ways)),
+        partial(row_of, options=options), COLUMNS, partial(compare, gpus=options.gpus),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What does float8 gain in a whole model: tokens per second and peak memory, by recipe?
 
-The model is a stack of LLaMA-3-8B blocks (`llama.py`), bfloat16 throughout, on one device. A step
-is forward, backward with a random gradient, and the `sync` that delayed scaling owes; no optimizer,
-which costs the same in every recipe. So
+The model is a stack of LLaMA-3-8B blocks (`models/transformer.py`), bfloat16 throughout, on one
+device. Norms, rotation, attention and SwiGLU stay in bfloat16 in every recipe: their time makes a
+model's speed-up less than a layer's. A step is forward, backward with a random gradient, and the
+`sync` that delayed scaling owes; no optimizer, which costs the same in every recipe. So
 
     ratio    = time(recipe) / time(bf16), both eager or both compiled
     tokens/s = tokens of a step / median time
@@ -14,12 +15,17 @@ step (not on a CPU): parameters, their gradients, what is kept for backward, and
 
     python benchmarks/bench_model.py --modes eager compiled -o model.json
     python benchmarks/bench_model.py --size tiny --recipes tensorwise
+
+With ``--unit`` the model is unit-scaled, and recipe `unit`, which measures no scale, is compared:
+
+    time / unit = time(recipe) / time(unit): what measuring scales costs
+
+    python benchmarks/bench_model.py --unit --recipes tensorwise delayed unit
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,128 +33,69 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import contenders, harness, report
-from benchmarks.measuring.contenders import BASELINE, PEER
-from benchmarks.measuring.step import Step, compare, room_to_compile, settled
-from benchmarks.models.llama import SIZES, Llama, Sizes
-from float8 import convert_to_float8_training
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.step import Step, in_turns
+from benchmarks.models.transformer import LLAMA, Stack, unit_stack
 
-COLUMNS = {
-    "mode": ("mode", ""),
-    "layer": ("linear layers", ""),
-    "ms": ("fwd+bwd ms", ".1f"),
-    "min_ms": ("min", ".1f"),
-    "max_ms": ("max", ".1f"),
-    "tokens_s": ("tokens/s", ",.0f"),
-    "ratio": ("time / bf16", ".3f"),
-    "launches": ("launches", ".0f"),
-    "saved_mib": ("saved MiB", ".1f"),
-    "peak_gib": ("peak GiB", ".2f"),
-    "sqnr_db": ("SQNR dB", ".1f"),
-    "error": ("not run", ".80"),
-}
+UNIT = "unit"
+COLUMNS = report.columns(
+    "mode layer ms min_ms max_ms tokens_s ratio ratio_to_unit launches saved_mib peak_gib sqnr_db "
+    "error",
+    layer="linear layers", ms="fwd+bwd ms", ratio_to_unit="time / unit",
+)  # fmt: skip
 
 
-def model_of(name: str, plain: Llama) -> nn.Module:
-    """The model with a contender's layers; its parameters are those of `plain`."""
-    shared = {id(parameter): parameter for parameter in plain.parameters()}
-    model: nn.Module = copy.deepcopy(plain, shared)
-    if name == BASELINE:
-        return model
-    if name.startswith(PEER):
-        return contenders.torchao_model(model, contenders.recipe_of(name))
-    convert_to_float8_training(model, config=settled(name))
-    return model
-
-
-def step(name: str, mode: str, plain: Llama, x: torch.Tensor, grad_output: torch.Tensor) -> Step:
-    model = model_of(name, plain)
-    if mode == "compiled":
-        for block in model.get_submodule("blocks").children():
-            block.compile(fullgraph=True, dynamic=False)
-    return Step(model, model, x, grad_output)
-
-
-def peak_bytes(step: Step, device: str) -> int | None:
-    """The peak of allocated memory in one step; None on a CPU."""
-    if torch.device(device).type != "cuda":
-        return None
-    step()
-    step.x.grad = None
-    for parameter in step.layer.parameters():
-        parameter.grad = None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
-
-
-def measure(
-    mode: str, sizes: Sizes, options: argparse.Namespace, late: harness.Late = harness.never
-) -> list[harness.Row]:
+def measure(mode: str, options: argparse.Namespace) -> list[Row]:
     """One row per contender, all timed in the same rounds."""
+    sizes = replace(LLAMA[options.size], layers=options.blocks)
     torch.manual_seed(options.seed)
+    plain = (unit_stack if options.unit else Stack)(sizes).to(options.device, torch.bfloat16)
+    batch = (sizes.batch, sizes.context, sizes.width)
     random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
-    shape = (sizes.batch, sizes.tokens, sizes.hidden)
-    x, grad_output = random(shape, requires_grad=True), random(shape)
-    plain = Llama(sizes).to(options.device, torch.bfloat16)
-    names = contenders.names(options)
-    makers = {name: partial(step, name, mode, plain, x, grad_output) for name in names}
-    rows: list[harness.Row] = []
-    with room_to_compile():
-        rounds = harness.take_turns([makers], options, late)
-        base = rounds.runs[BASELINE]
-        assert isinstance(base, Step)
-        for name in names:
-            row: harness.Row = {"layer": name, "mode": mode, **rounds.row(name, BASELINE)}
-            if isinstance(mine := rounds.runs.get(name), Step):
-                row["tokens_s"] = sizes.batch * sizes.tokens / row["ms"] * 1e3
-                row |= weigh(mine, base, options.device)
-            rows.append(row)
+    x, grad_output = random(batch, requires_grad=True), random(batch)
+
+    def step(name: str) -> Step:
+        model = contenders.model_of(name, plain)
+        for block in model.children() if mode == "compiled" else ():
+            block.compile(fullgraph=True, dynamic=False)
+        return Step(model, model, x, grad_output)
+
+    makers = {name: partial(step, name) for name in contenders.names(options)}
+    rows = in_turns(makers, options, mode=mode)
+    samples = {row["layer"]: row["samples_s"] for row in rows if "samples_s" in row}
+    for row in rows:
+        if "ms" in row:
+            row["tokens_s"] = batch[0] * batch[1] / row["ms"] * 1e3
+            if UNIT in samples:
+                row["ratio_to_unit"] = harness.paired_ratio(row["samples_s"], samples[UNIT])
     return rows
-
-
-def weigh(step: Step, baseline: Step, device: str) -> harness.Row:
-    """What a step saves, launches and allocates, and the SQNR of its output to bf16's."""
-    peak = peak_bytes(step, device)
-    row = compare(step, baseline, device)
-    return row if peak is None else row | {"peak_gib": peak / 2**30}
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
-    parser = harness.parser(__doc__)
-    parser.set_defaults(repeats=10)
-    contenders.add_options(parser, contenders.SCALED)
-    parser.add_argument("--size", choices=list(SIZES), help="default: 8b on CUDA, else tiny")
+    parser = harness.parser(__doc__, repeats=10)
+    contenders.add_options(parser, contenders.SCALED, UNIT)
+    parser.add_argument("--unit", action="store_true", help="a unit-scaled model")
+    default = "default: 8b on CUDA, else tiny"
+    parser.add_argument("--size", choices=("8b", "tiny"), help=default)
     parser.add_argument("--blocks", type=harness.positive, help="default: what the size says")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
-    on_cpu = torch.device(options.device).type == "cpu"
-    options.size = options.size or ("tiny" if on_cpu else "8b")
-    options.blocks = options.blocks or SIZES[options.size].blocks
+    options.peer = options.peer and not options.unit
+    options.size = options.size or ("tiny" if harness.on_cpu(options) else "8b")
+    options.blocks = options.blocks or LLAMA[options.size].layers
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure the model; 1 if one of our recipes failed (a refusal is no failure)."""
     options = parse(argv)
-    sizes = replace(SIZES[options.size], blocks=options.blocks)
-    rows: list[harness.Row] = []
-    late = harness.countdown(options.stop_after)
-    try:
-        for mode in harness.in_time(options.modes, options.stop_after):
-            rows += measure(mode, sizes, options, late)
-            report.write("bench_model", argv, options, rows, COLUMNS)
-    finally:  # an interrupted run keeps what it measured
-        report.publish("bench_model", argv, options, rows, COLUMNS)
-    ours = [row for row in rows if not row["layer"].startswith(PEER)]
-    return int(any(not row.get("refused", True) for row in ours))
+    measured = partial(measure, options=options)
+    return report.run("bench_model", argv, options, options.modes, measured, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,20 @@
 """Is the best learning rate of a narrow model also the best of a wide one?
 
 For every width and every power of two in a range, one model is trained from the same seed on the
-same text (`training.py`), in each parametrisation of `decoders.py`. Its linear layers multiply in
-float32, or in float8 by the recipe that suits the parametrisation: `unit`, which has no scales, for
-unit-scaled models, and `tensorwise` for the standard one. The head keeps float32. The answer is
-where the lowest held-out loss lies, by width; of several seeds, the lowest mean:
+same text, in each parametrisation. The architecture is one: byte embedding, pre-norm layers of
+rotary causal attention and SwiGLU of four times the width, a norm, a readout; heads have 32
+features at every width. Three ways to scale and to train it:
+
+    standard   weights from N(0, 0.02), residual branches added without factors, logits / sqrt(d),
+               AdamW with one learning rate for all
+    u-mup      `float8.unit_scaling`'s modules and AdamW (arXiv 2407.17465, tables 2 and 3)
+    mus        the same with norms at the ends of branches and square-root softmax attention, as
+               muS has them (arXiv 2502.05967); learning rates and residual weights stay u-muP's
+
+Linear layers multiply in float32, or in float8 by the recipe that suits the parametrisation:
+`unit`, which has no scales, for unit-scaled models, and `tensorwise` for the standard one. The
+head keeps float32. The answer is where the lowest held-out loss lies, by width; of several seeds,
+the lowest mean:
 
     optimum   the vertex of the parabola in log2(learning rate) through the best point of the grid
               and the two next to it; at an edge of the grid, the edge
@@ -16,12 +26,12 @@ With u-muP the drift is about 0; with the standard parametrisation theory says -
 of widths (arXiv 2203.03466). The target, a spread of at most one power of two, is not met by optima
 at an edge of the grid: where they are is then not known.
 
-`stability.py` reports the scale of every model's activations after training. The file named by -o
-is written after every run, and a call with the same file makes only the runs that it lacks
-(`quality/study.py`).
+After training, one batch tells how stable a model is: ``stream_std`` is the standard deviation of
+the residual stream behind every layer, ``operand_max`` the largest magnitude that a linear layer
+reads (E4M3, without a scale, ends at 448), ``operand_std`` the least and the greatest of their
+deviations.
 
-    python benchmarks/bench_mup_transfer.py -o mup_transfer.json --plot mup_transfer.png
-    python benchmarks/bench_mup_transfer.py --formats float32 float8 -o mup_transfer.json
+    python benchmarks/bench_mup_transfer.py -o mup_transfer.json
     python benchmarks/bench_mup_transfer.py --variant u-mup mus --widths 64 --octaves -3 6
     python benchmarks/bench_mup_transfer.py --quick
 """
@@ -32,107 +42,129 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness, stability
+from benchmarks.measuring import harness, picture, report
 from benchmarks.measuring.harness import Row
-from benchmarks.models import decoders, training
-from benchmarks.models.decoders import FORMATS, PARAMETRISATIONS
-from benchmarks.quality import study
-from scripts.training import corpus, picture
+from benchmarks.models import text as texts
+from benchmarks.models.transformer import GPT, Sizes, UnitGPT
+from benchmarks.quality.contenders import convert
+from benchmarks.quality.intervals import grouped
+from benchmarks.quality.study import Study
+from benchmarks.quality.training import SMALL, SmallRun, plain_adamw
+from float8.config import RECIPES
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = (picture.ORANGE, picture.BLUE, picture.BLACK, picture.GREEN, picture.PURPLE)
-COLUMNS = {
-    "layer": ("parametrisation", ""),
-    "width": ("width", ".0f"),
-    "parameters": ("parameters", ",.0f"),
-    "log2_lr": ("log2(lr)", ".0f"),
-    "loss": ("held-out loss", ".4f"),
-    "seconds": ("s", ".0f"),
-    "optimum": ("optimum", ".1f"),
-    "room": ("room", ".0f"),
-    "last_std": ("std of the stream", ".2f"),
-    "operand_max": ("max |operand|", ".0f"),
-    "error": ("not run", ".80"),
-}
+COLUMNS = report.columns(
+    "layer width parameters log2_lr loss seconds optimum room last_std operand_max error",
+    layer="parametrisation", log2_lr="log2(lr)", seconds="s", last_std="std of the stream",
+    operand_max="max |operand|",
+)  # fmt: skip
 MAX_SPREAD = 1.0  # octaves
 ROOM = 1.03  # a loss below that times the best one is near it
-QUICK = {"widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1}
+
+
+class Parametrisation(NamedTuple):
+    """A model, its recipe of float8, and where to look for its learning rate."""
+
+    model: Callable[[Sizes], nn.Module]
+    recipe: str
+    octaves: range  # powers of two
+
+
+PARAMETRISATIONS = {
+    "standard": Parametrisation(GPT, "tensorwise", range(-11, -5)),
+    "u-mup": Parametrisation(UnitGPT, "unit", range(-3, 3)),
+    "mus": Parametrisation(
+        partial(UnitGPT, norm="res-post", attention="sqrt_softmax"), "unit", range(-3, 3)
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(training.Run):
+class Run(SmallRun):
     """What decides a training."""
 
     parametrisation: str
-    format: str
-    width: int
     log2_lr: int
 
 
 def train(run: Run, data: Path | None, device: str) -> Row:
     """Train one model with one learning rate."""
-    text = corpus.load(data)
     parametrisation = PARAMETRISATIONS[run.parametrisation]
     torch.manual_seed(run.seed)
-    model = parametrisation.model(run.width, run.layers, run.context).to(device)
-    model = parametrisation.in_format(model, run.format)
-    loss_of = parametrisation.loss(model)
-    result = training.train(
-        loss_of,
-        parametrisation.optimizer(model, 2.0**run.log2_lr),
-        training.train_batches(text, run, device),
-        run.steps,
-        training.val_batches(text, run, device),
-    )
+    model = parametrisation.model(run.sizes()).to(device)
+    if run.format == "float8":
+        convert(model, RECIPES[parametrisation.recipe])
     in_float8 = "" if run.format == "float32" else f" {parametrisation.recipe}"
     row: Row = {
         "layer": run.parametrisation + in_float8,
         "width": run.width,
         "parameters": sum(p.numel() for p in model.parameters()),
         "log2_lr": run.log2_lr,
-        **result.row(),
+        **run.train(model, plain_adamw(model, 2.0**run.log2_lr), data, device),
     }
-    if result.val_loss is not None:
-        batch = next(iter(training.val_batches(text, run, device)))
-        row |= stability.measure(loss_of, parametrisation.layers(model), batch)
-        row["last_std"] = row["stream_std"][-1]
+    if "loss" in row:
+        text = texts.load(data, standard_library=True)
+        size = {"batch": run.batch, "context": run.context}
+        tokens, targets = next(text.held_out_batches(run.val_batches, **size))
+        row |= scales(model, tokens.to(device), targets.to(device))
     return row
 
 
-def runs(options: argparse.Namespace) -> list[Run]:
-    """Every learning rate of every width, format and parametrisation, a seed after the other."""
-    return [
-        Run(parametrisation=name, format=fmt, width=width, log2_lr=octave, **sizes)
-        for sizes in ({"seed": seed, **options.sizes} for seed in options.seeds)
-        for name, fmt, width in itertools.product(options.variant, options.formats, options.widths)
-        for octave in octaves_of(name, options)
+@torch.no_grad()
+def scales(model: nn.Module, tokens: Tensor, targets: Tensor) -> Row:
+    """The scales of activations in one forward pass."""
+    stream: list[float] = []
+    operands: list[Tensor] = []
+    layers = model.get_submodule("layers" if isinstance(model, UnitGPT) else "blocks")
+    handles = [
+        layer.register_forward_hook(lambda _, __, out: stream.append(out.float().std().item()))
+        for layer in layers.children()
     ]
-
-
-def curve(rows: Sequence[Row], name: str, width: int) -> dict[int, float]:
-    """log2(learning rate) -> mean held-out loss, of one model, less what diverged with any seed."""
-    losses: dict[int, list[float | None]] = {}
-    for row in rows:
-        if (row["layer"], row["width"]) == (name, width):
-            losses.setdefault(row["log2_lr"], []).append(training.held_out(row))
-    known = {octave: [loss for loss in own if loss is not None] for octave, own in losses.items()}
+    handles += [
+        linear.register_forward_pre_hook(lambda _, args: operands.append(args[0].float()))
+        for linear in layers.modules()
+        if isinstance(linear, nn.Linear)
+    ]
+    model(tokens, targets)
+    for handle in handles:
+        handle.remove()
+    stds = [operand.std().item() for operand in operands]
     return {
-        octave: statistics.fmean(own)
-        for octave, own in sorted(known.items())
-        if len(own) == len(losses[octave])
+        "stream_std": stream,
+        "operand_max": max(operand.abs().max().item() for operand in operands),
+        "operand_std": [min(stds), max(stds)],
+        "last_std": stream[-1],
+    }
+
+
+def model_of(row: Row) -> tuple[str, int]:
+    return row["layer"], row["width"]
+
+
+def curve(rows: Sequence[Row]) -> dict[int, float]:
+    """log2(learning rate) -> mean held-out loss, of one model, less what diverged with any seed."""
+    losses = {
+        octave: [row.get("loss") for row in own]
+        for octave, own in sorted(grouped(rows, lambda row: int(row["log2_lr"])).items())
+    }
+    return {
+        octave: statistics.fmean(loss for loss in own if loss is not None)
+        for octave, own in losses.items()
+        if None not in own
     }
 
 
@@ -146,118 +178,99 @@ def optimum(curve: dict[int, float]) -> float:
     return best + (left - right) / (2 * bend) if bend > 0 else float(best)
 
 
-def note_optima(rows: Sequence[Row]) -> None:
-    """Write optimum, room and whether it is at an edge into a row of every model's best rate."""
-    noted: set[tuple[str, int]] = set()
-    for row in rows:
-        for key in ("optimum", "at_edge", "room"):  # of earlier, when rows lacked
-            row.pop(key, None)
-        losses = curve(rows, row["layer"], row["width"])
-        model = row["layer"], row["width"]
-        best = min(losses, key=losses.__getitem__, default=None)
-        if row["log2_lr"] == best and model not in noted:
-            noted.add(model)
-            tried = [r["log2_lr"] for r in rows if (r["layer"], r["width"]) == model]
+def summary(rows: Sequence[Row]) -> tuple[Sequence[Row], list[Row]]:
+    """The rows, the best of every model with its optimum, and how far optima move with the width.
+
+    They may move by an octave, but for the standard model.
+    """
+    best: list[Row] = []
+    for own in grouped(rows, model_of).values():
+        for row in own:
+            for key in ("optimum", "at_edge", "room"):  # of earlier, when rows lacked
+                row.pop(key, None)
+        if losses := curve(own):
+            lowest = min(losses, key=losses.__getitem__)
+            tried = [row["log2_lr"] for row in own]
+            row = next(row for row in own if row["log2_lr"] == lowest)
             row["optimum"] = optimum(losses)
-            row["at_edge"] = best in (min(tried), max(tried))
+            row["at_edge"] = lowest in (min(tried), max(tried))
             row["room"] = sum(loss < ROOM * min(losses.values()) for loss in losses.values())
-
-
-def drifts(rows: Sequence[Row]) -> list[Row]:
-    """How far the optimum moves with the width; an octave at most, but for the standard model."""
-    best = [row for row in rows if "optimum" in row]
-    found: list[Row] = []
-    for name in dict.fromkeys(row["layer"] for row in best):
-        ordered = sorted((row for row in best if row["layer"] == name), key=lambda r: r["width"])
-        optima = [row["optimum"] for row in ordered]
-        drift, spread = optima[-1] - optima[0], max(optima) - min(optima)
-        widths = f"width {ordered[0]['width']} -> {ordered[-1]['width']}"
-        found.append({"layer": name, "mode": "drift", "against": widths, "measured": drift})
-        row: Row = {"layer": name, "mode": "spread", "against": widths, "measured": spread}
-        if not name.startswith("standard") and len(ordered) > 1:
-            known = not any(row["at_edge"] for row in ordered)
-            row |= {"target": MAX_SPREAD, "met": known and spread <= MAX_SPREAD}
-        found.append(row)
-    return found
+            best.append(row)
+    targets: list[Row] = []
+    for name, own in grouped(best, lambda row: str(row["layer"])).items():
+        own.sort(key=lambda row: row["width"])
+        optima = [row["optimum"] for row in own]
+        widths = f"width {own[0]['width']} -> {own[-1]['width']}"
+        target: Row = {"layer": name, "against": widths}
+        targets.append({**target, "mode": "drift", "measured": optima[-1] - optima[0]})
+        target |= {"mode": "spread", "measured": (spread := max(optima) - min(optima))}
+        if not name.startswith("standard") and len(own) > 1:
+            known = not any(row["at_edge"] for row in own)
+            target |= {"target": MAX_SPREAD, "met": known and spread <= MAX_SPREAD}
+        targets.append(target)
+    return rows, targets
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Held-out loss against learning rate: a panel per parametrisation, a line per width."""
-    from matplotlib.figure import Figure  # needed for drawing only
+    """Held-out loss against learning rate: a panel per parametrisation, a line per width.
 
-    names = list(dict.fromkeys(row["layer"] for row in rows))
-    figure = Figure(figsize=(max(4, 2.7 * len(names)), 3.4), layout="constrained")
-    grid = figure.subplots(1, max(1, len(names)), sharey=True, squeeze=False)
-    for axes, name in zip(grid[0], names, strict=False):
-        draw_panel(axes, rows, name)
+    Dotted lines mark the optima.
+    """
+    by_name = grouped(rows, lambda row: str(row["layer"]))
+    figure = picture.new(max(4, 2.7 * len(by_name)), 3.4)
+    grid = figure.subplots(1, len(by_name), sharey=True, squeeze=False)
+    for axes, (name, of_name) in zip(grid[0], by_name.items(), strict=True):
+        picture.plain(axes, "left", "bottom")
+        by_width = sorted(grouped(of_name, lambda row: int(row["width"])).items())
+        for (width, own), colour in zip(by_width, itertools.cycle(COLOURS)):
+            if losses := curve(own):
+                style: Any = {"marker": "o", "markersize": 5, "linewidth": 1.8, "color": colour}
+                axes.plot(list(losses), list(losses.values()), label=f"width {width}", **style)
+                axes.axvline(optimum(losses), color=colour, linewidth=1.2, linestyle=":")
+        axes.set_title(name, loc="left", fontweight="bold", pad=10)
+        axes.set_xlabel("log2(learning rate)", color=picture.GREY)
     grid[0][0].set_ylabel("held-out loss", color=picture.GREY)
     grid[0][0].legend(frameon=False)
     return figure
 
 
-def draw_panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
-    """Dotted lines mark the optima."""
-    picture.plain(axes, "left", "bottom")
-    widths = sorted({row["width"] for row in rows if row["layer"] == name})
-    for width, colour in zip(widths, itertools.cycle(COLOURS)):
-        losses = curve(rows, name, width)
-        if not losses:
-            continue
-        style: Any = {"marker": "o", "markersize": 5, "linewidth": 1.8, "color": colour}
-        axes.plot(list(losses), list(losses.values()), label=f"width {width}", **style)
-        axes.axvline(optimum(losses), color=colour, linewidth=1.2, linestyle=":")
-    axes.set_title(name, loc="left", fontweight="bold", pad=10)
-    axes.set_xlabel("log2(learning rate)", color=picture.GREY)
+def runs_of(options: argparse.Namespace) -> list[Run]:
+    """Every learning rate of every width, format and parametrisation, a seed after the other."""
+    low, high = options.octaves or (0, 0)
+    return [
+        Run(
+            parametrisation=name, format=fmt, width=width, log2_lr=octave, seed=seed,
+            **STUDY.sizes(options),
+        )
+        for seed, name, fmt, width in itertools.product(
+            options.seeds, options.variant, options.formats, options.widths
+        )
+        for octave in (
+            range(low, high + 1) if options.octaves else PARAMETRISATIONS[name].octaves
+        )
+    ]  # fmt: skip
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = study.parser(__doc__, seeds=1)
-    study.add_numbers(parser, **training.SIZES)
-    parser.add_argument(
-        "--variant", nargs="+", choices=list(PARAMETRISATIONS), default=["standard", "u-mup"]
-    )
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["float32"])
-    parser.add_argument("--widths", nargs="+", type=harness.positive, default=[64, 128, 256])
-    parser.add_argument(
-        "--octaves", nargs=2, type=int, metavar=("LOW", "HIGH"), help="log2(learning rate), each"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture there")
-    options = study.parse(parser, argv, QUICK)
-    decoders.check_widths(parser, "--widths", options.widths)
-    if options.octaves and options.octaves[0] > options.octaves[1]:
-        parser.error(f"--octaves are LOW and HIGH, not {options.octaves}")
-    if "float8" in options.formats and options.batch * options.context % 16:
-        parser.error("--batch x --context must be a multiple of 16, which float8 products need")
-    options.sizes = {name: getattr(options, name) for name in training.SIZES}
-    return options
+class _Study(Study):
+    def more_options(self, parser: argparse.ArgumentParser) -> None:
+        known, default = list(PARAMETRISATIONS), ["standard", "u-mup"]
+        parser.add_argument("--variant", nargs="+", choices=known, default=default)
+        known = ["float32", "float8"]
+        parser.add_argument("--formats", nargs="+", choices=known, default=known[:1])
+        parser.add_argument("--widths", nargs="+", type=harness.positive, default=[64, 128, 256])
+        text = "log2(learning rate), each"
+        parser.add_argument("--octaves", nargs=2, type=int, metavar=("LOW", "HIGH"), help=text)
 
 
-def octaves_of(name: str, options: argparse.Namespace) -> range:
-    """The learning rates of a parametrisation, as powers of two."""
-    if options.octaves is None:
-        return PARAMETRISATIONS[name].octaves
-    low, high = options.octaves
-    return range(low, high + 1)
-
-
-def summary(rows: Sequence[Row]) -> tuple[Sequence[Row], list[Row]]:
-    """The rows with their optima, and how far these move."""
-    note_optima(rows)
-    return rows, drifts(rows)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Make the runs that lack, report the optima; 1 if a model has no optimum."""
-    options = parse(argv)
-    training.load(options)  # ends the program where there is no text
-    make = partial(train, data=options.data, device=options.device)
-    rows = study.make("bench_mup_transfer", argv, options, runs(options), make, summary, COLUMNS)
-    if options.plot:
-        picture.save(draw(rows), options.plot)
-    trained = {(row["layer"], row["width"]) for row in rows if "optimum" in row}
-    tried = len(options.variant) * len(options.formats) * len(options.widths)
-    return int(len(trained) < tried)
-
+NUMBERS = SMALL
+QUICK = {
+    "widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1,
+}  # fmt: skip
+STUDY = _Study(
+    "bench_mup_transfer", __doc__, COLUMNS, runs_of, train, summary, NUMBERS, QUICK, 1,
+    {},
+)  # fmt: skip
+main = STUDY.main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

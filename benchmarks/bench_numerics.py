@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,117 +33,91 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row
-from float8 import sync_float8_amax_and_scale_history
+from benchmarks.models.transformer import GPT, Sizes
+from benchmarks.quality.contenders import contender
 from float8.config import RECIPES
 from float8.numerics import inspect_every
-from scripts.training import gpt
-from scripts.training.options import SIZES
 
 NONE, EVERY, EACH = "none", "every n", "each step"
-MOST = 1.05
-COLUMNS = {
-    "layer": ("recipe", ""),
-    "watched": ("watched", ""),
-    "ms": ("step ms", ".1f"),
-    "ratio": ("time / none", ".3f"),
-    "casts": ("casts seen", ""),
-    "error": ("not run", ".80"),
+MOST, RECIPES_HERE = 1.05, ("tensorwise", "delayed", "rowwise")
+COLUMNS = report.columns(
+    "layer watched ms ratio casts error",
+    layer="recipe", ms="step ms", ratio="time / none", casts="casts seen",
+)  # fmt: skip
+
+
+# The demo's, on each machine.
+SIZES = {
+    "cpu": Sizes(4, 256, 4, 128, batch=16),
+    "slow cpu": Sizes(2, 128, 2, 64, batch=32),
+    "cuda": Sizes(12, 1024, 8, 512, batch=32),
 }
 
 
 class Training:
-    """One model that trains on the same batch; ``n`` None inspects nothing."""
+    """One model that trains on the same batch, `steps` a call; ``n`` None inspects nothing."""
 
-    def __init__(self, recipe: str, n: int | None, options: argparse.Namespace) -> None:
-        size = {name: int(value) for name, value in SIZES[options.size].items()}
-        size["batch"] = options.batch or size["batch"]
+    def __init__(self, recipe: str, n: int | None, steps: int, options: argparse.Namespace) -> None:
+        sizes, self.steps = SIZES[options.size], steps
         torch.manual_seed(options.seed)
-        sizes = gpt.Sizes(size["layers"], size["width"], size["heads"], size["context"])
-        self.model = gpt.in_recipe(gpt.GPT(sizes), recipe).to(options.device)
-        shape = (size["batch"], size["context"] + 1)
-        self.text = torch.randint(0, gpt.VOCABULARY, shape, device=options.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.monitor = None if n is None else inspect_every(self.model, n)
-        self.is_delayed = RECIPES[recipe].uses_delayed_scaling
-        self.is_bf16 = torch.device(options.device).type == "cuda"
+        self.what = contender(recipe, GPT(sizes).to(options.device))
+        shape = (options.batch or sizes.batch, sizes.context + 1)
+        self.text = torch.randint(0, sizes.vocabulary, shape, device=options.device)
+        self.optimizer = torch.optim.AdamW(self.what.model.parameters())
+        self.monitor = None if n is None else inspect_every(self.what.model, n)
 
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
+    def __call__(self) -> None:
+        device = self.text.device.type
+        for _ in range(self.steps):
             with self.monitor or nullcontext():
-                self._step()
-
-    def _step(self) -> None:
-        self.optimizer.zero_grad()
-        with torch.autocast(self.text.device.type, torch.bfloat16, enabled=self.is_bf16):
-            loss = self.model(self.text[:, :-1], self.text[:, 1:])
-        loss.backward()
-        self.optimizer.step()
-        if self.is_delayed:
-            sync_float8_amax_and_scale_history(self.model)
+                self.optimizer.zero_grad()
+                with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                    loss = self.what.model(self.text[:, :-1], self.text[:, 1:])
+                loss.backward()
+                self.optimizer.step()
+                self.what.after_step()
 
 
-def makers(
-    recipe: str, options: argparse.Namespace
-) -> dict[str, Callable[[], Callable[[], object]]]:
-    def interval(n: int | None, steps: int) -> Callable[[], object]:
-        return partial(Training(recipe, n, options).run, steps)
-
+def measure(recipe: str, options: argparse.Namespace) -> list[Row]:
+    """One row for each way of watching."""
     n = options.n
-    return {
-        NONE: partial(interval, None, n),
-        EVERY: partial(interval, n, n),
-        EACH: partial(interval, 1, 1),
-    }
-
-
-def measure(recipe: str, options: argparse.Namespace) -> tuple[list[Row], Row]:
-    """One row for each way of watching, and whether that of every n steps costs little enough."""
-    rounds = harness.take_turns([makers(recipe, options)], options)
-    steps = {NONE: options.n, EVERY: options.n, EACH: 1}
-    seconds = {name: [s / steps[name] for s in samples] for name, samples in rounds.samples.items()}
+    ways = {NONE: (None, n), EVERY.replace("n", str(n)): (n, n), EACH: (1, 1)}
+    makers = {name: partial(Training, recipe, *way, options) for name, way in ways.items()}
+    rounds = harness.take_turns(makers, options)
     rows: list[Row] = []
-    for name, samples in seconds.items():
-        watched = EVERY.replace("n", str(options.n)) if name == EVERY else name
-        row: Row = {"layer": recipe, "watched": watched, **harness.timing(samples, seconds[NONE])}
-        training = rounds.runs[name].func.__self__  # type: ignore[attr-defined]
-        if training.monitor is not None:
-            row["casts"] = len(training.monitor.report)
-        rows.append(row)
-    found = rows[1]["ratio"]
-    target: Row = {
-        "layer": recipe,
-        "mode": "eager",
-        "against": "not watched, at most",
-        "target": MOST,
-        "measured": found,
-        "met": found <= MOST,
-    }
-    return rows, target
+    for name, (_, steps) in ways.items():
+        samples = [seconds / steps for seconds in rounds.samples[name]]
+        plain = [seconds / n for seconds in rounds.samples[NONE]]
+        rows.append({"layer": recipe, "watched": name, **harness.timing(samples, plain)})
+        training = rounds.runs[name]
+        if isinstance(training, Training) and training.monitor is not None:
+            rows[-1]["casts"] = len(training.monitor.report or ())
+    return rows
+
+
+def targets(rows: Sequence[Row]) -> list[Row]:
+    """Whether a look every n steps costs little enough."""
+    return [
+        {"layer": row["layer"], "mode": "eager", "against": "not watched, at most",
+         "target": MOST, "measured": row["ratio"], "met": row["ratio"] <= MOST}
+        for row in rows
+        if row["watched"] not in (NONE, EACH)
+    ]  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = harness.parser(__doc__)
+    parser = harness.parser(__doc__, repeats=7, warmup=1)
     recipes = [name for name in RECIPES if name != "unit"]
-    default = ["tensorwise", "delayed", "rowwise"]
-    parser.add_argument("--recipes", nargs="+", choices=recipes, default=default)
+    parser.add_argument("--recipes", nargs="+", choices=recipes, default=RECIPES_HERE)
     parser.add_argument("--size", choices=list(SIZES), help="default: slow cpu, or cuda")
     parser.add_argument("--batch", type=harness.positive, help="default: 8, or the size's on cuda")
     parser.add_argument("-n", type=harness.positive, default=50, help="steps apart; 50")
-    parser.set_defaults(repeats=7, warmup=1)
     options = parser.parse_args(argv)
-    is_cuda = torch.device(options.device).type == "cuda"
-    options.size = options.size or ("cuda" if is_cuda else "slow cpu")
-    options.batch = options.batch or (None if is_cuda else 8)
-    rows: list[Row] = []
-    targets: list[Row] = []
-    try:
-        for recipe in harness.in_time(options.recipes, options.stop_after):
-            found, target = measure(recipe, options)
-            rows += found
-            targets.append(target)
-    finally:  # an interrupted run keeps what it measured
-        report.publish("bench_numerics", argv, options, rows, COLUMNS, targets)
-    return 0
+    on_cpu = harness.on_cpu(options)
+    options.size = options.size or ("slow cpu" if on_cpu else "cuda")
+    options.batch = options.batch or (8 if on_cpu else None)
+    measured = partial(measure, options=options)
+    return report.run("bench_numerics", argv, options, options.recipes, measured, COLUMNS, targets)
 
 
 if __name__ == "__main__":

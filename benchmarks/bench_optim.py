@@ -23,6 +23,7 @@ states) per second, over those of a copy, are at least 0.8.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,14 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness, report
+from benchmarks.measuring import harness, memory, report
+from benchmarks.measuring.harness import Row
 from float8.optim import AdamW
 
 BASELINE = "torch foreach"
+TORCH: dict[str, dict[str, Any]] = {BASELINE: {"foreach": True}, "torch fused": {"fused": True}}
+COPY = (harness.COPY, "eager")
 SLOWEST = 2.0  # on a CPU, compiled, over the baseline
 SHARE_OF_COPY = 0.8  # on CUDA
 # Llama-2-7B's attention: with gradient and float32 states 268 MB, more than caches hold. Data in
@@ -52,130 +55,82 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"first_moment": "float32", "second_moment": "float32"},
     "bf16 stochastic": {"stochastic_rounding": True},
 }
-COLUMNS = {
-    "optimizer": ("optimizer", ""),
-    "mode": ("mode", ""),
-    "ms": ("step ms", ".3f"),
-    "ratio": ("time / torch foreach", ".2f"),
-    "state_bytes": ("state bytes / parameter", ".3f"),
-    "moved_bytes": ("bytes moved / parameter", ".2f"),
-    "gb_per_s": ("GB/s", ".0f"),
-    "share_of_copy": ("of a copy's", ".2f"),
-    "met": ("met", ""),
-    "error": ("not run", ".80"),
-}
-
-
-def parameters(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, options: argparse.Namespace
-) -> list[Tensor]:
-    """Random parameters with gradients, the same for every optimizer."""
-    generator = torch.Generator().manual_seed(options.seed)
-    made = []
-    for shape in shapes:
-        values, grad = torch.randn(2, *shape, generator=generator).to(options.device, dtype)
-        parameter = values.mul_(0.02).requires_grad_()
-        parameter.grad = grad.mul_(1e-3)
-        made.append(parameter)
-    return made
+COLUMNS = report.columns(
+    "optimizer mode ms ratio state_bytes moved_bytes gb_per_s share_of_copy met error",
+    ms="step ms", ratio="time / torch foreach", state_bytes="state bytes / parameter",
+    moved_bytes="bytes moved / parameter", gb_per_s="GB/s", share_of_copy="of a copy's",
+)  # fmt: skip
 
 
 def new_optimizer(name: str, options: argparse.Namespace, compiled: bool) -> torch.optim.Optimizer:
-    """An optimizer of `OPTIONS`, or torch's."""
+    """An optimizer of `OPTIONS`, or torch's, of random parameters that are the same for all."""
+    generator = torch.Generator().manual_seed(options.seed)
     dtype = torch.bfloat16 if name == "bf16 stochastic" else torch.float32
-    made = parameters(options.shapes, dtype, options)
-    if name == BASELINE:
-        return torch.optim.AdamW(made, lr=1e-4, foreach=True)
-    if name == "torch fused":
-        return torch.optim.AdamW(made, lr=1e-4, fused=True)
+    made = []
+    for shape in options.shapes:
+        values, grad = torch.randn(2, *shape, generator=generator).to(options.device, dtype)
+        made.append(values.mul_(0.02).requires_grad_())
+        made[-1].grad = grad.mul_(1e-3)
+    if name in TORCH:
+        return torch.optim.AdamW(made, lr=1e-4, **TORCH[name])
     # Compiled code takes the learning rate as a tensor: it does not compile again when it changes.
     lr = torch.tensor(1e-4, device=options.device) if compiled else 1e-4
     return AdamW(made, lr=lr, capturable=compiled, **OPTIONS[name])
 
 
-def bytes_of(x: Any) -> int:
-    """The bytes of a state: data, scales and exponents, or the high-precision tensor."""
-    parts = getattr(x, "tensors", None)
-    return sum(p.numel() * p.element_size() for p in ([x] if parts is None else parts()))
-
-
-def weights_of(optimizer: torch.optim.Optimizer) -> harness.Row:
+def weights_of(optimizer: torch.optim.Optimizer) -> Row:
     """Bytes per parameter: that the states occupy; that a step must read and write once."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    count = sum(p.numel() for p in held)
-    states = sum(
-        bytes_of(x) for p in held for name, x in optimizer.state[p].items() if name != "step"
-    )
-    dense = sum(p.numel() * p.element_size() for p in held)
-    return {
-        "state_bytes": states / count,
-        "moved_bytes": (2 * states + 3 * dense) / count,  # the gradient is read and not written
-        "parameters": count,
-    }
-
-
-def makers(options: argparse.Namespace) -> dict[str, Callable[[], Callable[[], object]]]:
-    """A step of each optimizer and mode; where a GPU is, a copy to compare bandwidths with."""
-    made: dict[str, Callable[[], Callable[[], object]]] = {
-        f"{BASELINE}, eager": partial(stepper, BASELINE, False, options),
-        "torch fused, eager": partial(stepper, "torch fused", False, options),
-    }
-    for name in options.options:
-        for mode in options.modes:
-            made[f"{name}, {mode}"] = partial(stepper, name, mode == "compiled", options)
-    if torch.device(options.device).type == "cuda":
-        made["copy, eager"] = partial(copier, options)
-    return made
+    count, dense = sum(p.numel() for p in held), sum(p.nbytes for p in held)
+    states = memory.bytes_of(memory.state_tensors(optimizer))
+    states -= sum(optimizer.state[p]["step"].nbytes for p in held)
+    # The gradient is read and not written.
+    moved = 2 * states + 3 * dense
+    return {"state_bytes": states / count, "moved_bytes": moved / count, "parameters": count}
 
 
 class Step:
-    """One step of an optimizer, callable, with the bytes of its states."""
+    """One step of an optimizer, callable."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, compiled: bool) -> None:
-        self.optimizer = optimizer
-        optimizer.step()  # makes the states
-        self.run = torch.compile(optimizer.step) if compiled else optimizer.step
+    def __init__(self, name: str, options: argparse.Namespace, compiled: bool = False) -> None:
+        self.optimizer = new_optimizer(name, options, compiled)
+        self.optimizer.step()  # makes the states
+        self.run = torch.compile(self.optimizer.step) if compiled else self.optimizer.step
 
     def __call__(self) -> object:
         return self.run()
 
 
-def stepper(name: str, compiled: bool, options: argparse.Namespace) -> Step:
-    return Step(new_optimizer(name, options, compiled), compiled)
-
-
-def copier(options: argparse.Namespace) -> Callable[[], object]:
-    """A copy of 256 MB, more than any cache holds."""
-    source = torch.empty(1 << 26, device=options.device)
-    return partial(torch.empty_like(source).copy_, source)
-
-
-def rows_of(rounds: harness.Rounds, options: argparse.Namespace) -> list[harness.Row]:
-    """A row per optimizer and mode."""
-    baseline, rows = f"{BASELINE}, eager", []
-    copied = rounds.samples.get("copy, eager")
-    for key in (*rounds.samples, *rounds.errors):
-        name, _, mode = key.rpartition(", ")
-        row: harness.Row = {"optimizer": name, "mode": mode, **rounds.row(key, baseline)}
-        step = rounds.runs.get(key)
-        if isinstance(step, Step):
-            row |= weights_of(step.optimizer)
-            if copied is not None:
-                row |= bandwidth(row, rounds.samples[key], copied)
-            elif name in OPTIONS and mode == "compiled":
-                row["met"] = "yes" if row["ratio"] <= SLOWEST else "no"
+def measure(modes: Sequence[str], options: argparse.Namespace) -> list[Row]:
+    """A row per optimizer and mode; where a GPU is, a copy to compare bandwidths with."""
+    on_cpu = harness.on_cpu(options)
+    makers: dict[tuple[str, str], Callable[[], Callable[[], object]]] = {
+        (name, "eager"): partial(Step, name, options) for name in TORCH
+    }
+    for name, mode in itertools.product(options.options, modes):
+        makers[name, mode] = partial(Step, name, options, mode == "compiled")
+    if not on_cpu:
+        makers[COPY] = partial(harness.copier, options.device)
+    rounds = harness.take_turns({", ".join(key): make for key, make in makers.items()}, options)
+    rows: list[Row] = []
+    for name, mode in makers:
+        key = f"{name}, {mode}"
+        row: Row = {"optimizer": name, "mode": mode, **rounds.row(key, f"{BASELINE}, eager")}
         rows.append(row)
+        step = rounds.runs.get(key)
+        if not isinstance(step, Step):
+            continue
+        row |= weights_of(step.optimizer)
+        met = mode == "compiled" and row["ratio"] <= SLOWEST
+        if not on_cpu:
+            moved = row["moved_bytes"] * row["parameters"]
+            copied = rounds.samples[", ".join(COPY)]
+            share = moved / harness.COPIED / harness.paired_ratio(rounds.samples[key], copied)
+            row |= {"gb_per_s": moved / (row["ms"] * 1e-3) / 1e9, "share_of_copy": share}
+            met = share >= SHARE_OF_COPY
+        if name in OPTIONS and (mode == "compiled" or not on_cpu):
+            row["met"] = "yes" if met else "no"
     return rows
-
-
-def bandwidth(row: harness.Row, samples: Sequence[float], copied: Sequence[float]) -> harness.Row:
-    """Bytes per second, and their share of a copy's in the same rounds."""
-    moved = row["moved_bytes"] * row["parameters"]
-    of_copy = 2 * 4 * (1 << 26)
-    share = moved / of_copy / harness.paired_ratio(samples, copied)
-    verdict = {"met": "yes" if share >= SHARE_OF_COPY else "no"}
-    found = {"gb_per_s": moved / (row["ms"] * 1e-3) / 1e9, "share_of_copy": share}
-    return found | (verdict if row["optimizer"] in OPTIONS else {})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,9 +143,8 @@ def main(argv: Sequence[str]) -> int:
     options.shapes = QUICK if options.quick else SHAPES
     if options.quick:
         options.repeats, options.warmup = min(options.repeats, 3), 1
-    rounds = harness.take_turns([makers(options)], options)
-    report.publish("bench_optim", argv, options, rows_of(rounds, options), COLUMNS)
-    return 0
+    measured = partial(measure, options=options)
+    return report.run("bench_optim", argv, options, [options.modes], measured, COLUMNS)
 
 
 if __name__ == "__main__":

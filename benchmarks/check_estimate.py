@@ -15,15 +15,15 @@ the compiler where torchao's were timed, and of a training step only linear laye
 
 A **board** is a row of `DEVICES` with the memory that the published hardware has, and with the
 rates that its GEMMs reach at its own power limit. These rates are the only fitted numbers: each is
-the one at which the rows that say ``fits`` have no error on average (`fitted_rates`). The median
+the one at which the rows that say ``fits`` have no error on average. The median
 error is that of all other rows.
 
-With result files of bench_linear, bench_matmul, bench_casts or bench_grouped_mm: predicted times
+With result files of bench_linear or bench_matmul: predicted times
 beside measured ones. The device is the row of `DEVICES` that a file names, if none is given: a
 prediction made before anything was measured.
 
 python benchmarks/check_estimate.py                                        # published
-python benchmarks/check_estimate.py OUT/bench_{linear,matmul,casts,grouped_mm}.json
+python benchmarks/check_estimate.py OUT/bench_{linear,matmul}.json
 python benchmarks/check_estimate.py bench_linear.json --device here.json   # by measure_device.py
 """
 
@@ -35,7 +35,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import log1p, prod, sqrt
+from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,6 +45,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measure_device import measure
+from benchmarks.measuring.report import columns, table
 from float8.config import RECIPES
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, Device, Figure, GemmSpeed, find_device
 from float8.estimate.roofline import (
@@ -59,6 +60,8 @@ from float8.estimate.roofline import (
     passes_of_layer,
 )
 
+COLUMNS = columns("source board what predicted published off fits", off="error")
+BESIDE = columns("predicted measured off what", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
 Row = dict[str, Any]
 
@@ -97,22 +100,11 @@ class PublishedCheck:
         return median(abs(row.error) for row in self.tests)
 
     def __str__(self) -> str:
-        from tabulate import tabulate
-
-        cells = [
-            [row.source, row.board, row.what, f"{row.predicted:.3g}", f"{row.published:.3g}",
-             f"{row.error:+.0%}", row.fits]
-            for row in self.rows
-        ]  # fmt: skip
-        headers = ["source", "board", "what", "predicted", "published", "error", "fits"]
+        rows = [vars(row) | {"off": f"{row.error:+.0%}"} for row in self.rows]
         fitted = len(self.rows) - len(self.tests)
-        return "\n".join(
-            [
-                tabulate(cells, headers, disable_numparse=True),
-                "",
-                f"Median error: {self.median_error:.1%} of {len(self.tests)} rows; {fitted} others "
-                "determined a rate. x is a speed-up over bfloat16.",
-            ]
+        return (
+            f"{table(rows, COLUMNS)}\n\nMedian error: {self.median_error:.1%} of {len(self.tests)} "
+            f"rows; {fitted} others determined a rate. x is a speed-up over bfloat16."
         )
 
 
@@ -159,22 +151,6 @@ def _at_rate(speed: GemmSpeed, rate: float, source: str) -> GemmSpeed:
     )
 
 
-def fitted_rates(name: str, file: str | Path = FILE) -> dict[str, float]:
-    """The rates of a board, in 10^12 operations per second, at which rows that fit them are met."""
-    published = json.loads(Path(file).read_text(encoding="utf-8"))
-    boards, rows = published["boards"], published["rows"]
-    rates = boards[name]["rates"]
-    for kind in rates:  # bf16 is the first: speed-ups depend on it
-        own = [row for row in rows if row["board"] == name and row.get("fits") == kind]
-        low, high = 1.0, 1e4
-        for _ in range(40):
-            rates[kind] = sqrt(low * high)
-            device = board_of(name, boards)
-            slow = sum(log1p(_predicted(row, device).error) for row in own) < 0
-            low, high = (rates[kind], high) if slow else (low, rates[kind])
-    return dict(rates)
-
-
 def _predicted(row: Row, device: Device) -> PublishedRow:
     predict = PREDICTIONS[row["what"]]
     what, predicted, published = predict(row, device)
@@ -217,12 +193,12 @@ def _gemm(row: Row, device: Device) -> tuple[str, float, float]:
 def _separate_gemms(row: Row, device: Device) -> tuple[str, float, float]:
     bf16 = float8 = 0.0
     for layer in row["layers"]:
-        for rows, columns, contraction in gemm_sizes(Shape(*layer), Use()).values():
-            sizes = (rows, columns, contraction)
+        for rows, cols, contraction in gemm_sizes(Shape(*layer), Use()).values():
+            sizes = (rows, cols, contraction)
             bf16 += gemm_seconds(device, BF16, *sizes)
             float8 += gemm_seconds(device, row["kind"], *sizes)
             of_a, of_b = row["cast_bytes"]
-            moved = (of_a * rows + of_b * columns) * contraction
+            moved = (of_a * rows + of_b * cols) * contraction
             float8 += device.pass_seconds(ANY_PASS, moved) if moved else 0.0
     if row["kind"] == BF16:
         flops = sum(6 * prod(layer) for layer in row["layers"]) / 1e12
@@ -277,23 +253,6 @@ class Beside:
         return self.predicted / self.measured - 1
 
 
-_AMAX = (("amax tensorwise", 2),)
-# A row of bench_casts -> its passes, with the bytes that each moves per element; the rows of norms
-# and of experts' tokens are one pass at the rate of any.
-PASSES: dict[str, tuple[tuple[str, float], ...]] = {
-    "static rows": (("cast given", 3),),
-    "static both": (("cast given", 4),),
-    "delayed both": (("cast given", 4),),
-    "dynamic rows": (*_AMAX, ("cast tensorwise", 3)),
-    "dynamic both": (*_AMAX, ("cast tensorwise", 4)),
-    "rowwise rows": (("cast rowwise", 3),),
-    "rowwise both": (("fill", 0), ("amax rowwise", 2), ("cast rowwise", 4)),
-    "1x128 both": (("cast 1x128", 4),),
-    "128x128 both": (("cast 128x128", 4),),
-    "1x32 both": (("cast 1x32", 4),),
-}
-
-
 def _sizes(row: Row) -> tuple[int, ...]:
     """The numbers in brackets at the end of a row's shape."""
     (numbers,) = re.findall(r"\(([\d,]+)\)$", row["shape"])
@@ -326,31 +285,7 @@ def _of_matmul(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
                 yield Beside(f"{M},{K},{N} {kind}, ms", seconds * 1e3, row[ms])
 
 
-def _of_casts(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
-    for row in rows:
-        if row["contender"] == "kernel":
-            M, K = _sizes(row)
-            passes = PASSES.get(row["cast"], ((ANY_PASS, row["bytes_per_element"]),))
-            seconds = sum(device.pass_seconds(name, each * M * K) for name, each in passes)
-            yield Beside(f"{M},{K} {row['cast']}, ms", seconds * 1e3, row["ms"])
-
-
-def _of_grouped(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
-    for row in rows:
-        name = None if row["layer"] == "F.grouped_mm" else row["layer"]
-        if (name is None or name in RECIPES) and _able(device, name):
-            shape = Shape(row["T"], row["K"], row["N"], row["E"])
-            plan = None if name is None else RECIPES[name].plan
-            seconds = layer_seconds(device, shape, plan, Use()).total
-            yield Beside(f"{shape} {row['layer']} {row['mode']}, ms", seconds * 1e3, row["ms"])
-
-
-READERS = {
-    "bench_linear": _of_linear,
-    "bench_matmul": _of_matmul,
-    "bench_casts": _of_casts,
-    "bench_grouped_mm": _of_grouped,
-}
+READERS = {"bench_linear": _of_linear, "bench_matmul": _of_matmul}
 
 
 def beside(file: Path, device: str | Device | None = None) -> tuple[Device, list[Beside]]:
@@ -375,23 +310,16 @@ def beside(file: Path, device: str | Device | None = None) -> tuple[Device, list
 
 
 def tables(files: Sequence[Path], device: str | Device | None = None) -> str:
-    """The table of each file, and the median errors."""
-    from tabulate import tabulate
-
+    """The table of each file, and its median error."""
     lines: list[str] = []
-    errors: dict[str, list[float]] = {}
     for file in files:
         found, rows = beside(file, device)
-        cells = [
-            [row.what, f"{row.predicted:.3f}", f"{row.measured:.3f}", f"{row.error:+.0%}"]
-            for row in rows
-        ]
-        headers = [file.name, "predicted", "measured", "error"]
-        lines += [f"predicted for {found.name}", tabulate(cells, headers, disable_numparse=True)]
+        lines.append(f"{file.name}, predicted for {found.name}")
         if rows:
-            errors[file.name] = [abs(row.error) for row in rows]
-    each = ", ".join(f"{name} {median(own):.0%} of {len(own)}" for name, own in errors.items())
-    return "\n".join([*lines, f"Median errors: {each} rows"])
+            lines.append(table([vars(row) | {"off": f"{row.error:+.0%}"} for row in rows], BESIDE))
+            error = median(abs(row.error) for row in rows)
+            lines.append(f"Median error: {error:.0%} of {len(rows)} rows")
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:

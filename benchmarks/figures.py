@@ -1,11 +1,23 @@
-"""Draw the figures of the documentation again, from the result files that they show.
+"""Draw the figures of the documentation from result files; or any result file that has a picture.
 
-python benchmarks/figures.py                  # all, into docs/figures
-python benchmarks/figures.py overview demo    # some of them
-python benchmarks/figures.py --folder /tmp/x  # elsewhere
+    python benchmarks/figures.py                            # all, into docs/figures
+    python benchmarks/figures.py overview quality           # some of them
+    python benchmarks/figures.py quality --result FILE.json --folder /tmp/x    # of another file
 
-Two figures are not drawn from result files: unit_scales.png shows the scales of a model's tensors
-(`float8.unit_scaling.analysis.plot`), and report.png is a screenshot of a numerics page.
+Others are not drawn here: demo.png is by `python -m scripts.training.curves`, unit_scales.png shows
+the scales of a model's tensors (`float8.unit_scaling.analysis.plot`), report.png is a screenshot of
+a numerics page. What drew outliers.png and unit_gpt.png is no longer in the repository.
+
+The overview is the README's figure: what a recipe costs in loss, and what it brings in memory and
+speed. Three aligned panels, a row per way of training; every number is read from a file:
+
+    loss     a small GPT's held-out loss, the mean gap to bf16 of paired runs with its 95 % interval
+             (`bench_quality.py`); CPU emulation
+    memory   the peak of a training step of Llama-2-7B, traced without a GPU
+    speed    the linear layers of a Llama-3-8B block, forward and backward, on an H100: a prediction
+             of `float8.estimate`, drawn hatched, since nothing of it is measured
+
+A way that a file does not have leaves its panel empty.
 """
 
 from __future__ import annotations
@@ -13,54 +25,150 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import plots
-from benchmarks.measuring import overview
-from benchmarks.measuring.overview import RESULTS
+from benchmarks import bench_mup_transfer, bench_quality
+from benchmarks.measuring import picture
+from benchmarks.measuring.picture import BLUE, GREY, PALE
 from benchmarks.measuring.report import ROOT
-from scripts.training.picture import save
+from benchmarks.quality.contenders import SAVING, UNIT_DYNAMIC
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FOLDER = ROOT / "docs" / "figures"
-
-
-class Drawn(NamedTuple):
-    """A figure: the result files that it shows, and how it is drawn from them."""
-
-    inputs: Sequence[str]
-    draw: Callable[[], Figure]
-
-
-def _of(file: str) -> Drawn:
-    """What `plots.py` draws of a result file."""
-    return Drawn((file,), partial(_result, RESULTS / file))
-
-
-def _result(path: Path) -> Figure:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return plots.DRAWN[plots.kind_of(report)](report)
-
-
-def _overview() -> Figure:
-    return overview.draw(overview.rows())
-
-
-FIGURES = {
-    "overview": Drawn(tuple(overview.SOURCES.values()), _overview),
-    "demo": _of("cpu_noamx_demo.json"),
-    "mup_transfer": _of("cpu_mup_transfer.json"),
-    "outliers": _of("cpu_outliers.json"),
-    "quality": _of("cpu_quality.json"),
-    "unit_gpt": _of("cpu_unit_gpt.json"),
+RESULTS, FOLDER = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+STUDIES = {  # figure -> its file, and what draws the rows
+    "mup_transfer": ("cpu_mup_transfer", bench_mup_transfer.draw),
+    "quality": ("cpu_quality", bench_quality.draw),
 }
+OVERVIEW = {"loss": "cpu_quality", "memory": "cpu_memory_recipes", "speed": "predicted_h100"}
+FIGURES = ("overview", *STUDIES)
+# run -> name of its row, and what stands below the name
+WAYS = {
+    "bf16": ("bf16", "the baseline, not in float8"),
+    "tensorwise": ("tensorwise", "the default recipe"),
+    "delayed": ("delayed", "scales of earlier steps"),
+    "rowwise": ("rowwise", "a scale per row"),
+    UNIT_DYNAMIC: ("unit-scaled", "against it in bf16"),
+    SAVING: ("tensorwise + memory", "activations, Adam in float8"),
+}
+LIMIT, HYPHEN = bench_quality.LIMIT, "\N{HYPHEN}"  # not a minus sign
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the overview.
+
+    Args:
+        run: its name in the files.
+        gap: to bf16 (of a unit-scaled model: to itself in bf16) in per cent, and half of its 95 %
+            interval.
+        study: seeds and steps of the gap's runs.
+        peak_gib: the most memory in a step.
+        speedup: over bf16, of all layers together.
+    """
+
+    run: str
+    gap: tuple[float, float] | None
+    study: str
+    peak_gib: float | None
+    speedup: float | None
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def ways() -> list[Way]:
+    """The rows, top to bottom, as the files have them."""
+    losses, memory, speed = (result(name)["rows"] for name in OVERVIEW.values())
+    lines = {line["layer"]: line for line in bench_quality.lines(losses)}
+    peaks = {row["layer"]: row["peak_mib"] / 1024 for row in memory if "peak_mib" in row}
+    bf16 = sum(layer["bf16_s"] for layer in speed)
+    found = []
+    for run in WAYS:
+        line, gap, study, speedup = lines.get(run, {}), None, "", None
+        if line.get("gap_half_width") is not None:
+            gap = line["gap_percent"], line["gap_half_width"]
+            study = f"{line['fields']['steps']:,} steps, {line['seeds']} seeds"
+        if run == "bf16":
+            speedup = 1.0
+        elif all(run in layer for layer in speed):
+            speedup = bf16 / sum(layer[run]["gemms_s"] + layer[run]["casts_s"] for layer in speed)
+        found.append(Way(run, gap, study, peaks.get(run), speedup))
+    return found
+
+
+def overview() -> Figure:
+    """Draw the rows."""
+    found = ways()
+    figure = picture.new(8, 4)
+    loss, memory, speed = panels = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    for axes in panels:
+        axes.set_ylim(len(found) - 0.5, -0.5)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        picture.plain(axes)
+        for edge in range(1, len(found)):
+            axes.axhline(edge - 0.5, color=PALE, linewidth=0.8, zorder=0)
+    names = [(name.replace(" ", "~").replace("-", HYPHEN), below) for name, below in WAYS.values()]
+    labels = [
+        f"$\\bf{{{name.replace(' ', '~').replace('-', HYPHEN)}}}$\n{below}" for name, below in names
+    ]
+    loss.set_yticks(range(len(found)), labels, fontsize=8.5)
+    loss.tick_params(axis="y", length=0)
+    _draw_loss(loss, found)
+    studies = " or ".join(dict.fromkeys(row.study for row in found if row.study))
+    _title(loss, "Loss, against bf16", f"small GPT on a CPU, {studies},\n95 % interval")
+    peaks, speedups = [row.peak_gib for row in found], [row.speedup for row in found]
+    _draw_bars(memory, peaks, "{:.0f} GiB", "not traced")
+    _title(memory, "Memory", "peak of a Llama-2-7B step,\ntraced without a GPU")
+    _draw_bars(speed, speedups, "{:.2f}x", "not predicted")
+    _title(speed, "Speed, predicted", "not measured: H100,\nlinear layers of Llama-3-8B")
+    return figure
+
+
+def _title(axes: Any, text: str, below: str) -> None:
+    axes.set_title(text, loc="left", fontsize=11.5, fontweight="bold", pad=34)
+    axes.text(0, 1.025, below, transform=axes.transAxes, va="bottom", fontsize=8.5, color=GREY)
+
+
+def _draw_loss(axes: Any, found: Sequence[Way]) -> None:
+    """Dots with their intervals; the band is the limit that an interval should lie in."""
+    ends = [LIMIT, *(sum(row.gap) for row in found if row.gap)]
+    axes.set_xlim(-1.5 * LIMIT, 1.8 * max(ends))  # room for the numbers
+    axes.axvspan(-LIMIT, LIMIT, color=PALE, linewidth=0, zorder=0)
+    axes.axvline(0, color=GREY, linewidth=1)
+    for y, row in enumerate(found):
+        gap, colour = row.gap or (0.0, 0.0), BLUE if row.gap else GREY
+        text = f"{gap[0]:+.2f} %".replace("-", "\N{MINUS SIGN}")
+        if row.gap is None:
+            text = f"grey: within {LIMIT} %" if row.run == "bf16" else "not in this study"
+        axes.errorbar(gap[0], y, xerr=gap[1], fmt="o", color=colour, markersize=7, linewidth=2)
+        axes.text(1.1 * max(LIMIT, sum(gap)), y, text, va="center", color=colour, fontsize=9.5)
+
+
+def _draw_bars(axes: Any, values: Sequence[float | None], form: str, missing: str) -> None:
+    """Bars from zero with their numbers, the first grey; those that are predictions are hatched."""
+    top = max(value for value in values if value is not None)
+    axes.set_xlim(0, top * 1.02)
+    hatch = "////" if "predicted" in missing else ""
+    for y, value in enumerate(values):
+        colour = BLUE if y else GREY
+        face = "white" if hatch else colour
+        axes.barh(y, value or 0.0, 0.5, color=face, edgecolor=colour, hatch=hatch)
+        style: Any = {"va": "center", "fontweight": "bold", "color": colour if hatch else "white"}
+        if value is None:
+            style = {"va": "center", "fontsize": 8.5, "color": GREY}
+        else:
+            style["bbox"] = {"facecolor": face, "linewidth": 0, "pad": 1.5}
+        axes.text(0.03 * top, y, missing if value is None else form.format(value), **style)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,13 +177,19 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"all of: {', '.join(FIGURES)}")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where they are written")
+    parser.add_argument("--result", type=Path, metavar="FILE", help="instead of a study's own")
     options = parser.parse_args(argv)
-    if unknown := set(options.names) - FIGURES.keys():
+    if unknown := set(options.names) - {*FIGURES}:
         parser.error(f"no figure is called {', '.join(sorted(unknown))}: {', '.join(FIGURES)}")
     for name in options.names or FIGURES:
-        path = options.folder / f"{name}.png"
-        save(FIGURES[name].draw(), path)
-        print(f"{path}  from {', '.join(FIGURES[name].inputs)}")
+        if name == "overview":
+            figure = overview()
+        else:
+            file, draw = STUDIES[name]
+            path = options.result or RESULTS / f"{file}.json"
+            figure = draw(json.loads(path.read_text(encoding="utf-8"))["rows"])
+        picture.save(figure, options.folder / f"{name}.png")
+        print(options.folder / f"{name}.png")
     return 0
 
 

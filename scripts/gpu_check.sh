@@ -14,7 +14,7 @@
 #
 # OUTDIR holds results.tar.gz, written anew after every part: report.txt (how each part ended, all
 # tables), a log and a JUnit file for each run of tests, and a JSON file per benchmark:
-# bench_linear.json is the layer of the targets, bench_linear_sweep.json all layers and squares. The
+# bench_linear.json is one layer in each mode, bench_linear_sweep.json all layers and squares. The
 # same files lie in OUTDIR. The archive stays below 16 MiB, of the report and the tables if need be.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
@@ -154,7 +154,8 @@ tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_chec
 CUDA_VISIBLE_DEVICES='' tests cpu 54 16 "not cuda" test/kernels test/linear/test_autograd.py \
     test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
     test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
-benchmark bench_unit 15 benchmarks/bench_unit.py --layers 2 --repeats 5
+benchmark bench_unit 15 benchmarks/bench_model.py --unit --blocks 2 --repeats 5 \
+    --recipes tensorwise delayed unit
 benchmark bench_optim 15 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
 benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda \
     --models llama2-7b --blocks 4
@@ -165,7 +166,7 @@ benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 
 benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20
 # First by the figures that were there before this run, then by those of this machine.
 part "predicted beside measured" 6 python3 benchmarks/check_estimate.py "$out/bench_linear.json" \
-    "$out/bench_matmul.json" "$out/bench_casts.json" "$out/bench_grouped_mm.json"
+    "$out/bench_matmul.json"
 tee -a "$report" <"$log"
 part "predicted against measured" 8 \
     python3 benchmarks/check_estimate.py "$out/bench_linear.json" --device measured

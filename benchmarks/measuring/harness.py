@@ -19,8 +19,9 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
@@ -28,7 +29,6 @@ from typing import Any, TypeVar
 import torch
 
 C = TypeVar("C", bound=Callable[[], object])
-T = TypeVar("T")
 Row = dict[str, Any]
 Timer = Callable[[Callable[[], object], int], float]
 
@@ -63,21 +63,16 @@ def timer_for(device: str) -> Timer:
     return cuda_seconds if torch.device(device).type == "cuda" else host_timer()
 
 
-Late = Callable[[], bool]
+START = time.monotonic()
 
 
-def never() -> bool:
-    return False
-
-
-def countdown(seconds: float | None, now: Callable[[], float] = time.monotonic) -> Late:
-    """A function that says whether so many seconds have passed since this call; None is never."""
-    start = now()
-    return never if seconds is None else lambda: now() - start > seconds
+def is_late(options: argparse.Namespace) -> bool:
+    """Whether ``--stop-after`` seconds have passed since the program began."""
+    return options.stop_after is not None and time.monotonic() - START > options.stop_after
 
 
 def runnable(
-    makers: Mapping[str, Callable[[], C]], late: Late = never
+    makers: Mapping[str, Callable[[], C]], late: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, C], dict[str, Row]]:
     """Make and try every candidate: those that run, and for the others why they do not.
 
@@ -129,14 +124,6 @@ def interleave(
     return samples
 
 
-def time_in_turns(
-    candidates: Mapping[str, Callable[[], object]], options: argparse.Namespace
-) -> dict[str, list[float]]:
-    """`interleave` as the command line asks for it."""
-    timer = timer_for(options.device)
-    return interleave(candidates, timer, repeats=options.repeats, warmup=options.warmup)
-
-
 @dataclass(frozen=True)
 class Rounds:
     """The results of candidates timed in turns: those that ran, the others' errors, the samples."""
@@ -153,21 +140,22 @@ class Rounds:
 
 
 def take_turns(
-    groups: Sequence[Mapping[str, Callable[[], Callable[[], object]]]],
-    options: argparse.Namespace,
-    late: Late = never,
+    makers: Mapping[str, Callable[[], Callable[[], object]]], options: argparse.Namespace
 ) -> Rounds:
-    """Make all candidates, and time those that run in the same rounds.
+    """Make all candidates, and time those that run in the same rounds; see `runnable`."""
+    runs, errors = runnable(makers, lambda: is_late(options))
+    timer = timer_for(options.device)
+    samples = interleave(runs, timer, repeats=options.repeats, warmup=options.warmup)
+    return Rounds(runs, errors, samples)
 
-    Of each group, the first one is needed (`runnable`); no other is begun once it is late.
-    """
-    runs: dict[str, Callable[[], object]] = {}
-    errors: dict[str, Row] = {}
-    for group in groups:
-        able, unable = runnable(group, late)
-        runs |= able
-        errors |= unable
-    return Rounds(runs, errors, time_in_turns(runs, options))
+
+COPY, COPIED = "copy", 2**29  # bytes that are read and written
+
+
+def copier(device: str) -> Callable[[], object]:
+    """A copy of a buffer that is larger than caches."""
+    source = torch.ones(COPIED // 2, dtype=torch.uint8, device=device)
+    return partial(torch.empty_like(source).copy_, source)
 
 
 def paired_ratio(samples: Sequence[float], baseline: Sequence[float]) -> float:
@@ -193,18 +181,6 @@ def sqnr_db(reference: torch.Tensor, other: torch.Tensor) -> float:
     return 10 * math.log10(max(ratio.item(), 1e-30))
 
 
-def in_time(
-    items: Sequence[T], seconds: float | None, now: Callable[[], float] = time.monotonic
-) -> Iterator[T]:
-    """Items one by one, at least one, until so many seconds have passed; the others are named."""
-    late = countdown(seconds, now)
-    for index, item in enumerate(items):
-        if index > 0 and late():
-            print(f"not measured, for lack of time: {', '.join(map(str, items[index:]))}")
-            return
-        yield item
-
-
 def positive(text: str) -> int:
     """A count, for argparse."""
     if not text.isdecimal() or int(text) < 1:
@@ -221,18 +197,29 @@ def device(name: str) -> str:
     return name
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
+def plain_parser(description: str | None) -> argparse.ArgumentParser:
+    """`--device` and `-o`."""
     options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     options.add_argument("--device", type=device, default=default, help=f"default here: {default}")
+    options.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
+    return options
+
+
+def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """The options that all timed benchmarks share."""
+    options = plain_parser(description)
     options.add_argument("--repeats", type=positive, default=20, help="rounds that are kept")
     options.add_argument("--warmup", type=positive, default=3, help="rounds that are not")
     options.add_argument("--seed", type=int, default=0, help="of the random operands")
     options.add_argument(
         "--stop-after", type=positive, metavar="SECONDS", help="begin nothing new after that"
     )
-    options.add_argument("-o", "--output", type=Path, metavar="FILE", help="write JSON there")
+    options.set_defaults(**defaults)
     return options
+
+
+def on_cpu(options: argparse.Namespace) -> bool:
+    return torch.device(options.device).type == "cpu"

@@ -39,9 +39,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8.kernels.scaled_mm import architecture
 from float8.linear import bound_plan
-from scripts.training.tensors import bytes_of, plain_tensors, state_tensors
 
-CUDA = torch.device("cuda", 0)
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or the plain ones that a wrapper subclass is made of."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # a DTensor names its mesh as well
+            yield from plain_tensors(part)
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each once."""
+    plain = (part.untyped_storage() for tensor in tensors for part in plain_tensors(tensor))
+    return sum({storage._cdata: storage.nbytes() for storage in plain}.values())
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All tensors that an optimizer holds for its parameters."""
+    leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Allocations(TorchDispatchMode):
@@ -112,7 +133,6 @@ def footprint(
     optimizer: torch.optim.Optimizer,
     batch: tuple[Tensor, ...],
     forward: Context = ExitStack,
-    updates: Context = ExitStack,
 ) -> Footprint:
     """Take two training steps, and count the second: the optimizer's states are there by then.
 
@@ -121,20 +141,17 @@ def footprint(
         optimizer: of the model's parameters, which have no gradients.
         batch: what the model is called with.
         forward: makes the context of each forward pass.
-        updates: makes the context of each step of the optimizer.
     """
     allocations = Allocations(model.parameters(), model.buffers(), batch, state_tensors(optimizer))
     with allocations:
         _backward(model, batch, forward, allocations)
-        with updates():
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         allocations.forget_peak()
         activations = _backward(model, batch, forward, allocations)
         peak_backward = allocations.peak
         allocations.forget_peak()
-        with updates():
-            optimizer.step()
+        optimizer.step()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     return Footprint(
         parameters=bytes_of(model.parameters()),
@@ -204,17 +221,17 @@ _FUSED: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _family_on_cuda(device: torch.device) -> str:
-    return architecture()
-
-
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Ops on the meta device take the memory that they would on CUDA."""
+
+    def family(device: torch.device) -> str:
+        return architecture()
+
     replaced: dict[str, Any] = {
-        "float8.kernels.family_of": _family_on_cuda,
-        "float8.kernels.casts.family_of": _family_on_cuda,
-        "float8.kernels.scaled_mm.family_of": _family_on_cuda,
+        "float8.kernels.family_of": family,
+        "float8.kernels.casts.family_of": family,
+        "float8.kernels.scaled_mm.family_of": family,
         "float8.optim.moment.TILE": sys.maxsize,  # of thousands each would be traced
         "float8.optim.optimizer.advance": lambda *_: None,
         "float8.optim.optimizer.advance_together": lambda *_: None,
@@ -223,8 +240,7 @@ def as_on_cuda() -> Iterator[None]:
         stack.enter_context(_FusedOps())
         for path, value in replaced.items():
             module, _, name = path.rpartition(".")
-            patch = mock.patch.object(importlib.import_module(module), name, value)
-            stack.enter_context(patch)
+            stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
         bound_plan._bound_once.cache_clear()
         stack.callback(bound_plan._bound_once.cache_clear)
         yield

@@ -11,32 +11,62 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
+from benchmarks.measuring import harness
 from benchmarks.measuring.harness import Row
 from float8.version import __version__
-from scripts.training.environment import cpu_model
 
+T = TypeVar("T")
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
-SCHEMA = 1
-TARGET_COLUMNS = {
-    "layer": ("layer", ""),
-    "mode": ("mode", ""),
-    "against": ("against", ""),
-    "target": ("target", ".2f"),
-    "measured": ("measured", ".2f"),
-    "met": ("met", ""),
-}
+PEER = "torchao "
 ROOT = Path(__file__).resolve().parents[2]
+
+
+# What fields of rows are called where a benchmark does not say otherwise, and number formats.
+HEADERS = {
+    "layer": "layer", "mode": "mode", "min_ms": "min", "max_ms": "max", "ratio": "time / bf16",
+    "tflops": "TFLOP/s", "saved_mib": "saved MiB", "sqnr_db": "SQNR dB", "error": "not run",
+    "loss": "held-out loss", "tokens_s": "tokens/s", "peak_gib": "peak GiB",
+}  # fmt: skip
+FORMATS = {
+    ".3f": "baseline_ms states_ratio block_ratio state_bytes",
+    ".2f": "ms min_ms max_ms ratio saved_mib saved_ratio moved_ratio peak_gib std of_copy smaller "
+    "smaller_per_gpu moved_bytes share_of_copy last_std target measured",
+    ".4f": "loss",
+    ".3g": "tflops baseline_tflops lr predicted published",
+    ".1f": "sqnr_db optimum",
+    ",.1f": "parameters_mib gradients_mib optimizer_mib activations_mib peak_mib per_gpu_mib",
+    ",.0f": "tokens_s parameters",
+    ".0f": "launches seeds diverged runs looks false_alarms missed looks_until allowed steps width "
+    "log2_lr seconds room operand_max gbps gb_per_s",
+    ".80": "error",
+    "g": "bytes_per_element",
+}
+
+
+def columns(fields: str, **headers: str) -> Columns:
+    """The columns of a table: names of fields in order, and headers that differ from `HEADERS`."""
+    known = HEADERS | headers
+    specs = {field: spec for spec, fields in FORMATS.items() for field in fields.split()}
+    return {
+        field: (known.get(field, field.replace("_", " ")), specs.get(field, ""))
+        for field in fields.split()
+    }
+
+
+TARGET_COLUMNS = columns("layer mode against target measured met")
 
 
 def table(rows: Sequence[Row], columns: Columns) -> str:
@@ -76,11 +106,11 @@ def commit() -> Row:
     return {"commit": head, "dirty": bool(_git("status", "--porcelain", "--untracked-files=no"))}
 
 
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def cpu_model() -> str:
+    """The processor's name from /proc/cpuinfo, else from `platform`."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def device_name(device: str) -> str:
@@ -92,6 +122,7 @@ def device_name(device: str) -> str:
 def environment(device: str) -> Row:
     """The machine, the versions and the commit that measurements depend on."""
     on_cuda = torch.device(device).type == "cuda"
+    found = {each.name: each.version for each in metadata.distributions()}
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **commit(),
@@ -105,32 +136,57 @@ def environment(device: str) -> Row:
         "float8": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": version("triton"),
-        "torchao": version("torchao"),
+        **{name: found.get(name) for name in ("triton", "torchao")},
         "cuda": torch.version.cuda,
     }
 
 
-def publish(
+def run(
     name: str,
     argv: Sequence[str],
     options: argparse.Namespace,
-    rows: Sequence[Row],
+    work: Sequence[T],
+    measure: Callable[[T], Sequence[Row]],
     columns: Columns,
-    targets: Sequence[Row] = (),
-) -> Row:
-    """Print the table, and with `-o` write it as JSON together with all that made it.
+    targets: Callable[[Sequence[Row]], Sequence[Row]] = lambda _: (),
+) -> int:
+    """Measure one after the other, write the file after each, and print the table.
 
-    `targets` say what should have been measured: rows with layer, mode, against, target, measured
-    and met. Returns what is written.
+    An interrupted run keeps what it measured, and nothing new begins after ``--stop-after``.
+
+    Args:
+        name: of the benchmark, ``benchmarks/NAME.py``.
+        argv: its arguments.
+        options: as parsed.
+        work: what is measured.
+        measure: its rows.
+        columns: of the table.
+        targets: rows -> what should have been measured.
+
+    Returns:
+        1 if a row failed that is no peer's; a refusal is no failure.
     """
-    report = write(name, argv, options, rows, columns, targets)
+    rows: list[Row] = []
+    try:
+        for index, item in enumerate(work):
+            if index and harness.is_late(options):
+                print(f"not measured, for lack of time: {', '.join(map(str, work[index:]))}")
+                break
+            rows += measure(item)
+            write(name, argv, options, rows, columns)
+    finally:
+        show(write(name, argv, options, rows, columns, targets(rows)))
+    ours = [row for row in rows if not str(row.get("layer", "")).startswith(PEER)]
+    return int(any(not row.get("refused", True) for row in ours))
+
+
+def show(report: Row) -> None:
+    """Print the tables of a report, under the machine."""
     where = report["environment"]
-    print(f"{name}: {where['device']}, torch {where['torch']}, {where['threads']} threads")
+    print(f"{where['device']}, torch {where['torch']}, {where['threads']} threads")
     print("\n".join(report["table"]))
-    if targets:
-        print(table(targets, TARGET_COLUMNS))
-    return report
+    if "targets" in report:
+        print(table(report["targets"], TARGET_COLUMNS))
 
 
 def write(
@@ -142,13 +198,15 @@ def write(
     targets: Sequence[Row] = (),
     lines: Sequence[Row] | None = None,
 ) -> Row:
-    """`publish` without printing; called after each row, so that a killed run keeps its rows.
+    """The report, in the file of `-o`, together with all that made it.
 
-    The file is replaced atomically, so that it can be read at any moment. The table shows `lines`
-    where they are given, and else the rows.
+    `targets` say what should have been measured: rows with layer, mode, against, target, measured
+    and met. It is called after each row, so that a killed run keeps its rows; the file is replaced
+    atomically, so that it can be read at any moment. The table shows `lines` where they are given,
+    and else the rows.
     """
     report = {
-        "schema": SCHEMA,
+        "schema": 1,
         "benchmark": name,
         "command": shlex.join(["python", f"benchmarks/{name}.py", *argv]),
         "options": {key: str(value) for key, value in vars(options).items()},

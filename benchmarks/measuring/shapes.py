@@ -14,15 +14,34 @@ value heads have 128 numbers each:
     ffn.w2      K = feed-forward   N = hidden
 
 M = 16384 tokens, two sequences of LLaMA-3's context length 8192. `SQUARES` are M = K = N: where
-float8 begins to pay. Names of products ("70b.ffn.w2") and of whole groups ("8b", "squares") may
-stand for sizes on the command line.
+float8 begins to pay.
+
+A grouped product has M tokens among E experts. The routed experts of four models, from their papers
+and configurations:
+
+                   hidden  expert  experts  per token
+    DeepSeek-V3      7168    2048      256          8   arXiv:2412.19437, section 4.2
+    Qwen3-30B-A3B    2048     768      128          8   config.json of Qwen/Qwen3-30B-A3B
+    Llama-4-Scout    5120    8192       16          1   config.json of Llama-4-Scout-17B-16E
+    Mixtral-8x7B     4096   14336        8          2   arXiv:2401.04088, table 1
+
+    gate_up   K = hidden   N = 2 * expert      (gate and up in one product)
+    down      K = expert   N = hidden
+
+for 8192 tokens on a GPU, M = 8192 * experts per token. DeepSeek-V3's experts are shared among eight
+GPUs, so that a GPU holds 32 of them and sees as many tokens as it sends. `small` has an eighth of
+each width and 512 tokens, for a CPU.
+
+Names of products ("70b.ffn.w2") and of whole groups ("8b", "squares", "mixtral") may stand for
+sizes on the command line.
 """
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 HEAD_DIM = 128
@@ -31,11 +50,12 @@ TOKENS = 2 * 8192
 
 @dataclass(frozen=True)
 class Shape:
-    """One product `x_MK @ w_NK.T`."""
+    """One product `x_MK @ w_NK.T`, of E experts if there are any."""
 
     M: int
     K: int
     N: int
+    E: int = 0
     name: str = ""
 
     @property
@@ -44,65 +64,78 @@ class Shape:
         return 2 * self.M * self.K * self.N
 
     @property
-    def label(self) -> str:
-        """The name where there is one, the size of a square, else all sizes: for axes."""
-        is_square = self.M == self.K == self.N
-        return self.name or (str(self.M) if is_square else f"{self.M},{self.K},{self.N}")
-
-    @property
     def row(self) -> dict[str, Any]:
         """What a row says about its shape."""
-        return {"shape": str(self), "M": self.M, "K": self.K, "N": self.N}
+        sizes = {"M": self.M, "K": self.K, "N": self.N}
+        if self.E:
+            sizes = {"T": self.M, "K": self.K, "N": self.N, "E": self.E}
+        return {"shape": str(self), **sizes}
 
     def __str__(self) -> str:
-        return f"{self.name} ({self.M},{self.K},{self.N})".strip()
+        sizes = (self.M, self.K, self.N, *([self.E] if self.E else []))
+        return f"{self.name} ({','.join(map(str, sizes))})".strip()
 
 
-def layers_of(model: str, hidden: int, feed_forward: int, heads: int, kv: int) -> tuple[Shape, ...]:
+Group = tuple[Shape, ...]
+
+
+def layers_of(model: str, hidden: int, feed_forward: int, heads: int, kv: int) -> Group:
+    sizes = {
+        "attn.wqkv": (hidden, (heads + 2 * kv) * HEAD_DIM),
+        "attn.wo": (hidden, hidden),
+        "ffn.w13": (hidden, 2 * feed_forward),
+        "ffn.w2": (feed_forward, hidden),
+    }
+    return tuple(Shape(TOKENS, K, N, name=f"{model}.{name}") for name, (K, N) in sizes.items())
+
+
+def experts_of(model: str, hidden: int, expert: int, experts: int, top_k: int) -> Group:
+    """The two grouped products of a model's experts."""
+    M = 8192 * top_k
     return (
-        Shape(TOKENS, hidden, (heads + 2 * kv) * HEAD_DIM, f"{model}.attn.wqkv"),
-        Shape(TOKENS, hidden, hidden, f"{model}.attn.wo"),
-        Shape(TOKENS, hidden, 2 * feed_forward, f"{model}.ffn.w13"),
-        Shape(TOKENS, feed_forward, hidden, f"{model}.ffn.w2"),
+        Shape(M, hidden, 2 * expert, experts, f"{model}.gate_up"),
+        Shape(M, expert, hidden, experts, f"{model}.down"),
     )
 
 
 LLAMA3_8B = layers_of("8b", 4096, 14336, 32, 8)
 LLAMA3_70B = layers_of("70b", 8192, 28672, 64, 8)
 SQUARES = tuple(Shape(size, size, size) for size in (1024, 2048, 4096, 8192, 16384))
-GROUPS = {"8b": LLAMA3_8B, "70b": LLAMA3_70B, "squares": SQUARES}
-NAMED = {shape.name: shape for shape in (*LLAMA3_8B, *LLAMA3_70B)}
+LINEAR = {"8b": LLAMA3_8B, "70b": LLAMA3_70B, "squares": SQUARES}
+EXPERTS = {
+    "deepseek-v3": experts_of("deepseek-v3", 7168, 2048, 32, 8),
+    "qwen3-30b": experts_of("qwen3-30b", 2048, 768, 128, 8),
+    "llama4-scout": experts_of("llama4-scout", 5120, 8192, 16, 1),
+    "mixtral": experts_of("mixtral", 4096, 14336, 8, 2),
+}
+SMALL = tuple(
+    Shape(first.M // 16, first.K // 8, first.N // 8, first.E, f"small.{first.name}")
+    for first, _ in EXPERTS.values()
+)
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str, groups: Mapping[str, Group], numbers: int = 3) -> Group:
     """`"2048,1024,4096"`, a name such as `"70b.ffn.w2"` or a group such as `"8b"`; for argparse."""
-    if text in GROUPS:
-        return GROUPS[text]
-    if text in NAMED:
-        return (NAMED[text],)
-    sizes = [int(size) for size in text.split(",") if size.strip().isdecimal()]
-    if len(sizes) != 3 or text.count(",") != 2 or 0 in sizes:
+    named = {shape.name: (shape,) for group in groups.values() for shape in group if shape.name}
+    known: dict[str, Group] = {**named, **groups}
+    if text in known:
+        return known[text]
+    parts = text.split(",")
+    if len(parts) != numbers or not all(part.isdecimal() and int(part) for part in parts):
         raise ArgumentTypeError(
-            "a shape is three positive numbers M,K,N or one of "
-            f"{', '.join((*GROUPS, *NAMED))}, not {text!r}"
+            f"a shape is {numbers} positive numbers or one of {', '.join(known)}, not {text!r}"
         )
-    M, K, N = sizes
-    return (Shape(M, K, N),)
+    M, K, N, E = (*map(int, parts), 0)[:4]
+    return (Shape(M, K, N, E),)
 
 
-def add_option(parser: ArgumentParser) -> None:
+def add_option(parser: ArgumentParser, groups: Mapping[str, Group], letters: str = "M,K,N") -> None:
     """`--shapes`, which `chosen` reads."""
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=parse_shapes,
-        metavar="M,K,N",
-        help=f"sizes, or names: {', '.join((*GROUPS, *NAMED))}",
-    )
+    parse = partial(parse_shapes, groups=groups, numbers=len(letters.split(",")))
+    text = f"sizes, or names of layers or groups: {', '.join(groups)}"
+    parser.add_argument("--shapes", nargs="+", type=parse, metavar=letters, help=text)
 
 
-def chosen(
-    given: Sequence[tuple[Shape, ...]] | None, default: Sequence[Shape]
-) -> tuple[Shape, ...]:
+def chosen(given: Sequence[Group] | None, default: Sequence[Shape]) -> Group:
     """All shapes that `--shapes` named, in that order; without it the default ones."""
     return tuple(shape for group in given for shape in group) if given else tuple(default)

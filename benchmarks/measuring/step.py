@@ -10,17 +10,19 @@ where the work itself is small. A CPU build has no stream to count on.
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.measuring import harness
 from benchmarks.measuring.harness import Row, sqnr_db
 from float8 import (
     DelayedScalingConfig,
@@ -28,6 +30,8 @@ from float8 import (
     Float8LinearConfig,
     sync_float8_amax_and_scale_history,
 )
+from float8.config import LinearPlan
+from float8.estimate.roofline import Use, passes_of_layer
 
 MODES = ("eager", "compiled")
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
@@ -63,11 +67,6 @@ class Step:
         self.run(self.x).backward(self.grad_output)
         if self.syncs:
             sync_float8_amax_and_scale_history(self.layer)
-
-
-def room_to_compile() -> AbstractContextManager[object]:
-    """All candidates share nn.Module's call code, which may be compiled 8 times unless one asks."""
-    return torch._dynamo.config.patch(recompile_limit=64)
 
 
 def saved_bytes(step: Step) -> int:
@@ -108,11 +107,53 @@ def launches_in(trace: Path) -> int:
 
 
 def compare(step: Step, baseline: Step, device: str) -> Row:
-    """The bytes that a step saves, its launches, and the SQNR of its output to the baseline's."""
-    row: Row = {"saved_mib": saved_bytes(step) / 2**20}
+    """The bytes that a step saves, its launches and peak, its output's SQNR to the baseline's."""
+    saved = saved_bytes(step)
+    row: Row = {"saved_mib": saved / 2**20, "saved_ratio": saved / saved_bytes(baseline)}
     if (launched := launches(step, device)) is not None:
         row["launches"] = launched
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        torch.cuda.synchronize()
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if step is not baseline:
-        outputs = (each.run(step.x).detach() for each in (baseline, step))
-        row["sqnr_db"] = sqnr_db(*outputs)
+        row["sqnr_db"] = sqnr_db(*(each.run(step.x).detach() for each in (baseline, step)))
     return row
+
+
+def in_turns(
+    makers: Mapping[str, Callable[[], Callable[[], object]]],
+    options: argparse.Namespace,
+    **row: Any,
+) -> list[Row]:
+    """A row per candidate, timed in turns; the first is the baseline.
+
+    Candidates that are a `Step` are compared with it, too.
+    """
+    rows: list[Row] = []
+    with torch._dynamo.config.patch(recompile_limit=64):  # all share the code of nn.Module's call
+        rounds = harness.take_turns(makers, options)
+        first = next(iter(makers))
+        base = rounds.runs[first]
+        for name in makers:
+            rows.append({**row, "layer": name, **rounds.row(name, first)})
+            mine = rounds.runs.get(name)
+            if isinstance(mine, Step) and isinstance(base, Step):
+                rows[-1] |= compare(mine, base, options.device)
+    return rows
+
+
+def moved_by_casts(plan: LinearPlan, elements: Sequence[int]) -> tuple[float, int]:
+    """The bytes that the casts of one step move on CUDA, and their launches: counted.
+
+    Args:
+        plan: of the recipe.
+        elements: of input, weight and grad_output.
+    """
+    *operands, _ = passes_of_layer(plan, Use(), emulates=False)
+    moved = sum(
+        size * each.bytes_per_element
+        for size, passes in zip(elements, operands, strict=True)
+        for each in passes
+    )
+    return moved, sum(map(len, operands))

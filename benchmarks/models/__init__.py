@@ -1,1 +1,1 @@
-"""Models that benchmarks train or measure, and the training loop of the small ones."""
+"""What benchmarks train and measure: one transformer with its variants, and text to train on."""

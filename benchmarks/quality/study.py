@@ -16,96 +16,107 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import MISSING, asdict, fields
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 
 from benchmarks.measuring import harness, report
-from benchmarks.measuring.harness import Row, positive
+from benchmarks.measuring.harness import Row
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-R = TypeVar("R", bound="DataclassInstance")  # frozen; its fields are all that decides a run
-Summary = Callable[[Sequence[Row]], tuple[Sequence[Row], Sequence[Row]]]  # -> lines, targets
+Lines = tuple[Sequence[Row], Sequence[Row]]  # of the table, and targets
 
 
-def parser(description: str | None, seeds: int) -> argparse.ArgumentParser:
-    """The options that studies share; ``seeds`` is how many, by default."""
-    options = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default, jobs = "cuda" if torch.cuda.is_available() else "cpu", os.cpu_count() or 1
-    options.add_argument("--device", type=harness.device, default=default)
-    options.add_argument("--seeds", nargs="+", type=int, default=list(range(seeds)))
-    options.add_argument("--jobs", type=positive, default=jobs, help=f"processes; here {jobs}")
-    options.add_argument("--data", type=Path, help="a folder of text, not Python sources")
-    options.add_argument("--quick", action="store_true", help="a few steps: does it run?")
-    options.add_argument("-o", "--output", type=Path, metavar="FILE", help="JSON, continued")
-    return options
-
-
-def add_numbers(parser: argparse.ArgumentParser, **numbers: tuple[int, str]) -> None:
-    """Add options of positive integers: name=(default, what it is)."""
-    for name, (value, text) in numbers.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=positive, default=value, help=f"{text}; {value}")
-
-
-def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str], quick: Mapping[str, Any]
-) -> argparse.Namespace:
-    """Parse; with ``--quick`` defaults are those of `quick`, and options that are given stay."""
-    options = parser.parse_args(argv)
-    if options.quick:
-        parser.set_defaults(**quick)
-        options = parser.parse_args(argv)
-    return options
-
-
-def make(
-    name: str,
-    argv: Sequence[str],
-    options: argparse.Namespace,
-    runs: Sequence[R],
-    train: Callable[[R], Row],
-    summary: Summary,
-    columns: report.Columns,
-) -> list[Row]:
-    """Make the runs that the file lacks, write it after each, and print the summary.
+@dataclass(frozen=True)
+class Study:
+    """What a question adds to the runner.
 
     Args:
         name: of the benchmark, ``benchmarks/NAME.py``.
-        argv: its arguments.
-        options: of `parser`.
-        runs: all of the study, those first that are to be made first.
-        train: makes one run; a function that another process can import.
-        summary: the lines to print about rows, and their targets.
-        columns: of the lines.
-
-    Returns:
-        All rows: ``run`` with the fields of the run, ``commit``, ``device``, and what `train`
-        returned.
-
-    Raises:
-        SystemExit: the file cannot be continued, or a run failed; with a message.
+        description: its docstring.
+        columns: of the table.
+        runs: options -> all runs, dataclasses whose fields are all that decides one, those first
+            that are to be made first.
+        train: (run, data, device) -> what the row says of it; another process imports it.
+        summary: rows -> lines of the table, targets.
+        numbers: options of positive integers: name -> (default, what it is).
+        quick: values of options with ``--quick``; those that are given stay.
+        seeds: how many, by default.
+        choices: options of several values: name -> all of them, which are the default.
     """
-    rows = known_rows(options.output, name)
+
+    name: str
+    description: str | None
+    columns: report.Columns
+    runs: Callable[[argparse.Namespace], Sequence[Any]]
+    train: Callable[[Any, Path | None, str], Row]
+    summary: Callable[[Sequence[Row]], Lines]
+    numbers: Mapping[str, tuple[int, str]]
+    quick: Mapping[str, Any]
+    seeds: int
+    choices: Mapping[str, Iterable[str]]
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The options of a call."""
+        parser = harness.plain_parser(self.description)
+        jobs = os.cpu_count() or 1
+        parser.add_argument("--seeds", nargs="+", type=int, default=list(range(self.seeds)))
+        parser.add_argument("--jobs", type=harness.positive, default=jobs, help="processes")
+        parser.add_argument("--data", type=Path, help="a folder of text, not Python sources")
+        parser.add_argument("--quick", action="store_true", help="a few steps: does it run?")
+        for name, (value, text) in self.numbers.items():
+            flag = f"--{name.replace('_', '-')}"
+            parser.add_argument(flag, type=harness.positive, default=value, help=f"{text}; {value}")
+        for name, known in self.choices.items():
+            parser.add_argument(
+                f"--{name}", nargs="*", choices=list(known), default=list(known), metavar="NAME"
+            )
+        self.more_options(parser)
+        options = parser.parse_args(argv)
+        if options.quick:
+            parser.set_defaults(**self.quick)
+            options = parser.parse_args(argv)
+        return options
+
+    def more_options(self, parser: argparse.ArgumentParser) -> None:
+        """Nothing; a study may have others."""
+
+    def sizes(self, options: argparse.Namespace) -> dict[str, int]:
+        """The values of the options of `numbers`."""
+        return {name: getattr(options, name) for name in self.numbers}
+
+    def main(self, argv: Sequence[str]) -> int:
+        """Make the runs that the file lacks, and print the table; 1 if a target is missed.
+
+        Raises:
+            SystemExit: the file cannot be continued, or a run failed; with a message.
+        """
+        options = self.parse(argv)
+        _, targets = self.summary(make(self, argv, options, self.runs(options)))
+        return int(not all(target.get("met", True) for target in targets))
+
+
+def make(
+    study: Study, argv: Sequence[str], options: argparse.Namespace, runs: Sequence[Any]
+) -> list[Row]:
+    """All rows: ``run`` with the fields of the run, ``commit``, ``device``, and its results."""
+    rows = known_rows(options.output, study.name)
     done = {_key(row["run"]) for row in rows}
     todo = [run for run in dict.fromkeys(runs) if _key(asdict(run)) not in done]
     order = {_key(asdict(run)): number for number, run in enumerate(runs)}
 
     def write() -> Row:
         rows.sort(key=lambda row: order.get(_key(row["run"]), -1))  # those of other calls first
-        lines, targets = summary(rows)
-        return report.write(name, argv, options, rows, columns, targets, lines)
+        lines, targets = study.summary(rows)
+        return report.write(study.name, argv, options, rows, study.columns, targets, lines)
 
     print(f"{len(runs) - len(todo)} of {len(runs)} runs are there, {len(todo)} to make", flush=True)
     failures = 0
+    train = partial(study.train, data=options.data, device=options.device)  # type: ignore[call-arg]
     for count, (run, made) in enumerate(_made(todo, train, options.jobs), start=1):
         if isinstance(made, BaseException):
             failures += 1
@@ -115,11 +126,8 @@ def make(
             rows.append({"run": asdict(run), **made_by, **made})
             said = made.get("error") or format(made["loss"], ".4f")
             write()
-        print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {_named(run)}: {said}", flush=True)
-    written = write()
-    print("\n".join(written["table"]))
-    if "targets" in written:
-        print(report.table(written["targets"], report.TARGET_COLUMNS))
+        print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {run}: {said}", flush=True)
+    report.show(write())
     if failures:
         sys.exit(f"error: {failures} runs failed, see above; the same command makes them again")
     return rows
@@ -145,26 +153,11 @@ def _key(run: Row) -> str:
 
 
 def _made(
-    todo: Iterable[R], train: Callable[[R], Row], jobs: int
-) -> Iterator[tuple[R, Row | BaseException]]:
+    todo: Sequence[Any], train: Callable[[Any], Row], jobs: int
+) -> Iterator[tuple[Any, Row | BaseException]]:
     """Runs and what they return or raise, as they end, `jobs` at a time."""
     context = get_context("spawn")
     with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as processes:
-        running: dict[Future[Row], R] = {processes.submit(train, run): run for run in todo}
-        while running:
-            for ended in wait(running, return_when=FIRST_COMPLETED).done:
-                error = ended.exception()
-                yield running.pop(ended), ended.result() if error is None else error
-
-
-def _named(run: Any) -> str:
-    names = [field.name for field in fields(run) if field.default is MISSING]
-    return ", ".join(f"{name} {getattr(run, name)}" for name in names[:4])
-
-
-def save(state: object, path: Path) -> None:
-    """Write a checkpoint atomically: a killed process leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}")  # several processes may write the same
-    torch.save(state, part)
-    part.replace(path)
+        running = {processes.submit(train, run): run for run in todo}
+        for ended in as_completed(running):
+            yield running[ended], ended.exception() or ended.result()

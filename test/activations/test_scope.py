@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from benchmarks.models.llama import Block, Sizes, rotary_table
 from meter import saved_bytes
 from processes import failures
 from recompute import KINDS, Checkpointed
@@ -13,7 +14,6 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import float8
-from benchmarks.models.llama import Block, Sizes, rotary_table
 from float8 import unit_scaling as uu
 from float8.activations import saved_activations
 from float8.formats import E5M2
@@ -210,16 +210,16 @@ def block(recipe="tensorwise"):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_a_llama_block_saves_at_most_060_of_the_bytes_of_bfloat16(recipe):
     plain, converted = block(recipe)
-    rotary = rotary_table(SIZES.tokens, SIZES.head_dim)
-    x = torch.randn(1, SIZES.tokens, SIZES.hidden, dtype=torch.bfloat16, requires_grad=True)
+    rotary = rotary_table(SIZES.context, SIZES.head_dim)
+    x = torch.randn(1, SIZES.context, SIZES.width, dtype=torch.bfloat16, requires_grad=True)
     whole = saved_bytes(lambda: plain(x + 0, rotary), plain)
     with saved_activations(converted):
         ours = saved_bytes(lambda: converted(x + 0, rotary), converted)
     assert ours <= 0.60 * whole
     # On a CPU, RMSNorm keeps float32 tensors. On a GPU h and rstd; in bytes per token and block:
-    c, f, g = SIZES.hidden, SIZES.feed_forward, SIZES.kv_heads * SIZES.head_dim
+    c, f, g = SIZES.width, SIZES.feed_forward, SIZES.kv_heads * SIZES.head_dim
     on_a_gpu = 2 * (2 * c + c + g + g + c + 2 * c + 3 * f + f)  # h, norm, q, k, v, out; gate to w2
-    assert ours <= 0.60 * SIZES.tokens * on_a_gpu
+    assert ours <= 0.60 * SIZES.context * on_a_gpu
 
 
 # --- torch.compile

@@ -12,7 +12,6 @@ from benchmarks.check_estimate import (
     FILE,
     PREDICTIONS,
     beside,
-    fitted_rates,
     main,
     predicted_against_published,
 )
@@ -50,11 +49,6 @@ def test_the_median_error_of_each_kind_of_row_is_below_fifteen_percent(what):
         if kind == what and not row.fits
     ]  # fmt: skip
     assert sorted(own)[len(own) // 2] < 0.15
-
-
-@pytest.mark.parametrize("name", BOARDS)
-def test_the_boards_rates_are_those_at_which_their_rows_are_met(name):
-    assert fitted_rates(name) == pytest.approx(BOARDS[name]["rates"], rel=0.002)
 
 
 def test_ratios_of_kinds_are_those_of_the_boards():
@@ -98,10 +92,7 @@ def test_times_that_the_model_made_up_are_predicted_without_error(tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
-    for benchmark, device in (
-        ("bench_memory", "NVIDIA H100"),
-        ("bench_matmul", "NVIDIA H100 PCIe"),
-    ):
+    for benchmark, device in (("bench_memory", "NVIDIA H100"), ("bench_matmul", "H100 PCIe")):
         file = write(tmp_path / "x.json", benchmark, [], device)
         with pytest.raises(SystemExit):
             main([str(file)])

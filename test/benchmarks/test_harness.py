@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from pathlib import Path
+import time
 
 import pytest
 import torch
@@ -42,22 +41,11 @@ def test_candidates_take_turns():
     assert "".join(clock.calls) == "ABC" * 3
 
 
-def test_samples_are_seconds_per_call():
-    samples = Clock().measure(A=1.0, B=2.5)
-    assert samples == {"A": [1.0] * 3, "B": [2.5] * 3}
-
-
 def test_short_work_is_repeated_within_a_sample():
     clock = Clock()
     samples = clock.measure(repeats=1, warmup=1, A=harness.TARGET_S / 8)
     assert len(clock.calls) == 1 + 8
     assert samples["A"] == [pytest.approx(harness.TARGET_S / 8)]
-
-
-def test_warm_up_rounds_are_not_kept():
-    # The first two calls stand for compilation.
-    samples = Clock().measure(repeats=3, warmup=2, A=lambda n: 100.0 if n <= 2 else 1.0)
-    assert samples["A"] == [1.0] * 3
 
 
 def test_a_machine_that_slows_down_does_not_change_the_ratio():
@@ -68,17 +56,6 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
 def test_ratios_are_paired_within_a_round():
     # The ratio of medians would be 3 / 2.
     assert harness.paired_ratio([2.0, 4.0, 3.0], [1.0, 2.0, 3.0]) == 2.0
-
-
-def test_timing_keeps_the_samples_behind_the_medians():
-    row = harness.timing([0.003, 0.001, 0.002], [0.001, 0.001, 0.001])
-    assert row == {
-        "ms": 2.0,
-        "min_ms": 1.0,
-        "max_ms": 3.0,
-        "ratio": 2.0,
-        "samples_s": [0.003, 0.001, 0.002],
-    }
 
 
 def fail(error: Exception):
@@ -102,18 +79,6 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason():
     }
 
 
-def test_without_its_baseline_a_run_ends():
-    makers = {"base": lambda: fail(RuntimeError("boom")), "other": lambda: lambda: None}
-    with pytest.raises(RuntimeError, match="boom"):
-        harness.runnable(makers)
-
-
-def test_sqnr_is_in_decibels():
-    reference = torch.tensor([3.0, -4.0])
-    assert harness.sqnr_db(reference, reference * 1.1) == pytest.approx(20.0, abs=1e-4)
-    assert math.isfinite(harness.sqnr_db(reference, reference))
-
-
 def test_a_candidate_that_would_begin_late_is_a_row_that_says_so():
     """Compiling one may take a minute: those that are ready are timed."""
     made = []
@@ -126,15 +91,9 @@ def test_a_candidate_that_would_begin_late_is_a_row_that_says_so():
     )
     assert list(able) == ["base", "quick"] == made
     assert errors == {"slow": {"error": "not measured, for lack of time", "refused": True}}
-    late = harness.countdown(3.0, iter([1.0, 3.9, 4.1]).__next__)
-    assert [late(), late()] == [False, True]
-    assert not harness.countdown(None)()
-
-
-def test_what_no_time_is_left_for_is_named(capsys):
-    clock = iter((0.0, 4.0, 6.0))
-    assert list(harness.in_time(["a", "b", "c", "d"], 5.0, lambda: next(clock))) == ["a", "b"]
-    assert "for lack of time: c, d" in capsys.readouterr().out
+    for seconds, late in ((None, False), (1, True), (10**9, False)):
+        options = argparse.Namespace(stop_after=seconds)
+        assert harness.is_late(options) == (late and time.monotonic() - harness.START > 1)
 
 
 COLUMNS = {"name": ("layer", ""), "ms": ("time", ".1f"), "error": ("not run", ".10")}
@@ -144,41 +103,35 @@ ROWS = [
 ]
 
 
-def test_table_shows_rounded_numbers_and_empty_cells():
-    header, _, first, second = report.table(ROWS, COLUMNS).splitlines()
-    assert header.split() == ["layer", "time", "not", "run"]
-    assert first.split() == ["a", "1.3"]
-    assert second.split() == ["b", "no", "such", "op"]
-
-
 TARGET = {"layer": "a", "mode": "eager", "against": "b", "target": 1.5, "met": "not measured"}
 
 
-def published(tmp_path: Path, rows=ROWS, targets=()) -> dict:
-    options = argparse.Namespace(device="cpu", output=tmp_path / "new" / "out.json", repeats=3)
-    made = report.publish("bench_x", ["--repeats", "3"], options, rows, COLUMNS, targets)
+def test_a_run_keeps_what_it_measured_and_fails_with_its_rows(tmp_path, capsys):
+    options = argparse.Namespace(device="cpu", output=tmp_path / "x.json", stop_after=None)
+
+    def measure(row):
+        return [{"name": row}] if row != "stop" else 1 / 0
+
+    def run(work, *targets):
+        return report.run("bench_x", ["-n"], options, work, measure, COLUMNS, lambda _: targets)
+
+    with pytest.raises(ZeroDivisionError):
+        run(["a", "stop", "b"])
+    assert json.loads(options.output.read_text())["rows"] == [{"name": "a"}]
+    assert run(["a", "b"], TARGET) == 0
     written = json.loads(options.output.read_text())
-    assert made == written
-    return written
-
-
-def test_targets_are_printed_and_written(tmp_path, capsys):
-    assert published(tmp_path, targets=[TARGET])["targets"] == [TARGET]
+    assert written["targets"] == [TARGET]
+    assert written["command"] == "python benchmarks/bench_x.py -n"
     assert "not measured" in capsys.readouterr().out
-    assert "targets" not in published(tmp_path)
+    for error, peer, status in (("broke", False, 1), ("refused", False, 0), ("broke", True, 0)):
+        row = {"error": "", "refused": error == "refused", "layer": "torchao x" if peer else "x"}
+        made = report.run("bench_x", [], options, [row], lambda row: [row], COLUMNS)
+        assert made == status, row
 
 
-def test_json_holds_what_was_measured_and_how(tmp_path, capsys):
-    written = published(tmp_path)
-    assert written["schema"] == report.SCHEMA
-    assert written["rows"] == ROWS
-    assert written["command"] == "python benchmarks/bench_x.py --repeats 3"
-    assert written["options"]["repeats"] == "3"
-    assert "\n".join(written["table"]) in capsys.readouterr().out
-
-
-def test_every_field_of_a_report_is_explained(tmp_path):
-    written = published(tmp_path, targets=[TARGET])
+def test_every_field_of_a_report_is_explained():
+    options = argparse.Namespace(device="cpu", output=None)
+    written = report.write("x", [], options, ROWS, COLUMNS, [TARGET])
     guide = (ROOT / "benchmarks" / "results" / "README.md").read_text()
     fields = [*written, *written["environment"], *harness.timing([1.0], [1.0])]
     fields += [*TARGET, "measured"]

@@ -7,19 +7,20 @@ import json
 import pytest
 import torch
 
-from benchmarks.measuring import contenders, step
-from benchmarks.measuring.contenders import ALL_RECIPES, BASELINE, Operands
+from benchmarks import bench_linear
+from benchmarks.measuring import step
+from benchmarks.measuring.contenders import BASELINE, SCALED, STATIC
 from benchmarks.measuring.shapes import Shape
 
 M, K, N = 48, 128, 64
 
 
 def steps_of(*names: str) -> dict[str, step.Step]:
-    operands = Operands.random(Shape(M, K, N), "cpu", 0)
-    return {name: contenders.step(name, "eager", operands) for name in names}
+    operands = bench_linear.Operands.random(Shape(M, K, N), "cpu", 0)
+    return {name: bench_linear.step(name, "eager", operands) for name in names}
 
 
-@pytest.mark.parametrize("name", [BASELINE, *ALL_RECIPES])
+@pytest.mark.parametrize("name", [BASELINE, *SCALED, STATIC])
 def test_a_step_leaves_fresh_gradients(name):
     run = steps_of(name)[name]
     run()
@@ -29,20 +30,6 @@ def test_a_step_leaves_fresh_gradients(name):
     assert run.layer.weight.grad.norm() < 1.5 * first.norm()  # accumulated, it would be 2
 
 
-def test_only_delayed_scaling_syncs_and_in_every_step(monkeypatch):
-    real, synced = step.sync_float8_amax_and_scale_history, []
-    monkeypatch.setattr(
-        step,
-        "sync_float8_amax_and_scale_history",
-        lambda layer: (synced.append(layer), real(layer)),
-    )
-    steps = steps_of(BASELINE, *ALL_RECIPES)
-    for run in steps.values():
-        run()
-        run()
-    assert synced == [steps["delayed"].layer] * 2
-
-
 def test_what_is_saved_for_backward_is_weighed():
     steps = steps_of(BASELINE, "tensorwise")
     assert step.saved_bytes(steps[BASELINE]) == M * K * 2  # bf16 input; the weight is a parameter
@@ -50,8 +37,8 @@ def test_what_is_saved_for_backward_is_weighed():
 
 
 def test_static_scales_hold_the_operands():
-    operands = Operands.random(Shape(M, K, N), "cpu", 0)
-    config = contenders.static_config(operands)
+    operands = bench_linear.Operands.random(Shape(M, K, N), "cpu", 0)
+    config = bench_linear.config_of(STATIC, operands)
     largest = operands.x.detach().abs().max().item()
     assert config.cast_config_input.static_scale * 448 == pytest.approx(largest)
     largest = operands.grad_output.abs().max().item()
@@ -64,10 +51,6 @@ def test_launches_are_what_stands_on_the_stream(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": events}))
     assert step.launches_in(trace) == 3
-
-
-def test_without_a_stream_nothing_is_counted():
-    assert step.launches(lambda: None, "cpu") is None
 
 
 @pytest.mark.cuda

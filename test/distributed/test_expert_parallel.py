@@ -23,8 +23,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
+from wire import Wire
 
-from benchmarks.measuring.wire import Wire
 from float8 import (
     Float8ExpertParallel,
     Float8Tensor,

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from wire import Wire
 
 import float8
-from benchmarks.measuring.wire import Wire
 from float8 import (
     Float8Linear,
     Float8Tensor,

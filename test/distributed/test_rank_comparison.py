@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+from wire import Wire
 
-from benchmarks.measuring.wire import Wire
 from float8 import (
     DelayedScalingConfig,
     Float8ColwiseParallel,

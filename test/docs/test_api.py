@@ -6,11 +6,7 @@ It is read as the site's builder reads it: statically, with griffe.
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -96,29 +92,10 @@ MISSING = [
 ]
 
 
-def test_a_name_without_docstring_or_entry_is_caught(tmp_path):
-    _write(tmp_path, TINY)
-    assert undocumented(tmp_path) == MISSING
-
-
-def test_an_entry_of_nothing_is_caught(tmp_path):
-    _write(tmp_path, {**TINY, "docs/api/more.md": "::: float8.parts.forgotten\n\n::: float8.old"})
-    assert undocumented(tmp_path) == ["docs/api/more.md: there is no float8.old", MISSING[0]]
-
-
-def test_an_entry_of_a_module_that_a_function_hides_is_caught(tmp_path):
-    _write(
-        tmp_path,
-        {
-            "float8/__init__.py": '"""P."""\nfrom float8.late import late\n__all__ = ["late"]',
-            "float8/late.py": '"""A module."""\ndef late():\n    """A function."""',
-            "docs/api/all.md": "::: float8.late",
-        },
-    )
-    problems = undocumented(tmp_path)
-    assert problems[0] == "docs/api/all.md: float8.late is a module too: add .late"
-    _write(tmp_path, {"docs/api/all.md": "::: float8.late.late"})
-    assert undocumented(tmp_path) == []
+def test_a_name_without_docstring_or_entry_is_caught_and_an_entry_of_nothing(tmp_path):
+    """A warning of the build, which is strict."""
+    _write(tmp_path, {**TINY, "docs/api/more.md": "::: float8.old"})
+    assert undocumented(tmp_path) == ["docs/api/more.md: there is no float8.old", *MISSING]
 
 
 # --- true
@@ -153,15 +130,6 @@ def test_docstrings_describe_parameters_that_exist(package):
     assert wrong == {}
 
 
-def test_attributes_have_a_line_each(package):
-    """The site would take "loss" of "output, loss: ..." for a type."""
-    for _, name in entries(ROOT):
-        docstring = find(package, name).docstring
-        for section in docstring.parse("google", **OPTIONS):
-            if section.kind.value == "attributes":
-                assert not [one.name for one in section.value if "," in one.name], name
-
-
 def test_full_names_in_docstrings_exist(package):
     named = {
         (obj.path, name)
@@ -172,13 +140,6 @@ def test_full_names_in_docstrings_exist(package):
     assert len(named) > 100
     assert {each for each in named if path_of(each[1], package) is None} == set()
     assert path_of("float8.no_such_name", package) is None
-
-
-def test_a_parameter_that_does_not_exist_is_caught(tmp_path):
-    text = 'def f(a, b):\n    """F.\n\n    Args:\n        a, c: x.\n    """\n'
-    (tmp_path / "tiny.py").write_text(text, encoding="utf-8")
-    function = griffe.load("tiny", search_paths=[tmp_path], try_relative_path=False)["f"]
-    assert _told(function) - _taken(function) == {"c"}
 
 
 # --- readable
@@ -210,56 +171,3 @@ def _scope(tmp_path: Path) -> griffe.Module:
 def test_docstrings_become_markdown(text, markdown, tmp_path):
     top = _scope(tmp_path)
     assert as_markdown(text, top.members["other"]) == markdown
-
-
-# --- strict
-
-
-def _built(root: Path) -> subprocess.CompletedProcess[str]:
-    """Build a small site with this project's settings, hooks and extension."""
-    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    settings = text.partition("\nnav:")[0] + "\nnav: [index.md, api/all.md]\n"
-    (root / "mkdocs.yml").write_text(settings, encoding="utf-8")
-    shutil.copytree(ROOT / "scripts/documentation", root / "scripts/documentation")
-    (root / "scripts/__init__.py").touch()
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build"],
-        cwd=root, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-
-
-SITE = {
-    "README.md": "# Tiny\n\n[all](docs/api/all.md#float8.told), [a file](float8/parts.py)",
-    "float8/__init__.py": '"""A package."""\nfrom float8.parts import told\n__all__ = ["told"]',
-    "float8/parts.py": TINY["float8/parts.py"],
-    "docs/api/all.md": "# All\n\n::: float8.told",
-}
-FAULTS = {
-    "README.md": "# Tiny\n\n[a](docs/api/none.md) [b](docs/api/all.md#none) [c](float8/none.py)",
-    "docs/other.md": "# Not in the table of contents",
-    "float8/__init__.py": TINY["float8/__init__.py"],
-}
-
-
-def test_a_site_without_faults_is_built(tmp_path):
-    _write(tmp_path, SITE)
-    done = _built(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "WARNING" not in done.stderr
-    page = (tmp_path / "site/api/all.html").read_text(encoding="utf-8")
-    assert 'id="float8.told"' in page
-
-
-def test_a_strict_build_refuses_each_fault(tmp_path):
-    _write(tmp_path, {**SITE, **FAULTS})
-    done = _built(tmp_path)
-    assert done.returncode != 0
-    for problem in (
-        "contains a link 'api/none.md'",
-        "contains a link 'api/all.md#none', but the doc 'api/all.md' does not contain an anchor",
-        "contains a link 'float8/none.py'",
-        'not included in the "nav" configuration:\n  - other.md',
-        *MISSING,
-    ):
-        assert problem in done.stderr, (problem, done.stderr)

@@ -7,21 +7,15 @@ that text. After a new measurement the test fails and prints the table: paste it
 import json
 import re
 import statistics
+from functools import partial
 from pathlib import Path
 
 import pytest
 from linear.test_autograd import COSTS
 
-from benchmarks import (
-    bench_alarms,
-    bench_bert,
-    bench_outliers,
-    bench_unit_gpt,
-)
-from benchmarks.models.training import held_out
-from benchmarks.quality import recipes
+from benchmarks import bench_alarms, bench_bert, bench_quality, bench_unit_gpt
+from benchmarks.bench_alarms import HEALTHY, STATIC
 from benchmarks.quality.contenders import SAVING
-from benchmarks.quality.watched import HEALTHY, STATIC
 from float8.config import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,23 +117,6 @@ def layer(name):
     return markdown("layer | eager | compiled | saved in eager mode", body)
 
 
-def layer_without_amx():
-    return layer("cpu_noamx_bench_linear")
-
-
-def layer_with_amx():
-    return layer("cpu_bench_linear")
-
-
-def narrow_layers():
-    found = rows("cpu_noamx_narrow_linear", "layer", "shape")
-    return by_shape("layer", {k: row for k, row in found.items() if k[0] != "nn.Linear"}, "ratio")
-
-
-def products():
-    return by_shape("scales", rows("cpu_bench_matmul", "granularity", "shape"), "ratio")
-
-
 GROUPED = "cpu_grouped_mm", "cpu_noamx_grouped_mm"
 
 
@@ -163,40 +140,11 @@ def grouped_gemms_of_models():
     return by_shape("grouped GEMM", small, "ratio")
 
 
-def overhead():
-    return by_shape("recipe", rows("cpu_bench_overhead", "layer", "shape"), "overhead")
-
-
-def host():
-    body = [
-        [f"`{layer}`", f"{row['us']:.0f}", times(row["ratio"])]
-        for layer, row in rows("stub_gpu_overhead", "layer").items()
-    ]
-    return markdown("layer | µs | time / `nn.Linear`", body)
-
-
 def by_shape(header, found, field):
     shapes = list(dict.fromkeys(shape for _, shape in found))
     names = dict.fromkeys(name for name, shape in found if field in found[name, shape])
     body = [[f"`{name}`", *(times(found[name, s][field]) for s in shapes)] for name in names]
     return markdown(" | ".join([header, *shapes]), body)
-
-
-def unit_casts():
-    body = [
-        [mode, layer, times(row["ratio_to_unit"]), f"{row['cuda_mib']:.1f}", row["cuda_launches"]]
-        for (mode, layer), row in rows("cpu_unit", "mode", "layer").items()
-    ]
-    return markdown("mode | linear layers | time / `unit`'s | MiB moved | launches", body)
-
-
-def optimizer_steps():
-    body = [
-        [name, mode, times(row["ratio"]), f"{row['state_bytes']:.2f}", f"{row['moved_bytes']:.1f}"]
-        for (name, mode), row in rows("cpu_optim", "optimizer", "mode").items()
-    ]
-    header = "states | mode | time / foreach's | state bytes per parameter"
-    return markdown(f"{header} | bytes moved per parameter", body)
 
 
 def inspection():
@@ -275,7 +223,12 @@ def published_launches():
     for row in result(CHECK)["rows"]:
         found.setdefault((row["kernel"], row["source"].split("/")[4]), []).append(row["error"])
     body = [
-        [f"`{kernel}`", library, len(errors), *(f"{100 * e:+.0f} %" for e in quartiles(errors))]
+        [
+            f"`{kernel}`",
+            library,
+            len(errors),
+            *(f"{100 * e:+.0f} %" for e in (min(errors), statistics.median(errors), max(errors))),
+        ]
         for (kernel, library), errors in found.items()
     ]
     return markdown("kernel | published by | sizes | least error | median | greatest", body)
@@ -302,10 +255,6 @@ def executed_forms():
     return markdown(f"{header} | failed cases | findings", body)
 
 
-def quartiles(values):
-    return min(values), statistics.median(values), max(values)
-
-
 # --- quality
 
 
@@ -325,31 +274,6 @@ def demo():
 DEMO = ("final_val_loss", "gap_to_base_percent", "tokens_per_second", "saved_for_backward_mib")
 
 
-def demo_in_two_processes():
-    body = [
-        [f"`{run['recipe']}`", f"{run['gap_to_alone_percent']:+.2f} %"]
-        for run in result("cpu_noamx_demo_nproc2")["runs"]
-        if run["processes"] == 2
-    ]
-    return markdown("recipe | loss in two processes, against one", body)
-
-
-def learning_rates():
-    found = rows("cpu_mup_transfer", "layer", "width", "log2_lr")
-    best = {
-        key[:2]: f"{round(row['optimum'], 1) + 0.0:.1f}"
-        for key, row in found.items()
-        if "optimum" in row
-    }
-    targets = result("cpu_mup_transfer")["targets"]
-    spreads = {t["layer"]: t["measured"] for t in targets if t["mode"] == "spread"}
-    body = [
-        [layer, *(best[layer, width] for width in (64, 128, 256)), f"{distance:.1f}"]
-        for layer, distance in spreads.items()
-    ]
-    return markdown("parametrisation | width 64 | 128 | 256 | spread", body)
-
-
 def stability():
     found = rows("cpu_mus_stability", "log2_lr", "layer")
     body = []
@@ -357,7 +281,7 @@ def stability():
         cells = []
         for layer in ("u-mup", "mus"):
             row = found[power, layer]
-            cells += [f"{held_out(row):.2f}", f"{row['last_std']:,.1f}"]
+            cells += [f"{row['val_loss']:.2f}", f"{row['last_std']:,.1f}"]
             cells.append(f"{row['operand_max']:,.0f}")
         body.append([2**power, *cells])
     one = "{0} loss | {0} stream | {0} largest"
@@ -377,7 +301,7 @@ def bert():
 
 
 def quality():
-    lines, _ = recipes.summary(result("cpu_quality")["rows"])
+    lines, _ = bench_quality.summary(result("cpu_quality")["rows"])
     body = [
         [f"`{line['layer']}`", f"{line['loss']:.4f}" if "loss" in line else "", line.get("gap", ""),
          line.get("bf16_gap", ""), line.get("alarmed", ""), line["seeds"]]
@@ -385,48 +309,6 @@ def quality():
     ]  # fmt: skip
     header = "contender | held-out loss | gap to its base | evaluated in bf16 | runs with an alarm"
     return markdown(f"{header} | seeds", body)
-
-
-def outliers_converted():
-    """The loss above bf16 right after the conversion, by the size of the outlier."""
-    found = outlier_lines("often")
-    body = [
-        [f"`{name}`", *(f"{found[name, size]['converted_gap']:+.2f} %" for size in CONVERTED)]
-        for name in dict.fromkeys(name for name, _ in found)
-    ]
-    return markdown(" | ".join(["contender", *CONVERTED]), body)
-
-
-def outliers_trained():
-    """The loss above bf16 after training on, and what `inspect` saw of the input of ``down``."""
-    found = outlier_lines("often")
-    body = []
-    for name in dict.fromkeys(name for name, _ in found):
-        sizes = [found[name, size] for size in TRAINED]
-        flushed = [f"{100 * line['flushed']:.0f} %" if "flushed" in line else "" for line in sizes]
-        sqnr = f"{sizes[-1]['sqnr']:.0f} dB" if "sqnr" in sizes[-1] else ""
-        body.append([f"`{name}`", *(line["trained"] for line in sizes), *flushed[1:], sqnr])
-    flushed = (f"flushed, {size}" for size in TRAINED[1:])
-    return markdown(" | ".join(["contender", *TRAINED, *flushed, f"SQNR, {TRAINED[-1]}"]), body)
-
-
-def outliers_rare():
-    body = [
-        [f"`{name}`", size, line["steps"], f"{line['worst']:+.1f} %", line["trained"],
-         *(f"{100 * line[key]:.0f} %" if key in line else "" for key in ("saturates", "flushed"))]
-        for (name, size), line in outlier_lines("rare").items()
-    ]  # fmt: skip
-    header = "contender | size | mean of the steps | worst step | trained on"
-    return markdown(f"{header} | steps that saturate | input flushed", body)
-
-
-CONVERTED = "2^0", "2^8", "2^10", "2^12", "2^14", "2^16", "2^18", "2^20"
-TRAINED = "2^8", "2^12", "2^16"
-
-
-def outlier_lines(kind):
-    lines = bench_outliers.lines(result("cpu_outliers")["rows"])
-    return {(line["layer"], line["size"]): line for line in lines if line["outlier"] == kind}
 
 
 def unit_gpt():
@@ -484,16 +366,6 @@ def memory_of_recipes():
     return markdown(f"recipe | {SIZES}", body)
 
 
-def memory_in_bytes():
-    fields = ("optimizer_mib", "activations_mib", "peak_rss_mib")
-    body = [
-        [run.replace("+", " + "), *(f"{row[field]:,.1f}" for field in fields)]
-        for (model, run), row in MEMORY.items()
-        if model == "demo GPT"
-    ]
-    return markdown("run | optimizer MiB | activations MiB | resident MiB", body)
-
-
 def communication():
     body = []
     for (processes, form), row in rows("cpu_comm", "processes", "form").items():
@@ -502,15 +374,6 @@ def communication():
         counts = row["collectives"], row["scale_collectives"]
         body.append([processes, form, f"{row['sent_kib']:,.0f}", *cells, *counts])
     header = "processes | form | sent KiB | weights | gradients | collectives | for scales"
-    return markdown(header, body)
-
-
-def rollout():
-    body = []
-    for (weights, inputs), row in rows("cpu_rollout", "weights", "inputs").items():
-        numbers = [f"{row[key]:.4f}" for key in ("logp_difference", "largest", "kl")]
-        body.append([weights, inputs, *numbers])
-    header = "weights of the engine | its inputs | mean difference of log p | largest | KL"
     return markdown(header, body)
 
 
@@ -524,30 +387,89 @@ def checkpoints():
     return markdown("what | peak / checkpoint | MB/s | time relative to", body)
 
 
-STUDIES = {  # table of quality -> its files; a table is checked once its files are there
-    quality: ["cpu_quality"],
-    outliers_converted: ["cpu_outliers"],
-    outliers_trained: ["cpu_outliers"],
-    outliers_rare: ["cpu_outliers"],
-    unit_gpt: ["cpu_unit_gpt"],
-    alarms: ["cpu_alarms"],
+# header -> file, fields of the key, cells as formats of all fields
+PLAIN = {
+    "layer | µs | time / `nn.Linear`": ("stub_gpu_overhead", "`{layer}`|{us:.0f}|{ratio:.2f}x"),
+    "mode | linear layers | time / `unit`'s | MiB moved | launches": (
+        "cpu_unit", "{mode}|{layer}|{ratio_to_unit:.2f}x|{cuda_mib:.1f}|{cuda_launches}"),
+    "states | mode | time / foreach's | state bytes per parameter | bytes moved per parameter": (
+        "cpu_optim", "{optimizer}|{mode}|{ratio:.2f}x|{state_bytes:.2f}|{moved_bytes:.1f}"),
+    "weights of the engine | its inputs | mean difference of log p | largest | KL": (
+        "cpu_rollout", "{weights}|{inputs}|{logp_difference:.4f}|{largest:.4f}|{kl:.4f}"),
+}  # fmt: skip
+
+
+def plain(header):
+    name, cells = PLAIN[header]
+    return markdown(header, [cells.format(**row).split("|") for row in result(name)["rows"]])
+
+
+# header of the first column -> file, field of the row, field of the cell; a column per shape
+SHAPES = {
+    "layer": ("cpu_noamx_narrow_linear", "layer", "ratio"),
+    "scales": ("cpu_bench_matmul", "granularity", "ratio"),
+    "recipe": ("cpu_bench_overhead", "layer", "overhead"),
 }
 
+
+def shapes(header):
+    name, field, cell = SHAPES[header]
+    found = rows(name, field, "shape").items()
+    return by_shape(header, {k: row for k, row in found if k[0] != "nn.Linear"}, cell)
+
+
+def demo_in_two_processes():
+    body = [
+        [f"`{run['recipe']}`", f"{run['gap_to_alone_percent']:+.2f} %"]
+        for run in result("cpu_noamx_demo_nproc2")["runs"]
+        if run["processes"] == 2
+    ]
+    return markdown("recipe | loss in two processes, against one", body)
+
+
+def learning_rates():
+    best = {
+        (row["layer"], row["width"]): f"{round(row['optimum'], 1) + 0.0:.1f}"
+        for row in result("cpu_mup_transfer")["rows"]
+        if "optimum" in row
+    }
+    targets = result("cpu_mup_transfer")["targets"]
+    body = [
+        [t["layer"], *(best[t["layer"], width] for width in (64, 128, 256)), f"{t['measured']:.1f}"]
+        for t in targets
+        if t["mode"] == "spread"
+    ]
+    return markdown("parametrisation | width 64 | 128 | 256 | spread", body)
+
+
+def memory_in_bytes():
+    fields = ("optimizer_mib", "activations_mib", "peak_rss_mib")
+    body = [
+        [run.replace("+", " + "), *(f"{row[field]:,.1f}" for field in fields)]
+        for (model, run), row in MEMORY.items()
+        if model == "demo GPT"
+    ]
+    return markdown("run | optimizer MiB | activations MiB | resident MiB", body)
+
+
+HOST, UNIT, OPTIM, ROLLOUT = (partial(plain, header) for header in PLAIN)
+NARROW, PRODUCTS, OVERHEAD = (partial(shapes, header) for header in SHAPES)
+LAYERS = [partial(layer, name) for name in ("cpu_noamx_bench_linear", "cpu_bench_linear")]
 TABLES = {
     "measurements": (
         all_files,
-        *(layer_without_amx, layer_with_amx, narrow_layers, products, overhead, host),
+        *(*LAYERS, NARROW, PRODUCTS, OVERHEAD, HOST),
         *(grouped_gemms, grouped_gemms_of_models),
-        *(unit_casts, optimizer_steps, inspection),
+        *(UNIT, OPTIM, inspection),
         *(predicted_launches, published_launches),
         *(memory_of_recipes, memory_of_llama3, memory_in_bytes, communication),
         checkpoints,
     ),
     "quality": (
-        *(demo, demo_in_two_processes, learning_rates, stability, bert, rollout),
-        *(table for table, files in STUDIES.items() if set(files) <= set(FILES)),
+        *(demo, demo_in_two_processes, learning_rates, stability, bert, ROLLOUT),
+        *(quality, unit_gpt, alarms),
     ),
-    "checkpoints": (rollout,),
+    "checkpoints": (ROLLOUT,),
     "memory": (memory_of_llama2,),
     "ptx": (executed_forms,),
     "speed": (predicted, casts_on_cuda),
@@ -591,6 +513,31 @@ def test_sentences_quote_the_result_files():
     ):
         most = max(sent[form, processes][ratio] for processes in (2, 4))
         assert f"| {what}: {times(most)}" in read("many_gpus"), form
+
+
+def test_the_page_of_unit_scaling_quotes_the_result_files():
+    page = " ".join(read("unit_scaling").split())
+    targets = result("cpu_mup_transfer")["targets"]
+    spreads = {t["layer"]: f"{t['measured']:.1f}" for t in targets if t["mode"] == "spread"}
+    pattern = r"within ([\d.]+) powers of two .* parametrisation within ([\d.]+)"
+    assert re.search(pattern, page).groups() == (spreads["u-mup"], spreads["standard"])
+    found = rows("cpu_mus_stability", "layer", "log2_lr")
+    mus, default = ([found[name, power] for power in (0, 6)] for name in ("mus", "u-mup"))
+    for text in (
+        f"deviation of {mus[0]['last_std']:.1f}, that of the default variant "
+        f"{default[0]['last_std']:.1f}; at 64 times that rate it ends at {mus[1]['val_loss']:.1f} "
+        f"nats, the default variant at {default[1]['val_loss']:.1f}.",
+        f"up to {mus[0]['operand_max']:.0f} at rate 1",
+    ):
+        assert text in page, text
+    lines = bench_bert.lines(result("cpu_bert")["rows"])
+    gaps = {line["layer"]: line["gap"].lstrip("+") for line in lines if line["mode"] == "fp8"}
+    assert f"its loss ends {gaps['base']} above that of float32" in page
+    assert f"the unit-scaled one ends {gaps['unit']} above its own" in page
+    gpt = {x["layer"]: x["gap"] for x in bench_unit_gpt.lines(result("cpu_unit_gpt")["rows"])[1:]
+           if "gap" in x}  # fmt: skip
+    naive, unit = (gpt[name].lstrip("+") for name in ("naive", "unit"))
+    assert f"nanoGPT ends {naive} above bf16, and unit-scaled {unit} above its own" in page
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from wire import Wire
 
-from benchmarks.measuring.wire import Wire
 from scripts import train_gpt
 from scripts.train_gpt import Trainer
 from scripts.training import corpus

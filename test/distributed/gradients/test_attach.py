@@ -18,9 +18,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from wire import Wire
 
 from benchmarks.bench_gradients import simulated
-from benchmarks.measuring.wire import Wire
 from float8.distributed.gradients import (
     Float8Gradients,
     ScalingController,

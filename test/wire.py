@@ -42,30 +42,12 @@ SILENT = (
     *("wait_tensor", "_wrap_tensor_autograd"),
 )
 SPLIT = "fsdp::split_with_sizes_copy"
-# The end of an op's name, without what says how it is called -> the collective.
+# The beginning of an op's name without underscores -> the collective.
 KINDS = {
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_out": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_out": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce",
-    "all_reduce": "all_reduce",
-    "all_reduce_": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_coalesced_": "all_reduce",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "broadcast_": "broadcast",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "alltoall": "all_to_all",
     "broadcast": "broadcast",
     "send": "send",
 }
@@ -127,9 +109,11 @@ class Wire(TorchDispatchMode):
 def _sent(func: Any, op: str, args: Any, kwargs: dict[str, Any], result: Any) -> Sent:
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    if op not in KINDS:
+    plain = op.replace("_", "")
+    kind = next((kind for start, kind in KINDS.items() if plain.startswith(start)), None)
+    if kind is None:
         raise NotImplementedError(f"Wire does not know what {func._schema.name} sends: tell KINDS")
-    kind, group = KINDS[op], _group(given)
+    group = _group(given)
     tensors = _tensors(kind, given, result)
     size, n = sum(map(_bytes, tensors)), group.size()
     share = (n - 1) / n
