@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from benchmarks.models.llama import Block, Sizes, rotary_table
+from benchmarks.models.transformer import Block, Sizes, rotary_table
 from meter import saved_bytes
 from processes import failures
 from recompute import KINDS, Checkpointed
@@ -197,7 +197,7 @@ def test_ops_inside_unit_scaled_functions_are_reached():
 # --- memory and training
 
 
-SIZES = Sizes(256, 896, 4, 2, batch=1, tokens=128, blocks=1)
+SIZES = Sizes(1, 256, 4, 128, 2, 896)
 
 
 def block(recipe="tensorwise"):
