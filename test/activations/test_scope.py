@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-from benchmarks.models.transformer import Block, Sizes, rotary_table
 from meter import saved_bytes
 from processes import failures
 from recompute import KINDS, Checkpointed
@@ -14,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import float8
+from benchmarks.models.transformer import Block, Sizes, rotary_table
 from float8 import unit_scaling as uu
 from float8.activations import saved_activations
 from float8.formats import E5M2
