@@ -80,7 +80,9 @@ def test_a_stored_weight_is_codes_times_scale(layout, shape):
 
 
 @pytest.mark.parametrize(
-    "wrong", [Tensor.reciprocal, Tensor.t, lambda scale: scale.roll(1, 0)], ids=str
+    "wrong",
+    [Tensor.reciprocal, Tensor.t, lambda scale: scale.roll(1, 0)],
+    ids=["reciprocal", "transpose", "roll"],
 )
 def test_the_oracle_sees_a_wrong_scale(wrong):
     layer = layer_of(FineGrained(), (256, 256), torch.float32)
