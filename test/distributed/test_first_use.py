@@ -73,13 +73,11 @@ class Layers(nn.Module):
 
 def converted(names=NAMES, recipe="tensorwise", gathers=False, only=None, **options):
     config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers, **options)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "convert_to_float8_training converted no layer")
-        return convert_to_float8_training(
-            Layers(names),
-            config=config,
-            module_filter_fn=lambda module, fqn: only is None or fqn[-1] in only,
-        )
+    return convert_to_float8_training(
+        Layers(names),
+        config=config,
+        module_filter_fn=lambda module, fqn: only is None or fqn[-1] in only,
+    )
 
 
 def fsdp1(model):
