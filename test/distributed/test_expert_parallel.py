@@ -345,7 +345,9 @@ def sharded(model, **options):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("experts", "recipe"), [(E, "tensorwise"), (E, "blockwise"), (1, "unit")])
+@pytest.mark.parametrize(
+    ("experts", "recipe"), [(E, "tensorwise"), (E, "blockwise"), (1, "tensorwise")]
+)
 def test_experts_of_fsdp2_have_the_bits_of_one_process(rank, experts, recipe):
     fsdp2_equals_one_process(rank, recipe, experts)
 

@@ -113,6 +113,9 @@ PLANS = {  # name -> (styles of the layers, style of the block), and the dimensi
         ),
         None,
     ),
+    "whole, local": (
+        lambda: plan_of(*OURS, {"output_layouts": WHOLE}, {"input_layouts": WHOLE}), None,
+    ),
     "torch's": (lambda: plan_of(*TORCHS, {}, {}), None),
     "torch's, DTensors": (lambda: plan_of(*TORCHS, DTENSORS, DTENSORS), None),
     "mixed": (lambda: plan_of(ColwiseParallel, Float8RowwiseParallel, {}, {}), None),
