@@ -67,6 +67,10 @@ def test_one_byte_per_element_travels(rank):
     sent = []
     for recipe in ("tensorwise", "gathered tensorwise"):
         model = fsdp2(one.make(recipe), mp_policy=policy)
+        step(model)  # the first gather compares the ranks
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
         with Wire() as wire:
             step(model)
         assert wire.count("all_gather") == 4  # each layer, forward and backward
