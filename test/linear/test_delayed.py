@@ -229,7 +229,9 @@ def test_amaxes_are_reduced_on_a_device_of_the_backend(backend, expected):
 def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
-    monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks: asked.append(ranks)])
+    monkeypatch.setattr(
+        delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks, groups: asked.append(ranks)]
+    )
     dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
