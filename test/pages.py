@@ -22,7 +22,7 @@ import io
 import linecache
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from typing import Any
 import forked
 from fresh import ROOT
 from torch.torch_version import TorchVersion
+
+from scripts.training.options import Options
 
 _BLOCK = re.compile(
     r"^(?P<skip><!-- not run: .+ -->\n+)?^```(?P<kind>\w+)(?P<options>[^\n]*)\n(?P<code>.*?)^```$",
@@ -159,6 +161,7 @@ def check_command(words: list[str], place: str) -> None:
 def known_options() -> frozenset[str]:
     """Every option that a script, a benchmark or a module of the library has."""
     found = {"--nproc-per-node", "--cov"}
+    found.update("--" + field.name.replace("_", "-") for field in fields(Options))
     for folder in ("scripts", "benchmarks", "float8"):
         for file in (ROOT / folder).rglob("*.py"):
             found.update(re.findall(r'"(--[\w-]+)"', file.read_text(encoding="utf-8")))

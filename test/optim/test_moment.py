@@ -1,6 +1,7 @@
 """A moment reads as a float32 tensor and is bytes and scales in memory."""
 
 import copy
+import io
 import math
 import pickle
 
@@ -55,6 +56,12 @@ def test_zeros_are_what_zeros_quantise_to(shape, kind):
     assert not zeros.dequantize().any()
 
 
+def saved_and_loaded(moment):
+    torch.save(moment, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_copies_and_moves_keep_the_bits(kind):
     moment = Moment.quantize(made((6, 50), kind), kind, 16)
@@ -62,6 +69,7 @@ def test_copies_and_moves_keep_the_bits(kind):
         "clone": moment.clone(),
         "deepcopy": copy.deepcopy(moment),
         "pickle": pickle.loads(pickle.dumps(moment)),
+        "file": saved_and_loaded(moment),
         "cpu": moment.cpu(),
         "to float32": moment.to(torch.float32),
         "detach": moment.detach(),

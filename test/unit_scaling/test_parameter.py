@@ -118,6 +118,13 @@ def test_a_parameter_alone_keeps_its_role_in_every_generation(copied):
         p = q
 
 
+def test_a_saved_parameter_loads_as_weights_only():
+    torch.save(uu.Parameter(torch.ones(2), "bias", 3), file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert (loaded.mup_type, loaded.mup_scaling_depth) == ("bias", 3)
+
+
 @pytest.fixture
 def one_process():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
