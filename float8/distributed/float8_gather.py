@@ -18,7 +18,7 @@ from float8 import kernels
 from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
 from float8.distributed.known_amax import KnownAmax
-from float8.distributed.rank_comparison import compare_before_gather, weights_of
+from float8.distributed.rank_comparison import compare_layer, weights_of
 from float8.formats import on_device
 from float8.granularity import Block, scale_shape
 from float8.linear.bound_plan import EXPERTS
@@ -91,7 +91,7 @@ def cast_shard(
     ``dtype`` the compute dtype, and ``group`` the ranks of the shards. In training a delayed cast
     records the shard's amax; `sync` reduces the amaxes over ranks.
     """
-    compare_before_gather(layer, group)
+    compare_layer(layer, group)
     (cast, state), config = weight_cast(layer), own_config(layer)
     assert cast is not None
     assert config is not None

@@ -63,7 +63,6 @@ from float8.distributed.rank_comparison import (
     LAYERS,
     RANKS_OF_ONE_SCALE,
     compare_model,
-    remember_root,
     weights_of,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
@@ -100,9 +99,13 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             message names the first layer.
     """
     check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
+    layers = modules_by_name(model, LAYERS)
+    weights = [weight for _, layer in layers for weight in weights_of(layer).values()]
+    for mesh in dict.fromkeys(w.device_mesh for w in weights if hasattr(w, "device_mesh")):
+        compare_model(model, mesh.get_all_groups())
     by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
     seen: set[int] = set()
-    for _, layer in modules_by_name(model, LAYERS):
+    for _, layer in layers:
         cast, state = weight_cast(layer)
         if cast is None or not needs_amax(cast, state):
             continue
@@ -112,7 +115,6 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
                 seen.add(id(weight))
                 by_ranks[_ranks_of(weight)].append((weight, layer, cast))
     for (group, device_type), weights in by_ranks.items():
-        compare_model(model, group)
         _agree(weights, group, device_type)
 
 
@@ -178,7 +180,6 @@ def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
 def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)
-    remember_root(root, layers.values())
     plain: dict[str, str] = {}
     swapped: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():

@@ -33,7 +33,7 @@ from float8.distributed.exchange import (
     summed_linear,
     with_summed_gradient,
 )
-from float8.distributed.rank_comparison import RANKS_OF_ONE_SCALE
+from float8.distributed.rank_comparison import RANKS_OF_ONE_SCALE, compare_layer
 from float8.linear.autograd import States, call_of, linear_in_float8
 from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear
@@ -119,6 +119,8 @@ class Float8ParallelLinear(Float8Linear):
             return self._plain_forward(input)
         if isinstance(input, DTensor):
             check_mesh(input, self.layout.mesh, self._name)
+        if not torch.compiler.is_compiling():
+            compare_layer(self, self.layout.mesh.get_group())
         return self._colwise(input) if self.layout.kind == COLWISE else self._rowwise(input)
 
     def _plain_forward(self, input: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 """Ranks that exchange float8 values hold the same float8 layers, or raise the same error.
 
-Values in float8 travel by position: amaxes of all layers in one all-reduce, weights as bytes. Ranks
-whose layers differ would mix them, or would wait for each other. So the ranks of a process group
-compare their layers once for each model, by ``all_gather_object``, before
+Values in float8 travel by position: amaxes of all layers in one all-reduce, weights and activations
+as bytes. Ranks whose layers differ would mix them, or would wait for each other. So the ranks of a
+process group compare, by ``all_gather_object``,
 
-- the first ``sync`` of a model,
-- the first `precompute_float8_dynamic_scale_for_fsdp`,
-- the first gather of a weight in float8.
+- all layers of a model, before its first ``sync`` and its first
+  `precompute_float8_dynamic_scale_for_fsdp`,
+- one layer, before the first gather of its weight in float8, and before the first eager forward of
+  a tensor-parallel one.
 
-Ranks of plain DDP whose recipes differ are not compared: they send gradients in high precision.
+Ranks that send no float8 values, as under DDP, are compared by ``sync`` only.
 
 Groups that are the dimensions of one mesh pass on what they gathered, so each rank knows the layers
 of the whole mesh, and all ranks raise the same error.
@@ -39,10 +40,8 @@ SAME_LAYERS = "Convert the same model with the same config on each of them"
 # append theirs.
 RANKS_OF_ONE_SCALE: list[Callable[[nn.Module], list[int] | None]] = []
 
-# Model -> the names of the groups that compared it.
+# Model or layer -> the names of the groups that compared it.
 _compared: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-# Layer whose weight is gathered in float8 -> the model that was converted with it.
-_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def compare_ranks(
@@ -89,9 +88,9 @@ def compare_ranks(
             )
         else:
             has, has_not = (first, other) if name in a else (other, first)
-            differing = f"rank {has} has such a float8 layer, and rank {has_not} has none"
+            differing = f"rank {has} has it, and rank {has_not} does not"
         raise RuntimeError(
-            f"ranks share float8 scales or gradients, and their {subject} differ. "
+            f"ranks exchange float8 values, and their {subject} differ. "
             f"{name or 'the model itself'}: {differing}. {remedy}"
         )
 
@@ -99,23 +98,21 @@ def compare_ranks(
 # --- when the layers of a model are compared
 
 
-def compare_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compare the float8 layers of a model, once for each group."""
-    names = _compared.setdefault(model, set())
+def compare_model(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Compare the float8 layers of a model, once for each mesh of process groups."""
+    names, key = _compared.setdefault(model, set()), " ".join(g.group_name for g in groups)
+    if key not in names:
+        compare_ranks(groups, facts_of(modules_by_name(model, LAYERS)))
+        names.add(key)
+
+
+def compare_layer(layer: Any, group: dist.ProcessGroup) -> None:
+    """Compare a layer that is about to exchange float8 values, once for each group."""
+    names = _compared.setdefault(layer, set())
     if group.group_name not in names:
-        compare_ranks([group], facts_of(modules_by_name(model, LAYERS)))
+        name = {"name": getattr(layer, "fqn", "") or getattr(layer, "float8_name", "")}
+        compare_ranks([group], {"a layer": name | _layer_facts(layer)})
         names.add(group.group_name)
-
-
-def remember_root(root: nn.Module, layers: Iterable[nn.Module]) -> None:
-    """Remember the model with which layers were converted, for `compare_before_gather`."""
-    _roots.update((layer, weakref.ref(root)) for layer in layers)
-
-
-def compare_before_gather(layer: nn.Module, group: dist.ProcessGroup) -> None:
-    """Compare the model of a layer whose weight is about to be gathered in float8."""
-    root = _roots[layer]() if layer in _roots else None
-    compare_model(layer if root is None else root, group)
 
 
 def _compare_before_sync(

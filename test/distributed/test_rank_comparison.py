@@ -86,7 +86,7 @@ def same_message_of(function, *arguments):
 
 
 PRECOMPUTE = precompute_float8_dynamic_scale_for_fsdp
-NONE = "rank 0 has such a float8 layer, and rank 1 has none"
+NONE = "rank 0 has it, and rank 1 does not"
 OTHERS = {  # what rank 1 has in place of three delayed layers, and what the error says
     "another name": ({"names": "kqw"}, "v: " + NONE),
     "a layer less": ({"only": "kv"}, "q: " + NONE),
@@ -122,7 +122,31 @@ def test_a_difference_is_an_error_before_weights_travel(rank, act, by_layer):
     for layer in model.layers.values() if by_layer else ():
         fully_shard(layer)
     message = same_message_of(PRECOMPUTE if act == "precompute" else trained, fully_shard(model))
-    assert "layers.k: pad_inner_dim is False on rank 0 and True on rank 1" in message
+    assert ": pad_inner_dim is False on rank 0 and True on rank 1" in message
+
+
+@pytest.mark.ranks(2)
+def test_weights_of_another_place_in_a_unit_are_an_error(rank):
+    """FSDP2 gathers the weights of a unit by position, in the order of registration."""
+    message = same_message_of(
+        trained, fully_shard(converted("vqk" if rank else "kqv", gathers=True))
+    )
+    assert "name is layers.k on rank 0 and layers.v on rank 1" in message
+
+
+@pytest.mark.ranks(2)
+def test_precompute_compares_layers_whose_weights_are_gathered_whole(rank):
+    model = fully_shard(converted(recipe="rowwise" if rank else "tensorwise", gathers=True))
+    assert "layers.k: cast_config_input is" in same_message_of(PRECOMPUTE, model)
+
+
+@pytest.mark.ranks(2)
+def test_tensor_parallel_layers_are_compared_before_they_run(rank):
+    model = converted(recipe=("tensorwise", "rowwise")[rank])
+    style = Float8ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"layers.k": style})
+    message = same_message_of(model, torch.randn(16, 32))
+    assert "a layer: cast_config_input is dynamic tensorwise on rank 0" in message
 
 
 @pytest.mark.ranks(4)
@@ -160,7 +184,8 @@ def test_a_model_is_compared_once(rank):
                     for p in each.parameters():
                         p.mul_(0.5)
                 PRECOMPUTE(each)
-        assert compare.call_count == (3 if step == 0 else 0), step
+        # Each layer by its first gather, and two models by precompute.
+        assert compare.call_count == (4 * 3 + 2 if step == 0 else 0), step
 
 
 @pytest.mark.ranks(2)
@@ -301,7 +326,7 @@ def test_pipeline_stages_and_tensor_parallel_ranks_need_their_group(rank):
     mesh = init_device_mesh("cpu", (2, 2), **PAIRS)
     stage = lambda: delayed_model("a" if rank < 2 else "bc")  # noqa: E731
     message = message_of(sync_float8_amax_and_scale_history, stage())
-    assert "layers.a: rank 0 has such a float8 layer, and rank" in message
+    assert "layers.a: rank 0 has it, and rank" in message
     model = stage()
     trained(model)
     sync_float8_amax_and_scale_history(model, mesh["tp"])
