@@ -77,9 +77,10 @@ def compare_ranks(
             raise RuntimeError(error)
     for other in others:
         a, b = known[first][1], known[other][1]
-        name = min((name for name in a.keys() | b.keys() if a.get(name) != b.get(name)), default="")
-        if a == b:
+        names = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
+        if not names:
             continue
+        name = min(names)
         if name in a and name in b:
             differing = "; ".join(
                 f"{key} is {mine} on rank {first} and {theirs} on rank {other}"
@@ -100,19 +101,22 @@ def compare_ranks(
 
 def compare_model(model: nn.Module, groups: Sequence[dist.ProcessGroup]) -> None:
     """Compare the float8 layers of a model, once for each mesh of process groups."""
-    names, key = _compared.setdefault(model, set()), " ".join(g.group_name for g in groups)
-    if key not in names:
-        compare_ranks(groups, facts_of(modules_by_name(model, LAYERS)))
-        names.add(key)
+    _compare_once(model, groups, lambda: facts_of(modules_by_name(model, LAYERS)))
 
 
 def compare_layer(layer: Any, group: dist.ProcessGroup) -> None:
     """Compare a layer that is about to exchange float8 values, once for each group."""
-    names = _compared.setdefault(layer, set())
-    if group.group_name not in names:
-        name = {"name": getattr(layer, "fqn", "") or getattr(layer, "float8_name", "")}
-        compare_ranks([group], {"a layer": name | _layer_facts(layer)})
-        names.add(group.group_name)
+    name = getattr(layer, "fqn", "") or getattr(layer, "float8_name", "")
+    _compare_once(layer, [group], lambda: {"a layer": {"name": name} | _layer_facts(layer)})
+
+
+def _compare_once(
+    module: nn.Module, groups: Sequence[dist.ProcessGroup], facts: Callable[[], dict[str, Facts]]
+) -> None:
+    seen, key = _compared.setdefault(module, set()), " ".join(g.group_name for g in groups)
+    if key not in seen:
+        compare_ranks(groups, facts())
+        seen.add(key)  # not after an error: the next call compares again
 
 
 def _compare_before_sync(
