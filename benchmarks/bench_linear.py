@@ -38,8 +38,6 @@ from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
 from benchmarks.measuring.step import Step, in_turns, settled
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
-from float8.kernels.casts import COMPILED, compiler_may_cast
-from float8.kernels.scaled_mm import family_of
 
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
 COLUMNS = report.columns(
@@ -108,11 +106,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     shapes.add_option(parser, shapes.LINEAR)
     contenders.add_options(parser, (*SCALED, STATIC))
-    parser.add_argument(
-        "--compiled-casts",
-        choices=("kernel", "aten"),
-        help="what torch.compile does with casts on CUDA, instead of float8.kernels.casts.COMPILED",
-    )
     options = parser.parse_args(argv)
     contenders.check(parser, options)
     on_cpu = harness.on_cpu(options)
@@ -124,16 +117,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if one of our layers failed (a refusal is no failure)."""
     options = parse(argv)
-    if options.compiled_casts == "aten" and not compiler_may_cast(
-        family_of(torch.device(options.device))
-    ):
-        print(
-            "bench_linear: nothing is measured: the layers leave no cast to the compiler where "
-            "Triton's ptxas is older than 13.1 (TRITON_PTXAS_PATH names another)"
-        )
-        return 0
-    for file in COMPILED if options.compiled_casts else ():
-        COMPILED[file] = (options.compiled_casts, "asked for")
     work = [(shape, mode) for shape in options.shapes for mode in options.modes]
     measured = partial(measure, options=options)
     return report.run("bench_linear", argv, options, work, measured, COLUMNS)

@@ -159,8 +159,6 @@ benchmark bench_unit 15 benchmarks/bench_model.py --unit --blocks 2 --repeats 5 
 benchmark bench_optim 15 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
 benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda \
     --models llama2-7b --blocks 4
-benchmark bench_linear_aten 15 benchmarks/bench_linear.py --shapes 70b.attn.wo \
-    --modes compiled --recipes tensorwise --no-peer --compiled-casts aten --repeats 5
 benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
     --shapes 70b 8b squares --stop-after 12
 benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20

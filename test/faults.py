@@ -67,7 +67,7 @@ def _wrong_format(original: Any) -> Any:
         torch.float8_e4m3fn: torch.float8_e4m3fnuz,
         torch.float8_e5m2: torch.float8_e5m2fnuz,
     }
-    return lambda x, scale, block, dtype, *rest: original(x, scale, block, other[dtype])
+    return lambda x, scale, block, dtype, *rest: original(x, scale, block, other[dtype], *rest)
 
 
 def _format_maximum_of_fnuz(original: Any) -> Any:
@@ -106,17 +106,17 @@ def _forgotten_clamp(original: Any) -> Any:
 
 # Found by layer_check.check_layer.
 LAYER_FAULTS: dict[str, Fault] = {
-    "truncating cast": _patched(scaling.kernels, "cast", _truncating_cast),
+    "truncating cast": _patched(cpu, "cast", _truncating_cast),
     "swapped scales": _patched(cpu, "scaled_mm", _swapped_scales),
     "inverted scale": _patched(cpu, "scaled_mm", _inverted_scale),
-    "wrong format": _patched(scaling.kernels, "cast", _wrong_format),
-    "format maximum of fnuz": _patched(scaling.kernels, "scale_from_amax", _format_maximum_of_fnuz),
-    "stale scale": _patched(scaling.kernels, "scale_from_amax", _stale_scale),
-    "one scale for all rows": _patched(scaling.kernels, "amax", _one_scale_for_all_rows),
+    "wrong format": _patched(cpu, "cast", _wrong_format),
+    "format maximum of fnuz": _patched(cpu, "scale_from_amax", _format_maximum_of_fnuz),
+    "stale scale": _patched(cpu, "scale_from_amax", _stale_scale),
+    "one scale for all rows": _patched(cpu, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }
 # Found by test_faults.py, and by distributed/test_parallel_training.py.
-forgotten_clamp = _patched(scaling.kernels, "cast", _forgotten_clamp)
+forgotten_clamp = _patched(cpu, "cast", _forgotten_clamp)
 missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 

@@ -42,6 +42,7 @@ class GemmCounter(TorchDispatchMode):
         torch.ops.aten.addmm.default,
         *TORCH_PRODUCTS,
         torch.ops.aten._scaled_grouped_mm.default,
+        torch.ops.float8.scaled_mm.default,
     )
 
     def __init__(self) -> None:

@@ -14,7 +14,11 @@ from torch.utils.checkpoint import (
 )
 
 KINDS = ("reentrant", "not reentrant", "selective")
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+PRODUCTS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.float8.scaled_mm.default,
+)
 
 
 def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

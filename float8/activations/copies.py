@@ -71,13 +71,13 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     block = (1, fmt.group)
     scale_format = scale_format_of(fmt.power_of_two_scale)
     if block == _BY_KERNEL and kernels.runs_kernel(x.device, block, emulate=False):
-        result = kernels.cast_operand(x_RC, block, fmt.dtype, scale_format)
+        result = kernels.cast_operand("cast_blockwise", x_RC, block, fmt.dtype, scale_format)
         data, scale = result.data, result.scale
     else:
         amax = kernels.amax(x_RC, block)
         largest = format_of(fmt.dtype).max
         scale = kernels.scale_from_amax(amax, largest, scale_format)
-        data = kernels.cast(x_RC, scale, block, fmt.dtype, fits=True)
+        data = kernels.cast(x_RC, scale, block, fmt.dtype)
     if fmt.power_of_two_scale:
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
     return Float8Copy(data, scale)

@@ -1,9 +1,9 @@
 """Ops on plain tensors. This package knows no Float8Tensor, no module and no config.
 
 ``definition.py`` defines every op in plain PyTorch, to the bit where bits are defined. ``cpu.py``
-runs the same ops where there is no float8 hardware, and faster. ``scaled_mm.py`` chooses between it
-and the tensor cores, ``casts.py`` between it and the Triton kernels of ``gpu/``; both give the
-reason for a refusal. A new kernel is one file in ``gpu/`` and one row in a table of `casts` or
+is faster on a CPU, and ``plain.py`` makes ops of it. ``scaled_mm.py`` chooses between these and the
+tensor cores, ``casts.py`` between them and the Triton kernels of ``gpu/``; both give the reason for
+a refusal. A new kernel is one file in ``gpu/`` and one row in a table of `casts` or
 `scaled_mm`.
 
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
@@ -12,27 +12,18 @@ May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Tri
 from float8.kernels.amaxes import amaxes, column_amaxes
 from float8.kernels.casts import (
     Orientations,
-    cast_by_kernel,
     cast_operand,
-    check_compiler,
     compiler_may_cast,
     kernel_for,
-    new_column_sums,
     runs_kernel,
 )
-from float8.kernels.cpu import (
+from float8.kernels.cublas import is_sharded
+from float8.kernels.definition import (
     MIN_SCALE,
-    amax,
-    cast,
-    cast_decoded,
-    compiles_for_cpu,
-    decode,
-    dequantize,
     record_amax,
     scale_from_amax,
+    smoothing_factors,
 )
-from float8.kernels.cublas import is_sharded
-from float8.kernels.definition import smoothing_factors
 from float8.kernels.grouped_mm import (
     group_alignment,
     grouped_gemm_for,
@@ -40,6 +31,7 @@ from float8.kernels.grouped_mm import (
     multiply_groups_plainly,
 )
 from float8.kernels.groups import cast_tokens, group_kernel_for
+from float8.kernels.plain import amax, cast, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
@@ -49,15 +41,10 @@ __all__ = [
     "amax",
     "amaxes",
     "cast",
-    "cast_by_kernel",
-    "cast_decoded",
     "cast_operand",
     "cast_tokens",
-    "check_compiler",
     "column_amaxes",
     "compiler_may_cast",
-    "compiles_for_cpu",
-    "decode",
     "dequantize",
     "family_of",
     "gemm_for",
@@ -70,7 +57,6 @@ __all__ = [
     "multiply",
     "multiply_groups",
     "multiply_groups_plainly",
-    "new_column_sums",
     "record_amax",
     "runs_kernel",
     "scale_from_amax",

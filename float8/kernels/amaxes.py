@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE
-from float8.kernels import cpu
+from float8.kernels import plain
 
 
 def amaxes(tensors: Sequence[Tensor]) -> Tensor:
@@ -33,5 +33,5 @@ def amaxes(tensors: Sequence[Tensor]) -> Tensor:
 def column_amaxes(x_MK: Tensor) -> Tensor:
     """The largest magnitude of each column: float32 (1, K), 0 without rows."""
     if x_MK.device.type == "cpu" or x_MK.numel() == 0:
-        return cpu.amax(x_MK, (WHOLE, 1))
+        return plain.amax(x_MK, (WHOLE, 1))
     return torch.linalg.vector_norm(x_MK, math.inf, 0, keepdim=True).float()

@@ -3,12 +3,11 @@
 A float8 GEMM reads its operands with the contraction contiguous. Training contracts both dimensions
 of an operand, so most operands are cast in two orientations: row-major, and transposed. The kernels
 of ``gpu/`` write both from one read. `KERNELS` lists the granularities that have a kernel, by
-device family; every other cast is plain PyTorch (``cpu.py``). AMD GPUs are not listed: the kernels
-are untested there.
+device family; every other cast is plain PyTorch (``plain.py``). AMD GPUs are not listed: the
+kernels are untested there.
 
-Under torch.compile a cast is either a kernel, opaque to the compiler, or plain PyTorch, which
-inductor may fuse with the op that produced the operand. `COMPILED` has the choice for each kernel.
-`compiler_may_cast` says on which devices the compiler must not cast.
+To torch.compile a cast is one op, on every device. On a GPU it may fuse a cast that no kernel runs
+with the op that produced the operand; `compiler_may_cast` says on which devices it must not.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, ceil_div
-from float8.kernels.definition import FLOAT32
+from float8.granularity import WHOLE, Block
+from float8.kernels import plain
+from float8.kernels.cublas import is_sharded
+from float8.kernels.definition import FLOAT32, record_amax, scale_from_amax
 from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
 
@@ -51,34 +52,14 @@ KERNELS: dict[str, dict[Block, str]] = {
     family: _TRITON for family in SUPPORT if family.startswith("sm_")
 }
 
-# file of gpu/ -> the choice under torch.compile on CUDA, "kernel" or "aten", and the reason. On a
-# GPU, `benchmarks/bench_linear.py --compiled-casts aten` measures the other choice; no times have
-# been measured yet. The reasons are the kernels' bytes per element of a bfloat16 operand, as
-# test/linear/test_autograd.py counts them; their bits are those of eager mode. With a dynamic scale
-# inductor needs at least 5 bytes: the amax in the epilogue of the op that makes the operand, 2 + 1
-# for the cast, and 1 + 1 for the transposed copy that a GEMM needs.
-COMPILED: dict[str, tuple[str, str]] = {
-    "cast": ("kernel", "6 bytes, 4 with a delayed scale; no time measured"),
-    "cast_rowwise": ("kernel", "6 bytes, 3 for rows alone; no time measured"),
-    "cast_blockwise": ("kernel", "4 bytes; no time measured"),
-    "cast_mx": ("kernel", "4 bytes, and inductor has no code for E8M0 scales; no time measured"),
-}
 
-
-# file of gpu/ -> the rows of its tiles, whose columns it can add; see `new_column_sums`
-_SUMMED_ROWS = {"cast": 64, "cast_rowwise": 64, "cast_blockwise": 128}
-
-
-def kernel_for(
-    family: str, block: Block, emulate: bool = False, compiling: bool = False
-) -> str | None:
+def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
     """The file of gpu/ that casts matrices of this granularity; None for plain PyTorch.
 
     ``family`` is that of `float8.kernels.family_of`. ``block`` is in GEMM-operand orientation. Of
     experts (E, N, K), its extents are those of each one's matrix, after a 1. ``emulate`` uses plain
-    PyTorch on every device. ``compiling`` says that torch.compile traces the cast. Raises
-    ValueError if the GPU has no float8 conversions, and ModuleNotFoundError if Triton is not
-    installed.
+    PyTorch on every device. Raises ValueError if the GPU has no float8 conversions, and
+    ModuleNotFoundError if Triton is not installed.
     """
     if emulate:
         return None
@@ -88,7 +69,7 @@ def kernel_for(
             f"{', '.join(SUPPORT)}); set emulate=True to run it in plain PyTorch"
         )
     kernel = KERNELS.get(family, {}).get(block[-2:])
-    if kernel is None or (compiling and _is_left_to_the_compiler(kernel, family)):
+    if kernel is None:
         return None
     import_kernels(tuple(KERNELS[family].values()))
     return kernel
@@ -96,12 +77,7 @@ def kernel_for(
 
 def runs_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
     """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
-    compiling = torch.compiler.is_compiling()
-    return kernel_for(family_of(device), block, emulate, compiling) is not None
-
-
-def _is_left_to_the_compiler(kernel: str, family: str) -> bool:
-    return COMPILED[kernel][0] == "aten" and compiler_may_cast(family)
+    return kernel_for(family_of(device), block, emulate) is not None
 
 
 # For torch.compile: it runs once, while tracing. See `architecture`.
@@ -171,17 +147,8 @@ compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def new_column_sums(kernel: str, x_MK: Tensor) -> Tensor | None:
-    """Empty float32 (tiles, K) for `cast_by_kernel`; None if the kernel adds no columns."""
-    rows = _SUMMED_ROWS.get(kernel)
-    if rows is None:
-        return None
-    M, K = x_MK.shape
-    return torch.empty((ceil_div(M, rows), K), dtype=torch.float32, device=x_MK.device)
-
-
-def cast_by_kernel(
-    kernel: str,
+def cast_operand(
+    kernel: str | None,
     x_MK: Tensor,
     block: Block,
     dtype: torch.dtype,
@@ -191,62 +158,46 @@ def cast_by_kernel(
     transposed: bool = False,
     amax: Tensor | None = None,
     swizzled: bool = False,
-    column_sums: Tensor | None = None,
 ) -> Orientations:
-    """Cast a CUDA matrix, or a stack of them, by the kernel that `kernel_for` returned.
+    """Cast a matrix, or a stack of them, by the kernel that `kernel_for` returned.
 
     Args:
-        kernel: the file of gpu/.
+        kernel: the file of gpu/; None for plain PyTorch, which also casts DTensors.
         x_MK: float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
         scale_format: which numbers computed scales may be.
-        scale: the scale to use, one for the tensor; None computes scales from x. Scales of smaller
-            blocks are always computed: that needs no second read, and gives the same scales again.
+        scale: the scale to use; None computes scales from x. A kernel computes scales of rows and
+            blocks always: that needs no second read, and gives the same scales again.
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
         swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
-        column_sums: of `new_column_sums`: filled with the sums of the columns of each tile. Needs
-            both orientations.
     """
     ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
+    wanted = (row_major, transposed)
+    if kernel is None or is_sharded(x_MK):
+        if x_MK.device.type == "cuda" and torch.compiler.is_compiling():
+            check_compiler(x_MK.device)
+        if amax is not None:
+            largest = plain.amax(x_MK, block)
+            record_amax(amax, largest)
+            if scale is None:
+                scale = scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
+        found = plain.cast_plain(x_MK, scale, block, dtype, scale_format, *wanted)
+        return Orientations(*found) if scale is None else _with_scale(found[0], found[2], scale)
     if kernel == "cast" and scale is not None:
-        data, data_t = ops.cast.default(
-            x_MK, scale, dtype, row_major, transposed, amax, column_sums
-        )
-        return Orientations(data, scale, data_t, scale)
+        return _with_scale(*ops.cast.default(x_MK, scale, dtype, *wanted, amax), scale)
     if kernel == "cast":
-        data, data_t, scale = ops.cast_dynamic.default(
-            x_MK, dtype, power_of_two, row_major, transposed, amax, column_sums
-        )
-        return Orientations(data, scale, data_t, scale)
+        data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, *wanted, amax)
+        return _with_scale(data, data_t, scale)
     if kernel == "cast_rowwise":
-        return Orientations(
-            *ops.cast_rowwise.default(x_MK, dtype, power_of_two, row_major, transposed, column_sums)
-        )
+        return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, *wanted))
     if kernel == "cast_mx":
-        return Orientations(
-            *ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, row_major, transposed)
-        )
+        return Orientations(*ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, *wanted))
     return Orientations(
-        *ops.cast_blockwise.default(
-            x_MK, dtype, power_of_two, *block[-2:], row_major, transposed, column_sums
-        )
+        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], *wanted)
     )
 
 
-def cast_operand(
-    x_MK: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str = FLOAT32,
-    scale: Tensor | None = None,
-    row_major: bool = True,
-    transposed: bool = False,
-    amax: Tensor | None = None,
-) -> Orientations:
-    """`cast_by_kernel` by the Triton kernel of this granularity."""
-    kernel = _TRITON[block[-2:]]
-    return cast_by_kernel(
-        kernel, x_MK, block, dtype, scale_format, scale, row_major, transposed, amax
-    )
+def _with_scale(data: Tensor, data_t: Tensor, scale: Tensor) -> Orientations:
+    return Orientations(data, scale, data_t, scale)

@@ -118,10 +118,8 @@ def reciprocal(scale: Tensor) -> Tensor:
     if scale.dtype != torch.float32:
         return e8m0.reciprocal(scale)
     # Compilers may emit an approximate float32 division; a float64 one is exact enough that
-    # rounding it to float32 gives the correctly rounded quotient, which is what eager computes.
-    if torch.compiler.is_compiling():
-        return scale.to(torch.float64).reciprocal().to(torch.float32)
-    return scale.reciprocal()
+    # rounding it to float32 gives the correctly rounded quotient.
+    return scale.to(torch.float64).reciprocal().to(torch.float32)
 
 
 def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -131,7 +129,7 @@ def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     dimension. ``scale`` is float32 or E8M0, of shape ``ceil(x.shape / block)``.
     """
     x32, largest = x.to(torch.float32), torch.finfo(dtype).max
-    y = (x32 * _per_element(reciprocal(scale), x.shape, block)).clamp(-largest, largest)
+    y = (x32 * per_element(reciprocal(scale), x.shape, block)).clamp(-largest, largest)
     return y.masked_fill(x32.isinf(), torch.nan).to(dtype)
 
 
@@ -149,10 +147,10 @@ def cast_dynamic(
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 and rounded once to ``dtype``."""
     scale = e8m0.as_float32(scale)
-    return (data.to(torch.float32) * _per_element(scale, data.shape, block)).to(dtype)
+    return (data.to(torch.float32) * per_element(scale, data.shape, block)).to(dtype)
 
 
-def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+def per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     """Each block's scale repeated for its elements; broadcasts to ``shape``."""
     for dim, (size, extent) in enumerate(zip(shape, block, strict=True)):
         if extent not in (WHOLE, 1):

@@ -2,7 +2,7 @@
 
 (OCP Microscaling Formats 1.0, section 5.4.1.) The dtype is ``torch.float8_e8m0fnu``, for which
 torch has few operations and inductor no code. Both directions are integer operations on a float32's
-bits. When torch.compile traces them, each is one opaque op.
+bits, and each is one op, which torch.compile does not look into.
 
 Block by block, for the largest magnitude ``amax`` of a block in float32:
 
@@ -36,42 +36,23 @@ _SMALLEST = 0x00400000  # the bits of 2^-127, a subnormal float32
 _FLOAT32_NAN = 0x7FC00000
 
 
-def scale_from_amax(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
-    """The E8M0 scale of each float32 amax, >= 0 or NaN, exactly.
-
-    It is ``2^ceil(log2(amax / format_max))`` if ``rounds_up`` is True, otherwise
-    ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
-    """
-    if torch.compiler.is_compiling():
-        return torch.ops.float8.e8m0_scale_from_amax.default(amax, format_max, rounds_up)
+def _scale_from_amax(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
     mantissa, exponent = math.frexp(format_max)
     # A significand above that of format_max carries into the exponent.
     carry = 0x7FFFFF - int((2 * mantissa - 1) * 2**23) if rounds_up else 0
     found = (((amax.view(torch.int32) + carry) >> 23) - (exponent - 1)).clamp(min=0)
     if rounds_up:
         found = torch.where(amax.isinf(), _INF, found)
-    return _bytes(torch.where(amax.isnan(), _NAN, found))
+    return torch.where(amax.isnan(), _NAN, found).to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
-def _bytes(exponent: Tensor) -> Tensor:
-    return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
-
-
-def as_float32(scale: Tensor) -> Tensor:
-    """A scale in float32, exactly; one that is float32 is returned as it is."""
-    if scale.dtype == torch.float32:
-        return scale
-    if torch.compiler.is_compiling():
-        return torch.ops.float8.e8m0_as_float32.default(scale)
+def _as_float32(scale: Tensor) -> Tensor:
     exponent = scale.view(torch.uint8).to(torch.int32)
     bits = torch.where(exponent == 0, _SMALLEST, exponent << 23)
     return torch.where(exponent == _NAN, _FLOAT32_NAN, bits).view(torch.float32)
 
 
-def reciprocal(scale: Tensor) -> Tensor:
-    """``1 / scale`` of E8M0 scales, in float32: a power of two, exactly."""
-    if torch.compiler.is_compiling():
-        return torch.ops.float8.e8m0_reciprocal.default(scale)
+def _reciprocal(scale: Tensor) -> Tensor:
     exponent = scale.view(torch.uint8).to(torch.int32)
     bits = torch.where(exponent == _INF, _SMALLEST, (_INF - exponent) << 23)
     return torch.where(exponent == _NAN, _FLOAT32_NAN, bits).view(torch.float32)
@@ -81,11 +62,11 @@ _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 for _schema, _run, _dtype in (
     (
         "e8m0_scale_from_amax(Tensor amax, float format_max, bool rounds_up) -> Tensor",
-        scale_from_amax,
+        _scale_from_amax,
         torch.float8_e8m0fnu,
     ),
-    ("e8m0_as_float32(Tensor scale) -> Tensor", as_float32, torch.float32),
-    ("e8m0_reciprocal(Tensor scale) -> Tensor", reciprocal, torch.float32),
+    ("e8m0_as_float32(Tensor scale) -> Tensor", _as_float32, torch.float32),
+    ("e8m0_reciprocal(Tensor scale) -> Tensor", _reciprocal, torch.float32),
 ):
     _name = _schema.partition("(")[0]
     _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -95,3 +76,24 @@ for _schema, _run, _dtype in (
         return torch.empty_like(x, dtype=dtype)
 
     torch.library.register_fake(f"float8::{_name}", _fake, lib=_LIBRARY)
+
+
+def scale_from_amax(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
+    """The E8M0 scale of each float32 amax, >= 0 or NaN, exactly.
+
+    It is ``2^ceil(log2(amax / format_max))`` if ``rounds_up`` is True, otherwise
+    ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
+    """
+    return torch.ops.float8.e8m0_scale_from_amax.default(amax, format_max, rounds_up)
+
+
+def as_float32(scale: Tensor) -> Tensor:
+    """A scale in float32, exactly; one that is float32 is returned as it is."""
+    if scale.dtype == torch.float32:
+        return scale
+    return torch.ops.float8.e8m0_as_float32.default(scale)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """``1 / scale`` of E8M0 scales, in float32: a power of two, exactly."""
+    return torch.ops.float8.e8m0_reciprocal.default(scale)

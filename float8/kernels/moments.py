@@ -52,7 +52,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import E4M3
-from float8.kernels import cpu, stochastic
+from float8.kernels import definition, plain, stochastic
 
 E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
@@ -162,11 +162,11 @@ def encode(
         tiles = _groups(x, group)
         magnitude = tiles.abs()
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
-        scale = cpu.scale_from_amax(amax, torch.finfo(dtype).max)
+        scale = definition.scale_from_amax(amax, torch.finfo(dtype).max)
         if chance is None:
-            codes = cpu.cast(tiles, scale, (1, 1, -1), dtype)
+            codes = plain.cast(tiles, scale, (1, 1, -1), dtype)
         else:
-            y = (magnitude * cpu.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
+            y = (magnitude * definition.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
             y = stochastic.on_grid(y, _groups(chance, group), dtype)
             codes = _signed(y, tiles).to(dtype)
         if dtype == torch.float16:
@@ -208,11 +208,11 @@ def encode_expanded(
     def whole(x: Tensor, chance: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _groups(x, group)
         scale, exponent = _range_of(tiles)
-        factor = cpu.reciprocal(scale)
+        factor = definition.reciprocal(scale)
         if chance is not None:
             factor = factor * (1 + 2.0**-22)  # the largest must not come out just below 448
         ratio = (tiles.abs() * factor).clamp(max=1.0)
-        y = _exp2(_log2(ratio) * cpu.reciprocal(exponent)) * E4M3_MAX
+        y = _exp2(_log2(ratio) * definition.reciprocal(exponent)) * E4M3_MAX
         y = y.clamp(SMALLEST_CODE, E4M3_MAX)
         if chance is not None:
             y = stochastic.on_expanded_grid(y, _groups(chance, group), exponent)

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import Block, block_name
-from float8.kernels import cpu, cublas
+from float8.kernels import cublas, plain
 
 ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE, MX = "tensorwise", "rowwise", "blockwise", "mx"
@@ -389,9 +389,7 @@ def multiply(
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     if gemm == PLAIN:
-        return cpu.scaled_mm(
-            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, None
-        )
+        return plain.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     candidate = GEMMS[gemm]
     reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
     if reason is not None:
@@ -422,8 +420,7 @@ def scaled_mm(
     """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
 
     Args:
-        a_MK, b_NK: float8 matrices, or on a CPU their data in bfloat16 (`decode`); the contraction
-            K last; any strides (copied if need be).
+        a_MK, b_NK: float8 matrices, the contraction K last; any strides (copied if need be).
         a_scale, b_scale: float32 or E8M0, ``ceil(shape / block)``; for the hardware E8M0 ones may
             also be what `cublas.swizzled` returns.
         a_block, b_block: the extents that share a scale; -1 is the whole dimension.

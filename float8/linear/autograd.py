@@ -42,12 +42,12 @@ from float8.linear.float8_weight import Float8Weight
 from float8.linear.scaling import (
     DelayedState,
     Pair,
-    cast_again,
     cast_matrix,
-    cast_orientations,
+    cast_operand,
+    cast_tokens,
     constant,
     multiply_scale,
-    new_column_sums,
+    transposed_scale,
 )
 from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
 from float8.tensor import Float8Tensor
@@ -157,24 +157,10 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     grad_x = grad_w = grad_bias = None
     g_MN = as_matrix(g)
     g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
-    # The cast reads g_MN, and adds its columns: no other read for the bias.
-    adds = needs_bias and needs_x and needs_w and offs is None and not ctx.scales_grad
-    column_sums = new_column_sums(g_MN, plan.g) if adds else None
-    g8_MN: Any
-    g8_NM: Any
-    g8_MN, g8_NM = cast_orientations(
-        g_scaled,
-        plan.g,
-        ctx.states[2],
-        ctx.record,
-        first=needs_x,
-        second=needs_w,
-        decode=plan.grad_input.is_plain,
-        keeps=False,
-        offs=offs,
-        scales=(None, None),
-        column_sums=column_sums,
-    )
+    if needs_x or needs_w:
+        g8_MN, g8_NM = _cast_both(
+            g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, offs
+        )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
         w8_KN = (w, w_scale) if ctx.is_cast else _cast_weight_again(ctx, w, w_scale, factors_1K)
@@ -192,7 +178,7 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
         # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
         grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
     if needs_bias:
-        grad_bias = (g_MN if column_sums is None else column_sums).sum(0)
+        grad_bias = g_MN.sum(0)
         grad_bias = (grad_bias if factor_w is None else grad_bias * factor_w).to(ctx.bias_dtype)
     return grad_x, grad_w, grad_bias
 
@@ -275,22 +261,25 @@ def _cast_input(
         factors_1K = smoothing_factors(x_MK)
         plain_KM = x_MK.t() if plan.x.second is None else None
         x_MK = smoothed(x_MK, factors_1K)
-    x8_MK, x8_KM = cast_orientations(
-        x_MK,
-        plan.x,
-        call.states[0],
-        call.record,
-        first=True,
-        second=needs_w and plain_KM is None,
-        decode=plan.output.is_plain,
-        keeps=True,
-        offs=offs,
-        scales=(None, None),
-        column_sums=None,
-    )
-    if needs_w and plain_KM is not None:
+    second = needs_w and plain_KM is None
+    x8_MK, x8_KM = _cast_both(x_MK, plan.x, call.states[0], call.record, True, second, offs)
+    if plain_KM is not None:
         x8_KM = plain_KM, None
-    return x8_MK, x8_KM or (None, None), factors_1K  # type: ignore[return-value]
+    return x8_MK, x8_KM if needs_w else (None, None), factors_1K
+
+
+def _cast_both(
+    x: Tensor,
+    operand: BoundOperand,
+    state: DelayedState | None,
+    record: bool,
+    first: bool,
+    second: bool,
+    offs: Tensor | None,
+) -> tuple[Pair, Pair]:
+    if offs is not None:
+        return cast_tokens(x, operand, offs, first, second)
+    return cast_operand(x, operand, state, record, first, second, (None, None))
 
 
 def _transposed_groups(data_TK: Tensor, operand: BoundOperand, offs: Tensor) -> Tensor:
@@ -311,12 +300,11 @@ def _cast_weight(w_NK: Tensor, call: Call, factors_1K: Tensor | None) -> tuple[P
         if call.record and weight.amax is not None and state is not None:
             kernels.record_amax(state.current_amax, weight.amax)
         return weight.row_major, weight.transposed
-    decode = call.plan.output.is_plain
     scale, scale_t = (None, None) if weight is None else (weight.row_major[1], weight.transposed[1])
     source = _to(w_NK, call.plan.dtype)
     if factors_1K is not None:
         source = smoothed(source, inverse(factors_1K))
-    w8 = cast_matrix(source, how, state, call.record, scale, decode)
+    w8 = cast_matrix(source, how, state, call.record, scale)
     return w8, (w_NK, w8[1] if call.plan.w.is_shared else scale_t)
 
 
@@ -333,16 +321,13 @@ def _cast_weight_again(
         assert w_scale is not None
         w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
         w_scale = None
-    is_parameter = w_NK.dtype == ctx.plan.dtype
     w_NK = _to(w_NK, ctx.plan.dtype)
     if factors_1K is not None and operand.second is not None:
-        w_NK, is_parameter = smoothed(w_NK, inverse(factors_1K)), False
-    decode = ctx.plan.grad_input.is_plain
-    if w_scale is not None and operand.is_shared:
-        return cast_again(w_NK, operand.first, w_scale, decode, is_parameter)
-    # A delayed cast is used only if forward did not cast the weight, so no amax is recorded yet.
-    w_KN = w_NK.t() if w_NK.dim() == 2 else w_NK.mT
-    return cast_matrix(w_KN, operand.second, ctx.states[1], ctx.record, w_scale, decode)
+        w_NK = smoothed(w_NK, inverse(factors_1K))
+    # Forward has recorded the amax, unless it did not cast the weight.
+    record = ctx.record and not operand.is_shared
+    scales = (None, transposed_scale(w_scale) if operand.is_shared else w_scale)
+    return cast_operand(w_NK, operand, ctx.states[1], record, False, True, scales)[1]
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:

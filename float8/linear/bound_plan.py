@@ -32,17 +32,14 @@ class BoundCast:
 
     It has no methods that compute, so torch.compile treats it as a constant, without guards.
     ``cast`` is in the orientation of its GEMM. ``family`` is that of `float8.kernels.family_of`.
-    ``emulate`` casts in plain PyTorch on every device; with ``compiling`` torch.compile traces the
-    casts. ``groups`` is "" for a matrix; "tokens" or "experts" for an operand of a grouped GEMM.
-    One of experts has three dimensions, and its block a 1 for the first.
+    ``emulate`` casts in plain PyTorch on every device. With ``fuses``, a compiler may fuse the cast
+    with the op that makes the operand. ``groups`` is "" for a matrix; "tokens" or "experts" for an
+    operand of a grouped GEMM. One of experts has three dimensions, its block a 1 for the first.
 
     Attributes:
         dtype: the float8 dtype that the device multiplies.
         largest: the largest finite value of its format.
         kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
-        kernel_alone: the same for an operand that no op before the cast computes. It differs where
-            the compiler casts, in order to fuse the cast with such an op.
-        fits: whether scales make a clamp in plain PyTorch unnecessary, see `float8.kernels.cast`.
         static: the scale of a static cast.
         is_whole: whether one scale serves the whole operand.
         swizzled: whether tensor cores read the scales, for which E8M0 ones are swizzled.
@@ -51,12 +48,10 @@ class BoundCast:
     __slots__ = (
         "block",
         "dtype",
-        "fits",
         "is_delayed",
         "is_dynamic",
         "is_whole",
         "kernel",
-        "kernel_alone",
         "largest",
         "scale_format",
         "static",
@@ -68,7 +63,7 @@ class BoundCast:
         cast: OperandCast,
         family: str,
         emulate: bool = False,
-        compiling: bool = False,
+        fuses: bool = False,
         groups: str = "",
     ) -> None:
         fmt = on_family(cast.format, family)
@@ -78,25 +73,22 @@ class BoundCast:
         self.is_whole = cast.block.count(WHOLE) == len(cast.block)
         self.is_delayed = cast.scaling_type is ScalingType.DELAYED
         self.is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
-        self.fits = self.is_dynamic and not cast.scale_format.is_e8m0
         self.static = None if cast.static_scale is None else float(cast.static_scale)
         self.swizzled = False
         # A GPU without float8 conversions also has no GEMM, whose refusal names the layer.
         is_known = emulate or family == CPU or family in SUPPORT
-        self.kernel = self.kernel_alone = None
+        self.kernel = None
         if groups == TOKENS:
             self.kernel = kernels.group_kernel_for(family, self.block, emulate)
             return
         if is_known:
-            self.kernel = kernels.kernel_for(family, self.block, emulate, compiling)
-            self.kernel_alone = self.kernel
-        if self.static is not None and compiling and kernels.compiler_may_cast(family):
+            self.kernel = kernels.kernel_for(family, self.block, emulate)
+        if self.static is not None and fuses and kernels.compiler_may_cast(family):
             # A cast by a constant scale is elementwise: the compiler fuses it into the op that
             # makes x. That op writes 1 byte per element instead of bfloat16, and the transposed
             # copy reads 1 and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x
             # is written (2) and read (2), and both orientations are written (1 + 1): 6 bytes.
-            # A weight in backward has no such op: the kernel reads 2 and writes the transposed
-            # orientation (1), where the compiler also writes and reads the row-major one: 5 bytes.
+            # No op makes a weight.
             self.kernel = None
 
 
@@ -107,12 +99,11 @@ class BoundOperand:
         first: for the GEMM that contracts along the operand's rows; None for high precision.
         second: for the GEMM that contracts along its columns, stated for the transpose; or None.
         is_shared: whether the second GEMM reads the transpose of the first GEMM's data.
-        is_same: whether both casts have one block, each in its own orientation.
-        at_once: whether one kernel call casts both orientations.
+        is_same: whether both casts have one block, each in its own orientation: one op casts both.
         align: the multiple to which the transposed orientation of tokens pads each group.
     """
 
-    __slots__ = ("align", "at_once", "first", "is_same", "is_shared", "second")
+    __slots__ = ("align", "first", "is_same", "is_shared", "second")
 
     def __init__(
         self,
@@ -123,8 +114,7 @@ class BoundOperand:
         align: int = 1,
     ) -> None:
         self.first, self.second, self.is_shared = first, second, is_shared
-        self.is_same, self.align = is_same, align
-        self.at_once = is_same and first is not None and first.kernel is not None
+        self.is_same, self.align = is_same and first is not None, align
 
 
 class BoundGemm:
@@ -231,7 +221,13 @@ class BoundPlan:
             a, b = (
                 None
                 if cast is None
-                else BoundCast(cast, family, emulate, compiling, groups if grouped else "")
+                else BoundCast(
+                    cast,
+                    family,
+                    emulate,
+                    compiling and groups == TOKENS,
+                    groups if grouped else "",
+                )
                 for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
             )
             return BoundGemm(gemm, a, b, family, out_dtype, emulate, pad, grouped)

@@ -50,7 +50,7 @@ from float8.linear.scaling import (
     Pair,
     Scales,
     bind_and_cast,
-    cast_orientations,
+    cast_operand,
 )
 from float8.tensor import Float8Tensor
 
@@ -235,21 +235,9 @@ def cast_weight(
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        w_NK, w_KN = cast_orientations(
-            source.to(plan.dtype),
-            plan.w,
-            state,
-            state is not None,
-            first=True,
-            second=True,
-            decode=False,
-            keeps=False,
-            offs=None,
-            scales=scales,
-            column_sums=None,
+        w_NK, w_KN = cast_operand(
+            source.to(plan.dtype), plan.w, state, state is not None, True, True, scales
         )
-    assert w_NK is not None
-    assert w_KN is not None
     return Float8Weight(w_NK, w_KN, plan.dtype, amax, source=weight)
 
 

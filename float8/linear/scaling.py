@@ -1,9 +1,9 @@
 """Scale and cast of one operand: functions on plain tensors, and `Cast`, an operand's cast.
 
 `cast_matrix` casts a matrix, in the orientation of the GEMM that reads it, to ``(data, scale)`` as
-its `BoundCast` says. `cast_orientations` casts it for the two GEMMs that contract its two
-dimensions, and reads it only once where a kernel does both. The scaling type decides where the
-scale comes from:
+its `BoundCast` says. `cast_operand` casts it for the two GEMMs that contract its two dimensions,
+and reads it only once where a kernel does both. The scaling type decides where the scale comes
+from:
 
 - dynamic: from the amax of this tensor;
 - static: a constant;
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.formats import Format, format_of, on_device
-from float8.kernels import opaque
 from float8.linear.bound_plan import BoundCast, BoundOperand
 from float8.tensor import Float8Tensor
 
@@ -115,18 +114,16 @@ def bind_and_cast(
     groups: str = "",
 ) -> Pair:
     """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
-    family, compiling = kernels.family_of(x.device), torch.compiler.is_compiling()
-    how = BoundCast(cast, family, emulate, compiling, groups)
+    how = BoundCast(cast, kernels.family_of(x.device), emulate, groups=groups)
     return cast_matrix(x, how, state, record, scale)
 
 
 def cast_matrix(
     x: Tensor,
     how: BoundCast | None,
-    state: DelayedState | None,
-    record: bool,
-    scale: Tensor | None,
-    decode: bool = False,
+    state: DelayedState | None = None,
+    record: bool = False,
+    scale: Tensor | None = None,
 ) -> Pair:
     """Cast a matrix (rows, contraction) to float8 for one GEMM.
 
@@ -134,171 +131,106 @@ def cast_matrix(
     None keeps x in high precision. ``record`` says whether a delayed cast records the amax of x in
     ``state``. It records the maximum, so a recomputation of the same forward changes nothing.
     ``scale`` is the one that an earlier call computed for this x, in this orientation; None
-    computes it. ``decode`` says that plain PyTorch multiplies at once: the data of experts, and
-    compiled code on a CPU, is then returned in bfloat16.
+    computes it.
 
     Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
     precision, x and None.
     """
     if how is None:
         return x, None
-    if how.kernel is not None and not kernels.is_sharded(x):
-        return _by_kernel(x, how, state, record, scale, row_major=True, transpose=False)[:2]
-    if torch.compiler.is_compiling():  # the compiler casts: static scales, DTensors, emulation
-        kernels.check_compiler(x.device)
-    if scale is None:
-        scale = _scale(x, how, state, record)
-    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
-        return kernels.cast_decoded(x, scale, how.block, how.dtype, how.fits), scale
-    out = None
-    if decode and x.dim() == 3 and x.device.type == "cpu" and not torch.compiler.is_compiling():
-        out = torch.empty_like(x, dtype=torch.bfloat16)
-    return kernels.cast(x, scale, how.block, how.dtype, how.fits, out, None), scale
+    return _cast(x, how, state, record, scale, True, False)[:2]
 
 
-def cast_orientations(
+def cast_operand(
     x: Tensor,
     operand: BoundOperand,
     state: DelayedState | None,
     record: bool,
-    *,
     first: bool,
     second: bool,
-    decode: bool,
-    keeps: bool,
-    offs: Tensor | None,
     scales: Scales,
-    column_sums: Tensor | None,
-) -> tuple[Pair | None, Pair | None]:
+) -> tuple[Pair, Pair]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
     No argument has a default: torch.compile guards on defaults.
 
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
     recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
-    whether each of the two casts of ``operand`` is needed. With ``decode`` both products run in
-    plain PyTorch: data that both read is converted to bfloat16 once. With ``keeps`` the second
-    product runs in backward: its data stays in float8. ``offs`` has the ends of groups of tokens,
-    for grouped GEMMs; see `float8.kernels.groups`. ``scales`` are known ones of the two casts,
-    where both are needed. ``column_sums``, of `new_column_sums`, is filled.
+    whether each of the two casts of ``operand`` is needed. ``scales`` are known ones of the two.
 
-    Returns the pair for x and the pair for ``x.t()``, None for one that is not needed. On a CPU the
-    second is a view of the first where the casts allow it.
+    Returns the pair for x and the pair for its transpose; what one that is not needed has is
+    unspecified. Where no kernel writes both, the second is a view of the first if they share data.
     """
-    if offs is not None:
-        return _cast_groups(x, operand, first, second, decode and not keeps, offs)
+    a, b = operand.first, operand.second
     if isinstance(x, Float8Tensor):
         pair = (x.float8_data, x.scale)
-        return (pair if first else None), (transposed(pair) if second else None)
-    if not (first and second):
-        row_major = cast_matrix(x, operand.first, state, record, None, decode) if first else None
-        second_pair = None
-        if second:
-            second_pair = cast_matrix(x.t(), operand.second, state, record, None, decode)
-        return row_major, second_pair
-    if _is_cast_at_once(x, operand):
-        assert operand.first is not None
-        both = _by_kernel(x, operand.first, state, record, scales[0], True, True, column_sums)
+        return pair, transposed(pair)
+    if first and operand.is_shared and (a is None or a.kernel is None):
+        pair = cast_matrix(x, a, state, record, scales[0])
+        return pair, transposed(pair)
+    if operand.is_same:
+        assert a is not None
+        both = _cast(x, a, state, record, scales[0] if first else scales[1], first, second)
         return both[:2], both[2:]
-    of_first = decode and not (keeps and operand.is_shared)
-    row_major = cast_matrix(x, operand.first, state, record, scales[0], of_first)
-    if not operand.is_shared:
-        # An amax is recorded once: by the first cast, or by the second if there is no first.
-        record, decode = record and operand.first is None, decode and not keeps
-        return row_major, cast_matrix(x.t(), operand.second, state, record, scales[1], decode)
-    second_pair = transposed(row_major)
-    if decode and not keeps:
-        row_major = (kernels.decode(row_major[0], None), row_major[1])
-        second_pair = transposed(row_major)
-    elif decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x):
-        # From x: one loop casts it to both.
-        row_major = cast_matrix(x, operand.first, None, False, row_major[1], decode)
-    return row_major, second_pair
-
-
-def _is_cast_at_once(x: Tensor, operand: BoundOperand) -> bool:
-    return operand.at_once and not kernels.is_sharded(x)
-
-
-def new_column_sums(x: Tensor, operand: BoundOperand) -> Tensor | None:
-    """For `cast_orientations` to fill, where both casts are needed; their ``sum(0)`` is x's.
-
-    None if no kernel adds the columns of x while it casts.
-    """
-    # The tiles of a column-major x are read along its columns: another read costs less.
-    if isinstance(x, Float8Tensor) or not _is_cast_at_once(x, operand) or x.stride(-1) != 1:
-        return None
-    assert operand.first is not None
-    assert operand.first.kernel is not None
-    return kernels.new_column_sums(operand.first.kernel, x)
-
-
-def _cast_groups(
-    x: Tensor, operand: BoundOperand, first: bool, second: bool, decode: bool, offs: Tensor
-) -> tuple[Pair | None, Pair | None]:
-    """`cast_orientations` of tokens in groups."""
-
-    def cast(how: BoundCast | None, row_major: bool, transpose: bool) -> tuple[Pair, Pair]:
-        if how is None:
-            return (x, None), (x.t(), None)
-        scale = None if how.static is None else constant(how.static, x)
-        both = kernels.cast_tokens(
-            how.kernel,
-            x,
-            offs,
-            how.block,
-            how.dtype,
-            how.scale_format,
-            scale,
-            operand.align,
-            row_major,
-            transpose,
-        )
-        return both[:2], both[2:]
-
-    if operand.is_shared and operand.align == 1:  # no padding: a view
-        row_major = cast(operand.first, True, False)[0]
-        if decode and first and second:
-            row_major = (kernels.decode(row_major[0], None), row_major[1])
-        return (row_major if first else None), (transposed(row_major) if second else None)
-    if first and second and operand.is_same:
-        return cast(operand.first, True, True)
+    nothing = (x, None)
     return (
-        cast(operand.first, True, False)[0] if first else None,
-        cast(operand.second, False, True)[1] if second else None,
+        cast_matrix(x, a, state, record, scales[0]) if first else nothing,
+        # An amax is recorded once: by the first cast, or by the second if there is no first.
+        cast_matrix(x.mT, b, state, record and not (first and a is not None), scales[1])
+        if second
+        else nothing,
     )
 
 
-def cast_again(
-    x: Tensor, how: BoundCast, scale: Tensor, decode: bool = False, alone: bool = False
-) -> Pair:
-    """Repeat an earlier ``cast_matrix(x, how)`` and return the transpose of its data.
+def cast_tokens(
+    x: Tensor, operand: BoundOperand, offs: Tensor, first: bool, second: bool
+) -> tuple[Pair, Pair]:
+    """`cast_operand` of tokens in groups, whose ends are ``offs``; see `float8.kernels.groups`."""
+    if operand.is_shared and operand.align == 1:  # no padding: a view
+        row_major = _cast_tokens(x, operand.first, operand.align, offs, True, False)[0]
+        return row_major, transposed(row_major)
+    if operand.is_same:
+        return _cast_tokens(x, operand.first, operand.align, offs, first, second)
+    return (
+        _cast_tokens(x, operand.first, operand.align, offs, first, False)[0],
+        _cast_tokens(x, operand.second, operand.align, offs, False, second)[1],
+    )
 
-    For an operand whose second GEMM reads the data of the first cast, if that was not kept.
-    ``scale`` is the one that the earlier call returned. For ``decode`` see `cast_matrix`. ``alone``
-    says that no op computes x, with which a compiler could fuse the cast.
-    """
-    kernel = how.kernel_alone if alone else how.kernel
-    if kernel is not None and not kernels.is_sharded(x):
-        return _by_kernel(x, how, None, False, scale, row_major=False, transpose=True)[2:]
-    if decode and torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and x.dim() == 2:
-        # Not the nodes of forward, or their result would be kept: see `kernels.opaque`.
-        if how.is_whole:
-            return kernels.cast_decoded(x.t(), scale, how.block, how.dtype, how.fits), scale
-        data_t = opaque.cast_transposed(x, scale, how.block, how.dtype, how.fits)
-        return data_t, scale.t()
-    return transposed(cast_matrix(x, how, None, False, scale, decode))
+
+def _cast_tokens(
+    x: Tensor, how: BoundCast | None, align: int, offs: Tensor, row_major: bool, transposed: bool
+) -> tuple[Pair, Pair]:
+    if how is None:
+        return (x, None), (x.t(), None)
+    if not (row_major or transposed):
+        return (x, None), (x, None)
+    both = kernels.cast_tokens(
+        how.kernel,
+        x,
+        offs,
+        how.block,
+        how.dtype,
+        how.scale_format,
+        None if how.static is None else constant(how.static, x),
+        align,
+        row_major,
+        transposed,
+    )
+    return both[:2], both[2:]
 
 
 def transposed(pair: Pair) -> Pair:
     """The transpose of a pair, as views."""
     data, scale = pair
-    if data.dim() == 3:
-        return data.mT, scale.mT
-    return data.t(), scale if scale.numel() == 1 else scale.t()
+    return data.mT, transposed_scale(scale)
 
 
-def _by_kernel(
+def transposed_scale(scale: Tensor | None) -> Tensor | None:
+    """The scale of the transposed data; a single one is returned as it is."""
+    return scale if scale is None or scale.numel() == 1 else scale.mT
+
+
+def _cast(
     x: Tensor,
     how: BoundCast,
     state: DelayedState | None,
@@ -306,17 +238,15 @@ def _by_kernel(
     scale: Tensor | None,
     row_major: bool,
     transpose: bool,
-    column_sums: Tensor | None = None,
 ) -> kernels.Orientations:
-    assert how.kernel_alone is not None
     amax = None
     if how.static is not None:
         scale = constant(how.static, x) if scale is None else scale
     elif state is not None:
         amax = state.current_amax if how.is_delayed and record else None
         scale = _scale_of_state(x, how, state) if scale is None else scale
-    return kernels.cast_by_kernel(
-        how.kernel_alone,
+    return kernels.cast_operand(
+        how.kernel,
         x,
         how.block,
         how.dtype,
@@ -326,7 +256,6 @@ def _by_kernel(
         transpose,
         amax,
         how.swizzled,
-        column_sums,
     )
 
 
@@ -361,8 +290,8 @@ def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) 
 
 
 def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
-    """``scale * factor`` for a scale of ``how``; in eager mode a static one launches no kernel."""
-    if how.static is None or torch.compiler.is_compiling():
+    """``scale * factor`` for a scale of ``how``; a static one launches no kernel."""
+    if how.static is None:
         return scale * factor
     return constant(how.static * factor, scale)
 
@@ -393,26 +322,6 @@ _CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
 
 def _captures(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _scale(x: Tensor, how: BoundCast, state: DelayedState | None, record: bool) -> Tensor:
-    if how.static is not None:
-        return constant(how.static, x)
-    if state is not None and how.is_delayed:
-        if state.ready and not record:
-            return state.scale.reshape(1, 1)
-        amax = kernels.amax(x, how.block)
-        if record:
-            kernels.record_amax(state.current_amax, amax)
-        if state.ready:
-            return state.scale.reshape(1, 1)
-    elif torch.compiler.is_compiling() and kernels.compiles_for_cpu(x) and not how.is_whole:
-        return opaque.dynamic_scale(x, how.block, how.largest, how.scale_format)
-    else:
-        amax = kernels.amax(x, how.block)
-    if state is not None and state.group is not None and how.is_whole:
-        amax = max_over_ranks(amax, state.group)
-    return kernels.scale_from_amax(amax, how.largest, how.scale_format)
 
 
 def max_over_ranks(amax: Tensor, group: Any) -> Tensor:

@@ -230,5 +230,5 @@ def _cast_master(master: StateMatrix, data_RC: Tensor, scale: Tensor) -> None:
     new_scale = kernels.scale_from_amax(torch.stack(finite_amaxes).amax(0), torch.finfo(dtype).max)
     for tile in tiles_of(data_RC, master.group):
         value = master.tile(*tile).decode()
-        part(data_RC, *tile).copy_(kernels.cast(value, new_scale, (-1, -1), dtype, True))
+        part(data_RC, *tile).copy_(kernels.cast(value, new_scale, (-1, -1), dtype))
     scale.copy_(new_scale.view(scale.shape))

@@ -150,8 +150,7 @@ class Float8Tensor(Tensor):
             scale_tensor = kernels.scale_from_amax(amax, fmt.max, scale_format.value)
         else:
             scale_tensor = given_scale(scale, x, block)
-        fits = scale is None and not scale_format.is_e8m0
-        result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, fits)
+        result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype)
         return result
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -339,13 +338,13 @@ def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, fits: bool
+        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
     ) -> Float8Tensor:
-        return Float8Tensor(kernels.cast(x, scale, block, dtype, fits), scale, block, x.dtype)
+        return Float8Tensor(kernels.cast(x, scale, block, dtype), scale, block, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return grad, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad, None, None, None
 
 
 class _Dequantize(torch.autograd.Function):

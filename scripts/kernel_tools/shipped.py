@@ -91,7 +91,6 @@ def _blockwise_mm_variant(
 def _cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     x, scale, amax = meta(M, K), meta(1, 1, dtype=F32), meta(dtype=F32)
-    sums = meta(ceil_div(M, cast._ROWS), K, dtype=F32)
     dynamic = {
         "e4m3, rows and columns": (E4M3, False, True, True),
         "e5m2, rows and columns": (E5M2, False, True, True),
@@ -100,7 +99,6 @@ def _cast(M: int, K: int) -> list[Variant]:
     given = {
         "e4m3, rows and columns": (E4M3, True, True),
         "e5m2, rows and columns, amax": (E5M2, True, True, amax),
-        "e5m2, rows and columns, amax, sums": (E5M2, True, True, amax, sums),
         "e4m3, columns": (E4M3, False, True),
     }
     return [
@@ -111,10 +109,8 @@ def _cast(M: int, K: int) -> list[Variant]:
 
 def _cast_blockwise(M: int, K: int) -> list[Variant]:
     """The forms that the blockwise recipe launches on bfloat16."""
-    sums = meta(ceil_div(M, 128), K, dtype=F32)
     forms: dict[str, tuple[Any, ...]] = {
         "1x128, rows and columns": (1, 128, True, True),
-        "1x128, rows and columns, sums": (1, 128, True, True, sums),
         "1x128, rows": (1, 128, True, False),
         "128x128, rows and columns": (128, 128, True, True),
         "128x128, columns": (128, 128, False, True),
@@ -136,13 +132,11 @@ def _cast_mx(M: int, K: int) -> list[Variant]:
 
 def _cast_rowwise(M: int, K: int) -> list[Variant]:
     """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
-    sums = meta(ceil_div(M, cast_rowwise._ROWS), K, dtype=F32)
     x, long = meta(M, K), meta(M, 2 * cast_rowwise._LONGEST_ROW)
     forms: dict[str, tuple[Any, ...]] = {
         "rows": (x, E4M3, True, True, False),
         "rows in chunks": (long, E4M3, True, True, False),
         "rows and columns": (x, E4M3, True, True, True),
-        "rows and columns, sums": (x, E4M3, True, True, True, sums),
         "columns": (x, E4M3, True, False, True),
     }
     return _forms("cast_rowwise, e4m3, ", cast_rowwise._launch, forms)

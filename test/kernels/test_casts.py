@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import casts
-from float8.kernels.casts import COMPILED, KERNELS, cast_operand, runs_kernel
+from float8.kernels.casts import KERNELS, cast_operand, kernel_for, runs_kernel
 
 WHOLE = (-1, -1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -53,15 +53,6 @@ def test_a_missing_triton_is_named(another_gpu):
         runs_kernel(CUDA, WHOLE, emulate=False)
 
 
-def test_aten_is_what_the_compiler_gets_if_the_table_says_so(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    monkeypatch.setattr(casts, "compiler_may_cast", lambda _: True)  # whichever ptxas there is
-    assert runs_kernel(CUDA, WHOLE, emulate=False)
-    monkeypatch.setitem(COMPILED, "cast", ("aten", "for this test"))
-    assert not runs_kernel(CUDA, WHOLE, emulate=False)
-
-
 @pytest.mark.parametrize("block", KERNELS["sm_90"])
 @pytest.mark.parametrize(("rows", "cols"), [(True, True), (True, False), (False, True)])
 def test_both_orientations_with_their_scales(block, rows, cols):
@@ -72,7 +63,9 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
         how = torch.float8_e4m3fn, scale_format
-        out = cast_operand(x, block, *how, row_major=rows, transposed=cols)
+        out = cast_operand(
+            kernel_for("sm_90", block), x, block, *how, row_major=rows, transposed=cols
+        )
     for wanted, shape, data, scale in (
         (rows, (256, 384), out.data, out.scale),
         (cols, (384, 256), out.data_t, out.scale_t),

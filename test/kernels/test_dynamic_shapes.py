@@ -32,13 +32,10 @@ from float8 import Float8Linear, granularity
 from float8.config import RECIPES
 from float8.linear.autograd import product
 from float8.linear.bound_plan import plan_on
-from float8.linear.scaling import cast_orientations
+from float8.linear.scaling import cast_operand
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
-# For both GEMMs that read an operand.
-BOTH = {"first": True, "second": True, "decode": False, "keeps": False}
-BOTH |= {"offs": None, "scales": (None, None), "column_sums": None}
 
 
 class Lowerings(TorchDispatchMode):
@@ -76,7 +73,7 @@ def lower(recipe: str, tokens: int) -> list:
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
-                cast_orientations(operand, casts, None, False, **BOTH)
+                cast_operand(operand, casts, None, False, True, True, (None, None))
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (

@@ -143,15 +143,6 @@ def test_a_step_costs_what_a_hand_written_one_would(recipe):
         assert step(config, "known scale", microbatches=4)[:3] == (4 * x, 4 * g, 4 * w_known)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit", "rowwise", "blockwise"])
-def test_the_gradient_of_a_bias_reads_g_no_second_time(recipe):
-    """The cast adds the columns of its tiles; two small launches add those sums, and round them."""
-    plain, found = step(RECIPES[recipe]), step(RECIPES[recipe], bias=True)
-    of_output = recipe == "blockwise"  # its GEMM adds no bias
-    assert found[1] == plain[1] + 4 * of_output
-    assert found[3] == plain[3] + 2 + of_output
-
-
 @pytest.mark.parametrize(("is_recorded", "expected"), [(True, 4), (False, 2 + 4)])
 def test_cached_weights_are_cast_in_one_read_after_their_amax(is_recorded, expected):
     with fake_cuda("sm_90"), CastMeter() as meter:

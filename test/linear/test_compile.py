@@ -33,12 +33,13 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.kernels import cpu
+from float8.kernels import cpu, plain
 
 # The policy of docs/troubleshooting.md.
 KEPT = (
     "aten.mm.default",
     "aten._scaled_mm.default",
+    "float8.scaled_mm.default",
     "float8.blockwise_mm.default",
     "float8.cublas_blockwise_mm.default",
     "aten._scaled_grouped_mm.default",
@@ -203,7 +204,7 @@ def test_autocast_compiles(name, dtype, region):
 
 def test_a_product_that_autocast_sees_overflows(monkeypatch):
     """The fault that the test above looks for."""
-    monkeypatch.setattr(cpu, "_float32_mm", torch.mm)
+    monkeypatch.setattr(plain, "_scaled_mm_op", cpu.scaled_mm)
     with pytest.raises(AssertionError):
         test_autocast_compiles("tensorwise", torch.float16, "none")
 

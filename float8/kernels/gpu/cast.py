@@ -19,9 +19,6 @@ small one once. ``jit.py`` writes both orientations.
 
 The matrices of a stack (E, M, K), such as the weights of experts, have a scale each, (E, 1, 1).
 They take the same launches as one; so do those of `cast_rowwise` and `cast_blockwise`.
-
-A cast in both orientations also adds the columns of its tiles where ``column_sums`` is given, whose
-sum over tiles is the gradient of a bias (`launch.check_column_sums`): 4 / 64 bytes per element.
 """
 
 from __future__ import annotations
@@ -41,17 +38,14 @@ from float8.kernels.gpu.jit import (
     place_of_tile,
     reciprocal,
     scale_of_tensor,
-    store_column_sums,
     tile_of_program,
     to_float32,
     write_codes,
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    check_column_sums,
     check_device,
     count_of,
-    define_column_sums,
     is_transposed,
     launch,
     new_data,
@@ -63,7 +57,6 @@ from float8.kernels.gpu.launch import (
 
 _WHOLE = (WHOLE, WHOLE)
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
-_ROWS = 64
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 
 
@@ -82,7 +75,6 @@ def _cast_kernel(
     stride_m,
     stride_k,
     stride_given,  # 0: all matrices have one given scale
-    sums_ptr,  # float32 (tiles along M, K), or None
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -98,9 +90,6 @@ def _cast_kernel(
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k, PARTIALS > 0)
     ys = to_float32(xs)
-    store_column_sums(sums_ptr, ys, e, first_m4, k, M, K)
-    if RECORD and not PARTIALS and sums_ptr is not None:  # now: sums at the end take registers
-        tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
     scale = scale_of_tensor(
         given_ptr + e * stride_given, scale_ptr + e, partials_ptr + e * PARTIALS, amax_ptr,
         FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, PARTIALS > 0,
@@ -111,7 +100,7 @@ def _cast_kernel(
         ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
         ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, WRITE_ROWS, WRITE_COLS, PACK,
     )  # fmt: skip
-    if RECORD and not PARTIALS and sums_ptr is None:
+    if RECORD and not PARTIALS:
         tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
@@ -127,10 +116,9 @@ def new_outputs(x: Tensor, dtype: torch.dtype, rows: bool, cols: bool) -> Output
 
 def define(
     x: Tensor, scale: Tensor | None, dtype: torch.dtype, power_of_two: bool, rows: bool,
-    cols: bool, amax: Tensor | None, column_sums: Tensor | None = None,
+    cols: bool, amax: Tensor | None,
 ) -> Outputs:  # fmt: skip
     """A cast by one scale in plain PyTorch; ``scale`` None computes it from x."""
-    define_column_sums(x, column_sums, _ROWS)
     block = _WHOLE if x.dim() == 2 else (1, *_WHOLE)
     found = definition.amax(x, block)
     if amax is not None:
@@ -151,85 +139,82 @@ def define(
 
 def _launch(
     x: Tensor, outputs: Outputs, given: Tensor | None, partials: Tensor | None,
-    power_of_two: bool, amax: Tensor | None, column_sums: Tensor | None,
+    power_of_two: bool, amax: Tensor | None,
 ) -> None:  # fmt: skip
     data, data_t, scale = outputs
-    if column_sums is None and is_transposed(x):
+    if is_transposed(x):
         x, data, data_t = x.mT, data_t, data
     pointers, constants = one_scale_arguments(
         data, data_t, scale, given, partials, amax, power_of_two
     )
     launch(
         _cast_kernel, (tiles_of(x, _TILE), count_of(x)), x, *pointers, *sizes_of(x),
-        int(given is not None and given.numel() > 1), column_sums, **_TILE, **constants,
+        int(given is not None and given.numel() > 1), **_TILE, **constants,
         WRITE_ROWS=data.numel() > 0, **_OPTIONS,
     )  # fmt: skip
 
 
 def _cast(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     check_device("cast", x, scale=scale, amax=amax)
-    check_column_sums("cast", x, column_sums, _ROWS, rows and cols)
     data, data_t = _cast_fake(x, scale, dtype, rows, cols)
     if x.numel() > 0:
-        _launch(x, (data, data_t, scale), scale, None, False, amax, column_sums)
+        _launch(x, (data, data_t, scale), scale, None, False, amax)
     return data, data_t
 
 
 def _cast_definition(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return define(x, scale, dtype, False, rows, cols, amax, column_sums)[:2]
+    return define(x, scale, dtype, False, rows, cols, amax)[:2]
 
 
 def _cast_fake(
     x: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return new_outputs(x, dtype, rows, cols)[:2]
 
 
 def _cast_dynamic(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     check_device("cast_dynamic", x, amax=amax)
-    check_column_sums("cast_dynamic", x, column_sums, _ROWS, rows and cols)
     if x.numel() == 0:
         return _cast_dynamic_definition(x, dtype, power_of_two, rows, cols, amax)
     outputs = new_outputs(x, dtype, rows, cols)
-    _launch(x, outputs, None, partial_amaxes(x), power_of_two, amax, column_sums)
+    _launch(x, outputs, None, partial_amaxes(x), power_of_two, amax)
     return outputs
 
 
 def _cast_dynamic_definition(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
-    return define(x, None, dtype, power_of_two, rows, cols, amax, column_sums)
+    return define(x, None, dtype, power_of_two, rows, cols, amax)
 
 
 def _cast_dynamic_fake(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    amax: Tensor | None = None, column_sums: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     return new_outputs(x, dtype, rows, cols)
 
 
 cast = register(
-    "cast(Tensor x, Tensor scale, ScalarType dtype, bool rows, bool cols, Tensor(a!)? amax=None, "
-    "Tensor(b!)? column_sums=None) -> (Tensor data, Tensor data_t)",
+    "cast(Tensor x, Tensor scale, ScalarType dtype, bool rows, bool cols, "
+    "Tensor(a!)? amax=None) -> (Tensor data, Tensor data_t)",
     kernel=_cast,
     definition=_cast_definition,
     fake=_cast_fake,
 )
 cast_dynamic = register(
     "cast_dynamic(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool cols, "
-    "Tensor(a!)? amax=None, Tensor(b!)? column_sums=None) -> "
-    "(Tensor data, Tensor data_t, Tensor scale)",
+    "Tensor(a!)? amax=None) -> (Tensor data, Tensor data_t, Tensor scale)",
     kernel=_cast_dynamic,
     definition=_cast_dynamic_definition,
     fake=_cast_dynamic_fake,

@@ -38,7 +38,6 @@ from float8.kernels.gpu.jit import (
     outputs_of_matrix,
     reciprocal,
     scale_from_amax,
-    store_column_sums,
     tile_of_program,
     to_float32,
     write_codes,
@@ -47,10 +46,8 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     BothWays,
     as_bytes,
-    check_column_sums,
     count_of,
     define_both_ways,
-    define_column_sums,
     format_constants,
     launch,
     new_data,
@@ -75,7 +72,6 @@ def _blocks_kernel(
     stride_e,
     stride_m,
     stride_k,
-    sums_ptr,  # float32 (ceil(M / BLOCK), K), or None
     BLOCK: tl.constexpr,
     BLOCK_BY_4: tl.constexpr,
     SQUARE: tl.constexpr,  # blocks of 128x128, not 1x128
@@ -127,37 +123,32 @@ def _blocks_kernel(
             to_float32(xs), factor_t, data_ptr, data_t_ptr, first_m4, k, M, K,
             BLOCK_BY_4, FORMAT, FORMAT_MAX, True, SQUARE and WRITE_ROWS, WRITE_COLS, PACK,
         )  # fmt: skip
-    store_column_sums(sums_ptr, to_float32(xs), e, first_m4, k, M, K)
 
 
 def _launch(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
-    rows: bool, cols: bool, column_sums: Tensor | None = None,
+    rows: bool, cols: bool,
 ) -> BothWays:  # fmt: skip
-    check_column_sums("cast_blockwise", x, column_sums, 128, rows and cols)
     outputs = _fake(x, dtype, power_of_two, block_rows, block_cols, rows, cols)
-    # With sums, Triton takes more registers than two programs have.
-    options = {"num_warps": 8, **NO_FUSION} | ({"maxnreg": 128} if column_sums is not None else {})
     if x.numel() == 0 or not (rows or cols):
         return outputs
-    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs, column_sums)
+    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
     M, K = x.shape[-2:]
     pack, square = M % 16 == 0, block_rows != 1
     write_rows, write_cols = data.numel() > 0, data_t.numel() > 0
     launch(
         _blocks_kernel, (ceil_div(M, 128) * ceil_div(K, 128), count_of(x)), x,
         as_bytes(data), scale, as_bytes(data_t, pack and write_cols), scale_t, *sizes_of(x),
-        column_sums, **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
-        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, **options,
+        **_TILE, **format_constants(dtype, power_of_two), SQUARE=square, PACK=pack,
+        WRITE_ROWS=write_rows, WRITE_COLS=write_cols, num_warps=8, **NO_FUSION,
     )  # fmt: skip
     return outputs
 
 
 def _definition(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
-    rows: bool, cols: bool, column_sums: Tensor | None = None,
+    rows: bool, cols: bool,
 ) -> BothWays:  # fmt: skip
-    define_column_sums(x, column_sums, 128)
     block = (block_rows, block_cols)
     outputs = _fake(x, dtype, power_of_two, *block, rows, cols)
     return define_both_ways(x, outputs, rows, cols, block, power_of_two)
@@ -165,7 +156,7 @@ def _definition(
 
 def _fake(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, block_rows: int, block_cols: int,
-    rows: bool, cols: bool, column_sums: Tensor | None = None,
+    rows: bool, cols: bool,
 ) -> BothWays:  # fmt: skip
     block = (block_rows, block_cols)
     if block not in _BLOCKS:
@@ -191,8 +182,7 @@ def new_scale(x: Tensor, rows: int, cols: int, wanted: bool, block: Block) -> Te
 
 cast_blockwise = register(
     "cast_blockwise(Tensor x, ScalarType dtype, bool power_of_two, int block_rows, int block_cols, "
-    "bool rows, bool cols, Tensor(a!)? column_sums=None) -> "
-    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
+    "bool rows, bool cols) -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,

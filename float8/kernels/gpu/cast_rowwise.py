@@ -41,7 +41,6 @@ from float8.kernels.gpu.jit import (
     place_of_tile,
     reciprocal,
     scale_from_amax,
-    store_column_sums,
     tile_of_program,
     to_float32,
     write_codes,
@@ -50,10 +49,8 @@ from float8.kernels.gpu.launch import (
     NO_FUSION,
     BothWays,
     as_bytes,
-    check_column_sums,
     count_of,
     define_both_ways,
-    define_column_sums,
     format_constants,
     launch,
     new_data,
@@ -66,7 +63,6 @@ from float8.kernels.gpu.launch import (
 _LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
 _CHUNK = 8192  # of longer rows
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}
-_ROWS = 64
 _TILE_OPTIONS = {"num_warps": 4, **NO_FUSION}
 
 
@@ -128,7 +124,6 @@ def _tiles_kernel(
     stride_e,
     stride_m,
     stride_k,
-    sums_ptr,  # float32 (tiles along M, K), or None
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -142,7 +137,6 @@ def _tiles_kernel(
     tiles_k = tl.cdiv(K, COLS)
     first_m4, m, k = place_of_tile(pid, K, ROWS_BY_4, COLS)
     xs = load_4_rows(x_ptr + e * stride_e, m, k, M, K, stride_m, stride_k, True)
-    store_column_sums(sums_ptr, to_float32(xs), e, first_m4, k, M, K)
 
     amax_t = tl.load(amax_t_ptr + e * K + k, k < K, 0).to(tl.float32, bitcast=True)
     scale_t = scale_from_amax(amax_t, FORMAT_MAX, POWER_OF_TWO)
@@ -175,13 +169,11 @@ def _rows_constants(K: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _launch(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    column_sums: Tensor | None = None,
 ) -> BothWays:  # fmt: skip
-    check_column_sums("cast_rowwise", x, column_sums, _ROWS, rows and cols)
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, dtype, power_of_two, rows, cols)
     outputs = _fake(x, dtype, power_of_two, rows, cols)
-    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs, column_sums)
+    x, (data, scale, data_t, scale_t) = read_row_major(x, outputs)
     (M, K), E = x.shape[-2:], count_of(x)
     constants = format_constants(dtype, power_of_two)
     if data_t.numel() == 0:
@@ -195,23 +187,20 @@ def _launch(
     launch(
         _tiles_kernel, (tiles_of(x, _TILE), E), x, *line_amaxes(x, write_rows, True),
         as_bytes(data), scale, as_bytes(data_t, pack), scale_t, *sizes_of(x),
-        column_sums, **_TILE, **constants, WRITE_ROWS=write_rows, PACK=pack, **_TILE_OPTIONS,
+        **_TILE, **constants, WRITE_ROWS=write_rows, PACK=pack, **_TILE_OPTIONS,
     )  # fmt: skip
     return outputs
 
 
 def _definition(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    column_sums: Tensor | None = None,
 ) -> BothWays:  # fmt: skip
-    define_column_sums(x, column_sums, _ROWS)
     outputs = _fake(x, dtype, power_of_two, rows, cols)
     return define_both_ways(x, outputs, rows, cols, (1, WHOLE), power_of_two)
 
 
 def _fake(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, rows: bool, cols: bool,
-    column_sums: Tensor | None = None,
 ) -> BothWays:  # fmt: skip
     M, K = x.shape[-2:]
     return (
@@ -223,8 +212,8 @@ def _fake(
 
 
 cast_rowwise = register(
-    "cast_rowwise(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool cols, "
-    "Tensor(a!)? column_sums=None) -> (Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
+    "cast_rowwise(Tensor x, ScalarType dtype, bool power_of_two, bool rows, bool cols) -> "
+    "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,

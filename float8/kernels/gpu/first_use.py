@@ -8,7 +8,7 @@ compiled forms are those of training, and both edges of a tile are masked.
 
 It costs a few milliseconds per op, and once per machine the compilation of forms that training does
 not use: `cast_dynamic` of a matrix with fewer partial amaxes, the format that a recipe does not
-use, and casts that add columns for a bias. Their sums are not compared. Nothing is checked while a
+use. Nothing is checked while a
 CUDA graph is captured; the next launch is. Under torch.compile and FakeTensorMode the ops are
 opaque, so the check runs where the kernel runs.
 """
@@ -102,23 +102,18 @@ def _arguments(op: str) -> Iterator[tuple[Any, ...]]:
     x = (x * exponents.exp2()).bfloat16()
     x[5:9, 60:70] = 0.0
     x[7, 65] = -0.0
-    sums = torch.empty(2, 144, dtype=torch.float32, device="cpu")
     if op == "cast_dynamic":  # anything infinite would leave no other code to compare
         yield from ((x, dtype, False, True, True) for dtype in (e4m3, e5m2))
-        yield x, e5m2, False, True, True, None, sums
         return
     x[-1, -3:] = torch.tensor([float("inf"), -float("inf"), float("nan")], device="cpu")
     scale = torch.full((1, 1), 0.25, dtype=torch.float32, device="cpu")
     if op == "cast":
         amax = torch.zeros((), dtype=torch.float32, device="cpu")
         yield from ((x, scale, dtype, True, True, amax) for dtype in (e4m3, e5m2))
-        yield x, scale, e5m2, True, True, None, sums
     elif op == "cast_rowwise":
         yield from ((x, dtype, True, True, True) for dtype in (e4m3, e5m2))
-        yield x, e4m3, True, True, True, sums
     elif op == "cast_blockwise":
         yield from ((x, e4m3, True, *block, True, True) for block in ((1, 128), (128, 128)))
-        yield x, e4m3, True, 1, 128, True, True, sums[:1]
     elif op == "cast_mx":
         yield (x, e4m3, "e8m0", True, True, True)
     elif op == "cast_tokens_mx":

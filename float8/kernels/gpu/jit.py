@@ -245,22 +245,6 @@ def _load_row(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def store_column_sums(sums_ptr, ys, e, first_m4, k, M, K):
-    """Store the sums of the columns of 4 float32 tiles, in float32, as a row of their own.
-
-    ``sums_ptr`` is float32 (tiles along M, K) of each matrix (M, K) of a stack; None stores
-    nothing. ``ys`` are the tiles of rows m, m + 1, m + 2, m + 3, 0 outside the matrix. ``e``,
-    int64, is the matrix, ``first_m4`` a quarter of the tile's first row, and ``k`` the tile's
-    columns.
-    """
-    if sums_ptr is not None:
-        ROWS_BY_4: tl.constexpr = ys[0].shape[0]
-        sums = tl.sum((ys[0] + ys[1]) + (ys[2] + ys[3]), 0)
-        row = e * tl.cdiv(M, 4 * ROWS_BY_4) + first_m4 // ROWS_BY_4
-        tl.store(sums_ptr + row * K + k, sums, k < K)
-
-
-@triton.jit
 def store_packed(out_ptr, packed, first_m4, k, M, K):
     """Store the transpose of a tile of codes, four rows packed into each int32.
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from float8.granularity import Block, ceil_div, scale_shape
+from float8.granularity import Block, ceil_div
 from float8.kernels import definition
 from float8.kernels.gpu.first_use import checked
 
@@ -166,48 +166,11 @@ def is_transposed(x: Tensor) -> bool:
 BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def read_row_major(
-    x: Tensor, outputs: BothWays, column_sums: Tensor | None = None
-) -> tuple[Tensor, BothWays]:
-    """x and its outputs; those of ``x.mT`` where that is row-major.
-
-    With ``column_sums``, always x: the tiles of ``x.mT`` hold parts of the sums of its rows.
-    """
-    if column_sums is None and is_transposed(x):
+def read_row_major(x: Tensor, outputs: BothWays) -> tuple[Tensor, BothWays]:
+    """x and its outputs; those of ``x.mT`` where that is row-major."""
+    if is_transposed(x):
         return x.mT, (*outputs[2:], *outputs[:2])
     return x, outputs
-
-
-# A cast in both orientations adds the columns of each tile of ``rows`` rows, in float32, while it
-# has them in registers. The sum of these parts is that of the columns, in a fixed order.
-
-
-def check_column_sums(
-    op: str, x: Tensor, column_sums: Tensor | None, rows: int, both: bool
-) -> None:
-    """Refuse ``column_sums`` that the kernel of an op would not fill, or whose end it would pass.
-
-    Raises ValueError for another device, shape, dtype or layout, or if one orientation is not
-    wanted.
-    """
-    if column_sums is None:
-        return
-    check_device(op, x, column_sums=column_sums)
-    shape = scale_shape(x.shape, (*[1] * (x.dim() - 2), rows, 1))
-    is_right = column_sums.dtype == torch.float32 and column_sums.is_contiguous()
-    if not (both and is_right and column_sums.shape == shape):
-        raise ValueError(
-            f"float8::{op}: column_sums must be contiguous float32 of shape {shape}, and both "
-            f"orientations be wanted; got {column_sums.dtype} of shape {tuple(column_sums.shape)}"
-        )
-
-
-def define_column_sums(x: Tensor, column_sums: Tensor | None, rows: int) -> None:
-    """Fill ``column_sums`` in plain PyTorch; the order of additions may differ from a kernel's."""
-    if column_sums is not None:
-        block = (*[1] * (x.dim() - 2), rows, 1)
-        blocks, inside = definition.in_blocks(x.to(torch.float32), block)
-        column_sums.copy_(blocks.sum(inside))
 
 
 def define_both_ways(

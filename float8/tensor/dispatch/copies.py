@@ -144,11 +144,10 @@ def _cast_like(
         raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination.block
-    fits = scale is None and not is_e8m0(destination.scale)
     if scale is None:
-        scales = ScaleFormat.FLOAT32 if fits else ScaleFormat.E8M0
+        scales = ScaleFormat.E8M0 if is_e8m0(destination.scale) else ScaleFormat.FLOAT32
         scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max, scales.value)
-    return destination._replace(kernels.cast(source, scale, block, fmt.dtype, fits), scale)
+    return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
 
 
 @implements(aten.empty_like.default, aten.zeros_like.default)

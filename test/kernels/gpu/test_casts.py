@@ -1,7 +1,6 @@
 """Every kernel that casts a matrix has the definition's data and scales, in both orientations.
 
-A stack of matrices, such as the weights of experts, is cast one by one. Kernels that write both
-orientations add the columns of their tiles where they are asked to.
+A stack of matrices, such as the weights of experts, is cast one by one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from assertions import assert_bitwise
 from interpreter import launcher
 from pretend import into_squares
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
-from torch import Tensor
 
-from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.casts import import_kernels
 from float8.kernels.definition import E8M0, E8M0_FLOOR, FLOAT32, scale_format_of
@@ -34,55 +31,47 @@ ORIENTATIONS = (BOTH, (True, False), (False, True), (False, False))
 
 
 class Kind(NamedTuple):
-    """An op, its file of gpu/, the block of a matrix, rows of a tile whose columns it can add."""
+    """An op, its file of gpu/, and the block of a matrix."""
 
     op: str
     file: str
     block: tuple[int, int]
-    summed: int | None = None
     scale_formats: tuple[str, str] = (FLOAT32, POWER_OF_TWO)
 
 
 KINDS = {
-    "given": Kind("cast", "cast", WHOLE, 64),
-    "dynamic": Kind("cast_dynamic", "cast", WHOLE, 64),
-    "rowwise": Kind("cast_rowwise", "cast_rowwise", (1, -1), 64),
-    "1x128": Kind("cast_blockwise", "cast_blockwise", BY_128, 128),
-    "128x128": Kind("cast_blockwise", "cast_blockwise", (128, 128), 128),
-    "mx": Kind("cast_mx", "cast_mx", (1, 32), None, (E8M0, E8M0_FLOOR)),
-    "mx, swizzled": Kind("cast_mx", "cast_mx", (1, 32), None, (E8M0, E8M0_FLOOR)),
+    "given": Kind("cast", "cast", WHOLE),
+    "dynamic": Kind("cast_dynamic", "cast", WHOLE),
+    "rowwise": Kind("cast_rowwise", "cast_rowwise", (1, -1)),
+    "1x128": Kind("cast_blockwise", "cast_blockwise", BY_128),
+    "128x128": Kind("cast_blockwise", "cast_blockwise", (128, 128)),
+    "mx": Kind("cast_mx", "cast_mx", (1, 32), (E8M0, E8M0_FLOOR)),
+    "mx, swizzled": Kind("cast_mx", "cast_mx", (1, 32), (E8M0, E8M0_FLOOR)),
 }
-SUMMING = [name for name, kind in KINDS.items() if kind.summed]
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_KIND = pytest.mark.parametrize("name", KINDS)
 
 
-def arguments(name, x, dtype, scale_format, wanted, amax=None, sums=None):
+def arguments(name, x, dtype, scale_format, wanted, amax=None):
     """Of the op, and of what launches its kernels."""
     power_of_two, kind = scale_format == POWER_OF_TWO, KINDS[name]
     if kind.op == "cast":
-        return x, torch.full((1, 1), 0.37, device=x.device), dtype, *wanted, amax, sums
+        return x, torch.full((1, 1), 0.37, device=x.device), dtype, *wanted, amax
     if kind.op == "cast_dynamic":
-        return x, dtype, power_of_two, *wanted, amax, sums
+        return x, dtype, power_of_two, *wanted, amax
     if kind.op == "cast_mx":
         return x, dtype, scale_format, "swizzled" in name, *wanted
     block = kind.block if kind.op == "cast_blockwise" else ()
-    return x, dtype, power_of_two, *block, *wanted, sums
+    return x, dtype, power_of_two, *block, *wanted
 
 
-def new_sums(name, x) -> Tensor:
-    shape = scale_shape(x.shape, (*[1] * (x.dim() - 2), KINDS[name].summed, 1))
-    return torch.full(shape, torch.nan, device=x.device)
-
-
-def check(name, x, dtype, scale_format, wanted, device, replay, adds=False, records=True):
+def check(name, x, dtype, scale_format, wanted, device, replay, records=True):
     """Requested outputs have the definition's data and scales, in the layout that GEMMs read."""
     kind = KINDS[name]
     amax = torch.tensor(3.0, device=device) if records and kind.file == "cast" else None
     amax = amax if x.dim() == 2 else None
-    sums = new_sums(name, x) if adds else None
     function = {"cast": "_cast", "cast_dynamic": "_cast_dynamic"}.get(kind.op, "_launch")
-    given = arguments(name, x, dtype, scale_format, wanted, amax, sums)
+    given = arguments(name, x, dtype, scale_format, wanted, amax)
     data, *others = launcher(kind.file, function, device)(*given)
     if kind.file == "cast":
         data_t, scale = others if kind.op == "cast_dynamic" else (*others, given[1])
@@ -115,10 +104,6 @@ def check(name, x, dtype, scale_format, wanted, device, replay, adds=False, reco
     if amax is not None:
         largest = definition.amax(x, WHOLE).clamp(min=3.0)
         assert_bitwise(amax.reshape(1, 1), largest, replay, "recorded amax")
-    for i, part in enumerate(x.double().split(kind.summed, -2) if adds else ()):
-        found, exact = sums[..., i, :].double(), part.sum(-2)
-        near = (found - exact).abs() <= part.abs().sum(-2) * 2**-20
-        assert (near | (found == exact) | (found.isnan() & exact.isnan())).all(), (replay, i)
 
 
 @EVERY_DEVICE
@@ -168,19 +153,6 @@ def test_every_line_has_its_own_scale(name, device):
 
 
 @EVERY_DEVICE
-@pairs(
-    name=SUMMING,
-    shape=[(80, 272), (5, 123), (130, 129), (2, 70, 20)],
-    layout=["contiguous", "transposed", "sliced"],
-    specials=[(), ("nan",), ("inf", "negative_inf")],
-)
-def test_columns_are_added(name, shape, layout, specials, device):
-    """With the error of float32, each row once; a special value reaches its own column."""
-    case = Case(shape, torch.bfloat16, 9, "wide", layout, specials)
-    check(name, case.make(device), E4M3, POWER_OF_TWO, BOTH, device, case, adds=True)
-
-
-@EVERY_DEVICE
 @pytest.mark.parametrize("scale_format", [E8M0, E8M0_FLOOR])
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_amaxes_around_every_power_of_two(scale_format, dtype, device):
@@ -225,16 +197,13 @@ def test_each_matrix_of_a_stack_may_have_a_given_scale(device):
     name=list(KINDS),
     shape=[(130, 48), (0, 16), (3, 16, 40)],
     wanted=[BOTH, (True, False)],
-    all_arguments=[False, True],
+    records=[False, True],
 )
-def test_opcheck(name, shape, wanted, all_arguments, device):
+def test_opcheck(name, shape, wanted, records, device):
     """Schema, fake and mutation are what the ops say, on every device."""
     kind, x = KINDS[name], Case(shape, torch.bfloat16, layout="transposed").make(device)
-    amax = torch.zeros((), device=device) if all_arguments and len(shape) == 2 else None
-    adds = all_arguments and wanted == BOTH and kind.summed
-    given = arguments(
-        name, x, E4M3, kind.scale_formats[0], wanted, amax, new_sums(name, x) if adds else None
-    )
+    amax = torch.zeros((), device=device) if records and len(shape) == 2 else None
+    given = arguments(name, x, E4M3, kind.scale_formats[0], wanted, amax)
     torch.library.opcheck(getattr(OPS, kind.op).default, given)
 
 
@@ -255,17 +224,6 @@ REFUSED = [
     (LAUNCHERS["cast"], (X, X[:1, :1], E4M3, *BOTH, META), "amax is on meta"),
     (OPS.cast_blockwise, (X, E4M3, True, 1, 32, *BOTH), "no kernel casts .* use one of"),
     (OPS.cast_mx, (X, E4M3, FLOAT32, True, *BOTH), "are E8M0, not .* use 'e8m0'"),
-    (LAUNCHERS["cast_dynamic"], (X, E4M3, True, *BOTH, None, torch.empty(2, 48)), "column_sums"),
-    *(
-        (LAUNCHERS["cast_rowwise"], (X, E4M3, True, *wanted, sums), "column_sums must be")
-        for wanted, sums in (
-            ((True, False), torch.empty(1, 48)),
-            ((False, True), torch.empty(1, 48)),
-            (BOTH, torch.empty(1, 47)),
-            (BOTH, torch.empty(1, 48, dtype=torch.bfloat16)),
-            (BOTH, torch.empty(1, 96)[:, ::2]),
-        )
-    ),
 ]
 
 
