@@ -174,10 +174,8 @@ def fused_step(
         grad_scale: float32 of one element on the device; the gradient is divided by it on the way
             and stays as it is (``torch.amp.GradScaler``'s protocol for fused optimizers).
         found_inf: float32 of one element on the device; where it is not 0 nothing is written.
-        amax: float32 of one element that holds 0 before. Of a master it records the largest finite
-            magnitude of the new master, for `cast_weight`. Of another parameter it records the
-            largest magnitude that the parameter has after the step, NaN included; where
-            ``found_inf`` is not 0, that of the parameter as it stays.
+        amax: float32 of one element that holds 0 before. It records the largest finite magnitude
+            of the new master, for `cast_weight`; None where the parameter is no master.
     """
     name, numbers, lr = packed(rule)
     m, v = (*(state[:3] for state in states), (None, None, None))[:2]

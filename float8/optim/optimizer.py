@@ -60,7 +60,6 @@ from torch.optim.optimizer import ParamsT
 from float8.arguments import described
 from float8.kernels.moments import StateMatrix
 from float8.kernels.update_rules import UpdateRule
-from float8.linear.registration import AMAX_READERS
 from float8.optim import options
 from float8.optim.moment import Moment, matrix_of
 from float8.optim.state_dicts import parameters_of, read_states, with_plain_entries
@@ -146,40 +145,9 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             for group, traced in self._traced_works():
                 self._run(group, traced)
             return loss
-        amaxes = self._amaxes_to_record()
-        for group, of_group in self._works(False, amaxes):
+        for group, of_group in self._works(False):
             self._run(group, of_group)
-        for p in self._with_gradients():
-            if (amax := amaxes.get(id(p))) is not None:
-                for reader in AMAX_READERS:
-                    reader.take(p, amax)
         return loss
-
-    def _with_gradients(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"] if p.grad is not None)
-
-    def _amaxes_to_record(self) -> dict[int, Tensor]:
-        """``id(parameter)`` -> zero, float32 of one element, where someone reads its amax.
-
-        Not recorded is what may be written to after its update: every parameter where ``step`` is
-        overridden or decorated, and parameters that share memory, or stand in a group twice.
-        """
-        step: Any = type(self).step
-        if getattr(step, "hooked", False):  # torch's wrapper, which calls hooks
-            step = step.__wrapped__
-        if step is not QuantizedOptimizer.step:
-            return {}
-        stepped = list(self._with_gradients())
-        wanted = set().union(*(reader.wants(stepped) for reader in AMAX_READERS))
-        if wanted:
-            wanted -= overlapping(stepped)
-        amaxes: dict[int, Tensor] = {}
-        for device in {p.device for p in stepped if id(p) in wanted}:
-            ids = [id(p) for p in stepped if id(p) in wanted and p.device == device]
-            # Kernels are compiled for pointers to 16 bytes.
-            zeros = torch.zeros(len(ids), 4, dtype=torch.float32, device=device)
-            amaxes |= zip(ids, zeros[:, :1].unbind(), strict=True)
-        return amaxes
 
     @torch.compiler.disable
     def _check_gradients(self) -> None:
@@ -196,17 +164,15 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         Subclasses, shards and dictionaries stay outside of the graph, which takes plain tensors
         alone and is the same in every step.
         """
-        return [(group, list(works)) for group, works in self._works(True, {})]
+        return [(group, list(works)) for group, works in self._works(True)]
 
-    def _works(
-        self, is_compiling: bool, amaxes: Mapping[int, Tensor]
-    ) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
+    def _works(self, is_compiling: bool) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
         """Every group and its works; made one by one, as they may hold copies."""
         for number, group in enumerate(self.param_groups):
             yield (
                 group,
                 (
-                    self._work(p, group, (number << 20) + index, is_compiling, amaxes.get(id(p)))
+                    self._work(p, group, (number << 20) + index, is_compiling)
                     for index, p in enumerate(group["params"])
                     if p.grad is not None
                 ),
@@ -231,14 +197,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
         return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
 
-    def _work(
-        self,
-        p: Tensor,
-        group: dict[str, Any],
-        seed: int,
-        is_compiling: bool,
-        amax: Tensor | None,
-    ) -> Work:
+    def _work(self, p: Tensor, group: dict[str, Any], seed: int, is_compiling: bool) -> Work:
         assert p.grad is not None
         state = self._state_of(p, group)
         state["step"].add_(1)
@@ -265,7 +224,6 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             step=state["step"] if is_compiling else _number(state["step"]),
             original=None if plain.is_contiguous() else plain,
             first=first_element(p),
-            amax=amax,
         )
 
     def stochastic_states(self, group: dict[str, Any]) -> list[bool]:
@@ -379,25 +337,6 @@ def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
     if isinstance(p, DTensor):
         return torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
     return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-
-
-def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of those whose memory is also another's, and of one that is there twice."""
-    found: set[int] = set()
-    reach, owner = -1, 0  # the last address so far, and whose it is
-    for start, end, key in sorted((*_extent(local(x)), id(x)) for x in tensors if x.numel()):
-        if start <= reach:
-            found |= {owner, key}
-        if end > reach:
-            reach, owner = end, key
-    return found
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The first and the last address of a tensor's elements; 0 is the first of a subclass."""
-    start = x.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + last * x.element_size()
 
 
 def local(x: Tensor) -> Tensor:

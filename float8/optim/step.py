@@ -48,8 +48,6 @@ class Work(NamedTuple):
         step: which step this is, a Python number or a 0-dim tensor, counted from 1.
         original: what ``parameter`` is a copy of, if its rows are not contiguous.
         first: the index of the first element, where the parameter is a shard of a larger one.
-        amax: float32 of one element, 0 before; the step records the largest magnitude that the
-            parameter then has, NaN included. Not of a float8 parameter. None records nothing.
     """
 
     parameter: Tensor
@@ -63,7 +61,6 @@ class Work(NamedTuple):
     step: Number
     original: Tensor | None = None
     first: int = 0
-    amax: Tensor | None = None
 
     @property
     def target(self) -> StateMatrix:
@@ -102,9 +99,6 @@ def advance(work: Work, rule: UpdateRule) -> None:
             seed=work.seed,
             first=work.first + rows.start * columns + cols.start,
         )
-        if work.amax is not None:
-            found = kernels.amax(part(work.parameter, rows, cols), (-1, -1))
-            torch.maximum(work.amax, found.view(1), out=work.amax)
     if work.master is not None:
         assert work.scale is not None
         _cast_master(work.master, work.parameter, work.scale)
@@ -128,9 +122,7 @@ def advance_fused(
     For ``grad_scale`` and ``found_inf`` see `float8.kernels.optimizer_step.fused_step`.
     """
     gradient = work.gradient.codes if work.gradient.scale is None else work.gradient.decode()
-    amax = work.amax
-    if work.master is not None:
-        amax = torch.zeros(1, device=work.parameter.device)
+    amax = None if work.master is None else torch.zeros(1, device=work.parameter.device)
     optimizer_step.fused_step(
         rule,
         work.step,
@@ -189,10 +181,6 @@ def advance_together(works: Sequence[Work], rule: UpdateRule) -> None:
     for column, value in zip(zip(*targets, strict=True), new, strict=True):
         pieces = [v.view_as(x) for v, x in zip(value.split(sizes), column, strict=True)]
         torch._foreach_copy_(list(column), pieces)
-    records = [(w.amax, w.parameter) for w in works if w.amax is not None]
-    if records:
-        found = kernels.amaxes([parameter for _, parameter in records]).split(1)
-        torch._foreach_copy_([amax for amax, _ in records], list(found))
 
 
 def tiles_of(matrix: Tensor, group: int) -> Iterator[tuple[slice, slice]]:
