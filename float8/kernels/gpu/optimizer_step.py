@@ -372,8 +372,10 @@ def _reference(
     if grad_scale is not None:
         gradient = gradient / grad_scale.reshape(())
     host.plain_step(
-        host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
-        gradient, states, at_random=at_random, seed=seed, first=first,
+        host.Step(
+            host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
+            StateMatrix(gradient), states, group, at_random, seed, first,
+        )
     )  # fmt: skip
     if amax is not None and p.numel():
         amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
