@@ -12,11 +12,10 @@ FLAT        all tensors are row-major and groups divide rows: memory is one sequ
 otherwise   a row's last group may be shorter; parameter and gradient have their own strides
 =========== ===================================================================================
 
-`_adamw`, `_sgd_momentum` and `_lion` are the rules of ``kernels/update_rules.py`` for a tile; tests
-check that they are equal. A rule's numbers are passed by value. The learning rate and the step may
-also be passed by pointer, so that a CUDA graph replays with new ones. Each program then computes
-the bias corrections in float64, as the definition does. Random bits are a hash of seed, step and
-element.
+The update rules are compiled from the source of ``kernels/update_rules.py``. A rule's numbers are
+passed by value. The learning rate and the step may also be passed by pointer, so that a CUDA graph
+replays with new ones. Each program then computes the bias corrections in float64, as the definition
+does. Random bits are a hash of seed, step and element.
 
 If the parameter is a master, `cast_weight` is a second launch. The first launch writes the amax of
 the new master by an atomic maximum, which does not depend on the order. A step that GradScaler's
@@ -26,6 +25,7 @@ the new master by an atomic maximum, which does not depend on the order. A step 
 from __future__ import annotations
 
 import math
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -97,36 +97,36 @@ def _adam_factors(lr, step, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr):
 
 
 @triton.jit
-def _decayed(p, g, kept, weight_decay, DECAY: tl.constexpr):
-    """The weight decay of every rule; ``kept`` is 1 - lr * weight_decay."""
-    if DECAY == _DECOUPLED:
-        p = p * kept
-    elif DECAY == _COUPLED:
-        g = g + p * weight_decay
-    return p, g
+def _quotient(x, y):
+    return tl.div_rn(x, y)
 
 
 @triton.jit
-def _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root):
-    """`float8.kernels.update_rules.AdamW` after its decay; ``rest1`` is 1 - beta1."""
-    m = m + (g - m) * rest1
-    v = v * beta2 + (g * g) * rest2
-    return p - tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * step_size, m, v
+def _root(x):
+    return tl.sqrt_rn(x)
 
 
 @triton.jit
-def _sgd_momentum(p, g, m, lr, momentum, undampened, NESTEROV: tl.constexpr):
-    """`float8.kernels.update_rules.SGDMomentum` after its decay."""
-    m = m * momentum + g * undampened
-    return p - (g + m * momentum if NESTEROV else m) * lr, m
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))  # 0 and NaN are kept
 
 
-@triton.jit
-def _lion(p, g, m, lr, beta1, rest1, beta2, rest2):
-    """`float8.kernels.update_rules.Lion` after its decay."""
-    mixed = m * beta1 + g * rest1
-    direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN are kept
-    return p - direction * lr, m * beta2 + g * rest2
+def _compiled(function: Any) -> Any:
+    """A function of `update_rules` in Triton: its source, with Triton's roots and quotients."""
+    names = {"quotient": _quotient, "root": _root, "sign": _sign, "Any": tl.tensor, "tl": tl}
+    names["__name__"] = __name__
+    return triton.jit(FunctionType(function.__code__, names, function.__name__))
+
+
+_decayed, _adamw, _sgd_momentum, _lion = (
+    _compiled(rule)
+    for rule in (
+        update_rules.decayed,
+        update_rules.adamw,
+        update_rules.sgd_momentum,
+        update_rules.lion,
+    )
+)
 
 
 @triton.jit
@@ -231,7 +231,8 @@ def _step_kernel(
         g = tl.div_rn(g, tl.load(grad_scale_ptr) + tl.zeros_like(g))
     if MAXIMIZE:
         g = -g
-    p, g = _decayed(p, g, kept, weight_decay, DECAY)
+    if DECAY != _NO_DECAY:
+        p, g = _decayed(p, g, kept, weight_decay, DECAY == _DECOUPLED)
     if RULE == "adamw":
         if LR_IS_TENSOR or STEP_IS_TENSOR:
             step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
