@@ -232,9 +232,8 @@ def as_on_cuda() -> Iterator[None]:
         "float8.kernels.family_of": family,
         "float8.kernels.casts.family_of": family,
         "float8.kernels.scaled_mm.family_of": family,
-        "float8.optim.moment.TILE": sys.maxsize,  # of thousands each would be traced
+        "float8.kernels.moments.TILE": sys.maxsize,  # of thousands each would be traced
         "float8.optim.optimizer.advance": lambda *_: None,
-        "float8.optim.optimizer.advance_together": lambda *_: None,
     }
     with ExitStack() as stack:
         stack.enter_context(_FusedOps())

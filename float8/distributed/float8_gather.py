@@ -144,10 +144,7 @@ def _amax_of_all(
     assert cast is not None
     amax = known.of(*weights)
     if amax is None:
-        of_shard = known.shard_of(*weights)
-        if of_shard is None:
-            of_shard = amax_of_shard(shard, cast, size, group)
-        amax = max_over_ranks(of_shard, group)
+        amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
         known.remember(amax, shard, sum(map(version_of, weights)))
     return amax
 

@@ -82,9 +82,6 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     after the step does its own all-reduce; the bits are the same. The result is discarded when the
     weight is written to again, so a stale scale is never used, and a missing call costs only time.
 
-    An optimizer of `float8.optim` has recorded the amaxes of this rank's shards as it wrote them.
-    The others are found in one pass over the shards.
-
     Left out are weights that are unsharded at the moment (``unshard()``), and weights with static
     scales or with a delayed scale. The all-reduce is by position, in the
     alphabetical order of the layers' names: the order of registration does not matter.
@@ -149,22 +146,15 @@ def _agree(weights: list[Any], group: Any, device_type: str) -> None:
 
 
 def _amaxes_of_shards(weights: list[Any], group: Any) -> list[Tensor]:
-    """This rank's part of the amax of each weight.
-
-    Those that the optimizer recorded are not computed; the others of layers take one pass together.
-    """
-    amaxes: dict[int, Tensor] = {}
-    for weight, layer, cast in weights:
-        local = weight._local_tensor
-        if weight.dim() == 3:
-            amaxes[id(weight)] = amax_of_shard(local.plain, cast, weight.shape, group)
-        elif (recorded := local.amax_of_shard(*weights_of(layer).values())) is not None:
-            amaxes[id(weight)] = recorded
-    unknown = [weight for weight, _, _ in weights if id(weight) not in amaxes]
-    if unknown:
-        found = kernels.amaxes([weight._local_tensor.plain for weight in unknown])
-        amaxes |= zip(map(id, unknown), found.view(-1, 1, 1).unbind(), strict=True)
-    return [amaxes[id(weight)] for weight, _, _ in weights]
+    """This rank's part of the amax of each weight; those of layers take one pass together."""
+    of_layers = [weight._local_tensor.plain for weight, _, _ in weights if weight.dim() == 2]
+    found = iter(kernels.amaxes(of_layers).view(-1, 1, 1) if of_layers else ())
+    return [
+        next(found)
+        if weight.dim() == 2
+        else amax_of_shard(weight._local_tensor.plain, cast, weight.shape, group)
+        for weight, _, cast in weights
+    ]
 
 
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:

@@ -16,7 +16,6 @@ requires too: a rank that wrote alone would wait alone in its all-reduce.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,8 +28,6 @@ from float8.distributed.float8_gather import GatheredWeight, block_of, cast_shar
 from float8.distributed.known_amax import KnownAmax
 from float8.distributed.rank_comparison import LAYERS
 from float8.granularity import WHOLE, Block
-from float8.linear.float8_weight import version_of
-from float8.linear.registration import AMAX_READERS, AmaxReader
 
 aten = torch.ops.aten
 _Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype of the data, block
@@ -95,14 +92,6 @@ class ShardedWeight(Tensor):
     def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
         """Keep the largest magnitudes of the whole weight, float32, until the next write."""
         self._known.remember(amax, self._tensor, owner_version)
-
-    def remember_shard(self, amax: Tensor, owner_version: int) -> None:
-        """Keep the largest magnitude of this shard, float32, until the next write."""
-        self._known.remember_shard(amax, self._tensor, owner_version)
-
-    def amax_of_shard(self, *owners: Tensor) -> Tensor | None:
-        """What `remember_shard` keeps, (1, 1), or None; see `KnownAmax.of`."""
-        return self._known.shard_of(*owners)
 
     # --- the functions that FSDP2 calls
 
@@ -284,22 +273,4 @@ def _rebuild(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Sharded
     return _with_autograd(ShardedWeight(tensor), requires_grad, is_parameter)
 
 
-def _wanted(parameters: Sequence[Any]) -> set[int]:
-    """The ids of the layers' weights whose last gather or `precompute` needed their amax."""
-    return {
-        id(p)
-        for p in parameters
-        if p.dim() == 2
-        and isinstance(local := getattr(p, "_local_tensor", None), ShardedWeight)
-        and local.known_amax is not None
-    }
-
-
-def _take(parameter: Any, amax: Tensor) -> None:
-    local = getattr(parameter, "_local_tensor", None)
-    if isinstance(local, ShardedWeight):
-        local.remember_shard(amax.view(1, 1), version_of(parameter))
-
-
-AMAX_READERS.append(AmaxReader(_wanted, _take))
 torch.serialization.add_safe_globals([ShardedWeight, _rebuild])

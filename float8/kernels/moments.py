@@ -45,7 +45,7 @@ last bits of ``log2`` and ``exp2``, which differ between backends: a code may be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,47 @@ E4M3_MAX, SMALLEST_CODE = E4M3.max, E4M3.smallest_subnormal
 LOG2_RANGE = math.log2(E4M3_MAX / SMALLEST_CODE)  # of the E4M3 magnitudes
 MIN_EXPONENT = 1 / 64
 MAX_EXPONENT = 4.0
+
+# Elements of a tile: 1 MB of float32, of which a step has about 20 at once. They fit in caches.
+TILE = 2**18
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """(R, C) of a tensor: its first dimension and the product of the others; (1, n) of a vector."""
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def matrix_of(x: Tensor) -> Tensor:
+    """x as a matrix (R, C): a view, or a copy if its rows are not contiguous."""
+    return x.reshape(matrix_shape(x.shape))
+
+
+def groups_shape(shape: Sequence[int], group: int) -> tuple[int, int]:
+    """(R, ceil(C / group)): the shape of the scales of a tensor of ``shape``."""
+    rows, cols = matrix_shape(shape)
+    return rows, -(-cols // group)
+
+
+def tiles(shape: Sequence[int], group: int) -> Iterator[tuple[slice, slice]]:
+    """The rows and columns of every tile of a matrix (R, C): how much is in float32 at once.
+
+    All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
+    where one row is longer than a tile, whole groups of one row. No group is cut, so the result
+    does not depend on the size of the tiles. The elements of a tile have consecutive indices, from
+    which random numbers are drawn. Under torch.compile there is one tile: the compiler makes loops
+    of the whole.
+    """
+    rows, cols = shape
+    size = max(rows * cols, 1) if torch.compiler.is_compiling() else TILE
+    if rows * cols == 0:
+        return
+    width = cols if cols <= size else max(size // group, 1) * group
+    height = max(size // width, 1) if width == cols else 1
+    for top in range(0, rows, height):
+        for left in range(0, cols, width):
+            yield slice(top, min(top + height, rows)), slice(left, min(left + width, cols))
 
 
 class StateMatrix(NamedTuple):

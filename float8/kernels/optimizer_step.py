@@ -1,19 +1,22 @@
 """One optimizer step of one parameter: in plain PyTorch, or by the CUDA kernel.
 
 A step decodes the states to float32, applies an update rule (``update_rules.py``) and encodes them
-again, in place. `plain_step` does it in PyTorch on any device and is the definition. On CUDA one
-Triton kernel does it (``gpu/optimizer_step.py``): a program holds whole groups in registers, reads
-gradient, parameter, codes and scales once, and writes once. Both have the same precision: linear
-codes and parameters are equal to the bit; what follows from expanded codes may differ by one code
-(see ``moments.py``).
+again, in place. `Step` has all that it needs, as matrices. `plain_step` does it in PyTorch on any
+device and is the definition. On CUDA one Triton kernel does it (``gpu/optimizer_step.py``): a
+program holds whole groups in registers, reads gradient, parameter, codes and scales once, and
+writes once. Both have the same precision: linear codes and parameters are equal to the bit; what
+follows from expanded codes may differ by one code (see ``moments.py``).
 
-`refusal` says why the kernel does not take a step. `takes_kernel` decides: ``fused=True`` raises
-that reason. ``fused=None`` takes the kernel where it runs; on CUDA it warns of the reason where it
-does not, and the step takes longer. ``fused=False`` never takes the kernel.
+`advance` chooses. ``fused=True`` raises the reason why the kernel does not take a step
+(`refusal`). ``fused=None`` takes the kernel where it runs; on CUDA it warns of the reason where it
+does not, and the step takes longer. ``fused=False`` never takes the kernel. In plain PyTorch at
+most one tile is in float32 at any time.
 
 The parameter is a `StateMatrix` too: a float32, bfloat16 or float16 matrix without a scale, or a
-scaled float16 master (MS-AMP O3; arXiv 2310.18313, section 2.2), from which `cast_weight` writes
-the tensorwise float8 weight that the model multiplies.
+scaled float16 master (MS-AMP O3; FP8-LM, arXiv 2310.18313, section 2.2), from which the tensorwise
+float8 weight follows that the model multiplies (`cast_master`). An update is far smaller than the
+distance between two E4M3 values, so it would be lost without the master. The cast reads the master
+after its rounding, so that a checkpoint of the master alone gives the same float8 weight.
 """
 
 from __future__ import annotations
@@ -21,14 +24,14 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from float8.formats import HIGH_PRECISION_DTYPES
-from float8.kernels import stochastic, update_rules
-from float8.kernels.moments import StateMatrix
+from float8.granularity import WHOLE
+from float8.kernels import definition, plain, stochastic, update_rules
+from float8.kernels.moments import StateMatrix, part, tiles
 from float8.kernels.scaled_mm import SUPPORT, architecture
 from float8.kernels.update_rules import Number, UpdateRule
 
@@ -41,61 +44,124 @@ KERNEL_RULES: dict[str, Any] = {
 LARGEST_GROUP = 2048
 
 
-def plain_step(
-    rule: UpdateRule,
-    step: Number,
-    p: StateMatrix,
-    g: Tensor,
-    states: Sequence[StateMatrix],
-    *,
-    at_random: Sequence[bool],
-    seed: int = 0,
-    first: int = 0,
-) -> None:
-    """One step in place, in plain PyTorch.
+class Step(NamedTuple):
+    """One step of one parameter; what it writes is p and the states.
 
-    ``step`` is counted from 1; it is a number or a 0-dim tensor. ``p`` is the parameter (R, C), or
-    its master, and ``g`` its gradient in float32. ``states`` are the moments, in the order of the
-    rule.
-
-    ``at_random`` says whether the parameter (or its master) and each of the states are rounded
-    stochastically, where they are not float32; see ``stochastic.py``. Random numbers depend on
-    ``seed``, which stands for the parameter, on the step and on the index of an element. ``first``
-    is the index of p's first element in the whole parameter, where p is a part of it.
+    Attributes:
+        rule: the update rule.
+        number: which step this is, a Python number or a 0-dim tensor, counted from 1.
+        p: (R, C): the parameter, or its master.
+        g: its gradient, in a high precision, or in float8 with one scale for each row.
+        states: the moments, in the order of the rule.
+        group: how many consecutive elements of a row share a scale.
+        at_random: whether the parameter (or its master) and each of the states are rounded
+            stochastically, where they are not float32; see ``stochastic.py``.
+        seed: which parameter this is: random numbers depend on it, on the step and on the index of
+            an element.
+        first: the index of p's first element, where p is a part of a larger parameter.
     """
-    offset = step.to(torch.int32) if isinstance(step, Tensor) else int(step)
-    new = rule.update(step, p.decode(), g, *(state.decode() for state in states))
-    for number, (state, x) in enumerate(zip((p, *states), new, strict=True)):
-        if not at_random[number] or state.codes.dtype == torch.float32:
+
+    rule: UpdateRule
+    number: Number
+    p: StateMatrix
+    g: StateMatrix
+    states: Sequence[StateMatrix]
+    group: int
+    at_random: Sequence[bool]
+    seed: int = 0
+    first: int = 0
+
+    def tile(self, rows: slice, cols: slice) -> Step:
+        """The step of some rows, and of some columns that begin with a group."""
+        return self._replace(
+            p=self.p.tile(rows, cols),
+            g=self.g.tile(rows, cols),
+            states=[state.tile(rows, cols) for state in self.states],
+            first=self.first + rows.start * self.p.codes.shape[1] + cols.start,
+        )
+
+
+class Float8Weight(NamedTuple):
+    """The tensorwise float8 weight of a master: data (R, C), and its scale of one element."""
+
+    data: Tensor
+    scale: Tensor
+
+
+def advance(
+    step: Step,
+    fused: bool | None,
+    weight: Float8Weight | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Advance one parameter and its states by one step, in place.
+
+    ``weight`` is that of a master, and is cast from it. ``grad_scale`` and ``found_inf`` are
+    `fused_step`'s; only the kernel reads them.
+    """
+    if not takes_kernel(fused, step):
+        for rows, cols in tiles(step.p.codes.shape, step.group):
+            plain_step(step.tile(rows, cols))
+        if weight is not None:
+            cast_master(step.p, weight)
+        return
+    device = step.p.codes.device
+    amax = None if weight is None else torch.zeros(1, dtype=torch.float32, device=device)
+    fused_step(step, grad_scale, found_inf, amax)
+    if weight is not None:
+        assert amax is not None
+        cast_weight(step.p, weight, amax, found_inf)
+    if not torch.compiler.is_compiling():  # the kernel's write does not increase it
+        torch.autograd.graph.increment_version(step.p.codes if weight is None else weight.data)
+
+
+def plain_step(step: Step) -> None:
+    """One step in place, in plain PyTorch."""
+    number, seed, first = step.number, step.seed, step.first
+    offset = number.to(torch.int32) if isinstance(number, Tensor) else int(number)
+    targets = (step.p, *step.states)
+    p, *states = (target.decode() for target in targets)
+    new = step.rule.update(number, p, step.g.decode(), *states)
+    for index, (state, x) in enumerate(zip(targets, new, strict=True)):
+        if not step.at_random[index] or state.codes.dtype == torch.float32:
             state.write(x)
         elif state.scale is None:
             state.write(stochastic.stochastic_round(x, state.codes.dtype, seed, offset, first))
         else:
-            key = stochastic.seed_of_state(seed, number - 1)
+            key = stochastic.seed_of_state(seed, index - 1)
             state.write(x, stochastic.chances(x, key, offset, first))
 
 
-def refusal(
-    rule: UpdateRule, p: StateMatrix, g: Tensor, states: Sequence[StateMatrix], group: int
-) -> str | None:
+def cast_master(master: StateMatrix, weight: Float8Weight) -> None:
+    """Write a tensorwise float8 weight from its master, in plain PyTorch, tile by tile."""
+    places = list(tiles(weight.data.shape, master.group))
+    if not places:
+        return
+    amaxes = []
+    for place in places:
+        value = master.tile(*place).decode()
+        # A NaN in the scale would spoil every element.
+        finite = torch.where(value.isfinite(), value, 0.0)
+        amaxes.append(plain.amax(finite, (WHOLE, WHOLE)))
+    dtype = weight.data.dtype
+    scale = definition.scale_from_amax(torch.stack(amaxes).amax(0), torch.finfo(dtype).max)
+    for place in places:
+        value = master.tile(*place).decode()
+        part(weight.data, *place).copy_(plain.cast(value, scale, (WHOLE, WHOLE), dtype))
+    weight.scale.copy_(scale.view(weight.scale.shape))
+
+
+def refusal(step: Step) -> str | None:
     """Why the Triton kernel does not take this step, and what to do; None if it does."""
-    device = p.codes.device
+    device, group = step.p.codes.device, step.group
     if device.type != "cuda":
         return f"it is a kernel for CUDA, and the parameter is on {device}; use fused=False"
-    if type(rule) not in KERNEL_RULES.values():
-        return (
-            f"it has no rule {type(rule).__name__} (it has {', '.join(KERNEL_RULES)}); use "
-            "fused=False, or add the rule to kernels/gpu/optimizer_step.py"
-        )
+    if type(step.rule) not in KERNEL_RULES.values():
+        return f"it has no rule {type(step.rule).__name__}; use fused=False"
     if not 0 < group <= LARGEST_GROUP or group & (group - 1):
-        return (
-            f"group={group} is not a power of two up to {LARGEST_GROUP}; "
-            "choose one, or use fused=False"
-        )
-    for what, x in (("parameter", p.codes), ("gradient", g)):
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            return f"the {what} is {x.dtype}, not float32, bfloat16 or float16; use fused=False"
-    if not all(x.is_contiguous() for state in states for x in state.tensors()):
+        return f"group={group} is not a power of two up to {LARGEST_GROUP}; use fused=False"
+    if not all(x.is_contiguous() for state in step.states for x in state.tensors()):
         return "a state is not contiguous; make it so, or use fused=False"
     return _no_kernel(device.index)
 
@@ -105,8 +171,7 @@ def _no_kernel(device_index: int | None) -> str | None:
     if torch.version.hip is not None:
         return "the kernel is untested on AMD GPUs; use fused=False"
     if (arch := architecture(device_index)) not in SUPPORT:
-        known = ", ".join(SUPPORT)
-        return f"{arch} is not known to convert float8 (known: {known}); use fused=False"
+        return f"{arch} is not known to convert float8 ({', '.join(SUPPORT)} are); use fused=False"
     try:
         for name in ("optimizer_step", "cast_weight"):
             importlib.import_module(f"float8.kernels.gpu.{name}")
@@ -119,48 +184,28 @@ def _no_kernel(device_index: int | None) -> str | None:
 _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def takes_kernel(
-    fused: bool | None,
-    rule: UpdateRule,
-    p: StateMatrix,
-    g: Tensor,
-    states: Sequence[StateMatrix],
-    group: int,
-) -> bool:
+def takes_kernel(fused: bool | None, step: Step) -> bool:
     """Whether the kernel runs this step; ValueError if ``fused=True`` and the kernel refuses."""
     if fused is False:
         return False
-    reason = refusal(rule, p, g, states, group)
+    reason = refusal(step)
     if fused and reason is not None:
-        shape = tuple(p.codes.shape)
+        shape = tuple(step.p.codes.shape)
         raise ValueError(f"fused=True, and the kernel refuses a parameter of {shape}: {reason}")
-    if reason is not None and p.codes.device.type == "cuda":
+    if reason is not None and step.p.codes.device.type == "cuda":
         _warn(reason)
     return reason is None
 
 
-def _warn(reason: str) -> None:
-    """Say once for every reason that steps run in plain PyTorch."""
-    if reason not in _WARNED:
-        _WARNED.add(reason)
-        warnings.warn(f"this optimizer's steps are not fused: {reason}", stacklevel=2)
+def _warn(reason: str) -> None:  # Python shows it once
+    warnings.warn(f"this optimizer's steps are not fused: {reason}", stacklevel=2)
 
 
-_WARNED: set[str] = set()
-_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above: once, while tracing
+_warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def fused_step(
-    rule: UpdateRule,
-    step: Number,
-    p: StateMatrix,
-    g: Tensor,
-    states: Sequence[StateMatrix],
-    group: int,
-    *,
-    at_random: Sequence[bool],
-    seed: int = 0,
-    first: int = 0,
+    step: Step,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     amax: Tensor | None = None,
@@ -168,23 +213,20 @@ def fused_step(
     """`plain_step` by the Triton kernel (`takes_kernel` must have said so).
 
     Args:
-        rule, step, p, states, at_random, seed, first: see `plain_step`; p of any strides.
-        g: the gradient (R, C) in any high precision, of any strides.
-        group: elements per scale, of every `StateMatrix`.
+        step: p and the gradient may have any strides.
         grad_scale: float32 of one element on the device; the gradient is divided by it on the way
             and stays as it is (``torch.amp.GradScaler``'s protocol for fused optimizers).
         found_inf: float32 of one element on the device; where it is not 0 nothing is written.
-        amax: float32 of one element that holds 0 before. Of a master it records the largest finite
-            magnitude of the new master, for `cast_weight`. Of another parameter it records the
-            largest magnitude that the parameter has after the step, NaN included; where
-            ``found_inf`` is not 0, that of the parameter as it stays.
+        amax: float32 of one element that holds 0 before. It records the largest finite magnitude
+            of the new master, for `cast_weight`; None where the parameter is no master.
     """
-    name, numbers, lr = packed(rule)
-    m, v = (*(state[:3] for state in states), (None, None, None))[:2]
-    number, tensor = (0.0, step) if isinstance(step, Tensor) else (float(step), None)
+    name, numbers, lr = packed(step.rule)
+    number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
+    m, v = (*(state[:3] for state in step.states), (None, None, None))[:2]
+    g = step.g.codes if step.g.scale is None else step.g.decode()
     torch.ops.float8.optimizer_step.default(
-        name, numbers, lr, number, tensor, *p[:2], g, *m, *v, group, list(at_random), seed, first,
-        grad_scale, found_inf, amax,
+        name, numbers, lr, float(number), tensor, *step.p[:2], g, *m, *v, step.group,
+        list(step.at_random), step.seed, step.first, grad_scale, found_inf, amax,
     )  # fmt: skip
 
 
@@ -203,19 +245,13 @@ def unpacked(name: str, numbers: Sequence[float], lr: Tensor | None) -> Any:
 
 
 def cast_weight(
-    master: StateMatrix,
-    data_RC: Tensor,
-    scale: Tensor,
-    amax: Tensor,
-    found_inf: Tensor | None = None,
+    master: StateMatrix, weight: Float8Weight, amax: Tensor, found_inf: Tensor | None = None
 ) -> None:
-    """Write a tensorwise float8 weight, its codes (R, C) and its scale, from its master, in place.
+    """`cast_master` by the Triton kernel, of data with any strides.
 
-    The master is scaled float16. The codes may have any strides; the scale is float32 of one
-    element. ``amax`` is what `fused_step` recorded. Where ``found_inf`` is not 0 nothing is
-    written.
+    ``amax`` is what `fused_step` recorded. Where ``found_inf`` is not 0 nothing is written.
     """
     assert master.scale is not None
     torch.ops.float8.cast_weight.default(
-        master.codes, master.scale, data_RC, scale, master.group, amax, found_inf
+        master.codes, master.scale, *weight, master.group, amax, found_inf
     )

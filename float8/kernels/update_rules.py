@@ -5,8 +5,9 @@ the step, on dense float32 tensors of one shape::
 
     p, *moments = rule.update(step, p, g, *moments)
 
-Steps on a CPU, compiled steps and the tests of the CUDA kernel all run this text. The Triton kernel
-(``gpu/optimizer_step.py``) repeats it in its own language, and a test holds the two equal.
+`decayed`, `adamw`, `sgd_momentum` and `lion` are the arithmetic. The Triton kernel
+(``gpu/optimizer_step.py``) compiles the source of these four functions, with its own `quotient`,
+`root` and `sign`; so they use nothing but arithmetic and these three.
 
 Each operation rounds by itself and no compiler may contract two, in the order in which the kernel
 takes them. The bits then agree, except where eager PyTorch on a CPU takes a square root with MKL,
@@ -23,6 +24,50 @@ import torch
 from torch import Tensor
 
 Number = float | Tensor  # a Python number, or a 0-dim tensor, whose value may change under a graph
+
+
+def quotient(x: Any, y: Any) -> Any:
+    """Divide, correctly rounded."""
+    return x / y
+
+
+def root(x: Any) -> Any:
+    """Take the square root."""
+    return x.sqrt()
+
+
+def sign(x: Any) -> Any:
+    """Return the sign, and NaN of NaN."""
+    return torch.where(x.isnan(), x, x.sign())
+
+
+def decayed(p: Any, g: Any, kept: Any, weight_decay: Any, decoupled: Any) -> Any:
+    """p and g after weight decay, which is not 0; ``kept`` is 1 - lr * weight_decay."""
+    if decoupled:
+        p = p * kept
+    else:
+        g = g + p * weight_decay
+    return p, g
+
+
+def adamw(
+    p: Any, g: Any, m: Any, v: Any, rest1: Any, beta2: Any, rest2: Any, eps: Any, size: Any, by: Any
+) -> Any:
+    """New p, m and v; ``rest`` is 1 - beta, ``size`` and ``by`` are `adam_factors`."""
+    m = m + (g - m) * rest1
+    v = v * beta2 + (g * g) * rest2
+    return p - quotient(m, root(v) * by + eps) * size, m, v
+
+
+def sgd_momentum(p: Any, g: Any, m: Any, lr: Any, beta: Any, rest: Any, nesterov: Any) -> Any:
+    """New p and m; ``rest`` is the share of the gradient that enters the momentum."""
+    m = m * beta + g * rest
+    return p - (g + m * beta if nesterov else m) * lr, m
+
+
+def lion(p: Any, g: Any, m: Any, lr: Any, beta1: Any, rest1: Any, beta2: Any, rest2: Any) -> Any:
+    """New p and m; ``rest`` is 1 - beta."""
+    return p - sign(m * beta1 + g * rest1) * lr, m * beta2 + g * rest2
 
 
 class UpdateRule(Protocol):
@@ -69,14 +114,12 @@ class AdamW(NamedTuple):
     ) -> tuple[Tensor, ...]:
         """New p, m and v; NaN and inf in g go where they go in ``torch.optim``."""
         g = -g if self.maximize else g
-        if self.decoupled:
-            p = p * (1 - self.lr * self.weight_decay)
-        elif self.weight_decay != 0:
-            g = g + p * self.weight_decay
-        m = m + (g - m) * (1 - self.beta1)
-        v = v * self.beta2 + (g * g) * (1 - self.beta2)
-        step_size, root = adam_factors(self.lr, self.beta1, self.beta2, step)
-        return p - (m / (v.sqrt() * root + self.eps)) * step_size, m, v
+        if self.weight_decay != 0:
+            kept = 1 - self.lr * self.weight_decay
+            p, g = decayed(p, g, kept, self.weight_decay, self.decoupled)
+        beta1, beta2 = self.beta1, self.beta2
+        factors = adam_factors(self.lr, beta1, beta2, step)
+        return adamw(p, g, m, v, 1 - beta1, beta2, 1 - beta2, self.eps, *factors)
 
 
 def adam_factors(lr: Number, beta1: float, beta2: float, step: Number) -> tuple[Number, Number]:
@@ -112,15 +155,13 @@ class SGDMomentum(NamedTuple):
         """New p and m. The gradient of step 1 enters the momentum without dampening."""
         g = -g if self.maximize else g
         if self.weight_decay != 0:
-            g = g + p * self.weight_decay
-        kept: Number = 1 - self.dampening
+            p, g = decayed(p, g, 1.0, self.weight_decay, False)
+        rest: Number = 1 - self.dampening
         if isinstance(step, Tensor):
-            kept = torch.where(step == 1, 1.0, kept).to(torch.float32)
+            rest = torch.where(step == 1, 1.0, rest).to(torch.float32)
         elif step == 1:
-            kept = 1.0
-        m = m * self.momentum + g * kept
-        direction = g + m * self.momentum if self.nesterov else m
-        return p - direction * self.lr, m
+            rest = 1.0
+        return sgd_momentum(p, g, m, self.lr, self.momentum, rest, self.nesterov)
 
 
 class Lion(NamedTuple):
@@ -146,7 +187,7 @@ class Lion(NamedTuple):
     def update(self, step: Number, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         """New p and m; a NaN stays one."""
         g = -g if self.maximize else g
-        p = p * (1 - self.lr * self.weight_decay)
-        mixed = m * self.beta1 + g * (1 - self.beta1)
-        direction = torch.where(mixed.isnan(), mixed, mixed.sign())  # sign() makes 0 of NaN
-        return p - direction * self.lr, m * self.beta2 + g * (1 - self.beta2)
+        if self.weight_decay != 0:
+            p, g = decayed(p, g, 1 - self.lr * self.weight_decay, self.weight_decay, True)
+        beta1, beta2 = self.beta1, self.beta2
+        return lion(p, g, m, self.lr, beta1, 1 - beta1, beta2, 1 - beta2)

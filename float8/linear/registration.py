@@ -14,13 +14,11 @@ packages above fill when they are imported:
 - ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
   model calls it.
 - ``AFTER_SYNC``: `float8.linear.weight_cache` registers one; every ``sync`` calls it last.
-- ``AMAX_READERS``: `float8.linear.weight_cache` and `float8.distributed` register theirs; an
-  optimizer of `float8.optim` records the amaxes that they read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,19 +68,6 @@ class WeightRule:
     from_plain: Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class AmaxReader:
-    """A reader of the amaxes that an optimizer records of the parameters that it writes.
-
-    ``wants(parameters)`` returns the ids of those whose amaxes it would read after a step.
-    ``take(parameter, amax)`` gets the largest magnitude that the parameter has after the step, of
-    this rank's shard where it is sharded. It is float32 of one element, on the parameter's device.
-    """
-
-    wants: Callable[[Sequence[Tensor]], set[int]]
-    take: Callable[[Tensor, Tensor], None]
-
-
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
 # (type) -> its rule, or None where the finder does not know the type.
 RULE_FINDERS: list[Callable[[type[nn.Module]], ModuleRule | None]] = []
@@ -92,7 +77,6 @@ MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
 # (model, the ranks that take part, their groups): raises where ranks disagree.
 FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int], list[Any]], None]] = []
 AFTER_SYNC: list[Callable[[nn.Module], None]] = []
-AMAX_READERS: list[AmaxReader] = []
 
 
 def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:

@@ -17,18 +17,15 @@ With ``scales_only=True`` it keeps the scales of dynamic tensorwise weights alon
 Each forward and each backward then casts its weight in one read, where a dynamic cast takes two for
 the first of them. Per weight element in bfloat16, of a step with n microbatches:
 
-================================ ================ =================== ================
-weights                          optimizer        bytes moved         memory
-================================ ================ =================== ================
-not cached                       any              8 n                 0
-``scales_only=True``             torch.optim      2 + 6 n             0
-``scales_only=True``             float8.optim     6 n                 0
-cached                           torch.optim      2 + 4               2
-cached                           float8.optim     4                   2
-================================ ================ =================== ================
+======================= =================== ================
+weights                 bytes moved         memory
+======================= =================== ================
+not cached              8 n                 0
+``scales_only=True``    2 + 6 n             0
+cached                  2 + 4               2
+======================= =================== ================
 
-The scale of a dynamic tensorwise weight follows from its amax. A fused step of `float8.optim`
-records that amax while it has the weight in registers; otherwise one pass over all weights together
+The scale of a dynamic tensorwise weight follows from its amax. One pass over all weights together
 finds the amaxes (see `float8.linear.weight_scales`).
 
 Weights are cast again (with ``scales_only``: their scales are found again) after
@@ -55,10 +52,6 @@ the old amax saturate (on a CPU with torch before 2.13 they may become NaN).
 
 The cache has the layers that the model has when the context opens.
 
-A recorded amax is not used where a write may follow the update: where step hooks ran before that
-of the cache, where the optimizer overrides or decorates ``step``, and where parameters of the
-optimizer share memory.
-
 Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
 ``smooth_input=True`` are left out too: what they cast changes with each input.
 
@@ -76,11 +69,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    _global_optimizer_post_hooks,
-    register_optimizer_step_post_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
@@ -90,12 +79,11 @@ from float8.linear.float8_weight import (
     cast_weight,
     is_resident,
     scales_alone,
-    version_of,
 )
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import AFTER_SYNC, AMAX_READERS, AmaxReader
+from float8.linear.registration import AFTER_SYNC
 from float8.linear.scaling import Scales
-from float8.linear.weight_scales import needs_amax, scales_of_weights
+from float8.linear.weight_scales import scales_of_weights
 
 
 class WeightCache:
@@ -123,25 +111,16 @@ class WeightCache:
             if isinstance(layer, Float8Linear)
             and not (is_resident(layer.weight) or layer.config.smooth_input)
         }
-        # id of a weight -> the amax that the running step has recorded, and the weight's version
-        self.recorded: dict[int, tuple[Tensor, int]] = {}
 
     def refresh(self) -> None:
         """Cast every weight again, after writes that neither hooks nor version counters show."""
-        self.recorded.clear()
         self.cast(list(self.dtypes))
 
     def cast(self, layers: Sequence[Float8Linear]) -> None:
-        """Cast the weights of some layers again; amaxes that were recorded are used up."""
+        """Cast the weights of some layers again."""
         plans = [self.plan_of(layer) for layer in layers]
-        known = {
-            id(layer.weight): found[0]
-            for layer in layers
-            if (found := self.recorded.pop(id(layer.weight), None)) is not None
-            and found[1] == version_of(layer.weight)
-        }
         weights = [(layer.weight, plan) for layer, plan in zip(layers, plans, strict=True)]
-        scales = scales_of_weights(weights, known)
+        scales = scales_of_weights(weights)
         for layer, plan, of_layer in zip(layers, plans, scales, strict=True):
             self._cast(layer, plan, of_layer)
 
@@ -251,55 +230,22 @@ def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
 
 
 @functools.cache
-def _install_hooks() -> int:
-    """The id of the hook that follows each step."""
+def _install_hooks() -> None:
     # One of each for the process, never removed: torch iterates over its hooks while they run.
     AFTER_SYNC.append(_after_sync)
-    AMAX_READERS.append(AmaxReader(_wanted, _take))
     after_step = torch.compiler.disable(_after_step)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if _open:  # a compiled step traces this, and leaves its graph where a cache is open
             after_step(optimizer)
 
-    return register_optimizer_step_post_hook(hook).id
-
-
-def _wanted(parameters: Sequence[Tensor]) -> set[int]:
-    """The ids of the parameters whose amax gives an open cache a scale."""
-    ids = set(map(id, parameters))
-    return {
-        id(layer.weight)
-        for cache in list(_open)
-        for layer in cache.dtypes
-        if id(layer.weight) in ids and needs_amax(cache.plan_of(layer))
-    }
-
-
-def _take(parameter: Tensor, amax: Tensor) -> None:
-    for cache in list(_open):
-        cache.recorded[id(parameter)] = amax, version_of(parameter)
-
-
-def _users_hooks_ran() -> bool:
-    """Whether a hook on all optimizers ran before that of the caches, and was not the library's."""
-    ours = _install_hooks()
-    for number, hook in _global_optimizer_post_hooks.items():
-        if number == ours:
-            return False
-        if not hook.__module__.startswith("float8."):
-            return True
-    return False
+    register_optimizer_step_post_hook(hook)
 
 
 def _after_step(optimizer: Optimizer) -> None:
-    others_ran = _users_hooks_ran()
     for cache in list(_open):
-        if others_ran or optimizer._optimizer_step_post_hooks:  # they may have written to weights
-            cache.recorded.clear()
         if layers := cache.holds(optimizer):
             cache.cast(layers)
-        cache.recorded.clear()
 
 
 def _after_load(layer: Any, incompatible_keys: Any) -> None:

@@ -1,10 +1,8 @@
-"""`scales_of_weights`: the dynamic scales of many weights, from amaxes that are known or found.
+"""`scales_of_weights`: the dynamic scales of many weights, from amaxes that one pass finds.
 
 A tensorwise dynamic cast reads its operand twice: once for the amax, once to cast. A weight changes
-in optimizer steps alone, and its amax can be known before the cast:
-
-- an optimizer of `float8.optim` records it while the weight is in registers (`AmaxReader`);
-- otherwise one pass over all weights together finds it (`float8.kernels.amaxes`).
+in optimizer steps alone, and one pass over all weights together finds their amaxes before the casts
+(`float8.kernels.amaxes`).
 
 The bits are those of a cast that finds its own amax. The amax is that of the stored weight. A layer
 rounds its weight to the compute dtype first, which is monotonic: the amax of the rounded weight is
@@ -13,7 +11,7 @@ the rounded amax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,17 +35,14 @@ def _is_from_amax(how: BoundCast | None) -> bool:
 # A backward cannot save tensors that were made in inference mode.
 @torch.no_grad()
 @torch.inference_mode(False)
-def scales_of_weights(
-    weights: Sequence[tuple[Tensor, BoundPlan]], recorded: Mapping[int, Tensor]
-) -> list[Scales]:
+def scales_of_weights(weights: Sequence[tuple[Tensor, BoundPlan]]) -> list[Scales]:
     """The scales of the two casts of each weight, where they follow from its amax.
 
-    The plan of each weight states the compute dtype. ``recorded`` maps ``id(weight)`` to its amax,
-    float32 of one element; the others are found. Returns, per weight, the scales (1, 1) of the
+    The plan of each weight states the compute dtype. Returns, per weight, the scales (1, 1) of the
     casts for output and grad_input.
     """
-    amaxes = dict(recorded)
-    unknown = [w for w, plan in weights if needs_amax(plan) and id(w) not in amaxes]
+    amaxes: dict[int, Tensor] = {}
+    unknown = [w for w, plan in weights if needs_amax(plan)]
     for device in {w.device for w in unknown}:
         there = [w for w in unknown if w.device == device]
         amaxes |= zip(map(id, there), kernels.amaxes([w.detach() for w in there]), strict=True)

@@ -77,7 +77,7 @@ from float8.linear.layer import Float8Linear
 from float8.ms_amp.levels import LEVELS, Level, MsAmp, plan_weights, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
-from float8.optim.step import cast_from_master
+from float8.optim.optimizer import cast_from_master
 from float8.tensor import Float8Tensor
 
 OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {

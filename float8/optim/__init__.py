@@ -5,9 +5,9 @@
 A parameter then costs 2.1 bytes of AdamW's states instead of 8. Parameters may themselves be
 `Float8Tensor`s, with a float16 master (MS-AMP's O3).
 
-``moment.py`` < ``step.py`` < ``state_dicts.py`` < ``optimizer.py`` < ``optimizers.py``,
-``report.py``; ``options.py`` holds the options that all share; ``gradients.py`` keeps gradients in
-float8 until the step. The update rules are those of ``float8/kernels/update_rules.py``.
+``moment.py``, ``options.py`` < ``state_dicts.py`` < ``optimizer.py`` < ``optimizers.py``,
+``report.py``; ``gradients.py`` keeps gradients in float8 until the step. The step of one parameter
+is ``float8/kernels/optimizer_step.py``, by the rules of ``float8/kernels/update_rules.py``.
 
 A new optimizer is its rule there and its class in ``optimizers.py``. It runs on every device; to
 run fused on CUDA the rule also gets its branch in ``kernels/gpu/optimizer_step.py``.

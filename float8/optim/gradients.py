@@ -49,13 +49,7 @@ class HeldGradient(Float8Tensor):
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
             total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
             return args[0].write(total)
-        try:
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-        except NotImplementedError as error:
-            raise NotImplementedError(
-                f"{error}. The tensor is a gradient that hold_gradients_in_float8 holds: step it "
-                "with an optimizer of float8.optim, which reads it, not with one of torch.optim"
-            ) from error
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COPIES and type(out) is Float8Tensor:
             return HeldGradient(out.float8_data, out.scale, out.block, out.dtype)
         return out
@@ -129,21 +123,14 @@ def hold_gradients_in_float8(
 
     Raises:
         TypeError: something is no leaf that requires a gradient, or is sharded.
-        ValueError: no parameters, or one whose gradient is held already.
     """
     chosen = list(dict.fromkeys(parameters))
-    if not chosen:
-        raise ValueError("hold_gradients_in_float8: there are no parameters")
-    for index, p in enumerate(chosen):
-        what = f"hold_gradients_in_float8: parameter {index} of shape {tuple(p.shape)}"
+    for p in chosen:
         if not p.is_leaf or not p.requires_grad or kernels.is_sharded(p):
             raise TypeError(
-                f"{what} must be a leaf that requires a gradient, and no DTensor (a distributed "
-                "wrapper owns the memory of its gradients: leave it to that)"
+                f"hold_gradients_in_float8: a parameter of shape {tuple(p.shape)} must be a leaf "
+                "that requires a gradient, and no DTensor, whose gradients a wrapper owns"
             )
-        hooks = (p._post_accumulate_grad_hooks or {}).values()
-        if any(isinstance(getattr(hook, "__self__", None), HeldGradients) for hook in hooks):
-            raise ValueError(f"{what} has its gradients held in float8 already")
     return HeldGradients(chosen, format_of(fmt))
 
 

@@ -27,61 +27,25 @@ because its result would be lost.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from float8.kernels.moments import StateMatrix, encode, encode_expanded, part
+from float8.kernels.moments import (
+    StateMatrix,
+    encode,
+    encode_expanded,
+    groups_shape,
+    matrix_of,
+    part,
+    tiles,
+)
 
 aten = torch.ops.aten
 KINDS = ("float8", "float8_expanded", "float16")
-
-# Elements of a tile: 1 MB of float32, of which a step has about 20 at once. They fit in caches.
-TILE = 2**18
-
-
-def tiles(
-    shape: Sequence[int], group: int, size: int | None = None
-) -> Iterator[tuple[slice, slice]]:
-    """The rows and columns of every tile of a matrix (R, C): how much is in float32 at once.
-
-    All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
-    where one row is longer than a tile, whole groups of one row; ``group`` consecutive elements of
-    a row share a scale. ``size`` is the most elements of a tile, `TILE` by default; one group is
-    the least. No group is cut, so the result does not depend on the size of the tiles. The elements
-    of a tile have consecutive indices, from which random numbers are drawn.
-    """
-    rows, cols = shape
-    size = size or TILE
-    if rows * cols == 0:
-        return
-    width = cols if cols <= size else max(size // group, 1) * group
-    height = max(size // width, 1) if width == cols else 1
-    for top in range(0, rows, height):
-        for left in range(0, cols, width):
-            yield slice(top, min(top + height, rows)), slice(left, min(left + width, cols))
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """(R, C) of a tensor: its first dimension and the product of the others; (1, n) of a vector."""
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
-
-
-def matrix_of(x: Tensor) -> Tensor:
-    """x as a matrix (R, C): a view, or a copy if its rows are not contiguous."""
-    return x.reshape(matrix_shape(x.shape))
-
-
-def groups_shape(shape: Sequence[int], group: int) -> tuple[int, int]:
-    """(R, ceil(C / group)): the shape of the scales of a tensor of ``shape``."""
-    rows, cols = matrix_shape(shape)
-    return rows, -(-cols // group)
 
 
 class Moment(Tensor):
@@ -113,11 +77,11 @@ class Moment(Tensor):
 
     def __init__(self, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> None:
         expected = groups_shape(codes.shape, group)
-        for name, x in (("scale", scale), ("exponent", exponent)):
+        for x in (scale, exponent):
             if x is not None and tuple(x.shape) != expected:
                 raise ValueError(
-                    f"{name} must have shape {expected} for codes of shape {tuple(codes.shape)} "
-                    f"and groups of {group}, got {tuple(x.shape)}"
+                    f"codes of shape {tuple(codes.shape)} in groups of {group} need scales and "
+                    f"exponents of shape {expected}, got {tuple(x.shape)}"
                 )
         self.codes, self.scale, self.exponent, self.group = codes, scale, exponent, group
 
@@ -134,8 +98,6 @@ class Moment(Tensor):
             group: how many consecutive elements of a row share a scale.
             device: where it lives.
         """
-        if kind not in KINDS:
-            raise ValueError(f"a moment is one of {', '.join(KINDS)}, not {kind!r}")
         dtype = torch.float16 if kind == "float16" else torch.float8_e4m3fn
         # Integers first: not every device fills float8.
         integers = torch.int16 if kind == "float16" else torch.uint8
@@ -179,10 +141,7 @@ class Moment(Tensor):
     def copy_from(self, x: Tensor) -> None:
         """Overwrite the values by those of ``x``, of the same shape, tile by tile."""
         if x.shape != self.codes.shape:
-            raise ValueError(
-                f"cannot write values of shape {tuple(x.shape)} into a moment of shape "
-                f"{tuple(self.codes.shape)}"
-            )
+            raise ValueError(f"a moment of shape {tuple(self.shape)} got values of {x.shape}")
         matrix, x_RC = self.matrix(), matrix_of(x.detach())
         for rows, cols in tiles(x_RC.shape, self.group):
             matrix.tile(rows, cols).write(part(x_RC, rows, cols).float())

@@ -49,33 +49,21 @@ foreach AdamW. Logarithms, powers and float8 conversions take it. (One thread of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
-from float8.arguments import described
-from float8.kernels.moments import StateMatrix
+from float8.kernels.moments import StateMatrix, matrix_of
+from float8.kernels.optimizer_step import Float8Weight, Step, advance, cast_master
 from float8.kernels.update_rules import UpdateRule
-from float8.linear.registration import AMAX_READERS
-from float8.optim import options
-from float8.optim.moment import Moment, matrix_of
-from float8.optim.state_dicts import parameters_of, read_states, with_plain_entries
-from float8.optim.step import (
-    Work,
-    advance,
-    advance_fused,
-    advance_together,
-    buckets,
-    cast_from_master,
-    gradient_of,
-    may_be_batched,
-    new_master,
-    takes_kernel,
-)
+from float8.optim.moment import Moment
+from float8.optim.options import KINDS, Options, check_dtype, check_group, check_parameter, describe
+from float8.optim.state_dicts import new_master, parameters_of, read_states, with_plain_entries
 from float8.tensor import Float8Tensor
 
 # Half the largest distance between adjacent E4M3 values, relative to them. Rounding to nearest
@@ -86,24 +74,23 @@ SLOW = 2.0**-4
 class QuantizedOptimizer(torch.optim.Optimizer):
     """Abstract: an optimizer whose states are kept in few bits. Final: AdamW, Adam, SGD, Lion.
 
-    ``params`` are tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim. ``given``
-    has the options of `float8.optim.options.Options` that the user chose. ``hyperparameters`` are
-    those of the update rule, lr and weight_decay among them.
+    ``params`` are tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim.
+    ``hyperparameters`` are those of the update rule, lr and weight_decay among them. ``given`` has
+    the options of `float8.optim.options.Options` that the user chose.
     """
 
     # state's name -> the option of the group that says how it is kept
     moment_options: ClassVar[dict[str, str]]
 
-    def __init__(self, params: ParamsT, given: Mapping[str, Any], **hyperparameters: Any) -> None:
-        name = type(self).__name__
-        if isinstance(params, nn.Module) or not isinstance(params, Iterable):
-            way_out = "; give model.parameters()" if isinstance(params, nn.Module) else ""
-            raise TypeError(
-                f"{name}: params must be an iterable of tensors or of groups (dicts)"
-                f", got {described(params)}{way_out}"
-            )
-        known = options.with_defaults(name, self.moment_options, given)
-        super().__init__(params, {**hyperparameters, **known})
+    def __init__(
+        self, params: ParamsT, hyperparameters: Mapping[str, Any], given: Mapping[str, Any]
+    ) -> None:
+        defaults = asdict(Options())
+        for name in KINDS.keys() - self.moment_options.values():
+            del defaults[name]
+        if unknown := given.keys() - defaults.keys():
+            raise TypeError(f"{type(self).__name__} has no options {', '.join(sorted(unknown))}")
+        super().__init__(params, {**hyperparameters, **defaults, **given})
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -112,24 +99,15 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """The update rule with the group's numbers."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """Raise ValueError or TypeError for a group's hyperparameters and options."""
-        options.check_options(group)
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a group that is refused leaves the optimizer as it was."""
-        before = len(self.param_groups)
+        """As torch's, with checks."""
         super().add_param_group(param_group)
-        try:
-            for group in self.param_groups[before:]:
-                self.check_group(group)
-                for index, p in enumerate(group["params"]):
-                    options.check_parameter(p, options.describe(index, p, group))
-        except Exception:
-            del self.param_groups[before:]
-            raise
+        group = self.param_groups[-1]
+        check_group(group)
+        for index, p in enumerate(group["params"]):
+            check_parameter(p, describe(index, p, group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -142,44 +120,17 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        if torch.compiler.is_compiling():
-            for group, traced in self._traced_works():
-                self._run(group, traced)
-            return loss
-        amaxes = self._amaxes_to_record()
-        for group, of_group in self._works(False, amaxes):
-            self._run(group, of_group)
-        for p in self._with_gradients():
-            if (amax := amaxes.get(id(p))) is not None:
-                for reader in AMAX_READERS:
-                    reader.take(p, amax)
+        in_graph = torch.compiler.is_compiling()
+        for fused, step, weight, original in self._traced() if in_graph else self._steps(False):
+            advance(step, fused, weight, *self._amp())
+            if original is not None:
+                written = step.p.codes if weight is None else weight.data
+                original.copy_(written.view(original.shape))
         return loss
 
-    def _with_gradients(self) -> Iterator[Tensor]:
-        return (p for group in self.param_groups for p in group["params"] if p.grad is not None)
-
-    def _amaxes_to_record(self) -> dict[int, Tensor]:
-        """``id(parameter)`` -> zero, float32 of one element, where someone reads its amax.
-
-        Not recorded is what may be written to after its update: every parameter where ``step`` is
-        overridden or decorated, and parameters that share memory, or stand in a group twice.
-        """
-        step: Any = type(self).step
-        if getattr(step, "hooked", False):  # torch's wrapper, which calls hooks
-            step = step.__wrapped__
-        if step is not QuantizedOptimizer.step:
-            return {}
-        stepped = list(self._with_gradients())
-        wanted = set().union(*(reader.wants(stepped) for reader in AMAX_READERS))
-        if wanted:
-            wanted -= overlapping(stepped)
-        amaxes: dict[int, Tensor] = {}
-        for device in {p.device for p in stepped if id(p) in wanted}:
-            ids = [id(p) for p in stepped if id(p) in wanted and p.device == device]
-            # Kernels are compiled for pointers to 16 bytes.
-            zeros = torch.zeros(len(ids), 4, dtype=torch.float32, device=device)
-            amaxes |= zip(ids, zeros[:, :1].unbind(), strict=True)
-        return amaxes
+    def _amp(self) -> tuple[Tensor | None, Tensor | None]:
+        """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
+        return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
 
     @torch.compiler.disable
     def _check_gradients(self) -> None:
@@ -187,86 +138,58 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for index, p in enumerate(group["params"]):
                 if p.grad is not None:
-                    options.check_gradient(p.grad, options.describe(index, p, group))
+                    check_dtype(p.grad, f"the gradient of {describe(index, p, group)}")
 
     @torch.compiler.disable
-    def _traced_works(self) -> list[tuple[dict[str, Any], list[Work]]]:
-        """`_works` for torch.compile, which does not trace this function.
+    def _traced(self) -> list[_Work]:
+        """`_steps` for torch.compile, which does not trace this function.
 
         Subclasses, shards and dictionaries stay outside of the graph, which takes plain tensors
         alone and is the same in every step.
         """
-        return [(group, list(works)) for group, works in self._works(True, {})]
+        return list(self._steps(True))
 
-    def _works(
-        self, is_compiling: bool, amaxes: Mapping[int, Tensor]
-    ) -> Iterator[tuple[dict[str, Any], Iterator[Work]]]:
-        """Every group and its works; made one by one, as they may hold copies."""
+    def _steps(self, in_graph: bool) -> Iterator[_Work]:
+        """The work of every parameter; made one by one, as they may hold copies."""
         for number, group in enumerate(self.param_groups):
-            yield (
-                group,
-                (
-                    self._work(p, group, (number << 20) + index, is_compiling, amaxes.get(id(p)))
-                    for index, p in enumerate(group["params"])
-                    if p.grad is not None
-                ),
-            )
+            for index, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    yield self._work(p, group, (number << 20) + index, in_graph)
 
-    def _run(self, group: dict[str, Any], works: Iterable[Work]) -> None:
-        fused, rule = group["fused"], self.rule(group)
-        batches: dict[Any, list[Work]] = {}
-        for work in works:
-            if not fused and isinstance(work.step, float) and may_be_batched(work):
-                key = (work.step, work.parameter.dtype, work.parameter.device)
-                batches.setdefault(key, []).append(work)
-            elif takes_kernel(fused, work, rule):
-                advance_fused(work, rule, *self._amp())
-            else:
-                advance(work, rule)
-        for alike in batches.values():
-            for bucket in buckets(alike):
-                advance_together(bucket, rule)
-
-    def _amp(self) -> tuple[Tensor | None, Tensor | None]:
-        """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
-        return self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
-
-    def _work(
-        self,
-        p: Tensor,
-        group: dict[str, Any],
-        seed: int,
-        is_compiling: bool,
-        amax: Tensor | None,
-    ) -> Work:
+    def _work(self, p: Tensor, group: dict[str, Any], seed: int, in_graph: bool) -> _Work:
         assert p.grad is not None
         state = self._state_of(p, group)
         state["step"].add_(1)
         if group["fused"] and (found_inf := self._amp()[1]) is not None:
             state["step"].sub_(found_inf.reshape(()))  # a skipped step does not count
-        in_memory = [local(state[name]) for name in self.moment_options]
-        plain, scale, master = local(p), None, None
+        number = state["step"]
+        if not in_graph and type(number) is Tensor and number.device.type == "cpu":
+            number = number.item()  # that of a tensor elsewhere would synchronise the device
+        moments = [local(state[name]) for name in self.moment_options]
+        states = [
+            m.matrix() if isinstance(m, Moment) else StateMatrix(matrix_of(m)) for m in moments
+        ]
+        plain, weight = local(p), None
         rounds_target = group["stochastic_rounding"]
         if isinstance(p, Float8Tensor):
-            plain, scale, master = p.float8_data, p.scale, state["master"].matrix()
+            plain = p.float8_data
+            weight = Float8Weight(matrix_of(plain.contiguous()), p.scale)
             rounds_target = group["state_rounding"] != "nearest"
-        return Work(
-            parameter=matrix_of(plain.contiguous()),
-            scale=scale,
-            master=master,
-            gradient=gradient_of(local(p.grad)),
-            states=[
-                m.matrix() if isinstance(m, Moment) else StateMatrix(matrix_of(m))
-                for m in in_memory
-            ],
-            group=next((m.group for m in in_memory if isinstance(m, Moment)), group["group_size"]),
-            seed=seed,
+            target = state["master"].matrix()
+        else:
+            target = StateMatrix(matrix_of(plain.contiguous()))
+        step = Step(
+            rule=self.rule(group),
+            number=number,
+            p=target,
+            g=_gradient(local(p.grad)),
+            states=states,
+            group=next((m.group for m in moments if isinstance(m, Moment)), group["group_size"]),
             at_random=[rounds_target, *self.stochastic_states(group)],
-            step=state["step"] if is_compiling else _number(state["step"]),
-            original=None if plain.is_contiguous() else plain,
+            seed=seed,
             first=first_element(p),
-            amax=amax,
         )
+        return group["fused"], step, weight, None if plain.is_contiguous() else plain
 
     def stochastic_states(self, group: dict[str, Any]) -> list[bool]:
         """Whether each of the moments is rounded stochastically, if it is in few bits."""
@@ -284,12 +207,6 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         for name, kind in self.kinds_of(p, group).items():
             if name not in state:
                 state[name] = _new_moment(p, kind, group["group_size"])
-            elif isinstance(state[name], dict):
-                raise ValueError(
-                    f"the {name} of a parameter of shape {tuple(p.shape)} is an entry of a state "
-                    "dict, written into optimizer.state; load it with this optimizer's "
-                    "load_state_dict (ZeroRedundancyOptimizer does not: shard with FSDP2 instead)"
-                )
         if isinstance(p, Float8Tensor) and "master" not in state:
             state["master"] = new_master(p, group["group_size"])
         return state
@@ -298,31 +215,17 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """State's name -> one of `float8.optim.moment.KINDS`, or None for float32."""
         is_small = p.numel() < group["min_size"]
         return {
-            name: None if is_small else options.KINDS[option][group[option]]
+            name: None if is_small else KINDS[option][group[option]]
             for name, option in self.moment_options.items()
         }
 
     @torch.no_grad()
-    def start_master(self, p: Tensor, value: Tensor) -> None:
+    def start_master(self, p: Any, value: Tensor) -> None:
         """Give a float8 parameter's master its value, and cast the parameter from it.
 
-        ``value`` is what p was cast from: float32, bfloat16 or float16, of p's shape. Raises
-        TypeError if p has no master, and ValueError if p is none of the optimizer's or value has
-        another shape.
+        ``value`` is what p was cast from: float32, bfloat16 or float16, of p's shape.
         """
-        if not isinstance(p, Float8Tensor):
-            raise TypeError(f"only a Float8Tensor parameter has a master, not a {type(p).__name__}")
-        group = next((g for g in self.param_groups if any(p is q for q in g["params"])), None)
-        if group is None:
-            raise ValueError(
-                f"the parameter of shape {tuple(p.shape)} is not in this optimizer; add it with "
-                "add_param_group first"
-            )
-        if value.shape != p.shape:
-            raise ValueError(
-                f"the master of a parameter of shape {tuple(p.shape)} cannot start from a value of "
-                f"shape {tuple(value.shape)}"
-            )
+        (group,) = (g for g in self.param_groups if any(p is q for q in g["params"]))
         master = new_master(p, group["group_size"], value)
         self.state[p]["master"] = master
         cast_from_master(p, master)
@@ -348,29 +251,48 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         states: dict[Tensor, dict[str, Any]] = {}
 
         def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            rest, read = read_states(given, self.param_groups, self.kinds_of, type(self).__name__)
+            rest, read = read_states(given, self.param_groups, self.kinds_of)
             for group in rest["param_groups"]:
-                self.check_group({**self.defaults, **group})
+                check_group(group)
             states.update(read)
             return rest
 
+        def put(_: Any) -> None:
+            for p, state in states.items():
+                self.state[p].update(state)
+
         # The last hook before torch loads, and the first one after it.
         before = self.register_load_state_dict_pre_hook(take)
-        after = self.register_load_state_dict_post_hook(
-            lambda _: self.state.update(states), prepend=True
-        )
+        after = self.register_load_state_dict_post_hook(put, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # torch adds it; not an option of ours
-        for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+
+# Whether the kernel is wanted; the step; of a float8 parameter, the weight that follows from its
+# master; what the parameter's matrix is a copy of, if its rows are not contiguous.
+_Work = tuple[bool | None, Step, Float8Weight | None, Tensor | None]
+
+
+def cast_from_master(p: Float8Tensor, master: Moment) -> None:
+    """Rewrite a float8 parameter's data and scale from its master, in place."""
+    data_RC = matrix_of(p.float8_data.contiguous())
+    cast_master(master.matrix(), Float8Weight(data_RC, p.scale))
+    if not p.float8_data.is_contiguous():  # then data_RC is a copy
+        p.float8_data.copy_(data_RC.view(p.shape))
+
+
+def _gradient(grad: Tensor) -> StateMatrix:
+    """A gradient as a matrix. In float8 with one scale it is decoded tile by tile, else at once."""
+    if not isinstance(grad, Float8Tensor):
+        return StateMatrix(matrix_of(grad))
+    if grad.scale.numel() != 1:
+        return StateMatrix(matrix_of(grad.dequantize(torch.float32)))
+    data_RC = matrix_of(grad.float8_data)
+    rows, cols = data_RC.shape
+    return StateMatrix(data_RC, grad.scale.reshape(1, 1).expand(rows, 1), None, max(cols, 1))
 
 
 def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
@@ -379,25 +301,6 @@ def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
     if isinstance(p, DTensor):
         return torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
     return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
-
-
-def overlapping(tensors: Iterable[Tensor]) -> set[int]:
-    """The ids of those whose memory is also another's, and of one that is there twice."""
-    found: set[int] = set()
-    reach, owner = -1, 0  # the last address so far, and whose it is
-    for start, end, key in sorted((*_extent(local(x)), id(x)) for x in tensors if x.numel()):
-        if start <= reach:
-            found |= {owner, key}
-        if end > reach:
-            reach, owner = end, key
-    return found
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The first and the last address of a tensor's elements; 0 is the first of a subclass."""
-    start = x.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return start, start + last * x.element_size()
 
 
 def local(x: Tensor) -> Tensor:
@@ -418,10 +321,3 @@ def first_element(p: Tensor) -> int:
         return 0
     rows = -(-p.shape[0] // p.device_mesh.size(shards[0]))  # as torch.chunk cuts
     return min(coordinate[shards[0]] * rows, p.shape[0]) * math.prod(p.shape[1:])
-
-
-def _number(step: Tensor) -> float | Tensor:
-    """A Python number, unless reading it would synchronise a device."""
-    if type(step) is not Tensor or step.device.type != "cpu":
-        return step
-    return step.item()

@@ -6,17 +6,13 @@ per parameter: 2.1 bytes of Adam's instead of 8, 1.03 of the momentum of SGD and
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from float8.kernels import update_rules
 from float8.optim.optimizer import QuantizedOptimizer
-from float8.optim.options import AMSGRAD, Options, check_betas, check_number
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class AdamW(QuantizedOptimizer):
@@ -26,7 +22,7 @@ class AdamW(QuantizedOptimizer):
     shares its scale; clip, or let `torch.amp.GradScaler` skip the step. (An element whose finite
     gradient is above 1.8e19, so that its square overflows, is NaN from the next step on;
     torch.optim's may go on.) Without a gradient a parameter and its state stay as they are. Sparse
-    gradients and those in float64 are refused before anything changes.
+    gradients raise an error, as do those in float64.
 
     Args:
         params: tensors, (name, tensor) pairs or groups: float32, bfloat16, float16, or
@@ -35,7 +31,7 @@ class AdamW(QuantizedOptimizer):
         betas: of the two averages, in [0, 1).
         eps: added to the root of the second moment.
         weight_decay: decoupled from the gradient (arXiv 1711.05101).
-        amsgrad: refused.
+        amsgrad: refused: the maximum of second moments would keep every rounding upwards.
         given: see `float8.optim.options.Options`.
 
     Raises:
@@ -56,35 +52,20 @@ class AdamW(QuantizedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        **given: Unpack[Options],
+        **given: Any,
     ) -> None:
-        super().__init__(
-            params,
-            given,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """As for every optimizer, and betas, eps and amsgrad."""
-        super().check_group(group)
-        check_number("eps", group["eps"], 0.0)
-        check_betas(group["betas"])
-        if group["amsgrad"]:
-            raise ValueError(AMSGRAD)
+        numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**numbers, "amsgrad": amsgrad}, given)
 
     def rule(self, group: dict[str, Any]) -> update_rules.AdamW:
         """The update rule with the group's numbers."""
-        beta1, beta2 = group["betas"]
         numbers = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+        beta1, beta2 = group["betas"]
         return update_rules.AdamW(beta1=beta1, beta2=beta2, decoupled=self.decoupled, **numbers)
 
 
 class Adam(AdamW):
-    """``torch.optim.Adam`` with both moments in float8, the decay a part of the gradient.
+    """``torch.optim.Adam`` with both moments in float8: weight decay is added to the gradient.
 
     Args:
         params, lr, betas, eps, amsgrad, given: see `AdamW`.
@@ -101,7 +82,7 @@ class Adam(AdamW):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
-        **given: Unpack[Options],
+        **given: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **given)
 
@@ -112,8 +93,7 @@ class SGD(QuantizedOptimizer):
     Args:
         params: see `AdamW`.
         lr: learning rate, a float or a tensor with one element.
-        momentum: above 0; without one there is no state to keep in float8, so take
-            torch.optim.SGD.
+        momentum: without one there is no state to keep in float8, so take torch.optim.SGD.
         dampening: of the gradient that enters the momentum, from the second step on.
         weight_decay: times the parameter is added to the gradient.
         nesterov: look ahead by one momentum; needs ``dampening=0``.
@@ -133,26 +113,12 @@ class SGD(QuantizedOptimizer):
         dampening: float = 0.0,
         weight_decay: float = 0.0,
         nesterov: bool = False,
-        **given: Unpack[Options],
+        **given: Any,
     ) -> None:
+        numbers = {"lr": lr, "momentum": momentum, "dampening": dampening}
         super().__init__(
-            params,
-            given,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
+            params, {**numbers, "weight_decay": weight_decay, "nesterov": nesterov}, given
         )
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """As for every optimizer, and momentum, dampening and nesterov."""
-        super().check_group(group)
-        check_number("momentum", group["momentum"], 0.0)
-        if group["momentum"] == 0:
-            raise ValueError("momentum=0 leaves no state to keep in float8; use torch.optim.SGD")
-        if group["nesterov"] and group["dampening"] != 0:
-            raise ValueError(f"nesterov needs dampening=0, got {group['dampening']}")
 
     def rule(self, group: dict[str, Any]) -> update_rules.SGDMomentum:
         """The update rule with the group's numbers."""
@@ -185,14 +151,9 @@ class Lion(QuantizedOptimizer):
         lr: float | Tensor = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
-        **given: Unpack[Options],
+        **given: Any,
     ) -> None:
-        super().__init__(params, given, lr=lr, betas=betas, weight_decay=weight_decay)
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """As for every optimizer, and betas."""
-        super().check_group(group)
-        check_betas(group["betas"])
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, given)
 
     def rule(self, group: dict[str, Any]) -> update_rules.Lion:
         """The update rule with the group's numbers."""

@@ -1,23 +1,23 @@
-"""The options of every optimizer of this package, their defaults, and the checks of values.
+"""The options of every optimizer of this package, and the checks of values.
 
-The checks raise ValueError for a value and TypeError for a type, and name the parameter, its
-shape and its dtype, and says what to do instead.
+A check is here if the mistake would train to wrong numbers without an error of PyTorch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from numbers import Real
-from typing import Any, TypedDict
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.tensor import Float8Tensor
 
 
-class Options(TypedDict, total=False):
+@dataclass
+class Options:
     """The options that every optimizer takes; all of them belong to the parameter group.
 
     Attributes:
@@ -37,103 +37,46 @@ class Options(TypedDict, total=False):
             the distance of two float8 values, as AdamW's second moment.
     """
 
-    maximize: bool
-    capturable: bool
-    fused: bool | None
-    first_moment: str
-    second_moment: str
-    group_size: int
-    min_size: int
-    stochastic_rounding: bool
-    state_rounding: str
+    maximize: bool = False
+    capturable: bool = False
+    fused: bool | None = None
+    first_moment: str = "float8"
+    second_moment: str = "float8"
+    group_size: int = 128
+    min_size: int = 4096
+    stochastic_rounding: bool = False
+    state_rounding: str = "auto"
 
 
-DEFAULTS: Options = {
-    "maximize": False,
-    "capturable": False,
-    "fused": None,
-    "first_moment": "float8",
-    "second_moment": "float8",
-    "group_size": 128,
-    "min_size": 4096,
-    "stochastic_rounding": False,
-    "state_rounding": "auto",
-}
 # The option of a moment -> its values -> the kind of `Moment`, or None for float32.
 KINDS: dict[str, dict[str, str | None]] = {
     "first_moment": {"float8": "float8", "float32": None},
     "second_moment": {"float8": "float8_expanded", "float16": "float16", "float32": None},
 }
-STATE_ROUNDINGS = ("auto", "nearest", "stochastic")
 # How states are kept: the choice of this optimizer, not of a checkpoint.
 STORAGE = (*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding")
 
-AMSGRAD = (
-    "amsgrad=True is not supported: the running maximum of the second moment only ever grows, and "
-    "in 8 bits every rounding upwards would stay in it for ever; use amsgrad=False, or "
-    "torch.optim.AdamW for these parameters"
-)
+_CHOICES = {**KINDS, "state_rounding": ("auto", "nearest", "stochastic"), "amsgrad": (False,)}
+# Numbers in [low, high).
+_RANGES = dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "min_size"), (0.0, math.inf))
+_RANGES |= {"betas": (0.0, 1.0), "group_size": (1, math.inf)}
 
 
-def with_defaults(
-    optimizer: str, moment_options: Mapping[str, str], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """``options``, as the user gave them, and the defaults of the rest.
-
-    Raises TypeError, with the name of the optimizer, for an option that it does not have. For
-    ``moment_options`` see `float8.optim.optimizer.QuantizedOptimizer`.
-    """
-    known = {
-        name: value
-        for name, value in DEFAULTS.items()
-        if name not in KINDS or name in moment_options.values()
-    }
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{optimizer}.__init__() got an unexpected keyword argument {name!r}")
-    return {**known, **options}
-
-
-def check_options(group: Mapping[str, Any]) -> None:
-    """Raise ValueError or TypeError for the options that every optimizer has."""
-    check_number("lr", group["lr"], 0.0)
-    check_number("weight_decay", group["weight_decay"], 0.0)
-    for name, known in (*KINDS.items(), ("state_rounding", STATE_ROUNDINGS)):
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for hyperparameters and options out of range."""
+    for name, known in _CHOICES.items():
         if name in group and group[name] not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {group[name]!r}")
-    for name, least in (("group_size", 1), ("min_size", 0)):
-        value = group[name]
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {value!r}")
-        if value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
-
-
-def check_number(name: str, value: Any, low: float, high: float | None = None) -> None:
-    """Raise ValueError unless ``low <= value`` (and ``< high``); tensors must have one element.
-
-    Raises TypeError for what is neither a number nor a tensor; for text too, as YAML reads 1e-3
-    without a point.
-    """
-    if not isinstance(value, Real | Tensor):
-        raise TypeError(f"{name} must be a number or a tensor with one element, got {value!r}")
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(f"{name} as a tensor must have one element, got {tuple(value.shape)}")
-        if value.device.type != "cpu":
-            return  # reading it would synchronise the device
-    number = float(value)
-    if not (low <= number and (high is None or number < high)):
-        bounds = f"at least {low:g}" + ("" if high is None else f" and below {high:g}")
-        raise ValueError(f"{name} must be {bounds}, got {number}")
-
-
-def check_betas(betas: Any) -> None:
-    """Raise ValueError or TypeError unless these are two numbers in [0, 1)."""
-    if not isinstance(betas, Sequence) or len(betas) != 2:
-        raise TypeError(f"betas must be two numbers in [0, 1), as in (0.9, 0.999), got {betas!r}")
-    for index, beta in enumerate(betas):
-        check_number(f"betas[{index}]", beta, 0.0, 1.0)
+            choices = ", ".join(map(str, known))
+            raise ValueError(f"{name} must be one of {choices}, got {group[name]!r}")
+    for name, (low, high) in _RANGES.items():
+        value = group.get(name, low)
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, Tensor) and number.device.type != "cpu":
+                continue  # reading it would synchronise the device
+            if not low <= number < high:
+                raise ValueError(f"{name} must be in [{low:g}, {high:g}), got {value}")
+    if group.get("nesterov") and group["dampening"] != 0:
+        raise ValueError(f"nesterov needs dampening=0, got {group['dampening']}")
 
 
 def describe(index: int, p: Tensor, group: Mapping[str, Any]) -> str:
@@ -143,38 +86,20 @@ def describe(index: int, p: Tensor, group: Mapping[str, Any]) -> str:
     return f"{name} of shape {tuple(p.shape)} and dtype {p.dtype}"
 
 
+def check_dtype(x: Tensor, what: str) -> None:
+    """Raise TypeError for a parameter or a gradient that steps in float32 would round."""
+    if x.dtype not in HIGH_PRECISION_DTYPES:
+        raise TypeError(
+            f"{what} is {x.dtype}, and steps are computed in float32: keep the model in float32, "
+            "bfloat16 or float16 (model.float()), or use torch.optim"
+        )
+
+
 def check_parameter(p: Tensor, what: str) -> None:
     """Raise TypeError for a parameter that the optimizers cannot train."""
-    if p.layout != torch.strided:
-        raise TypeError(f"{what} is {p.layout}: only dense parameters are supported")
-    if p.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+    check_dtype(p, what)
+    if isinstance(p, Float8Tensor) and (p.scale.numel() != 1 or p.data_t is not None):
         raise TypeError(
-            f"{what} is not supported: use {known} (param.data = param.data.float()), or give it "
-            "to an optimizer of torch.optim"
-        )
-    if isinstance(p, Float8Tensor) and p.scale.numel() != 1:
-        raise TypeError(
-            f"{what} is a Float8Tensor with block {p.block}: parameters kept in float8 need one "
-            "scale; make it with granularity=Tensorwise()"
-        )
-    if isinstance(p, Float8Tensor) and p.data_t is not None:
-        raise TypeError(
-            f"{what} holds a transposed copy of its data, which a step would leave stale; make the "
-            "parameter from .float8_data and .scale alone"
-        )
-
-
-def check_gradient(grad: Tensor, what: str) -> None:
-    """Raise RuntimeError, as torch.optim does, for a sparse gradient, and TypeError for a dtype."""
-    if grad.layout != torch.strided:
-        raise RuntimeError(
-            f"the gradient of {what} is sparse ({grad.layout}): states are kept in groups of "
-            "elements, and every element that a sparse gradient touches would decode its group; "
-            "use sparse=False in the embedding, or torch.optim.SparseAdam for this parameter"
-        )
-    if grad.dtype not in HIGH_PRECISION_DTYPES:
-        raise TypeError(
-            f"the gradient of {what} is {grad.dtype}, and steps are computed in float32: keep the "
-            "model in float32, bfloat16 or float16 (model.float()), or use torch.optim"
+            f"{what} is a Float8Tensor with block {p.block}: a parameter in float8 needs one scale "
+            "(granularity=Tensorwise()) and no transposed copy, which a step would leave stale"
         )

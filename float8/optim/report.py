@@ -8,14 +8,16 @@ counts the first; it measures the second against an optimizer with float32 state
 
 from __future__ import annotations
 
-import math
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from float8.arguments import check_type
-from float8.optim.moment import Moment, matrix_shape
+from float8.kernels import sqnr
+from float8.kernels.moments import matrix_shape
+from float8.optim.moment import Moment
 from float8.optim.optimizer import QuantizedOptimizer, local
 from float8.optim.state_dicts import parameters_of
 
@@ -57,34 +59,27 @@ def report(
         name of the state -> `StateReport`.
     """
     check_type(optimizer, QuantizedOptimizer, "report", "optimizer", "an optimizer of float8.optim")
-    names = [*optimizer.moment_options, "master"]
+    params = parameters_of(optimizer)
+    states_of_twin = {} if twin is None else twin.state
+    twins = params if twin is None else parameters_of(twin)
     reports: dict[str, StateReport] = {}
-    power: dict[str, list[float]] = {name: [0.0, 0.0] for name in names}
-    exact_states = _states_of_twin(optimizer, twin)
-    for p, exact in zip(parameters_of(optimizer), exact_states, strict=True):
-        for name in names:
+    power: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # of signal and noise
+    for p, q in zip(params, twins, strict=True):
+        for name in (*optimizer.moment_options, "master"):
             value = optimizer.state.get(p, {}).get(name)
             if value is None:
                 continue
-            _count(reports.setdefault(name, StateReport()), local(value))
-            if exact.get(name) is not None:
-                _compare(power[name], local(value), local(exact[name]))
+            value = local(value)
+            _count(reports.setdefault(name, StateReport()), value)
+            exact = states_of_twin.get(q, {}).get(name)
+            if exact is not None:
+                plain = value.dequantize() if isinstance(value, Moment) else value
+                exact = local(exact).double()
+                power[name][0] += sqnr.power(exact)
+                power[name][1] += sqnr.power(plain.double() - exact)
     for name, found in reports.items():
-        found.sqnr = _decibel(*power[name]) if twin is not None else None
+        found.sqnr = None if twin is None else sqnr.decibels(*power[name])
     return reports
-
-
-def _states_of_twin(
-    optimizer: QuantizedOptimizer, twin: torch.optim.Optimizer | None
-) -> list[dict[str, Tensor]]:
-    """Per parameter: the states of the twin, none without one."""
-    mine = parameters_of(optimizer)
-    if twin is None:
-        return [{}] * len(mine)
-    theirs = parameters_of(twin)
-    if [p.shape for p in mine] != [q.shape for q in theirs]:
-        raise ValueError("the twin has other parameters: give it those of a copy of the model")
-    return [twin.state.get(q, {}) for q in theirs]
 
 
 def _count(found: StateReport, value: Tensor) -> None:
@@ -94,26 +89,9 @@ def _count(found: StateReport, value: Tensor) -> None:
         return
     codes = value.codes.float().abs().view(matrix_shape(value.shape))
     smallest = 2.0**-24 if value.kind == "float16" else 2.0**-9
-    groups = torch.arange(codes.shape[1], device=codes.device) // value.group
-    alive = torch.zeros_like(value.scale, dtype=torch.bool)
-    alive.index_put_(
-        (torch.arange(codes.shape[0], device=codes.device)[:, None], groups[None]),
-        codes != 0,
-        accumulate=True,
-    )
+    groups = (codes != 0).split(value.group, 1)
+    alive = torch.cat([group.any(1, keepdim=True).expand_as(group) for group in groups], 1)
     found.coded += codes.numel()
-    found.zero += int(((codes == 0) & alive[:, groups]).sum())
+    found.zero += int(((codes == 0) & alive).sum())
     found.smallest += int((codes == smallest).sum())
     found.nan += int(codes.isnan().sum())
-
-
-def _compare(power: list[float], value: Tensor, exact: Tensor) -> None:
-    plain = value.dequantize() if isinstance(value, Moment) else value
-    power[0] += float(exact.double().square().sum())
-    power[1] += float((plain.double() - exact.double()).square().sum())
-
-
-def _decibel(signal: float, noise: float) -> float:
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf

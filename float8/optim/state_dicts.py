@@ -28,7 +28,6 @@ rest goes through float32. Everything is read and checked before anything is cha
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from itertools import chain
@@ -40,10 +39,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from float8.arguments import check_type
-from float8.optim.moment import Moment, groups_shape
+from float8.kernels.moments import groups_shape
+from float8.optim.moment import Moment
 from float8.optim.options import STORAGE, describe
-from float8.optim.step import MASTER, new_master
 from float8.tensor import Float8Tensor
+
+MASTER = "float16"  # the kind of `Moment` that the master of a float8 parameter is
 
 # Options of torch.optim's groups about how a step is computed.
 FOREIGN = ("foreach", "differentiable", "decoupled_weight_decay", "fused")
@@ -62,36 +63,32 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ``{"state": ..., "param_groups": ...}``. Masters of float8 parameters are left out: they are
         weights, for the model of a training without float8.
     """
-    check_type(
-        optimizer,
-        torch.optim.Optimizer,
-        "float32_state_dict",
-        "optimizer",
-        "an optimizer of float8.optim",
-    )
+    check_type(optimizer, torch.optim.Optimizer, "float32_state_dict", "optimizer", "an optimizer")
     packed = torch.optim.Optimizer.state_dict(optimizer)
-    params = parameters_of(optimizer)
-    state = {
-        key: {
-            name: _in_float32(params[key], value) if isinstance(value, Moment) else value
-            for name, value in entry.items()
-            if name != "master"
-        }
-        for key, entry in packed["state"].items()
-    }
+    packed = _converted(parameters_of(optimizer), packed, _in_float32, ("master",))
     groups = [
         {name: value for name, value in group.items() if name not in STORAGE}
         for group in packed["param_groups"]
     ]
-    return {**packed, "state": state, "param_groups": groups}
+    return {**packed, "param_groups": groups}
 
 
 def with_plain_entries(params: list[Tensor], packed: dict[str, Any]) -> dict[str, Any]:
     """``packed``, which torch made of an optimizer of ``params``, every moment as plain tensors."""
+    return _converted(params, packed, _entry)
+
+
+def _converted(
+    params: list[Tensor],
+    packed: dict[str, Any],
+    convert: Callable[[Tensor, Moment], Any],
+    without: tuple[str, ...] = (),
+) -> dict[str, Any]:
     state = {
         key: {
-            name: _entry(params[key], value) if isinstance(value, Moment) else value
+            name: convert(params[key], value) if isinstance(value, Moment) else value
             for name, value in entry.items()
+            if name not in without
         }
         if isinstance(entry, dict)
         else entry
@@ -103,6 +100,11 @@ def with_plain_entries(params: list[Tensor], packed: dict[str, Any]) -> dict[str
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The parameters, in the order of the state dict's indices."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def new_master(p: Float8Tensor, group: int, value: Tensor | None = None) -> Moment:
+    """A master that holds ``value``, of p's shape, or what the parameter holds."""
+    return Moment.quantize(p.dequantize(torch.float32) if value is None else value, MASTER, group)
 
 
 def _entry(p: Tensor, moment: Moment) -> Tensor | dict[str, Tensor]:
@@ -151,7 +153,7 @@ def _rows_stay_whole(p: Tensor, group: int) -> bool:
 
 
 def read_states(
-    state_dict: dict[str, Any], groups: list[dict[str, Any]], kinds_of: KindsOf, optimizer: str
+    state_dict: dict[str, Any], groups: list[dict[str, Any]], kinds_of: KindsOf
 ) -> tuple[dict[str, Any], dict[Tensor, dict[str, Any]]]:
     """Read the states of a state dict, and leave the rest of it to torch.
 
@@ -165,16 +167,17 @@ def read_states(
         return state_dict, {}  # torch refuses it
     rest, states = dict(state_dict["state"]), {}
     for mine, theirs in zip(groups, saved, strict=True):
+        size = theirs.get("group_size", mine["group_size"])
         for index, (p, key) in enumerate(zip(mine["params"], theirs["params"], strict=True)):
             if rest.get(key):
-                what = describe(index, p, mine)
-                saved_size = theirs.get("group_size", mine["group_size"])
-                reader = _Reader(p, mine, saved_size, kinds_of(p, mine), what, optimizer)
-                states[p] = reader.state(rest.pop(key))
-    own = (*STORAGE, *FOREIGN)
+                kinds = kinds_of(p, mine)
+                reader = _Reader(p, mine, size, kinds, describe(index, p, mine))
+                states[p] = reader.state(rest[key])
+                own = (*kinds, "step", "master")
+                rest[key] = {name: x for name, x in rest[key].items() if name not in own}
+    kept = (*STORAGE, *FOREIGN)
     merged = [
-        {name: value for name, value in theirs.items() if name not in own}
-        | {name: mine[name] for name in own if name in mine}
+        mine | {name: value for name, value in theirs.items() if name not in kept}
         for mine, theirs in zip(groups, saved, strict=True)
     ]
     return {**state_dict, "state": rest, "param_groups": merged}, states
@@ -188,54 +191,48 @@ class _Reader(NamedTuple):
     saved_group_size: int
     kinds: dict[str, str | None]
     what: str
-    optimizer: str
 
     def state(self, entry: dict[str, Any]) -> dict[str, Any]:
-        self._check_moments(entry)
-        state: dict[str, Any] = {"step": self._step(entry)}
-        for name, value in entry.items():
-            if name not in (*self.kinds, "step", "master"):
-                state[name] = copy.deepcopy(value)  # another library's
-            elif name in self.kinds and value is not None:
-                state[name] = self._moment(name, value, self.kinds[name])
+        there = [name for name, value in entry.items() if value is not None]
+        missing = [name for name in self.kinds if name not in there]
+        # torch's SGD without momentum has an empty momentum_buffer alone.
+        if missing and there:  # a step with a moment of zero would be a huge one
+            raise ValueError(
+                f"{self.what}: the loaded state has {', '.join(there)} and no {missing[0]}: it is "
+                "another optimizer's; load its own, or start afresh without a state"
+            )
+        # torch's SGD counts no steps; with a momentum there has been one.
+        step = torch.as_tensor(entry.get("step", float(not missing)))
+        on_device = self.group["capturable"] or self.group["fused"]
+        device = self.p.device if on_device else "cpu"
+        state = {"step": step.detach().to(device, torch.float32, copy=True)}
+        for name, kind in self.kinds.items():
+            if name not in missing:
+                state[name] = self._moment(name, entry[name], kind)
         if isinstance(self.p, Float8Tensor):
             if "master" in entry:
                 state["master"] = self._moment("master", entry["master"], MASTER)
             else:
                 state["master"] = new_master(self.p, self.group["group_size"])
-        elif "master" in entry:
+        elif "master" in entry:  # more exact than the float8 weight of the same checkpoint
             raise ValueError(
-                f"{self.what}: the loaded state holds the master of a float8 parameter, which this "
-                f"parameter, a {type(self.p).__name__} in {self.p.dtype}, does not keep. Its value "
-                "is more exact than the float8 weight of the same checkpoint: copy it into the "
-                'parameter (in the optimizer that wrote it, state[p]["master"].dequantize()), and '
-                "load what float32_state_dict(optimizer) gives"
+                f"{self.what}: the loaded state has the master of a float8 parameter, and this is "
+                'none: copy state[p]["master"].dequantize() of the optimizer that wrote it into '
+                "the parameter, and load what float32_state_dict(optimizer) gives"
             )
         return state
-
-    def _check_moments(self, entry: dict[str, Any]) -> None:
-        """Refuse another optimizer's state: its step with a moment of zero would be a huge one."""
-        missing = [name for name in self.kinds if entry.get(name) is None]
-        there = [name for name, value in entry.items() if value is not None]
-        if missing and there:  # torch's SGD without momentum has an empty momentum_buffer alone
-            raise ValueError(
-                f"{self.what}: the loaded state has {', '.join(there)} and no "
-                f"{' or '.join(missing)}, which {self.optimizer} needs: it is another "
-                "optimizer's; load its own, or start afresh without a state"
-            )
-
-    def _step(self, entry: dict[str, Any]) -> Tensor:
-        # torch's SGD counts no steps; with a momentum there has been one.
-        started = any(entry.get(name) is not None for name in self.kinds)
-        on_device = self.group["capturable"] or self.group["fused"]
-        device = self.p.device if on_device else "cpu"
-        step = torch.as_tensor(entry.get("step", float(started)))
-        return step.detach().to(device, torch.float32, copy=True)
 
     def _moment(self, name: str, value: Any, kind: str | None) -> Tensor:
         size = self.group["group_size"]
         if isinstance(value, dict):
-            saved = self._saved_moment(name, value)
+            groups = groups_shape(self.p.shape, self.saved_group_size)
+            codes = self._shard(name, value["codes"], tuple(self.p.shape))
+            codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
+            scale = self._shard(f"{name}.scale", value["scale"], groups)
+            exponent = value.get("exponent")
+            if exponent is not None:
+                exponent = self._shard(f"{name}.exponent", exponent, groups)
+            saved = Moment(codes, scale, exponent, self.saved_group_size)
             if (saved.kind, saved.group) == (kind, size):
                 return saved
             dense = saved.dequantize()
@@ -245,37 +242,20 @@ class _Reader(NamedTuple):
             dense = self._shard(name, value, tuple(self.p.shape)).float()
         if kind is not None:
             return Moment.quantize(dense, kind, size)
-        return _like(self.p, dense.clone(), self.p.shape)
-
-    def _saved_moment(self, name: str, value: dict[str, Tensor]) -> Moment:
-        groups = groups_shape(self.p.shape, self.saved_group_size)
-        codes = self._shard(f"{name}.codes", value["codes"], tuple(self.p.shape))
-        codes = codes.view(torch.float8_e4m3fn) if codes.dtype == torch.uint8 else codes
-        scale = self._shard(f"{name}.scale", value["scale"], groups)
-        exponent = value.get("exponent")
-        if exponent is not None:
-            exponent = self._shard(f"{name}.exponent", exponent, groups)
-        return Moment(codes, scale, exponent, self.saved_group_size)
+        return _like(self.p, dense, self.p.shape)
 
     def _shard(self, name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of ``value`` in memory of its own, after a look at its shape."""
         if tuple(value.shape) != shape:
             raise ValueError(
                 f"{self.what}: the loaded {name} has shape {tuple(value.shape)}, not {shape}: it "
-                "belongs to another parameter, or its groups are not of "
-                f"{self.saved_group_size}; load the state of the same model"
+                f"is another parameter's, or its groups are not of {self.saved_group_size}"
             )
-        if isinstance(value, DTensor) != isinstance(self.p, DTensor):
+        places, wanted = (getattr(x, "placements", None) for x in (value, self.p))
+        if places != wanted:
             raise ValueError(
-                f"{self.what}: the loaded {name} is a {type(value).__name__}, the parameter is "
-                f"not: load sharded states with torch.distributed.checkpoint's set_state_dict"
+                f"{self.what}: the loaded {name} is placed {places}, the parameter {wanted} (None: "
+                "not sharded): load with torch.distributed.checkpoint's set_state_dict"
             )
-        if isinstance(value, DTensor):
-            assert isinstance(self.p, DTensor)
-            if value.placements != self.p.placements:
-                raise ValueError(
-                    f"{self.what}: the loaded {name} is placed {value.placements}, the parameter "
-                    f"{self.p.placements}: redistribute it first"
-                )
-            value = value.to_local()
-        return value.detach().to(self.p.device, copy=True).contiguous()
+        shard = value.to_local() if isinstance(value, DTensor) else value
+        return shard.detach().to(self.p.device, copy=True).contiguous()

@@ -254,7 +254,6 @@ def _optimizer_step(M: int, K: int) -> list[Variant]:
         ("bf16, ragged groups", BF16, {"random": "v", "ragged": True}),
         ("master", F16, {"g": BF16, "master": True, "random": "pv"}),
         ("fp32 lion", F32, {"rule": "lion", "random": "m"}),
-        ("bf16, e4m3, expanded e4m3, amax", BF16, {"random": "v", "record": True}),
     ]
     return [_optimizer_step_variant(name, (M, K), dtype, **form) for name, dtype, form in forms]
 
@@ -262,7 +261,7 @@ def _optimizer_step(M: int, K: int) -> list[Variant]:
 def _optimizer_step_variant(
     name: str, shape: tuple[int, int], p_dtype: torch.dtype, *, g: torch.dtype | None = None,
     v: torch.dtype = E4M3, master: bool = False, rule: str = "adamw",
-    ragged: bool = False, captured: bool = False, random: str = "", record: bool = False,
+    ragged: bool = False, captured: bool = False, random: str = "",
 ) -> Variant:  # fmt: skip
     M, K = shape
     C = K - 2 if ragged else K
@@ -283,7 +282,7 @@ def _optimizer_step_variant(
         0.0 if captured else 7.0, number, p, p_scale if master else None,
         meta(M, C, dtype=g or p_dtype), *state(E4M3, False), *second, 128,
         [x in random for x in "pmv"], 7, 7, number, number,
-        meta(dtype=F32) if master or record else None,
+        meta(dtype=F32) if master else None,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import moments, optimizer_step
 from float8.kernels.moments import StateMatrix
-from float8.kernels.optimizer_step import refusal, takes_kernel
+from float8.kernels.optimizer_step import Float8Weight, Step, refusal, takes_kernel
 from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
 
 RULES = (
@@ -30,12 +30,12 @@ def fake_cuda() -> Iterator[None]:
         yield
 
 
-def operands(dtype=torch.bfloat16, g_dtype=torch.bfloat16):
-    p, g = (torch.empty(4, 256, dtype=d, device="cuda") for d in (dtype, g_dtype))
+def step(dtype=torch.bfloat16, rule=LION, group=128):
+    p, g = (torch.empty(4, 256, dtype=dtype, device="cuda") for _ in range(2))
     m = StateMatrix(
         torch.empty(4, 256, dtype=torch.float8_e4m3fn, device="cuda"), g.new_empty(4, 2)
     )
-    return StateMatrix(p), g, (m,)
+    return Step(rule, 1, StateMatrix(p), StateMatrix(g), [m], group, [False] * 2)
 
 
 class Sign(NamedTuple):
@@ -45,38 +45,27 @@ class Sign(NamedTuple):
 @pytest.mark.usefixtures("fake_cuda")
 def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
     pytest.importorskip("triton")
-    p, g, (m,) = operands()
-    assert refusal(LION, p, g, (m,), 128) is None
-    assert takes_kernel(None, LION, p, g, (m,), 128)
-    assert takes_kernel(True, LION, p, g, (m,), 128)
-    assert not takes_kernel(False, LION, p, g, (m,), 128)
-    across = StateMatrix(m.codes.t(), m.scale)
-    for words, rule, parts in (
-        ("parameter is torch.float64", LION, operands(torch.float64)),
-        ("gradient is torch.float64", LION, operands(g_dtype=torch.float64)),
-        ("not contiguous", LION, (p, g, (across,))),
-        ("no rule Sign (it has adamw, ", Sign(), (p, g, (m,))),
+    taken = step()
+    assert refusal(taken) is None
+    assert [takes_kernel(fused, taken) for fused in (None, True, False)] == [True, True, False]
+    (m,) = taken.states
+    across = taken._replace(states=[StateMatrix(m.codes.t(), m.scale)])
+    for words, refused in (
+        ("not contiguous", across),
+        ("no rule Sign", step(rule=Sign())),
+        *((f"group={group} is not a power of two", step(group=group)) for group in (96, 0, 4096)),
     ):
-        assert words in str(refusal(rule, *parts, 128))
+        assert words in str(refusal(refused))
+        with pytest.warns(UserWarning, match="steps are not fused: "):
+            assert not takes_kernel(None, refused)
+        with pytest.raises(ValueError, match=r"fused=True, .* \(4, 256\): "):
+            takes_kernel(True, refused)
     monkeypatch.setattr(optimizer_step, "architecture", lambda index: "sm_80")
-    assert "sm_80 is not known to convert float8" in str(refusal(LION, p, g, (m,), 128))
-    p = StateMatrix(torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"kernel for CUDA, and the parameter is on cpu; use"):
-        takes_kernel(True, LION, p, p.codes, (p,), 128)
-    assert not takes_kernel(None, LION, p, p.codes, (p,), 128)
-
-
-@pytest.mark.usefixtures("fake_cuda")
-@pytest.mark.parametrize("group", [96, 0, 4096, -128])
-def test_a_group_that_is_no_power_of_two_is_refused_by_name(group, monkeypatch):
-    p, g, states = operands()
-    monkeypatch.setattr(optimizer_step, "_WARNED", set())
-    with pytest.warns(UserWarning, match=rf"steps are not fused: group={group} is not a power"):
-        assert not takes_kernel(None, LION, p, g, states, group)
-    assert not takes_kernel(None, LION, p, g, states, group)  # and says so once
-    assert not takes_kernel(False, LION, p, g, states, group)
-    with pytest.raises(ValueError, match=rf"\(4, 256\): group={group} is not a power of two"):
-        takes_kernel(True, LION, p, g, states, group)
+    assert "sm_80 is not known to convert float8" in str(refusal(taken))
+    plain = StateMatrix(torch.ones(2, 4))
+    on_cpu = taken._replace(p=plain)
+    assert "kernel for CUDA, and the parameter is on cpu" in str(refusal(on_cpu))
+    assert not takes_kernel(None, on_cpu)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
@@ -93,22 +82,26 @@ def test_fused_step_on_a_cpu_is_the_plain_step():
     pytest.importorskip("triton")
     assert optimizer_step._no_kernel(None) is None  # registers the ops
     x, g = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(1))
-    options = {"at_random": (True,) * 3, "seed": 1}
     for rule in RULES:
         steps, amax = [], torch.zeros(1)
         for _ in range(2):
             made = ((x, torch.float16), (g, torch.float8_e4m3fn), (x * x, torch.float16))
             p, *states = (StateMatrix(*moments.encode(y, 32, d), None, 32) for y, d in made)
-            steps.append((p, g, states if isinstance(rule, AdamW) else states[:1]))
-        optimizer_step.fused_step(rule, 2, *steps[0], 32, **options, amax=amax)
-        optimizer_step.plain_step(rule, 2, *steps[1], **options)
-        for mine, theirs in zip(*([p, *states] for p, _, states in steps), strict=True):
+            states = states if isinstance(rule, AdamW) else states[:1]
+            steps.append(Step(rule, 2, p, StateMatrix(g), states, 32, (True,) * 3, seed=1))
+        optimizer_step.fused_step(steps[0], amax=amax)
+        optimizer_step.plain_step(steps[1])
+        for mine, theirs in zip(*([s.p, *s.states] for s in steps), strict=True):
             assert_bitwise(mine.codes, theirs.codes)
             assert_bitwise(mine.scale, theirs.scale)
-        master = steps[0][0]
+        master = steps[0].p
         value = master.decode()
         assert amax == value.abs().max()
         assert not torch.equal(value, x)
-    data, scale = torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(())
-    optimizer_step.cast_weight(master, data, scale, amax)
-    assert (data.float() * scale - value).abs().max() <= amax / 28  # half a spacing of the largest
+    weight = Float8Weight(torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(()))
+    optimizer_step.cast_weight(master, weight, amax)
+    twin = Float8Weight(torch.zeros_like(weight.data), torch.zeros(()))
+    optimizer_step.cast_master(master, twin)
+    assert_bitwise(weight.data, twin.data)
+    assert_bitwise(weight.scale, twin.scale)
+    assert (weight.data.float() * weight.scale - value).abs().max() <= amax / 28

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 import sys
 import threading
@@ -30,7 +29,6 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.kernels import optimizer_step
 from float8.linear.float8_weight import cached_tensor, to_resident
 
 OPTIONS = [{}, {"in_place": True}, {"scales_only": True}]
@@ -50,7 +48,6 @@ def sgd(net):
 
 
 def ours(net):
-    """An optimizer of float8.optim, which records amaxes."""
     return float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0)
 
 
@@ -184,21 +181,6 @@ def multiply(optimizer, *unused):
         p.data.mul_(4)
 
 
-def multiplying(step):
-    """A decorator of ``step`` that keeps its name, as users write them."""
-
-    @functools.wraps(step)
-    def decorated(self, closure=None):
-        step(self, closure)
-        multiply(self)
-
-    return decorated
-
-
-class Decorated(float8.optim.AdamW):
-    step = multiplying(float8.optim.optimizer.QuantizedOptimizer.step)
-
-
 def hooked(net):
     optimizer = ours(net)
     optimizer.register_step_post_hook(multiply)
@@ -264,7 +246,6 @@ SCENARIOS = {
     "functional_call": functional_call,
     "LBFGS": lbfgs,
     "an override of step": lambda net: train(net, Clamping(net.parameters())),
-    "a decorated step": lambda net: train(net, Decorated(net.parameters())),
     "masters": lambda net: train(net, Masters(net.parameters())),
     "a hook of the optimizer": hooked,
     "a hook of all optimizers": hooked_globally,
@@ -556,72 +537,24 @@ def test_contexts_open_and_close_in_other_threads():
     assert not errors
 
 
-# --- scales that are known before the cast
-
-
-def fuse(monkeypatch):
-    """Take the op of the fused step, whose definition runs on a CPU."""
-    pytest.importorskip("triton")
-    assert optimizer_step._no_kernel(None) is None  # registers the ops
-    monkeypatch.setattr(float8.optim.optimizer, "takes_kernel", lambda *_: True)
-
-
 @SCALES_ONLY
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
-def test_an_optimizer_of_ours_records_the_amaxes_and_another_takes_one_pass(recipe, scales_only):
-    # Whichever hook on all optimizers is the first: that of delayed scaling, or that of the caches.
-    convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=RECIPES["delayed"])
-    for number, hook in list(_global_optimizer_post_hooks.items()):
-        if hook.__module__ == "float8.linear.delayed":
-            _global_optimizer_post_hooks.move_to_end(number, last=False)
-    for make, expected in ((ours, []), (sgd, [2])):
-        net = model(recipe)
-        optimizer = make(net)
-        with cached_weights(net, scales_only=scales_only):
-            microbatch(net, 1)
-            with counted("amaxes") as passes:
-                optimizer.step()
-            assert [len(call.args[0]) for call in passes.call_args_list] == expected
-            with counted("amax") as amax:
-                microbatch(net, 1)
-        if recipe == "tensorwise":
-            assert amax.call_count == 4, "of two inputs and two gradients"
-
-
-def test_a_step_reads_each_weight_once_beside_its_update(monkeypatch):
-    """For one cast of both orientations: no pass for amaxes, neither of all weights nor of one."""
-    fuse(monkeypatch)
-    net = model()
-    optimizer = ours(net)
-    with cached_weights(net):
-        microbatch(net, 1)
-        with counted("amaxes") as passes, counted("amax") as amax, counted("cast") as cast:
-            optimizer.step()
-        assert not passes.called and not amax.called
-        assert [len(call.args[0]) for call in cast.call_args_list] == [48, 16]
-        assert_all_bitwise(microbatch(net, 3), fresh(net))
-
-
-@SCALES_ONLY
-def test_a_step_that_a_scaler_skips_keeps_the_scales(scales_only, monkeypatch):
-    """Fused, where the device alone knows of it, after a write that only a pass would see."""
-    fuse(monkeypatch)
-    net = model()
-    optimizer = float8.optim.AdamW(net.parameters(), lr=0.1, min_size=0, fused=True)
+def test_one_pass_finds_the_amaxes_of_all_weights(recipe, scales_only):
+    net = model(recipe)
+    optimizer = sgd(net)
     with cached_weights(net, scales_only=scales_only):
-        for found_inf in (0.0, 1.0, 0.0):
+        microbatch(net, 1)
+        with counted("amaxes") as passes:
+            optimizer.step()
+        assert [len(call.args[0]) for call in passes.call_args_list] == [2]
+        with counted("amax") as amax:
             microbatch(net, 1)
-            net[0].weight.data.mul_(2)
-            optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.tensor(found_inf)
-            with counted("amaxes") as passes:
-                optimizer.step()
-            assert not passes.called
-            assert_all_bitwise(microbatch(net, 3), fresh(net))
+    if recipe == "tensorwise":
+        assert amax.call_count == 4, "of two inputs and two gradients"
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
 def test_a_compiled_step_does_not_trace_the_casts(make):
-    """One of ours records no amaxes then: one pass over all weights finds them."""
     net = model()
     optimizer = make(net.parameters(), lr=torch.tensor(0.1))
     counter = CompileCounter()

@@ -94,26 +94,13 @@ def test_a_loop_with_clipping_and_zeroing_accumulates_nothing_old(set_to_none):
     assert_bitwise(*seen)
 
 
-def test_an_optimizer_of_torch_is_refused_with_the_reason():
-    model = model_of()
-    hold_gradients_in_float8(model.parameters())
-    backward(model)
-    with pytest.raises(NotImplementedError, match=r"holds: .* an optimizer of float8\.optim"):
-        torch.optim.AdamW(model.parameters()).step()
-
-
 def test_the_handle_ends_it_and_misuse_is_refused():
     model = model_of()
     handle = hold_gradients_in_float8(model.parameters())
-    with pytest.raises(ValueError, match="held in float8 already"):
-        hold_gradients_in_float8([model[0].weight])
     handle.remove()
     backward(model)
     assert not isinstance(model[0].weight.grad, Float8Tensor)
-    hold_gradients_in_float8([model[0].weight])
-    with pytest.raises(ValueError, match="no parameters"):
-        hold_gradients_in_float8([])
-    with pytest.raises(TypeError, match=r"parameter 0 of shape \(3,\) must be a leaf"):
+    with pytest.raises(TypeError, match=r"of shape \(3,\) must be a leaf"):
         hold_gradients_in_float8([torch.ones(3)])
 
 

@@ -11,7 +11,8 @@ import torch
 from assertions import assert_bitwise, sqnr
 from shapes import pairs
 
-from float8.optim.moment import KINDS, Moment, matrix_shape
+from float8.kernels.moments import matrix_shape
+from float8.optim.moment import KINDS, Moment
 
 SHAPES = [(5, 123), (3, 128), (1, 300), (300,), (), (4, 3, 2, 5), (0, 7), (5, 0), (1,)]
 
@@ -107,18 +108,16 @@ def test_writing_takes_the_named_ways():
     assert not moment.dequantize().any()
     with pytest.raises(NotImplementedError, match=r"copy_from"):
         moment.mul_(2)
-    with pytest.raises(ValueError, match=r"\(50, 6\).*\(6, 50\)"):
+    with pytest.raises(ValueError, match=r"\(6, 50\) got values of .*50, 6"):
         moment.copy_from(x.t())
 
 
 def test_parts_that_do_not_fit_are_refused():
     codes = torch.zeros(4, 40, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"scale must have shape \(4, 3\).*got \(4, 2\)"):
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), got \(4, 2\)"):
         Moment(codes, torch.ones(4, 2), None, 16)
-    with pytest.raises(ValueError, match=r"exponent must have shape"):
+    with pytest.raises(ValueError, match=r"shape \(4, 3\), got \(4, 1\)"):
         Moment(codes, torch.ones(4, 3), torch.ones(4, 1), 16)
-    with pytest.raises(ValueError, match=r"one of float8, float8_expanded, float16, not 'int8'"):
-        Moment.zeros((4, 4), "int8", 16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

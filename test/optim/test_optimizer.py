@@ -36,17 +36,6 @@ def test_copies_and_pickles_go_on_alike(cls):
         assert_same_states(twin, optimizer)
 
 
-def test_an_entry_of_a_state_dict_is_no_state():
-    model = make()
-    optimizer = AdamW(model.parameters(), **SMALL)
-    train(model, optimizer, 1)
-    entries = optimizer.state_dict()["state"]
-    index = next(i for i, entry in entries.items() if isinstance(entry["exp_avg"], dict))
-    optimizer.state[list(model.parameters())[index]].update(entries[index])
-    with pytest.raises(ValueError, match=r"exp_avg of a parameter of shape.*load_state_dict"):
-        train(model, optimizer, 1)
-
-
 def test_groups_choose_how_their_states_are_kept():
     model = make()
     optimizer = AdamW(

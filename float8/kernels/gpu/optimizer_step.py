@@ -12,21 +12,20 @@ FLAT        all tensors are row-major and groups divide rows: memory is one sequ
 otherwise   a row's last group may be shorter; parameter and gradient have their own strides
 =========== ===================================================================================
 
-`_adamw`, `_sgd_momentum` and `_lion` are the rules of ``kernels/update_rules.py`` for a tile; tests
-check that they are equal. A rule's numbers are passed by value. The learning rate and the step may
-also be passed by pointer, so that a CUDA graph replays with new ones. Each program then computes
-the bias corrections in float64, as the definition does. Random bits are a hash of seed, step and
-element.
+The update rules are compiled from the source of ``kernels/update_rules.py``. A rule's numbers are
+passed by value. The learning rate and the step may also be passed by pointer, so that a CUDA graph
+replays with new ones. Each program then computes the bias corrections in float64, as the definition
+does. Random bits are a hash of seed, step and element.
 
 If the parameter is a master, `cast_weight` is a second launch. The first launch writes the amax of
-the new master by an atomic maximum, which does not depend on the order. That of another parameter
-is recorded on request: the next forward then casts the weight in one read. A step that GradScaler's
-``found_inf`` skips reads all the same, and records the amax of the parameter as it stays.
+the new master by an atomic maximum, which does not depend on the order. A step that GradScaler's
+``found_inf`` skips reads and writes nothing.
 """
 
 from __future__ import annotations
 
 import math
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -98,36 +97,36 @@ def _adam_factors(lr, step, LOG2_BETA1: tl.constexpr, LOG2_BETA2: tl.constexpr):
 
 
 @triton.jit
-def _decayed(p, g, kept, weight_decay, DECAY: tl.constexpr):
-    """The weight decay of every rule; ``kept`` is 1 - lr * weight_decay."""
-    if DECAY == _DECOUPLED:
-        p = p * kept
-    elif DECAY == _COUPLED:
-        g = g + p * weight_decay
-    return p, g
+def _quotient(x, y):
+    return tl.div_rn(x, y)
 
 
 @triton.jit
-def _adamw(p, g, m, v, rest1, beta2, rest2, eps, step_size, root):
-    """`float8.kernels.update_rules.AdamW` after its decay; ``rest1`` is 1 - beta1."""
-    m = m + (g - m) * rest1
-    v = v * beta2 + (g * g) * rest2
-    return p - tl.div_rn(m, tl.sqrt_rn(v) * root + eps) * step_size, m, v
+def _root(x):
+    return tl.sqrt_rn(x)
 
 
 @triton.jit
-def _sgd_momentum(p, g, m, lr, momentum, undampened, NESTEROV: tl.constexpr):
-    """`float8.kernels.update_rules.SGDMomentum` after its decay."""
-    m = m * momentum + g * undampened
-    return p - (g + m * momentum if NESTEROV else m) * lr, m
+def _sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x))  # 0 and NaN are kept
 
 
-@triton.jit
-def _lion(p, g, m, lr, beta1, rest1, beta2, rest2):
-    """`float8.kernels.update_rules.Lion` after its decay."""
-    mixed = m * beta1 + g * rest1
-    direction = tl.where(mixed > 0, 1.0, tl.where(mixed < 0, -1.0, mixed))  # 0 and NaN are kept
-    return p - direction * lr, m * beta2 + g * rest2
+def _compiled(function: Any) -> Any:
+    """A function of `update_rules` in Triton: its source, with Triton's roots and quotients."""
+    names = {"quotient": _quotient, "root": _root, "sign": _sign, "Any": tl.tensor, "tl": tl}
+    names["__name__"] = __name__
+    return triton.jit(FunctionType(function.__code__, names, function.__name__))
+
+
+_decayed, _adamw, _sgd_momentum, _lion = (
+    _compiled(rule)
+    for rule in (
+        update_rules.decayed,
+        update_rules.adamw,
+        update_rules.sgd_momentum,
+        update_rules.lion,
+    )
+)
 
 
 @triton.jit
@@ -144,20 +143,11 @@ def _store_master(
 
 @triton.jit
 def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
-    """Write a parameter in its own dtype; return float32 values that round to what is written."""
+    """Write a parameter in its own dtype."""
     DTYPE: tl.constexpr = p_ptr.dtype.element_ty
     if RANDOM:
         p = stochastic_round(p, index, seed, step, DTYPE)
     tl.store(p_ptr + at, p.to(DTYPE), inside)
-    return p
-
-
-@triton.jit
-def _record_amax(p, amax_ptr, inside, DTYPE: tl.constexpr):
-    """The largest magnitude of a tile, rounded to DTYPE: rounding is monotonic, so it is last."""
-    bits = tl.max(tl.where(inside, magnitude_bits(p), 0))
-    rounded = bits.to(tl.float32, bitcast=True).to(DTYPE).to(tl.float32)
-    tl.atomic_max(amax_ptr, magnitude_bits(rounded), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["seed", "first"])
@@ -171,7 +161,7 @@ def _step_kernel(
     v_ptr,
     v_scale_ptr,
     v_exponent_ptr,
-    amax_ptr,  # int32 bits, if the parameter is a master, or RECORD
+    amax_ptr,  # int32 bits, if the parameter is a master
     grad_scale_ptr,
     found_inf_ptr,
     lr,  # a number or a pointer, and so is step
@@ -210,19 +200,16 @@ def _step_kernel(
     V_RANDOM: tl.constexpr,
     SCALED: tl.constexpr,
     SKIPS: tl.constexpr,
-    RECORD: tl.constexpr,  # the amax of the parameter after the step
     LOG2_BETA1: tl.constexpr,
     LOG2_BETA2: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     N = tl.full((), 1, tl.int64) * R * tl.cdiv(C, GROUP)  # R may be a constant, without .to()
-    is_skipped = tl.load(found_inf_ptr) != 0 if SKIPS else False
-    written_N = tl.where(is_skipped, 0, N) if SKIPS else N
-    N = N if RECORD else written_N  # a skipped step reads nothing, unless it records
+    if SKIPS:  # a skipped step reads and writes nothing
+        N = tl.where(tl.load(found_inf_ptr) != 0, 0, N)
     at, p_at, g_at, inside, start = _positions(
         n, N, C, p_stride_r, p_stride_c, g_stride_r, g_stride_c, GROUP, FLAT
     )
-    written = inside & (n < written_N)[:, None] if SKIPS and RECORD else inside
     index = (start + first).to(tl.int32)  # in the whole parameter, modulo 2^32
 
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
@@ -244,8 +231,8 @@ def _step_kernel(
         g = tl.div_rn(g, tl.load(grad_scale_ptr) + tl.zeros_like(g))
     if MAXIMIZE:
         g = -g
-    old = p
-    p, g = _decayed(p, g, kept, weight_decay, DECAY)
+    if DECAY != _NO_DECAY:
+        p, g = _decayed(p, g, kept, weight_decay, DECAY == _DECOUPLED)
     if RULE == "adamw":
         if LR_IS_TENSOR or STEP_IS_TENSOR:
             step_size, root = _adam_factors(lr, step, LOG2_BETA1, LOG2_BETA2)
@@ -262,17 +249,14 @@ def _step_kernel(
             p, p_ptr, p_scale_ptr, amax_ptr, at, inside, n, N, index, seed, number, P_RANDOM
         )
     else:
-        p = _store_plain(p, p_ptr, p_at, written, index, seed, number, P_RANDOM)
-        if RECORD:
-            stays = tl.where(is_skipped, old, p) if SKIPS else p
-            _record_amax(stays, amax_ptr, inside, p_ptr.dtype.element_ty)
+        _store_plain(p, p_ptr, p_at, inside, index, seed, number, P_RANDOM)
     if RULE == "adamw":
         store(
-            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, written, n, written_N, V_FORM,
+            v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N, V_FORM,
             index, seed, number, 1, V_RANDOM,
         )  # fmt: skip
     store(
-        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, written, n, written_N, M_FORM,
+        m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, M_FORM,
         index, seed, number, 0, M_RANDOM,
     )  # fmt: skip
 
@@ -366,7 +350,6 @@ def _launch(
         LR_IS_TENSOR=lr is not None, STEP_IS_TENSOR=step_tensor is not None,
         P_RANDOM=p_random, M_RANDOM=m_random, V_RANDOM=v_random,
         SCALED=grad_scale is not None, SKIPS=found_inf is not None,
-        RECORD=amax is not None and p_scale is None,
         **constants, **_OPTIONS,
     )  # fmt: skip
 
@@ -379,9 +362,8 @@ def _reference(
     group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
 ) -> None:  # fmt: skip
-    """`plain_step`, with the inputs of GradScaler and the amax of the new parameter."""
-    is_skipped = found_inf is not None and found_inf.item() != 0
-    if is_skipped and (amax is None or p_scale is not None):
+    """`plain_step`, with the inputs of GradScaler and the amax of the new master."""
+    if found_inf is not None and found_inf.item() != 0:
         return
     target = StateMatrix(p, p_scale, None, group)
     states = [StateMatrix(m, m_scale, m_exponent, group)]
@@ -390,16 +372,14 @@ def _reference(
     gradient = g.to(torch.float32)
     if grad_scale is not None:
         gradient = gradient / grad_scale.reshape(())
-    if not is_skipped:
-        host.plain_step(
+    host.plain_step(
+        host.Step(
             host.unpacked(rule, numbers, lr), step if step_tensor is None else step_tensor, target,
-            gradient, states, at_random=at_random, seed=seed, first=first,
-        )  # fmt: skip
+            StateMatrix(gradient), states, group, at_random, seed, first,
+        )
+    )  # fmt: skip
     if amax is not None and p.numel():
-        largest = target.decode().abs()
-        if p_scale is not None:
-            largest = largest.nan_to_num(nan=0.0)
-        amax.copy_(torch.maximum(amax, largest.amax()))
+        amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
 
 
 def _fake(*args: Any) -> None:
