@@ -1,4 +1,4 @@
-"""`high_precision` in threads, copies, generators and compiled code, with what backward repeats."""
+"""`high_precision` in copies, generators, compiled code and recomputation."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import copy
 import gc
 import pickle
 import threading
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 
 import pytest
 import torch
 from assertions import assert_bitwise
-from shapes import pairs
 from torch import nn
 from torch._dynamo.testing import CompileCounter
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from float8 import convert_to_float8_training, high_precision
 
@@ -41,26 +39,6 @@ def in_a_thread(function):
 RUNS = {"in this thread": lambda function: function(), "in another": in_a_thread}
 
 
-@contextmanager
-def open_in_another_thread(model):
-    """`high_precision`, held open by another thread."""
-    is_open, may_end = threading.Event(), threading.Event()
-
-    def hold():
-        with high_precision(model):
-            is_open.set()
-            may_end.wait(60)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert is_open.wait(60)
-    try:
-        yield
-    finally:
-        may_end.set()
-        thread.join()
-
-
 def mlp(recipe="tensorwise"):
     parts = [m for _ in range(2) for m in (nn.Linear(16, 16), nn.GELU())]
     return convert_to_float8_training(nn.Sequential(*parts), config=recipe)
@@ -76,25 +54,12 @@ def case():
     return model, x, plain, model(x)
 
 
-def test_one_threads_evaluation_changes_nothing_of_anothers(case):
-    model, x, plain, quantised = case
-    with open_in_another_thread(model):
-        assert_bitwise(model(x), quantised)
-        with high_precision(model):
-            assert_bitwise(model(x), plain)
-        assert_bitwise(model(x), quantised)
-    with high_precision(model):
-        assert_bitwise(in_a_thread(lambda: model(x)), quantised)
-
-
-def test_state_dicts_are_plain_in_the_thread_that_asked_for_it():
+def test_state_dicts_are_plain_in_the_context():
     model = mlp("delayed")
     keys = list(model.state_dict())
-    with open_in_another_thread(model):
-        assert list(model.state_dict()) == keys
     with high_precision(model):
         assert len(model.state_dict()) == 4
-        assert list(in_a_thread(model.state_dict)) == keys
+    assert list(model.state_dict()) == keys
 
 
 def test_a_part_is_switched_off_alone_and_with_the_whole(case):
@@ -142,27 +107,21 @@ def test_a_copy_that_is_made_inside_is_in_no_scope(case, copied):
         assert_bitwise(model(x), quantised)
 
 
-def test_replicas_of_data_parallel_follow_the_thread_that_made_them(case):
+def test_replicas_of_data_parallel_follow_their_module(case):
     model, x = case[:2]
-
-    def replica():  # as torch.nn.parallel.replicate makes one
-        made = model[0]._replicate_for_data_parallel()
-        for name, parameter in model[0].named_parameters(recurse=False):
-            setattr(made, name, parameter)
-        return made
-
-    first, outside = model[0], replica()
+    first = model[0]
+    made = first._replicate_for_data_parallel()  # as torch.nn.parallel.replicate makes one
+    for name, parameter in first.named_parameters(recurse=False):
+        setattr(made, name, parameter)
     with high_precision(model):
-        expected, inside = first(x), replica()
-        assert_bitwise(in_a_thread(lambda: outside(x)), in_a_thread(lambda: first(x)))
-    assert_bitwise(in_a_thread(lambda: inside(x)), expected)
-    assert_bitwise(outside(x), first(x))
+        assert_bitwise(in_a_thread(lambda: made(x)), first(x))
+    assert_bitwise(made(x), first(x))
 
 
 # --- compiled code
 
 
-def test_compiled_code_guards_on_its_own_thread(case):
+def test_compiled_code_guards_on_the_switch(case):
     model, x, plain, quantised = case
     graphs = CompileCounter()
     compiled = torch.compile(model, backend=graphs, fullgraph=True)
@@ -170,9 +129,7 @@ def test_compiled_code_guards_on_its_own_thread(case):
         assert_bitwise(compiled(x), quantised)
         with high_precision(model):
             assert_bitwise(compiled(x), plain)
-            assert_bitwise(in_a_thread(lambda: compiled(x)), quantised)
-        with open_in_another_thread(model):
-            assert_bitwise(compiled(x), quantised)
+            assert_bitwise(in_a_thread(lambda: compiled(x)), plain)
     assert graphs.frame_count == 2
 
 
@@ -197,69 +154,27 @@ def test_a_scope_in_a_compiled_function(case, breaks):
         assert_bitwise(model(x), quantised)
 
 
-# --- backward, and what it computes again
-
-
 def nothing(model):
     return nullcontext()
 
 
-def gradients(model, run, before, inside, after):
-    """Gradients of ``run(model, x)``, forward and backward where the scopes say."""
-    torch.manual_seed(0)
-    x, cotangent = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
-    model.zero_grad()
-    with before(model):
-        y = run(model, x)
-    with inside(model):
-        after(lambda: y.backward(cotangent))
-    return [x.grad, *(p.grad for p in model.parameters())]
-
-
-def whole(model, x, recompute):
-    return recompute(model, x)
-
-
-def nested(model, x, recompute):
-    return recompute(lambda x: recompute(model[2:], model[:2](x)), x)
-
-
-def compiled(model, x, recompute):
-    return recompute(torch.compile(model, backend="eager"), x)
-
-
-def half(model, x, recompute):
-    """The scope begins within the region, which opens it again when it is recomputed."""
-
-    def region(x):
-        y = model[:2](x)
-        with high_precision(model):
-            return model[2:](y)
-
-    return recompute(region, x)
-
-
-@pairs(
-    thread=list(RUNS),
-    scopes=[(nothing, high_precision), (high_precision, nothing)],
-    region=[whole, nested, compiled, half],
-    use_reentrant=[False, True],
-)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # nested ones
-def test_backward_belongs_to_its_forward(thread, scopes, region, use_reentrant):
-    model, (before, inside) = mlp(), scopes
-    plain = partial(half if region is half else whole, recompute=lambda function, x: function(x))
-    expected = gradients(model, plain, before, nothing, RUNS["in this thread"])
-    run = partial(region, recompute=partial(checkpoint, use_reentrant=use_reentrant))
-    found = gradients(model, run, before, inside, RUNS[thread])
-    for one, other in zip(found, expected, strict=True):
-        assert_bitwise(one, other)
-    x, twin = torch.ones(2, 16), copy.deepcopy(model)  # whose copy is in no scope
-    assert_bitwise(model(x), twin(x))
-
-
-def test_a_scope_that_is_open_around_both_stays_open(case):
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_region_is_recomputed_as_the_model_is_then(case, use_reentrant, run):
+    """Inside the context of its forward, to the same gradients, also by a thread of autograd."""
     model, x, plain, _ = case
+    x = x.requires_grad_()
     with high_precision(model):
-        checkpoint(model, x, use_reentrant=False).sum().backward()
+        expected = torch.autograd.grad(model(x).sum(), x)
+        out = checkpoint(model, x, use_reentrant=use_reentrant)
+        RUNS[run](out.sum().backward)
         assert_bitwise(model(x), plain)
+    assert_bitwise(x.grad, *expected)
+
+
+def test_a_region_that_is_recomputed_outside_its_context_is_an_error_of_torch(case):
+    model, x = case[:2]
+    with high_precision(model):
+        out = checkpoint(model, x.requires_grad_(), use_reentrant=False)
+    with pytest.raises(CheckpointError, match="different"):
+        out.sum().backward()
