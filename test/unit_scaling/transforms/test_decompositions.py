@@ -50,7 +50,11 @@ def assert_same(ours, torchs, inputs, **options):
 
 
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask and attn_mask")
-@pytest.mark.parametrize("case", [{}, {"kdim": 4, "vdim": 8}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [{}, {"kdim": 4, "vdim": 8}, {"bias": False, "add_zero_attn": True}, {"add_bias_kv": True}],
+    ids=str,
+)
 def test_masks_and_weights_are_torchs(case):
     torchs = attention(batch_first=True, **case)
     ours = transformed(torchs, Opens())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import ClassVar
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from float8.unit_scaling.transforms.transformed import Mode, Transform, model_of, transformed
+from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
 
 
 class Doubles(Transform):
@@ -50,13 +49,6 @@ def test_the_call_goes_to_the_least_depth_first_whatever_the_order_of_applicatio
         model = transformed(transformed(Model(), first()), second())
         for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
             torch.testing.assert_close(run(x), 2 * F.gelu(x) + 1)
-
-
-def test_whatever_becomes_of_a_model_is_found_by_its_id():
-    model = transformed(Model(), Doubles())
-    replica = model._replicate_for_data_parallel()
-    for other in (model, copy.copy(model), copy.deepcopy(model), replica):
-        assert model_of(id(other)) is other
 
 
 def test_a_mode_is_left_when_the_model_fails():
