@@ -171,18 +171,6 @@ def test_a_step_is_torchs_with_the_parameters_own_learning_rate(optimizer):
 
 
 @every_optimizer
-def test_a_refused_group_changes_nothing(optimizer):
-    m, late = model(), uu.Linear(64, 4)
-    made = optimizer(m.parameters(), lr=0.5)
-    before = [(g["lr"], g["params"]) for g in made.param_groups]
-    # two learning rates: the first of two groups would be taken before the second is refused
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        made.add_param_group({"params": [late.weight, *m.parameters()]})
-    assert [(g["lr"], g["params"]) for g in made.param_groups] == before
-    made.add_param_group({"params": [late.weight]})
-
-
-@every_optimizer
 def test_groups_added_later_are_scaled_too(optimizer):
     made = optimizer(model(), lr=0.5, weight_decay=0.25)
     late = uu.Linear(64, 4, bias=True)

@@ -58,18 +58,8 @@ def test_an_entry_can_be_added_and_removed():
     assert registry.handler(torch.sin)(1, input=2) == ((1,), {"x": 2})
     U.unregister(torch.sin)
     assert torch.sin not in U.torch_map
-    with pytest.raises(KeyError, match="not registered"):
-        U.unregister(torch.sin)
-    with pytest.raises(KeyError, match="register one"):
+    with pytest.raises(KeyError):
         registry.handler(torch.sin)
-
-
-def test_an_entry_is_replaced_only_on_request():
-    with pytest.raises(ValueError, match=r"silu is registered already, as silu; pass replace=True"):
-        U.register(F.silu, mine)
-    assert U.torch_map[F.silu] is U.silu
-    U.register(F.silu, mine, replace=True)
-    assert U.torch_map[F.silu] is mine
 
 
 # --- overridable

@@ -50,15 +50,7 @@ def conv1d(
         constraint: ties the factors of output and input gradient.
         scale_power: p in ``terms ** -p``, for the output, the input's gradient, and the gradients
             of weight and bias.
-
-    Raises:
-        ValueError: ``weight`` is not 3-d, or ``padding`` is an unknown word.
     """
-    if weight.dim() != 3:
-        raise ValueError(
-            "conv1d takes a weight of shape (out_channels, in_channels / groups, taps), got "
-            f"{tuple(weight.shape)}"
-        )
     options = (stride, padding, dilation, groups)
     return convolved(F.conv1d, input, weight, bias, *options, constraint, scale_power)
 
@@ -129,11 +121,7 @@ def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
     """Zeros before and after; ``reach`` is the distance of the first from the last tap."""
     if padding == "same":
         return reach // 2, reach - reach // 2
-    if padding == "valid":
-        return 0, 0
-    if isinstance(padding, str):
-        raise ValueError(f"conv1d: padding is a number, 'valid' or 'same', got {padding!r}")
-    return padding, padding
+    return (0, 0) if isinstance(padding, str) else (padding, padding)
 
 
 def _along(value: Any, dimension: int) -> Any:
