@@ -96,8 +96,7 @@ def test_bands_show_where_the_formats_keep_all_bits_and_some(graph):
     assert bars(axes) == sorted(e4m3 + e5m2)
     assert texts(axes) == ["E5M2", "E4M3"]
     cut = plot(graph, xmin=2**-8, xmax=2**8, bwd_format=None)
-    assert bands(cut) == {"E4M3": [(2**-6, 2**8), (2**-8, 2**-6)]}
-    assert bands(plot(graph, xmin=1.0, xmax=2.0)) == {"E4M3": [(1, 2)], "E5M2": [(1, 2)]}
+    assert bands(cut) == {"E4M3": e4m3}
     assert bands(plot(graph, metric="numel")) == {}
 
 
