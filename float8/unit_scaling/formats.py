@@ -201,32 +201,25 @@ class FPFormat:
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
         """`quantise` in the forward pass; the gradient does not change (straight-through)."""
-        return _QuantiseForward.apply(x, self)
+        return _Quantise.apply(x, self, None)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
         """x in the forward pass; in the backward pass the gradient is quantised."""
-        return _QuantiseBackward.apply(x, self)
+        return _Quantise.apply(x, None, self)
 
 
-class _QuantiseForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
-        return fmt.quantise(x)
+class _Quantise(torch.autograd.Function):
+    """x, and its gradient, rounded to formats; None leaves one as it is."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _QuantiseBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
-        ctx.fmt = fmt
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, fwd: FPFormat | None, bwd: FPFormat | None) -> Tensor:
+        ctx.bwd = bwd
+        return x.view_as(x) if fwd is None else fwd.quantise(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.fmt.quantise_fwd(grads[0]), None  # straight-through for second derivatives
+        # Straight through once more, for gradients of gradients.
+        return grads[0] if ctx.bwd is None else ctx.bwd.quantise_fwd(grads[0]), None, None
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:

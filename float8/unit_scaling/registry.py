@@ -61,25 +61,14 @@ def _is_mode_on_while_compiling() -> bool:
 # A spelling takes the arguments of its function. In-place spellings (``x += y``) are one function
 # too: a transform must know that the first operand changes.
 SPELLINGS: dict[Function, Function] = {
-    # products
-    Tensor.matmul: torch.matmul,
-    Tensor.__matmul__: torch.matmul,
-    operator.matmul: torch.matmul,
-    torch.linalg.matmul: torch.matmul,
-    Tensor.mm: torch.mm,
-    Tensor.bmm: torch.bmm,
-    Tensor.addmm: torch.addmm,
-    Tensor.baddbmm: torch.baddbmm,
-    Tensor.addbmm: torch.addbmm,
-    # sums; addition commutes, so __radd__ is a spelling too
-    Tensor.add: torch.add,
-    Tensor.__add__: torch.add,
-    Tensor.__radd__: torch.add,
-    operator.add: torch.add,
-    Tensor.__iadd__: Tensor.add_,
-    operator.iadd: Tensor.add_,
-    # others
-    Tensor.softmax: torch.softmax,
+    **{
+        getattr(Tensor, name): getattr(torch, name)
+        for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "add", "softmax")
+    },
+    **dict.fromkeys((Tensor.__matmul__, operator.matmul, torch.linalg.matmul), torch.matmul),
+    # addition commutes, so __radd__ is a spelling too
+    **dict.fromkeys((Tensor.__add__, Tensor.__radd__, operator.add), torch.add),
+    **dict.fromkeys((Tensor.__iadd__, operator.iadd), Tensor.add_),
     torch.special.softmax: torch.softmax,
     torch.rms_norm: F.rms_norm,
     torch.layer_norm: F.layer_norm,

@@ -130,7 +130,8 @@ def _summed(equation: str, names: list[str]) -> str:
     _, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow:  # those that occur once
         return "".join(i for i in left if i in right and not i.isdigit())
-    return "".join(i for i in dict.fromkeys(left + right) if i not in result and not i.isdigit())
+    kept = result + ("0123456789" if "..." in result else "")
+    return "".join(i for i in dict.fromkeys(left + right) if i not in kept)
 
 
 def _convolution(

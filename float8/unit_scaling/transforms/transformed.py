@@ -180,10 +180,5 @@ def compile(module: M, **kwargs: Any) -> M:
     Args:
         module: it shares its parameters with the result.
         kwargs: those of ``torch.compile``, such as ``fullgraph=True``.
-
-    Raises:
-        TypeError: ``module`` is not a module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"compile takes an nn.Module, got {type(module).__name__}")
     return torch.compile(module, **kwargs)  # type: ignore[return-value]

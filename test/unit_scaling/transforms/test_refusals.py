@@ -138,7 +138,6 @@ MODELS = [
 CALLS = [
     *((lambda t=t: t(t(linear())), ValueError, r"has the transform \w+ already")
       for t in TRANSFORMS),
-    (lambda: compile(torch.relu), TypeError, r"takes an nn\.Module"),
     (called(lambda: simulate_fp8(Generates())), TypeError, "returned a generator"),
     # unit_scale
     *((lambda norm=norm: unit_scale(inside(norm(linear()))), ValueError, "1.0 computes its weight")
