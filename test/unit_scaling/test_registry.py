@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
-import pickle
 
 import pytest
 import torch
@@ -71,23 +69,11 @@ def twice(x, *, by=2.0):
     return torch.mul(x, by)
 
 
-def test_without_a_mode_the_function_is_itself():
-    assert_bitwise(twice(torch.ones(2)), torch.full((2,), 2.0))
-    assert twice.__name__ == "twice" and twice.__doc__ == "Twice."
-    assert copy.deepcopy(U.gelu) is U.gelu
-    assert pickle.loads(pickle.dumps(U.gelu)) is U.gelu
-
-
 FUNCTIONS = [
     getattr(U, n)
     for n in U.__all__
     if n not in {"torch_map", "register", "unregister", "residual_apply"}
 ]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_every_unit_scaled_function_is_overridable(function):
-    assert hasattr(function, "implementation")
 
 
 # --- spellings

@@ -90,7 +90,6 @@ def plot(
     Raises:
         ValueError: the metric or ``rows`` is unknown; the ends are not a positive range; or the
             graph is not from `track_scales`, or has no tensor to show.
-        ImportError: matplotlib is not installed.
     """
     long = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
     metric = long.get(metric, metric)
@@ -180,10 +179,8 @@ def _limits(
 
 
 def _new_axes(count: int) -> Axes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot draws with matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 2 + count / 4), layout="constrained")
     axes: Axes = figure.subplots()
     return axes

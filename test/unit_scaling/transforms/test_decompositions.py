@@ -79,12 +79,3 @@ def test_unflatten_is_torchs_in_eager_and_compiled_code():
         for mine, theirs in zip(run(x), Model()(x), strict=True):
             assert torch.equal(mine, theirs)
     assert decompositions.decomposition_of(F.linear) is None
-
-
-def test_dropout_is_on_in_training_only():
-    torchs = attention(dropout=0.5)
-    ours = transformed(torchs, Opens())
-    x = torch.randn(T, B, E, dtype=torch.float64)
-    assert not torch.equal(ours(x, x, x)[0], ours(x, x, x)[0])
-    ours.eval(), torchs.eval()
-    assert_same(ours, torchs, (x, x, x))

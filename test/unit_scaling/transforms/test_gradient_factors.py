@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +10,6 @@ from torch import nn
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
-from float8.unit_scaling.transforms.gradient_factors import calls_on_cut_edges
-from float8.unit_scaling.transforms.history import Call, History
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 WIDTH = 6
@@ -211,41 +207,3 @@ def test_an_addition_that_asks_for_another_factor_of_one_edge_is_a_plain_sum():
 
 
 # --- cut edges: bridges, against the definition
-
-
-def parts(nodes, links):
-    """How many connected components a graph has."""
-    reached, count = set(), 0
-    for start in nodes:
-        count += start not in reached
-        waiting = [start]
-        while waiting:
-            node = waiting.pop()
-            if node not in reached:
-                reached.add(node)
-                waiting += [b if a == node else a for a, b in links if node in (a, b)]
-    return count
-
-
-def test_calls_on_cut_edges_read_bridges():
-    rng = random.Random(0)
-    for _ in range(100):
-        history, links = History(), []
-        history.add_leaf(1)
-        for number in range(rng.randint(1, 8)):
-            writers = [rng.randint(0, number) for _ in range(rng.randint(1, 2))]
-            inputs = [((0, i), history.values[w]) for i, w in enumerate(writers)]
-            history.add_call(Call("f", torch.sin, inputs))
-            history.add_result(1, is_new_signal=True)
-            links += [(number + 1, w) for w in writers]
-        results = rng.choices(history.values, k=rng.randint(1, 2))
-        links += [(-1, value.number) for value in results]
-        nodes = [-1, *range(len(history.values))]
-        whole = parts(nodes, links)
-        cut = [parts(nodes, links[:i] + links[i + 1 :]) > whole for i in range(len(links))]
-        expected = {
-            call
-            for call in range(len(history.calls))
-            if all(c for (n, _), c in zip(links, cut, strict=True) if n == call + 1)
-        }
-        assert calls_on_cut_edges(history, results) == expected, links
