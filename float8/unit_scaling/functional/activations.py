@@ -116,7 +116,9 @@ def softmax(
     mult in [1/8, 8] the model is rough: within 30 %.
     """
     check_mult(mult, "softmax")
-    size, alpha = max(input.size(dim), 1) if input.dim() else 1, 1 / (1 + 4 / mult**2)
+    refuse(dim is None, "softmax", "dim=None", "name the dimension, for example dim=-1")
+    size = max(input.shape[dim], 1) if input.dim() else 1  # type: ignore[index]
+    alpha = 1 / (1 + 4 / mult**2)
     scaled = scale_elementwise(
         lambda x: F.softmax(_multiplied(x, mult), dim=dim, dtype=dtype),
         logarithmic_interpolation(alpha, size, size**0.5),

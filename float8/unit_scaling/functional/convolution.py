@@ -52,26 +52,22 @@ def conv1d(
             of weight and bias.
     """
     options = (stride, padding, dilation, groups)
-    return convolved(F.conv1d, input, weight, bias, *options, constraint, scale_power)
+    return convolved(F.conv1d, (input, weight, bias), options, constraint, scale_power)
 
 
 def convolved(
     function: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sizes,
-    padding: Sizes | str,
-    dilation: Sizes,
-    groups: int,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    options: tuple[Sizes, Sizes | str, Sizes, int],
     constraint: Constraint,
     scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
 ) -> Tensor:
     """A unit-scaled convolution in any number of dimensions.
 
-    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. For the other arguments see
-    `conv1d`.
+    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. ``tensors`` are input,
+    weight and bias, ``options`` stride, padding, dilation and groups. For the rest see `conv1d`.
     """
+    (input, weight, bias), (stride, padding, dilation, groups) = tensors, options
     channels_out, channels_in, *taps = weight.shape
     lengths = input.shape[-len(taps) :]
     batch = input.shape[0] if input.dim() > len(lengths) + 1 else 1
@@ -99,10 +95,7 @@ def convolved(
         scale_bwd(input, grad_input),
         scale_bwd(weight, grad_weight),
         None if bias is None else scale_bwd(bias, grad_bias),
-        stride,
-        padding,
-        dilation,
-        groups,
+        *options,
     )
     return scale_fwd(product, output)
 

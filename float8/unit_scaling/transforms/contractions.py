@@ -148,7 +148,7 @@ def _convolution(
 ) -> Tensor:
     """A convolution of input (N, Cin, ...) or (Cin, ...), weight (Cout, Cin / groups, ...)."""
     options = (stride, padding, dilation, groups)
-    return convolved(function, input, weight, bias, *options, constraint)
+    return convolved(function, (input, weight, bias), options, constraint)
 
 
 conv2d = partial(_convolution, F.conv2d)

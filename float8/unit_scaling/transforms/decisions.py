@@ -308,5 +308,5 @@ def ask(decisions: Decisions | int, method: str, *what: Any) -> Any:
     return answer
 
 
-for _function in (start, ask):
-    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+start._dynamo_marked_constant = True  # type: ignore[attr-defined]
+ask._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Set
 
-import networkx
+import networkx  # type: ignore[import-untyped]
 
 from float8.unit_scaling.transforms.additions import OPERANDS, RESIDUAL
 from float8.unit_scaling.transforms.history import ALIASES, Edge, History, Value

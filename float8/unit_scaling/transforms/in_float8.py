@@ -103,7 +103,7 @@ class _Float8Mode(Mode):
         """``F.linear``, or `scaled_linear` with its factors, in float8."""
         if any(weight is other for other in self.skipped):
             options = () if factors is None else (factors,)
-            return function(input, weight, bias, *options)  # type: ignore[no-any-return]
+            return function(input, weight, bias, *options)
         _check(self.config, input, weight)
         call = call_of(self.config, input, factors=factors or NO_FACTORS)
         output = linear_in_float8(input, weight, bias, call)
@@ -169,12 +169,13 @@ def float8(
             "the float8 transform keeps no amax history: take a dynamic or static recipe, or "
             "convert_to_float8_training for delayed scaling of uu.Linear and nn.Linear layers"
         )
+    keeps = module_filter_fn or (lambda module, fqn: True)
     skipped = tuple(
         fqn
-        for fqn, module in (model.named_modules() if module_filter_fn is not None else ())
+        for fqn, module in (model.named_modules() if module_filter_fn else ())
         if isinstance(weight := getattr(module, "weight", None), Tensor)
         and weight.dim() == 2
-        and not module_filter_fn(module, fqn)
+        and not keeps(module, fqn)
     )
     return transformed(model, Float8Products(config, skipped))
 

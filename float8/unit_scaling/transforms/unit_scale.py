@@ -171,7 +171,7 @@ class UnitScale(Transform):
                     only = [t for t in module.transforms if isinstance(t, UnitScale)]
                     module.transforms = tuple(only)
             decisions = Decisions(replacements, self.outputs, logs=True)
-            forward = super(Transformed, twin).forward
+            forward = super(Transformed, twin).forward  # type: ignore[misc]
             mode = UnitScaleMode(decisions, replacements, twin, WeakIdKeyDictionary())
             with mode:
                 result = forward(*args, **kwargs)
