@@ -63,12 +63,6 @@ def test_every_scale_is_a_dot_in_its_tensors_row(graph):
     assert axes.get_xscale() == "log"
 
 
-def test_views_and_integers_are_left_out_and_views_shown_on_request(graph):
-    assert "view" not in rows(plot(graph))
-    assert "view" in rows(plot(graph, prune_same_scale=False))
-    assert "argmax" not in rows(plot(graph, prune_same_scale=False))
-
-
 def bands(axes):
     """Where the bands of a format begin and end: the normal range, then the subnormal one."""
     found = {}

@@ -30,6 +30,7 @@ def test_short_texts_are_padded_out_of_the_mask_and_out_of_the_loss():
     assert mask.tolist() == [[1, 1, 1, 0, 0]]
     assert labels.tolist() == [[98, 99, -100, -100, -100]]
     assert example_batch(None, 1, 1, texts=["ab"])[2].tolist() == [[98]]
+    assert example_batch(None, 9, 5, texts=["abcdef"])[1].all()  # each is cut at the beginning
 
 
 def test_tokenizers_of_either_kind_encode_the_text():

@@ -45,3 +45,10 @@ def test_sparse_gradients_and_float8_tensors_count_as_what_they_stand_for():
     assert Metrics(dense.to_sparse()).fwd == Metrics(dense).fwd
     x = torch.tensor([[448.0, -2.0]] * 16)
     assert Metrics(Float8Tensor.from_high_precision(x, E4M3, Tensorwise())).fwd == Metrics(x).fwd
+
+
+def test_names_have_long_names_and_an_empty_tensor_has_no_numbers_but_its_size():
+    assert Metrics.get_full_name("std") == "standard deviation"
+    assert len(Metrics.full_names()) == len(Metrics.names()) == 6
+    found = Metrics(torch.empty(0, 3)).fwd
+    assert found.numel == 0 and math.isnan(found.mean_abs) and math.isnan(found.abs_max)
