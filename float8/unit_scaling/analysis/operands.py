@@ -89,9 +89,9 @@ def operand_table(
         gradient came.
 
     Raises:
-        TypeError: the model is not a module, or was compiled, or returns no tensor while
+        TypeError: the model is not a module, or returns no tensor while
             ``backward`` is not given.
-        ValueError: no linear layer ran, or the model is converted to float8: its layers call no
+        ValueError: no linear layer ran, or the model is compiled or converted: its layers call no
             function that could be watched. ``convert_from_float8_training`` makes it plain.
     """
     watch = WatchOperands()

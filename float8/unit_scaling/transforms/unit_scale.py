@@ -97,9 +97,8 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         A module of a subclass of ``type(module)``, with the same names, methods and state dict.
 
     Raises:
-        TypeError: ``module`` is not a module, or is compiled; or ``replace`` has an entry that is
-            not a function.
-        ValueError: the module is unit-scaled already, or has parameters on the meta device; or a
+        TypeError: ``module`` is not a module, or ``replace`` has an entry that is no function.
+        ValueError: the module is unit-scaled or compiled already, or has meta parameters; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
             contraction has no unit-scaled version, or a trained parameter does not belong to the
             model; or, the first time, the arguments cannot be copied.
