@@ -105,28 +105,19 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float
 
     Raises:
         ValueError: no constraint has this name, or not for this number of scales.
-        TypeError: ``constraint_name`` is no name, no function and not None.
     """
     if constraint_name is None:
         return scales
-    scale: Any = _named(constraint_name, len(scales))(*scales)
+    constraint: Any = constraint_name
+    if not callable(constraint):
+        usable = [name for name, (_, n) in _CONSTRAINTS.items() if n in {None, len(scales)}]
+        if constraint not in usable:
+            known = constraint in _CONSTRAINTS
+            what = f"is not defined for an operation of {len(scales)} scales"
+            raise ValueError(
+                f"the constraint {constraint!r} {what if known else 'is unknown'}: use one of "
+                f"{', '.join(usable)}, None, or a function of the scales"
+            )
+        constraint = _CONSTRAINTS[constraint][0]
+    scale = constraint(*scales)
     return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)
-
-
-def _named(constraint: str | Callable[..., float], count: int) -> Callable[..., float]:
-    if not isinstance(constraint, str):
-        if callable(constraint):
-            return constraint
-        raise TypeError(
-            "a constraint is a name, a function of the scales or None, got "
-            f"{type(constraint).__name__} {constraint!r}"
-        )
-    usable = [name for name, (_, n) in _CONSTRAINTS.items() if n in {None, count}]
-    if constraint not in usable:
-        known = constraint in _CONSTRAINTS
-        problem = f"is not defined for an operation of {count} scales" if known else "is unknown"
-        raise ValueError(
-            f"the constraint {constraint!r} {problem}: use one of {', '.join(usable)}, None, or a "
-            "function of the scales"
-        )
-    return _CONSTRAINTS[constraint][0]

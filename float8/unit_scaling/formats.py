@@ -50,8 +50,13 @@ from torch import Tensor
 
 __all__ = ["FPFormat", "format_to_tuple", "tuple_to_format"]
 
-VARIANTS = ("ocp", "ieee", "fn", "finite", "fnuz")
-ROUNDINGS = ("stochastic", "nearest")
+_ALLOWED: dict[str, range | tuple[str, ...]] = {
+    "exponent_bits": range(2, 9),
+    "mantissa_bits": range(24),
+    "srbits": range(24),
+    "rounding": ("stochastic", "nearest"),
+    "variant": ("ocp", "ieee", "fn", "finite", "fnuz"),
+}
 # The OCP specifications' use of the all-ones exponent, where it differs from IEEE's.
 _OCP = {(4, 3): "fn", (2, 1): "finite", (2, 3): "finite", (3, 2): "finite"}
 
@@ -95,22 +100,11 @@ class FPFormat:
     variant: str = "ocp"
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("exponent_bits", 2, 8),
-            ("mantissa_bits", 0, 23),
-            ("srbits", 0, 23),
-        ):
-            if not low <= (value := getattr(self, name)) <= high:
-                raise ValueError(f"{name}={value} is not between {low} and {high}")
-        for name, choices in (("rounding", ROUNDINGS), ("variant", VARIANTS)):
-            if (value := getattr(self, name)) not in choices:
-                known = ", ".join(map(repr, choices))
-                raise ValueError(f"{name}={value!r}; use one of {known}")
+        for name, allowed in _ALLOWED.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}={value!r} is not in {allowed}")
         if self.srbits and self.rounding != "stochastic":
-            raise ValueError(
-                f"srbits={self.srbits} counts the bits of a stochastic rounding, but rounding is "
-                f"{self.rounding!r}; leave srbits out"
-            )
+            raise ValueError(f"srbits={self.srbits} is of stochastic rounding: leave srbits out")
 
     @property
     def bits(self) -> int:
@@ -166,8 +160,7 @@ class FPFormat:
             TypeError: x has another dtype.
         """
         if x.dtype not in _SOURCES:
-            known = ", ".join(str(dtype) for dtype in _SOURCES)
-            raise TypeError(f"{self} quantises {known}; x is {x.dtype}")
+            raise TypeError(f"{self} quantises {_SOURCES}; x is {x.dtype}")
         with torch.no_grad():
             return self._quantise(x.detach())
 
@@ -208,32 +201,25 @@ class FPFormat:
 
     def quantise_fwd(self, x: Tensor) -> Tensor:
         """`quantise` in the forward pass; the gradient does not change (straight-through)."""
-        return _QuantiseForward.apply(x, self)
+        return _Quantise.apply(x, self, None)
 
     def quantise_bwd(self, x: Tensor) -> Tensor:
         """x in the forward pass; in the backward pass the gradient is quantised."""
-        return _QuantiseBackward.apply(x, self)
+        return _Quantise.apply(x, None, self)
 
 
-class _QuantiseForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
-        return fmt.quantise(x)
+class _Quantise(torch.autograd.Function):
+    """x, and its gradient, rounded to formats; None leaves one as it is."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _QuantiseBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fmt: FPFormat) -> Tensor:
-        ctx.fmt = fmt
-        return x.view_as(x)
+    def forward(ctx: Any, x: Tensor, fwd: FPFormat | None, bwd: FPFormat | None) -> Tensor:
+        ctx.bwd = bwd
+        return x.view_as(x) if fwd is None else fwd.quantise(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.fmt.quantise_fwd(grads[0]), None  # straight-through for second derivatives
+        # Straight through once more, for gradients of gradients.
+        return grads[0] if ctx.bwd is None else ctx.bwd.quantise_fwd(grads[0]), None, None
 
 
 def format_to_tuple(format: FPFormat) -> tuple[int, int, str, int, str]:

@@ -48,7 +48,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from float8.unit_scaling.parameter import MUP_TYPES, ParameterData, has_parameter_data
+from float8.unit_scaling.parameter import ParameterData, has_parameter_data
 
 __all__ = [
     "SGD",
@@ -63,7 +63,6 @@ __all__ = [
 LrScale: TypeAlias = Callable[[Any], float]
 # Tensors, (name, tensor) pairs or groups of them, as torch's optimizers take; or a whole module.
 Params: TypeAlias = nn.Module | Iterable[Any]
-_Named: TypeAlias = tuple[str | None, Tensor]
 
 _LISTED = 8  # how many parameters an error names
 
@@ -83,12 +82,9 @@ def lr_scale_func_adam(param: ParameterData) -> float:
 
     Args:
         param: a `Parameter`.
-
-    Raises:
-        ValueError: an unknown ``mup_type``.
     """
     scale = lr_scale_for_depth(param)
-    return scale * _fan_in(param) ** -0.5 if _type(param) == "weight" else scale
+    return scale * _fan_in(param) ** -0.5 if param.mup_type == "weight" else scale
 
 
 def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
@@ -101,28 +97,20 @@ def lr_scale_func_sgd(readout_constraint: str | None) -> LrScale:
     Raises:
         ValueError: another constraint.
     """
-    if readout_constraint is None:
-        return lr_scale_func_adam
-    if readout_constraint == "to_output_scale":
-        return _sgd_behind_constrained_readout
-    raise ValueError(
-        'readout_constraint must be None or "to_output_scale", the constraint of the model\'s '
-        f"LinearReadout; got {readout_constraint!r}"
-    )
+    if readout_constraint not in (None, "to_output_scale"):
+        raise ValueError(
+            'readout_constraint must be None or "to_output_scale", the constraint of the model\'s '
+            f"LinearReadout; got {readout_constraint!r}"
+        )
+    return lr_scale_func_adam if readout_constraint is None else _sgd_behind_constrained_readout
 
 
 def _sgd_behind_constrained_readout(param: ParameterData) -> float:
     scale = lr_scale_for_depth(param)
-    if _type(param) == "output":
+    if param.mup_type == "output":
         return scale
     width = _fan_in(param)
-    return scale * (width**0.5 if _type(param) == "weight" else width)
-
-
-def _type(param: ParameterData) -> str:
-    if param.mup_type not in MUP_TYPES:
-        raise ValueError(f"mup_type must be one of {list(MUP_TYPES)}, got {param.mup_type!r}")
-    return param.mup_type
+    return scale * (width**0.5 if param.mup_type == "weight" else width)
 
 
 def _fan_in(param: ParameterData) -> int:
@@ -176,38 +164,23 @@ def scaled_parameters(
     result = []
     for group in groups:
         options = {"lr": lr, "weight_decay": weight_decay, **group}
-        members = options.pop("params")
         if options["lr"] is None:
             raise ValueError("scaled_parameters needs lr=..., or an 'lr' in every group")
-        for scale, params_of_scale in _by_scale(members, lr_scale_func).items():
-            scaled = {
-                "params": params_of_scale,
-                "lr": options["lr"] * scale,
-                "weight_decay": _decay(options, scale, independent_weight_decay),
-            }
-            result.append({**options, **scaled})
+        by_scale: dict[float, list[Any]] = {}
+        for name, param in options["params"]:
+            scale = lr_scale_func(param) if has_parameter_data(param) else 1.0
+            by_scale.setdefault(scale, []).append(param if name is None else (name, param))
+        for scale, members in by_scale.items():
+            own, decay = options["lr"] * scale, options["weight_decay"]
+            if independent_weight_decay and decay != 0:
+                if own == 0:
+                    raise ValueError(
+                        f"weight_decay={decay} cannot be made independent of lr=0: give the peak "
+                        "rate and let a scheduler start at 0, or independent_weight_decay=False"
+                    )
+                decay = decay / float(own)
+            result.append({**options, "params": members, "lr": own, "weight_decay": decay})
     return result
-
-
-def _by_scale(members: list[_Named], lr_scale_func: LrScale) -> dict[float, list[Any]]:
-    found: dict[float, list[Any]] = {}
-    for name, param in members:
-        scale = lr_scale_func(param) if has_parameter_data(param) else 1.0
-        found.setdefault(scale, []).append(param if name is None else (name, param))
-    return found
-
-
-def _decay(options: Mapping[str, Any], scale: float, independent: bool) -> float:
-    decay: float = options["weight_decay"]
-    if not independent or decay == 0:
-        return decay
-    lr = float(options["lr"]) * scale
-    if lr == 0:
-        raise ValueError(
-            f"weight_decay={decay} cannot be made independent of lr=0: give the peak learning rate "
-            "and let a scheduler start at 0, or independent_weight_decay=False"
-        )
-    return decay / lr
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:
@@ -217,54 +190,37 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     """
     groups: list[dict[str, Any]] = []
     ungrouped: list[Any] = []
-    for entry in _iterate(params):
+    for entry in _listed(params):
         if isinstance(entry, Mapping):
             groups.append(dict(entry))
             continue
         if not ungrouped:
             groups.append({"params": ungrouped})
         ungrouped.append(entry)
-    return [_named_group(group) for group in groups]
+    for group in groups:
+        given = group["params"]
+        named = map(_named, [given] if isinstance(given, Tensor) else _listed(given))
+        names = group.pop("param_names", None)
+        members = list(named) if names is None else list(zip(names, given, strict=True))
+        unique = {id(p): (name, p) for name, p in reversed(members)}  # the first name stays
+        group["params"] = list(unique.values())[::-1]
+    return groups
 
 
-def _named_group(group: dict[str, Any]) -> dict[str, Any]:
-    if "params" not in group:
-        raise ValueError(f"a parameter group needs 'params', got one with {sorted(group)}")
-    given = group.pop("params")
-    members = [_named(p) for p in ([given] if isinstance(given, Tensor) else _iterate(given))]
-    names = group.pop("param_names", None)
-    if names is not None:
-        members = [(name, p) for name, (_, p) in zip(names, members, strict=True)]
-    unique: dict[int, _Named] = {}
-    for name, p in members:
-        unique.setdefault(id(p), (name, p))  # tied parameters keep the first name
-    return {**group, "params": list(unique.values())}
-
-
-def _iterate(params: Any) -> Iterable[Any]:
-    if isinstance(params, nn.Module):
-        return params.named_parameters()
-    if isinstance(params, (Tensor, Mapping, str, set, frozenset)) or not isinstance(
-        params, Iterable
-    ):
+def _listed(params: Any) -> list[Any]:
+    if isinstance(params, (Tensor, Mapping, str, set, frozenset)):
         raise TypeError(
             "params must be a module or an ordered iterable of parameters, (name, parameter) pairs "
             f"or groups; got {type(params).__name__}"
         )
-    return params
+    return list(params.named_parameters() if isinstance(params, nn.Module) else params)
 
 
-def _named(entry: Any) -> _Named:
-    if isinstance(entry, Tensor):
-        return None, entry
-    if isinstance(entry, tuple) and len(entry) == 2:
-        name, param = entry
-        if isinstance(name, str) and isinstance(param, Tensor):
-            return name, param
-    raise TypeError(
-        "a parameter must be a tensor or a (name, tensor) pair, got a "
-        f"{type(entry).__name__}: {entry!r:.80}"
-    )
+def _named(entry: Any) -> tuple[str | None, Tensor]:
+    name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
+    if not isinstance(param, Tensor):
+        raise TypeError(f"a parameter must be a tensor or a (name, tensor) pair; got {entry!r:.80}")
+    return name, param
 
 
 def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
@@ -318,13 +274,8 @@ class _Scaled(torch.optim.Optimizer):
         if self._scaling is None:
             super().add_param_group(param_group)
             return
-        before = len(self.param_groups)
-        try:
-            for group in scaled_parameters([param_group], **self._scaling):
-                super().add_param_group(group)
-        except Exception:
-            del self.param_groups[before:]
-            raise
+        for group in scaled_parameters([param_group], **self._scaling):
+            super().add_param_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_scaling": self._scaling}

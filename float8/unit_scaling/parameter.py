@@ -74,10 +74,7 @@ def Parameter(
 
     Raises:
         ValueError: an unknown ``mup_type``, or a depth below 1.
-        TypeError: ``data`` is not a tensor, or the depth is not an integer.
     """
-    if not isinstance(data, Tensor):
-        raise TypeError(f"uu.Parameter takes a tensor, got data={data!r}")
     return set_parameter_data(nn.Parameter(data), mup_type, mup_scaling_depth)
 
 
@@ -92,29 +89,18 @@ def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int |
         The same object.
     """
     if not isinstance(parameter, nn.Parameter):
-        raise TypeError(
-            "an optimizer trains parameters: make one with uu.Parameter; got a "
-            f"{type(parameter).__name__}"
-        )
+        raise TypeError(f"make a parameter with uu.Parameter; got a {type(parameter).__name__}")
     if mup_type not in MUP_TYPES:
-        known = ", ".join(repr(name) for name in MUP_TYPES)
-        raise ValueError(f"mup_type must be one of {known}; got {mup_type!r}")
-    if mup_scaling_depth is not None:
-        if isinstance(mup_scaling_depth, bool) or not isinstance(mup_scaling_depth, int):
-            raise TypeError(
-                "mup_scaling_depth must be None or a number of layers, an int; got "
-                f"{mup_scaling_depth!r}"
-            )
-        if mup_scaling_depth < 1:
-            raise ValueError(f"mup_scaling_depth must be at least 1, got {mup_scaling_depth}")
+        raise ValueError(f"mup_type must be one of {MUP_TYPES}; got {mup_type!r}")
+    if mup_scaling_depth is not None and not mup_scaling_depth >= 1:
+        raise ValueError(f"mup_scaling_depth must be at least 1, got {mup_scaling_depth}")
     return _mark(parameter, MupData(mup_type, mup_scaling_depth))
 
 
 def has_parameter_data(parameter: Tensor) -> TypeGuard[ParameterData]:
     """Whether a parameter has both attributes, with valid values."""
-    depth = getattr(parameter, "mup_scaling_depth", "missing")
-    return getattr(parameter, "mup_type", None) in MUP_TYPES and isinstance(
-        depth, (int, type(None))
+    return getattr(parameter, "mup_type", None) in MUP_TYPES and hasattr(
+        parameter, "mup_scaling_depth"
     )
 
 

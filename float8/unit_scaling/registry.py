@@ -61,25 +61,14 @@ def _is_mode_on_while_compiling() -> bool:
 # A spelling takes the arguments of its function. In-place spellings (``x += y``) are one function
 # too: a transform must know that the first operand changes.
 SPELLINGS: dict[Function, Function] = {
-    # products
-    Tensor.matmul: torch.matmul,
-    Tensor.__matmul__: torch.matmul,
-    operator.matmul: torch.matmul,
-    torch.linalg.matmul: torch.matmul,
-    Tensor.mm: torch.mm,
-    Tensor.bmm: torch.bmm,
-    Tensor.addmm: torch.addmm,
-    Tensor.baddbmm: torch.baddbmm,
-    Tensor.addbmm: torch.addbmm,
-    # sums; addition commutes, so __radd__ is a spelling too
-    Tensor.add: torch.add,
-    Tensor.__add__: torch.add,
-    Tensor.__radd__: torch.add,
-    operator.add: torch.add,
-    Tensor.__iadd__: Tensor.add_,
-    operator.iadd: Tensor.add_,
-    # others
-    Tensor.softmax: torch.softmax,
+    **{
+        getattr(Tensor, name): getattr(torch, name)
+        for name in ("matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm", "add", "softmax")
+    },
+    **dict.fromkeys((Tensor.__matmul__, operator.matmul, torch.linalg.matmul), torch.matmul),
+    # addition commutes, so __radd__ is a spelling too
+    **dict.fromkeys((Tensor.__add__, Tensor.__radd__, operator.add), torch.add),
+    **dict.fromkeys((Tensor.__iadd__, operator.iadd), Tensor.add_),
     torch.special.softmax: torch.softmax,
     torch.rms_norm: F.rms_norm,
     torch.layer_norm: F.layer_norm,
@@ -115,34 +104,22 @@ def register(
         keywords: the unit-scaled function's names for arguments that torch names differently.
 
     Raises:
-        TypeError: one of the two cannot be called.
         ValueError: there is an entry already and ``replace`` is False.
     """
-    for function in (torch_function, unit_scaled_function):
-        if not callable(function):
-            raise TypeError(f"register takes two functions, got {function!r}")
     if torch_function in torch_map and not replace:
-        raise ValueError(
-            f"{_name(torch_function)} is registered already, as "
-            f"{_name(torch_map[torch_function])}; pass replace=True to put "
-            f"{_name(unit_scaled_function)} in its place"
-        )
+        raise ValueError(f"{torch_function} is registered already; pass replace=True")
     torch_map[torch_function] = unit_scaled_function
     _KEYWORDS[torch_function] = dict(keywords or {})
 
 
 def unregister(torch_function: Function) -> None:
     """Remove an entry of ``torch_map``; a KeyError if there is none."""
-    if torch_function not in torch_map:
-        raise KeyError(f"{_name(torch_function)} is not registered")
     del torch_map[torch_function]
     _KEYWORDS.pop(torch_function, None)
 
 
 def handler(torch_function: Function) -> Function:
     """The unit-scaled function for one of torch's, taking torch's keywords; KeyError if none."""
-    if torch_function not in torch_map:
-        raise KeyError(f"{_name(torch_function)} has no unit-scaled function: register one")
     function, renamed = torch_map[torch_function], _KEYWORDS.get(torch_function)
     if not renamed:
         return function
@@ -152,7 +129,3 @@ def handler(torch_function: Function) -> Function:
         return function(*args, **{renamed.get(name, name): x for name, x in kwargs.items()})
 
     return call
-
-
-def _name(function: Function) -> str:
-    return getattr(function, "__qualname__", None) or repr(function)

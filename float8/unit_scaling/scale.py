@@ -69,11 +69,7 @@ def scale_bwd(input: Tensor, scale: Factor | Later) -> Tensor:
 def _factor(scale: Factor, input: Tensor) -> Factor:
     if isinstance(scale, Tensor):
         if scale.dim() or scale.requires_grad:
-            raise TypeError(
-                "a scale is a number or a 0-d tensor without gradient, got a tensor of shape "
-                f"{tuple(scale.shape)}, requires_grad={scale.requires_grad}: pass "
-                "scale.detach(), or multiply with * if its gradient is wanted"
-            )
+            raise TypeError("a scale is a number or a 0-d tensor without gradient: .detach() it")
         return scale.to(torch.promote_types(input.dtype, torch.float32))
     return scale
 

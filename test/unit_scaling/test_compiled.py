@@ -63,14 +63,18 @@ FUNCTIONS = {
 }
 
 
-def test_all_lengths_share_a_graph():
-    calls = [[inputs(n) for _, inputs in FUNCTIONS.values()] for n in LENGTHS]
+@pytest.mark.parametrize(
+    "names", [["linear", "attention"], pytest.param([*FUNCTIONS], marks=pytest.mark.slow)]
+)
+def test_all_lengths_share_a_graph(names):
+    functions = [FUNCTIONS[name] for name in names]
+    calls = [[inputs(n) for _, inputs in functions] for n in LENGTHS]
     sizes = [len(inputs) for inputs in calls[0]]
 
     def every(*flat):
         given = iter(flat)
         groups = [[next(given) for _ in range(size)] for size in sizes]
-        return [f(*group) for (f, _), group in zip(FUNCTIONS.values(), groups, strict=True)]
+        return [f(*group) for (f, _), group in zip(functions, groups, strict=True)]
 
     assert (
         graphs_compiled(every, [tuple(x for group in call for x in group) for call in calls]) == 1

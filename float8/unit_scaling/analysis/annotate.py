@@ -52,22 +52,9 @@ def analyse_module(
 
     Returns:
         the code.
-
-    Raises:
-        ValueError: ``backward`` is missing, or the output is not one tensor.
-        ImportError: pygments is not installed.
     """
     tracked = track_scales(module)
     output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
-    if not isinstance(output, Tensor):
-        raise ValueError(
-            f"{type(module).__name__} returns {type(output).__name__}; analyse_module takes a "
-            "module that returns one tensor"
-        )
-    if backward is None and output.numel() != 1:
-        raise ValueError(
-            f"the output has shape {tuple(output.shape)}: pass backward, a tensor of that shape"
-        )
     output.backward(backward)
     graph: Graph = tracked.scales_graph()  # type: ignore[operator]
     body = _lines(graph.nodes) if recurse_modules else _shallow_lines(graph)
@@ -180,10 +167,7 @@ def _written(value: Any) -> str:
 
 
 def _highlighted(code: str) -> str:
-    try:
-        pygments = importlib.import_module("pygments")
-        formatters = importlib.import_module("pygments.formatters")
-        lexers = importlib.import_module("pygments.lexers")
-    except ImportError as error:
-        raise ImportError("syntax_highlight colours with pygments: pip install pygments") from error
+    pygments = importlib.import_module("pygments")
+    formatters = importlib.import_module("pygments.formatters")
+    lexers = importlib.import_module("pygments.lexers")
     return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))

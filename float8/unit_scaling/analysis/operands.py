@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from float8.formats import E4M3, E5M2, Format
+from float8.formats import E4M3, E5M2
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Contraction, Function
 from float8.unit_scaling.transforms.history import tensors_in
 from float8.unit_scaling.transforms.metrics import high_precision
@@ -89,30 +89,17 @@ def operand_table(
         gradient came.
 
     Raises:
-        TypeError: the model is not a module, or was compiled, or returns no tensor while
+        TypeError: the model is not a module, or returns no tensor while
             ``backward`` is not given.
-        ValueError: no linear layer ran, or the model is converted to float8: its layers call no
+        ValueError: no linear layer ran, or the model is compiled or converted: its layers call no
             function that could be watched. ``convert_from_float8_training`` makes it plain.
     """
-    watched = transformed(model, WatchOperands())
-    record = _Record({id(p): n for n, p in watched.named_parameters()})
-    watched._operands = record  # type: ignore[assignment]
-    output = watched(*inputs, **kwargs)
+    watch = WatchOperands()
+    output = transformed(model, watch)(*inputs, **kwargs)
     (backward or _backward)(output)
-    if not record.calls:
-        raise ValueError(
-            f"{type(model).__name__} ran no linear layer: neither F.linear nor a matrix product "
-            "by a parameter"
-        )
-    return [operand for call in record.calls for operand in call]
-
-
-def median_flushed(operands: Sequence[Operand]) -> dict[str, float]:
-    """For each kind of operand, the median over all calls of the fraction that is flushed."""
-    kinds = [kind for kind in FORMATS if any(x.operand == kind for x in operands)]
-    return {
-        kind: statistics.median(x.flushed for x in operands if x.operand == kind) for kind in kinds
-    }
+    if not watch.calls:
+        raise ValueError(f"{type(model).__name__} ran no linear layer")
+    return [operand for call in watch.calls for operand in call]
 
 
 def format_operands(operands: Sequence[Operand]) -> str:
@@ -134,38 +121,43 @@ def format_operands(operands: Sequence[Operand]) -> str:
         )
         for line in lines
     )
-    medians = ", ".join(f"{kind} {share:.1%}" for kind, share in median_flushed(operands).items())
+    shares = {kind: [x.flushed for x in operands if x.operand == kind] for kind in FORMATS}
+    medians = ", ".join(f"{k} {statistics.median(v):.1%}" for k, v in shares.items() if v)
     return f"{table}\n\nflushed to zero, median over products: {medians}"
 
 
 class WatchOperands(Transform):
     """The transform of `operand_table`: records the operands of each call, changes nothing.
 
-    Its depth puts it below unit scaling and above float8.
+    Its depth puts it below unit scaling and above float8. ``uses`` says how often each weight was
+    used.
     """
 
     depth: ClassVar[int] = 2
 
+    def __init__(self) -> None:
+        self.calls: list[list[Operand]] = []
+        self.uses = Counter[str]()
+
     def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
-        """The mode that writes to the model's record."""
-        record: _Record = model._operands  # type: ignore[assignment]
+        """The mode that records one forward."""
+        names = {id(p): name for name, p in model.named_parameters()}
         return Mode(
             {
-                function: functools.partial(record.call, function, contraction)
+                function: functools.partial(self.call, names, function, contraction)
                 for function, contraction in CONTRACTIONS.items()
                 if contraction.kind in ("linear", "matrix")
             }
         )
 
-
-class _Record:
-    """The operands of each call, and how often each weight was used."""
-
-    def __init__(self, names: dict[int, str]) -> None:
-        self.names, self.uses = names, Counter[str]()
-        self.calls: list[list[Operand]] = []
-
-    def call(self, function: Function, contraction: Contraction, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        self,
+        names: dict[int, str],
+        function: Function,
+        contraction: Contraction,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Calls a function and records its operands, if the right one is a weight."""
         output = function(*args, **kwargs)
         if is_in_functorch():  # tensors have no values there
@@ -175,42 +167,28 @@ class _Record:
             next(tensors[path] for path in argument.paths if path in tensors)
             for argument in contraction.operands
         )
-        with torch._C.DisableTorchFunction():  # no transform sees the statistics
-            parameter = id(right if right._base is None else right._base)
-            if contraction.kind == "linear" or parameter in self.names:
-                self.add(self.names.get(parameter, ""), left, right, output)
+        parameter = names.get(id(right if right._base is None else right._base))
+        if contraction.kind == "linear" or parameter is not None:
+            name = (parameter or "").rpartition(".")[0] or "linear"
+            self.uses[name] += 1
+            name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
+            with torch._C.DisableTorchFunction():  # no transform sees the statistics
+                found = [_operand(name, "input", left), _operand(name, "weight", right)]
+                if output.requires_grad:
+                    output.register_hook(lambda g: found.append(_operand(name, "grad_output", g)))
+            self.calls.append(found)
         return output
-
-    def add(self, parameter: str, left: Tensor, right: Tensor, output: Tensor) -> None:
-        """Records two operands, and the third when the backward pass computes it."""
-        name = parameter.rpartition(".")[0] or "linear"
-        self.uses[name] += 1
-        name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
-        found = [_operand(name, "input", left), _operand(name, "weight", right)]
-        self.calls.append(found)
-        if output.requires_grad:
-            output.register_hook(lambda g: found.append(_operand(name, "grad_output", g)))
 
 
 @torch.no_grad()
 def _operand(product: str, operand: str, x: Tensor) -> Operand:
     fmt = FORMATS[operand]
     std = float(high_precision(x).std(correction=0)) if x.numel() else 0.0
-    return Operand(product, operand, tuple(x.shape), fmt.name, std, *lost(x, fmt))
-
-
-@torch.no_grad()
-def lost(x: Tensor, fmt: Format) -> tuple[float, float]:
-    """The fractions of a tensor that a cast at a scale of 1 flushes to zero, and saturates.
-
-    These are the fraction of the nonzero elements that become zero, and the fraction of all
-    elements beyond the maximum. Both are 0 for no elements.
-    """
     size = high_precision(x).abs()
     nonzero = int((size > 0).sum())
-    flushed = int(((size > 0) & (size <= fmt.smallest_subnormal / 2)).sum())
-    saturated = int((size > fmt.max).sum())
-    return flushed / max(nonzero, 1), saturated / max(size.numel(), 1)
+    flushed = int(((size > 0) & (size <= fmt.smallest_subnormal / 2)).sum()) / max(nonzero, 1)
+    saturated = int((size > fmt.max).sum()) / max(size.numel(), 1)
+    return Operand(product, operand, tuple(x.shape), fmt.name, std, flushed, saturated)
 
 
 def _backward(output: Any) -> None:

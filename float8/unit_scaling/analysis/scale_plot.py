@@ -90,15 +90,15 @@ def plot(
     Raises:
         ValueError: the metric or ``rows`` is unknown; the ends are not a positive range; or the
             graph is not from `track_scales`, or has no tensor to show.
-        ImportError: matplotlib is not installed.
     """
-    metric = _metric(metric)
+    long = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
+    metric = long.get(metric, metric)
+    label = Metrics.get_full_name(metric)
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r} must be one of {', '.join(map(repr, ROWS))}")
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    nodes = [node for node in g.nodes if node.op != "output"]
-    names, places = _by_layer(nodes) if rows == "layers" else _by_tensor(nodes)
+    names, places = _rows([n for n in g.nodes if n.op != "output"], rows == "layers")
     tensors = _tensors(places, metric)
     if not tensors:
         raise ValueError("the graph has no floating-point tensor: call the model before plotting")
@@ -107,40 +107,39 @@ def plot(
     low, high = _limits(tensors, ranges, xmin, xmax)
     is_new = axes is None
     axes = _new_axes(len(names)) if axes is None else axes
-    _set_up(axes, names, title, metric, (low, high), _TOP if ranges else -0.5)
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    axes.set_ylim(len(names) - 0.5, _TOP if ranges else -0.5)
+    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
+    axes.tick_params(axis="x", labelsize=_FONT, top=True, labeltop=True, labelbottom=False)
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel(label, fontsize=_FONT)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.set_title(title, fontweight="bold")
     for order, direction in enumerate(sorted(ranges, key=lambda d: -_width(ranges[d]))):
-        _draw_range(axes, direction, ranges[direction], (low, high), len(names), order)
+        _draw_range(axes, direction, ranges[direction], len(names), order)
     if show_error_bars and metric != "numel":
-        for tensor in tensors:
-            _draw_bar(axes, tensor, low)
+        _draw_bars(axes, tensors, low)
     if show_arrows:
         _draw_arrows(axes, tensors)
     _draw_dots(axes, tensors)
     if show_zero_tensors:
         _draw_zeros(axes, tensors, low)
     if is_new:
-        handles, labels = axes.get_legend_handles_labels()
         axes.figure.legend(
-            handles, labels, loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False
-        )
+            *axes.get_legend_handles_labels(),
+            loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False,
+        )  # fmt: skip
     return axes
 
 
-def _metric(name: str) -> str:
-    names = dict(zip(Metrics.full_names(), Metrics.names(), strict=True))
-    short = names.get(name, name)
-    Metrics.get_full_name(short)  # raises for another name
-    return short
+def _rows(nodes: list[Node], by_layer: bool) -> tuple[list[str], dict[Node, int]]:
+    """The names of the rows, and each node's row.
 
-
-def _by_tensor(nodes: list[Node]) -> tuple[list[str], dict[Node, int]]:
-    """The names of the rows, and each node's row."""
-    return [node.meta["clean_name"] for node in nodes], {node: i for i, node in enumerate(nodes)}
-
-
-def _by_layer(nodes: list[Node]) -> tuple[list[str], dict[Node, int]]:
-    """The same, a row for all that one module computes without a call of another in between."""
-    paths = [node.meta.get("modules", ()) for node in nodes]
+    A layer's row has all that one module computes without a call of another in between.
+    """
+    paths = [node.meta.get("modules", ()) if by_layer else () for node in nodes]
     containers = {path for inside in paths for path in inside[:-1]}
     names: list[str] = []
     places: dict[Node, int] = {}
@@ -150,10 +149,7 @@ def _by_layer(nodes: list[Node]) -> tuple[list[str], dict[Node, int]]:
         name = str(path[-1]) if path else node.meta["clean_name"]
         if path and layer in containers:  # what it computes itself, named by the last call
             name = f"{name}: {node.meta['clean_name']}"
-        if layer == last:
-            names[-1] = name
-        else:
-            names.append(name)
+        names[len(names) - (layer == last) :] = [name]
         places[node], last = len(names) - 1, layer
     return names, places
 
@@ -183,30 +179,11 @@ def _limits(
 
 
 def _new_axes(count: int) -> Axes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot draws with matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 2 + count / 4), layout="constrained")
     axes: Axes = figure.subplots()
     return axes
-
-
-def _set_up(
-    axes: Axes, names: list[str], title: str, metric: str, ends: tuple[float, float], top: float
-) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(*ends)
-    axes.set_ylim(len(names) - 0.5, top)
-    axes.set_yticks(range(len(names)), names, fontsize=_FONT)
-    axes.tick_params(axis="x", labelsize=_FONT)
-    axes.xaxis.set_ticks_position("top")
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel(Metrics.get_full_name(metric), fontsize=_FONT)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    if title:
-        axes.set_title(title, fontweight="bold")
 
 
 def _width(fmt: FPFormat) -> float:
@@ -214,37 +191,27 @@ def _width(fmt: FPFormat) -> float:
     return fmt.max_absolute_value / fmt.min_absolute_subnormal
 
 
-def _draw_range(
-    axes: Axes, direction: str, fmt: FPFormat, ends: tuple[float, float], count: int, order: int
-) -> None:
-    name = str(fmt).partition("-")[0]
-    tints, y = _TINTS[direction], _BARS[direction]
-    edges = fmt.min_absolute_subnormal, fmt.min_absolute_normal, fmt.max_absolute_value
-    normal, subnormal = (edges[1], edges[2]), (edges[0], edges[1])
-    for (start, end), tint, alpha in zip((normal, subnormal), tints, (1.0, 0.5), strict=True):
-        start, end = max(start, ends[0]), min(end, ends[1])  # noqa: PLW2901
-        if start >= end:
-            continue
+def _draw_range(axes: Axes, direction: str, fmt: FPFormat, count: int, order: int) -> None:
+    name, y = str(fmt).partition("-")[0], _BARS[direction]
+    low, normal, high = fmt.min_absolute_subnormal, fmt.min_absolute_normal, fmt.max_absolute_value
+    parts = ((normal, high, 1.0), (low, normal, 0.5))
+    for (start, end, alpha), tint in zip(parts, _TINTS[direction], strict=True):
         below = (y + _BAR / 2, count - 0.5)
         band = axes.fill_between((start, end), *below, color=tint, lw=0, zorder=0.1 + order / 10)
         band.set_label(f"_{name}")
-        axes.barh(
-            y, end - start, _BAR, left=start, color=_COLOURS[direction], alpha=alpha, zorder=1
-        )
-    start, end = max(normal[0], ends[0]), min(normal[1], ends[1])
-    if start < end:
-        axes.text(
-            math.sqrt(start * end), y, name, ha="center", va="center", color="white",
-            fontsize=_FONT, fontweight="bold", clip_on=True,
-        )  # fmt: skip
+        axes.barh(y, end - start, _BAR, left=start, color=_COLOURS[direction], alpha=alpha)
+    axes.text(
+        math.sqrt(normal * high), y, name, ha="center", va="center", color="white",
+        fontsize=_FONT, fontweight="bold", clip_on=True,
+    )  # fmt: skip
 
 
-def _draw_bar(axes: Axes, tensor: _Tensor, low: float) -> None:
-    start, end = tensor.data.abs_min, tensor.data.abs_max
-    if not (math.isfinite(end) and end > 0):
-        return
-    y = tensor.row + (-0.12 if tensor.direction == "fwd" else 0.12)
-    axes.plot([max(start, low), end], [y, y], color=_COLOURS[tensor.direction], lw=1, alpha=0.4)
+def _draw_bars(axes: Axes, tensors: list[_Tensor], low: float) -> None:
+    for tensor in tensors:
+        start, end = max(tensor.data.abs_min, low), tensor.data.abs_max
+        if math.isfinite(end) and end > 0:
+            y = tensor.row + (-0.12 if tensor.direction == "fwd" else 0.12)
+            axes.plot([start, end], [y, y], color=_COLOURS[tensor.direction], lw=1, alpha=0.4)
 
 
 def _draw_arrows(axes: Axes, tensors: list[_Tensor]) -> None:

@@ -48,10 +48,8 @@ def example_batch(
         labels -100.
 
     Raises:
-        ValueError: no text has two tokens, or batch_size or seq_len is not positive.
+        ValueError: no text has two tokens.
     """
-    if batch_size < 1 or seq_len < 1:
-        raise ValueError(f"batch_size={batch_size}, seq_len={seq_len}: both must be positive")
     texts = _documentation() if texts is None else texts
     encoded = [ids for text in texts if len(ids := _encode(tokenizer, text)) > 1]
     if not encoded:
@@ -87,20 +85,12 @@ def visualiser(
 
     Returns:
         the axes of the plot.
-
-    Raises:
-        TypeError: the model returns no scalar loss.
     """
     inputs, _, labels = example_batch(tokenizer, batch_size, seq_len, texts, seed)
     parameter = next(model.parameters(), inputs)
     tracked = track_scales(model)
     output = tracked(inputs.to(parameter.device), labels.to(parameter.device))
     loss = output[-1] if isinstance(output, tuple) else output
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise TypeError(
-            "visualiser needs a model that returns its loss, a scalar, or a tuple that ends with "
-            f"it; {type(model).__name__} returned {type(loss).__name__}"
-        )
     if backward:
         loss.backward()
     return plot(tracked.scales_graph(), **plot_kwargs)  # type: ignore[operator]

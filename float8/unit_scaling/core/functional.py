@@ -118,16 +118,7 @@ def transformer_residual_scaling_rule(
     Returns:
         ``tau(index, layers)``: the weight of residual branch ``index`` of ``layers``, counted from
         0, attention first; ``layers`` is twice the number of transformer blocks.
-
-    Raises:
-        ValueError: an argument is negative.
     """
-    for name, value in (
-        ("residual_mult", residual_mult),
-        ("residual_attn_ratio", residual_attn_ratio),
-    ):
-        if not value >= 0:
-            raise ValueError(f"{name} is a ratio of scales, at least 0, got {value}")
     ffn = residual_mult**2 * 2 / (1 + residual_attn_ratio**2)
     attn = residual_attn_ratio**2 * ffn
 

@@ -78,18 +78,10 @@ __all__ = [
     "unregister",
 ]
 
-register(F.linear, linear)
 register(torch.matmul, matmul, keywords={"input": "left", "other": "right"})
-register(F.conv1d, conv1d)
-register(F.gelu, gelu)
-register(F.silu, silu)
-register(F.softmax, softmax)
-register(torch.softmax, softmax)
-register(F.dropout, dropout)
-register(F.layer_norm, layer_norm)
-register(F.rms_norm, rms_norm)
-register(F.embedding, embedding)
-register(torch.add, add)
-register(F.scaled_dot_product_attention, scaled_dot_product_attention)
-register(F.cross_entropy, cross_entropy)
-register(F.mse_loss, mse_loss)
+for _function in (
+    *(F.linear, F.conv1d, F.scaled_dot_product_attention, F.embedding, torch.add),
+    *(F.gelu, F.silu, F.softmax, torch.softmax, F.dropout, F.layer_norm, F.rms_norm),
+    *(F.cross_entropy, F.mse_loss),
+):
+    register(_function, globals()[_function.__name__])

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint
 from float8.unit_scaling.core.functional import logarithmic_interpolation, scale_elementwise
-from float8.unit_scaling.functional.refusals import check_mult, check_probability, refuse_inplace
+from float8.unit_scaling.functional.refusals import check_mult, refuse, refuse_inplace
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -92,11 +92,7 @@ def silu_glu(input: Tensor, gate: Tensor, mult: float = 1.0) -> Tensor:
     One factor serves the output and both gradients. Output and gradient of ``input`` have a root
     mean square of 1 within 1 % for every mult, the gradient of ``gate`` within 4 %.
     """
-    if input.shape != gate.shape:
-        raise ValueError(
-            f"silu_glu: input has shape {tuple(input.shape)} and gate {tuple(gate.shape)}; their "
-            "gradients have unit scale only if these are equal, so expand one first"
-        )
+    refuse(input.shape != gate.shape, "silu_glu", "a gate of another shape", "expand it first")
     check_mult(mult, "silu_glu")
     scale = logarithmic_interpolation(1 / (1 + 1 / mult**2), _LINEAR, _STEP)
     input, gate = scale_bwd(input, scale), scale_bwd(gate, scale)
@@ -119,10 +115,10 @@ def softmax(
     [16, 4096] it is 1 within 5 % for mult up to 1/4, as is the gradient's without constraint. For
     mult in [1/8, 8] the model is rough: within 30 %.
     """
-    if dim is None:
-        raise ValueError("softmax: dim is None; name the dimension, for example dim=-1")
     check_mult(mult, "softmax")
-    size, alpha = max(input.shape[dim], 1) if input.dim() else 1, 1 / (1 + 4 / mult**2)
+    refuse(dim is None, "softmax", "dim=None", "name the dimension, for example dim=-1")
+    size = max(input.shape[dim], 1) if input.dim() else 1  # type: ignore[index]
+    alpha = 1 / (1 + 4 / mult**2)
     scaled = scale_elementwise(
         lambda x: F.softmax(_multiplied(x, mult), dim=dim, dtype=dtype),
         logarithmic_interpolation(alpha, size, size**0.5),
@@ -140,7 +136,6 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     arXiv 2303.11257, table A.2). p is in [0, 1) and ``inplace`` False.
     """
     refuse_inplace(inplace, "dropout")
-    check_probability(p, "dropout: p")
     if not training or p == 0:
         return input
     return scale_elementwise(F.dropout, (1 - p) ** 0.5, (1 - p) ** 0.5)(input, p)

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling.core.functional import log, logarithmic_interpolation
-from float8.unit_scaling.functional.refusals import check_mult, check_probability
+from float8.unit_scaling.functional.refusals import check_mult
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -70,7 +70,6 @@ def scaled_dot_product_attention(
     sharpness = temperature * query.shape[-1]  # equals mult, where scale is not given
     alpha = 1 / (1 + 4 * query.shape[-1] / sharpness**2)
     flat = _std_of_flat_attention(query.shape[-2], key.shape[-2], is_causal)
-    check_probability(dropout_p, "attention: dropout_p")
     factor = (1 - dropout_p) ** 0.5 / logarithmic_interpolation(alpha, flat, 1.0)
     query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
@@ -106,9 +105,9 @@ def sqrt_softmax_attention(
     The values' gradient has unit scale too where L = S; no factor is applied to any gradient. The
     attention is not fused: it stores the (L, S) weights of each head.
     """
-    check_probability(dropout_p, "attention: dropout_p")
     if enable_gqa:
-        key, value = _one_per_head(query, key, value)
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
     weights_LS = _root_of_softmax(_masked_logits(logits_LS, attn_mask, is_causal))
     if dropout_p:
@@ -122,12 +121,6 @@ def _root_of_softmax(logits_LS: Tensor) -> Tensor:
     wide = logits_LS.to(torch.promote_types(logits_LS.dtype, torch.float32))
     shift = wide.detach().logsumexp(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
     return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
-
-
-def _one_per_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat keys and values (..., H, S, D) that query heads share, to one per query head."""
-    repeats = query.shape[-3] // key.shape[-3]
-    return key.repeat_interleave(repeats, dim=-3), value.repeat_interleave(repeats, dim=-3)
 
 
 def _masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -157,10 +150,5 @@ def _temperature(query: Tensor, mult: float, scale: float | None) -> float:
         check_mult(mult, "attention")
         return mult / query.shape[-1]
     if mult != 1:
-        raise ValueError(
-            f"attention: both mult={mult} and scale={scale} say how sharp it is; give one "
-            "(scale = mult / D)"
-        )
-    if not scale > 0:
-        raise ValueError(f"attention: scale multiplies q k^T and is greater than 0, got {scale}")
+        raise ValueError(f"attention: give mult={mult} or scale={scale} (scale = mult / D)")
     return scale

@@ -50,36 +50,24 @@ def conv1d(
         constraint: ties the factors of output and input gradient.
         scale_power: p in ``terms ** -p``, for the output, the input's gradient, and the gradients
             of weight and bias.
-
-    Raises:
-        ValueError: ``weight`` is not 3-d, or ``padding`` is an unknown word.
     """
-    if weight.dim() != 3:
-        raise ValueError(
-            "conv1d takes a weight of shape (out_channels, in_channels / groups, taps), got "
-            f"{tuple(weight.shape)}"
-        )
     options = (stride, padding, dilation, groups)
-    return convolved(F.conv1d, input, weight, bias, *options, constraint, scale_power)
+    return convolved(F.conv1d, (input, weight, bias), options, constraint, scale_power)
 
 
 def convolved(
     function: Callable[..., Tensor],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sizes,
-    padding: Sizes | str,
-    dilation: Sizes,
-    groups: int,
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    options: tuple[Sizes, Sizes | str, Sizes, int],
     constraint: Constraint,
     scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
 ) -> Tensor:
     """A unit-scaled convolution in any number of dimensions.
 
-    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. For the other arguments see
-    `conv1d`.
+    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. ``tensors`` are input,
+    weight and bias, ``options`` stride, padding, dilation and groups. For the rest see `conv1d`.
     """
+    (input, weight, bias), (stride, padding, dilation, groups) = tensors, options
     channels_out, channels_in, *taps = weight.shape
     lengths = input.shape[-len(taps) :]
     batch = input.shape[0] if input.dim() > len(lengths) + 1 else 1
@@ -107,10 +95,7 @@ def convolved(
         scale_bwd(input, grad_input),
         scale_bwd(weight, grad_weight),
         None if bias is None else scale_bwd(bias, grad_bias),
-        stride,
-        padding,
-        dilation,
-        groups,
+        *options,
     )
     return scale_fwd(product, output)
 
@@ -129,11 +114,7 @@ def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
     """Zeros before and after; ``reach`` is the distance of the first from the last tap."""
     if padding == "same":
         return reach // 2, reach - reach // 2
-    if padding == "valid":
-        return 0, 0
-    if isinstance(padding, str):
-        raise ValueError(f"conv1d: padding is a number, 'valid' or 'same', got {padding!r}")
-    return padding, padding
+    return (0, 0) if isinstance(padding, str) else (padding, padding)
 
 
 def _along(value: Any, dimension: int) -> Any:

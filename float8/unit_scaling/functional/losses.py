@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.functional.refusals import check_mult, refuse_legacy
+from float8.unit_scaling.functional.refusals import check_mult, refuse, refuse_legacy
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -62,14 +62,12 @@ def cross_entropy(
         mult: multiplies the logits, but not their gradient.
 
     Raises:
-        ValueError: fewer than two classes, an unknown reduction, a legacy argument, a label
-            smoothing not in [0, 1), a ``mult`` that is not positive.
+        ValueError: an unknown reduction, a legacy argument, a ``mult`` that is not positive.
+        ZeroDivisionError: a single class, whose gradient is zero, or a label smoothing of 1.
     """
     refuse_legacy("cross_entropy", size_average, reduce)
     check_mult(mult, "cross_entropy")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"cross_entropy: label_smoothing is in [0, 1), got {label_smoothing}")
-    classes = _classes(input)
+    classes = input.shape[0 if input.dim() == 1 else 1]
     logits = scale_bwd(input, _gradient_factor(classes, weight, label_smoothing))
     if mult != 1:
         logits = scale_fwd(logits, mult)
@@ -106,15 +104,8 @@ def mse_loss(
         ValueError: the shapes differ, an unknown reduction, a weight, or a legacy argument.
     """
     refuse_legacy("mse_loss", size_average, reduce)
-    if weight is not None:
-        raise ValueError(
-            "mse_loss: weight has no unit-scaling rule; multiply the losses of reduction='none'"
-        )
-    if input.shape != target.shape:
-        raise ValueError(
-            f"mse_loss: input has shape {tuple(input.shape)} and target {tuple(target.shape)}; a "
-            "gradient has unit scale only if they are equal, so expand one first"
-        )
+    refuse(weight is not None, "mse_loss", "weight", "multiply the losses of reduction='none'")
+    refuse(input.shape != target.shape, "mse_loss", "a target of another shape", "expand it first")
     factor = 8**-0.5
     losses = F.mse_loss(scale_bwd(input, factor), scale_bwd(target, factor), reduction="none")
     return _reduced(losses, reduction, losses.new_full((), losses.numel(), dtype=_wide(losses)))
@@ -138,9 +129,8 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
 def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
     """The divisor of torch's mean: the sum of the weights of targets that are not ignored."""
     wide = _wide(losses)
-    if (
-        target.is_floating_point()
-    ):  # probabilities: none is ignored, and torch does not weight the count
+    # Of probabilities none is ignored, and torch does not weight the count.
+    if target.is_floating_point():
         return losses.new_full((), losses.numel(), dtype=wide)
     counted = target != ignore_index
     if weight is None:
@@ -151,18 +141,6 @@ def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: 
 def _wide(losses: Tensor) -> torch.dtype:
     """The dtype in which losses are summed and counted."""
     return torch.promote_types(losses.dtype, torch.float32)
-
-
-def _classes(input: Tensor) -> int:
-    if not input.dim():
-        raise ValueError("cross_entropy: the logits are (C,), (N, C) or (N, C, d1, ...), got 0-d")
-    classes = input.shape[0 if input.dim() == 1 else 1]
-    if classes < 2:
-        raise ValueError(
-            f"cross_entropy: logits of shape {tuple(input.shape)} have {classes} class, whose loss "
-            "is constant and its gradient zero; there must be 2 classes or more"
-        )
-    return classes
 
 
 def _gradient_factor(classes: int, weight: Tensor | None, label_smoothing: float) -> float | Tensor:

@@ -84,12 +84,8 @@ def linear(
             of weight and bias.
 
     Raises:
-        ValueError: ``weight`` is not a matrix, or the constraint is unknown.
+        ValueError: the constraint is unknown.
     """
-    if weight.dim() != 2:
-        raise ValueError(
-            f"linear takes a weight of shape (out_features, in_features), got {tuple(weight.shape)}"
-        )
     factors = linear_factors(input, weight, constraint, scale_power)
     return scaled_linear(input, weight, bias, factors)
 
@@ -133,11 +129,8 @@ def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scal
         constraint: ties the factors of the output and of both gradients.
 
     Raises:
-        ValueError: an input has no dimension, or the constraint is unknown.
+        ValueError: the constraint is unknown.
     """
-    if not (left.dim() and right.dim()):
-        shapes = f"{tuple(left.shape)} and {tuple(right.shape)}"
-        raise ValueError(f"matmul takes inputs of one dimension or more, got {shapes}")
     factors = (power_of_terms(terms, 0.5) for terms in _terms(left, right))
     output, grad_left, grad_right = apply_constraint(constraint, *factors)
     return scaled_matmul(left, right, (output, grad_left, grad_right))

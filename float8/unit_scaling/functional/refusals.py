@@ -10,49 +10,32 @@ from torch import Tensor
 def check_mult(mult: float, caller: str) -> None:
     """Raise ValueError unless ``mult``, which multiplies an input, is positive and finite.
 
-    Raises TypeError if it is a bool or a tensor, for example torch's ``inplace`` at its position.
+    Nor may it be a bool or a tensor, for example torch's ``inplace`` at its position.
     """
-    if isinstance(mult, bool | Tensor):
-        raise TypeError(
-            f"{caller}: mult is a number that multiplies the input, got {mult!r}; name other "
-            "arguments, such as inplace=False"
-        )
-    if not 0 < mult < math.inf:
+    if isinstance(mult, bool | Tensor) or not 0 < mult < math.inf:
         raise ValueError(
-            f"{caller}: mult multiplies the input, is finite and greater than 0, got {mult}"
+            f"{caller}: mult is a finite number that multiplies the input and is greater than 0, "
+            f"got {mult!r}; name other arguments, such as inplace=False"
         )
 
 
-def check_probability(p: float, argument: str) -> None:
-    """Raise a ValueError unless dropout with ``p`` leaves something to scale."""
-    if not 0 <= p < 1:
-        raise ValueError(
-            f"{argument} is a probability in [0, 1), got {p}; with 1 nothing is left to scale"
-        )
+def refuse(is_given: bool, caller: str, argument: str, instead: str) -> None:
+    """Raise a ValueError if an argument of torch's is given that has no unit-scaled meaning."""
+    if is_given:
+        raise ValueError(f"{caller}: {argument} cannot be unit-scaled; {instead}")
 
 
 def refuse_inplace(inplace: bool, caller: str) -> None:
     """Raise a ValueError if ``inplace``."""
-    if inplace:
-        raise ValueError(
-            f"{caller}: inplace=True cannot be unit-scaled, whose factors differ between the "
-            "value and its gradient; pass inplace=False"
-        )
+    refuse(inplace, caller, "inplace=True", "pass inplace=False")
 
 
 def refuse_frequencies(scale_grad_by_freq: bool, caller: str) -> None:
-    """Raise a ValueError if ``scale_grad_by_freq``."""
-    if scale_grad_by_freq:
-        raise ValueError(
-            f"{caller}: scale_grad_by_freq=True divides gradients by how often a row is used, "
-            "which their unit-scaling factor does already; pass False"
-        )
+    """Raise a ValueError if gradients would be divided a second time."""
+    refuse(scale_grad_by_freq, caller, "scale_grad_by_freq=True", "pass False")
 
 
 def refuse_legacy(caller: str, size_average: bool | None, reduce: bool | None) -> None:
     """Raise a ValueError if an old name of ``reduction`` is used."""
-    if size_average is not None or reduce is not None:
-        raise ValueError(
-            f"{caller}: size_average={size_average} and reduce={reduce} are torch's old names; "
-            "pass reduction='none', 'mean' or 'sum'"
-        )
+    given = size_average is not None or reduce is not None
+    refuse(given, caller, "size_average or reduce", "pass reduction='none', 'mean' or 'sum'")

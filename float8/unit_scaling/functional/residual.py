@@ -21,7 +21,6 @@ with ``tau = sqrt(t / (1 - t))``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.functional.products import product_of
+from float8.unit_scaling.functional.refusals import refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -47,8 +47,7 @@ def add(
     with a number are torch's. So are sums of integers (positions, indices), which have no scale.
     ``constraint`` ties the factors of the output and of both gradients.
     """
-    if out is not None:
-        raise ValueError("add: out= cannot be unit-scaled; use the tensor that add returns")
+    refuse(out is not None, "add", "out=", "use the tensor that add returns")
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return torch.add(input, other, alpha=alpha)
     if not (input.is_floating_point() or other.is_floating_point()):
@@ -92,9 +91,6 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
     Returns:
         ``residual``, which goes into the branch, and ``skip``. Both are the input; their gradients
         are multiplied by ``tau / sqrt(1 + tau**2)`` and ``1 / sqrt(1 + tau**2)``.
-
-    Raises:
-        ValueError: ``tau`` is negative or infinite.
     """
     branch, skip = _weights(tau)
     return scale_bwd(input, branch), scale_bwd(input, skip)
@@ -127,7 +123,5 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
 
 
 def _weights(tau: float) -> tuple[float, float]:
-    if not 0 <= tau < math.inf:
-        raise ValueError(f"tau is the weight of a residual branch, finite, 0 or more, got {tau}")
     total = (1 + tau**2) ** 0.5
     return tau / total, 1 / total

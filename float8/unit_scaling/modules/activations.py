@@ -12,11 +12,7 @@ from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
-from float8.unit_scaling.functional.refusals import (
-    check_probability,
-    refuse_inplace,
-    refuse_legacy,
-)
+from float8.unit_scaling.functional.refusals import refuse_inplace, refuse_legacy
 
 
 class GELU(nn.GELU):
@@ -81,7 +77,6 @@ class Dropout(nn.Dropout):
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        check_probability(p, "uu.Dropout: p")
         refuse_inplace(inplace, "uu.Dropout")
         super().__init__(p)
 

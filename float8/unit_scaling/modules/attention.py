@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.functional.refusals import check_probability
 from float8.unit_scaling.modules.layers import Linear
 
 Attention = Literal["softmax", "sqrt_softmax"]
@@ -50,8 +49,7 @@ class MHSA(nn.Module):
         attention: "softmax", or muS's "sqrt_softmax" (arXiv 2502.05967).
 
     Raises:
-        ValueError: the heads do not divide the features, a head to rotate has an odd number of
-            features, ``dropout_p`` is not in [0, 1), or an unknown attention.
+        ValueError: the heads do not divide the features, or an unknown attention.
     """
 
     def __init__(
@@ -65,17 +63,11 @@ class MHSA(nn.Module):
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()
-        if heads < 1 or hidden_size % heads:
-            raise ValueError(f"hidden_size={hidden_size} is not a multiple of heads={heads}")
-        if rotary_base is not None and hidden_size // heads % 2:
+        if hidden_size % heads or attention not in _ATTENTIONS:
             raise ValueError(
-                f"hidden_size={hidden_size} with heads={heads} gives heads of "
-                f"{hidden_size // heads} features, and rotary embedding rotates pairs: use an even "
-                "number, or no rotary_base"
+                f"uu.MHSA: hidden_size={hidden_size} is a multiple of heads={heads}, and attention "
+                f"one of {list(_ATTENTIONS)}, not {attention!r}"
             )
-        check_probability(dropout_p, "uu.MHSA: dropout_p")
-        if attention not in _ATTENTIONS:
-            raise ValueError(f"attention must be one of {list(_ATTENTIONS)}, got {attention!r}")
         self.heads = heads
         self.is_causal = is_causal
         self.dropout_p = dropout_p
@@ -109,13 +101,9 @@ def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
 
     ``x_SD`` (..., S, d) has heads of S positions and d features; the result has its shape and
     dtype. Angles and products are computed in float32 or better. The wavelengths are ``2 pi`` to
-    ``2 pi base`` positions. Raises ValueError if d is odd or ``base`` is not positive.
+    ``2 pi base`` positions. d is even.
     """
     positions, features = x_SD.shape[-2:]
-    if features % 2:
-        raise ValueError(f"rotary embedding rotates pairs of features: the head has {features}")
-    if not base > 0:
-        raise ValueError(f"rotary embedding: base is a wavelength, greater than 0, got {base}")
     wide = torch.promote_types(x_SD.dtype, torch.float32)
     exponents = torch.arange(0, features, 2, device=x_SD.device, dtype=wide) / -features
     places = torch.arange(positions, device=x_SD.device, dtype=wide)

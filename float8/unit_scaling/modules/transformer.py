@@ -99,14 +99,8 @@ class TransformerLayer(nn.Module):
         self.mlp_tau = mlp_tau
         self.norm: Norm = norm
         self.mhsa_norm = RMSNorm(hidden_size)
-        self.mhsa = MHSA(
-            hidden_size,
-            heads,
-            is_causal,
-            dropout_p,
-            rotary_base=rotary_base,
-            attention=attention,
-        )
+        options: dict[str, Any] = {"rotary_base": rotary_base, "attention": attention}
+        self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **options)
         self.mlp_norm = RMSNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
@@ -159,7 +153,8 @@ class TransformerDecoder(nn.Sequential):
         hidden_size: the width.
         vocab_size: the number of tokens.
         layers, residual_scaling: as for `TransformerStack`.
-        heads, dropout_p, norm, rotary_base, attention: as for `TransformerLayer`.
+        heads, dropout_p: as for `TransformerLayer`.
+        kwargs: of `TransformerLayer`: ``norm``, ``rotary_base``, ``attention``.
     """
 
     def __init__(
@@ -170,9 +165,7 @@ class TransformerDecoder(nn.Sequential):
         heads: int,
         dropout_p: float = 0.0,
         residual_scaling: ResidualScalingFn | None = None,
-        norm: Norm = "pre",
-        rotary_base: float | None = None,
-        attention: Attention = "softmax",
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocab_size, hidden_size)
@@ -183,9 +176,7 @@ class TransformerDecoder(nn.Sequential):
             heads=heads,
             is_causal=True,
             dropout_p=dropout_p,
-            norm=norm,
-            rotary_base=rotary_base,
-            attention=attention,
+            **kwargs,
         )
         self.final_norm = RMSNorm(hidden_size)
         self.projection = LinearReadout(hidden_size, vocab_size)

@@ -7,7 +7,7 @@
     compile            torch.compile of the result
 
 They compose in any order: `transformed` sorts them. Read `transformed`, then `unit_scale` and, as
-it names them, `contractions`, `history`, `additions`, `gradient_factors`, `decisions`, `tracing`.
+it names them, `contractions`, `history`, `additions`, `gradient_factors`, `decisions`, `counting`.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ not.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import zip_longest
 
 import torch
@@ -39,7 +37,7 @@ from torch import Tensor
 
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.transforms.contractions import Argument
-from float8.unit_scaling.transforms.history import Call, History, Value
+from float8.unit_scaling.transforms.history import History, Value
 
 KEEP, SUM, RESIDUAL = "keep", "sum", "residual"
 ADDITIONS = (torch.add, Tensor.add_)
@@ -48,45 +46,26 @@ OPERANDS = (Argument(0, "input"), Argument(1, "other"))
 tau_of = transformer_residual_scaling_rule()
 
 
-@dataclass(frozen=True)
-class Addition:
-    """What an addition means.
+def classify(history: History, number: int, is_plain: bool) -> None:
+    """Set what an addition means: its ``kind``, and ``skip`` and ``root`` of a residual one.
 
-    ``call`` is the number of its call, and ``kind`` is `KEEP`, `SUM` or `RESIDUAL`. The other
-    fields are of residual additions: ``skip`` says which operand is the skip, 0 or 1, and ``tau``
-    is the weight of the branch. ``root`` is the value at which branch and skip part: the skip
-    operand itself, or the input of the residual layer that returned it
+    ``skip`` says which operand is the skip, 0 or 1. ``root`` is the value at which branch and skip
+    part: the skip operand itself, or the input of the residual layer that returned it
     (``x + attention(x) + mlp(x)``).
+
+    ``history`` is the forward so far, and ``number`` that of a call of ``torch.add`` in any
+    spelling. ``is_plain`` says that both operands have one shape and ``alpha`` is 1.
     """
-
-    call: int
-    kind: str
-    skip: int = 0
-    root: int = -1
-    tau: float = 0.0
-
-    def gradient_factor(self, operand: int) -> float:
-        """The factor of the gradient of operand 0 or 1 where branch and skip separate."""
-        weight = 1.0 if operand == self.skip else self.tau
-        return weight / math.sqrt(1 + self.tau**2)
-
-
-def classify(
-    history: History, earlier: Mapping[int, Addition], number: int, is_plain: bool
-) -> Addition:
-    """What an addition means; a residual one has no ``tau`` yet.
-
-    ``history`` is the forward so far. ``earlier`` has the additions before, by the numbers of their
-    calls. ``number`` is that of a call of ``torch.add`` in any spelling. ``is_plain`` says that
-    both operands have one shape and ``alpha`` is 1.
-    """
-    left, right = (history.calls[number].operand(argument) for argument in OPERANDS)
+    call = history.calls[number]
+    left, right = (call.operand(argument) for argument in OPERANDS)
     if left is None or right is None or _is_kept(history, left, right):
-        return Addition(number, KEEP)
+        call.kind = KEEP
+        return
+    call.kind = SUM
     if is_plain:
-        for root, skip in _roots(history, earlier, left, right):
-            return Addition(number, RESIDUAL, skip, root)
-    return Addition(number, SUM)
+        for call.root, call.skip in _roots(history, left, right):
+            call.kind = RESIDUAL
+            return
 
 
 def _is_kept(history: History, left: Value, right: Value) -> bool:
@@ -101,31 +80,19 @@ def _is_kept(history: History, left: Value, right: Value) -> bool:
     )
 
 
-def _roots(
-    history: History, earlier: Mapping[int, Addition], left: Value, right: Value
-) -> Iterator[tuple[int, int]]:
+def _roots(history: History, left: Value, right: Value) -> Iterator[tuple[int, int]]:
     """Where branch and skip part, and which operand is the skip; the nearest first."""
     operands = (left, right)
-    for roots in zip_longest(*[_stream(history, earlier, value) for value in operands]):
+    for roots in zip_longest(*[_stream(history, value) for value in operands]):
         for skip, root in enumerate(roots):
             if root is not None and operands[1 - skip].origins >> root & 1:
                 yield root, skip
 
 
-def _stream(history: History, earlier: Mapping[int, Addition], value: Value) -> Iterator[int]:
+def _stream(history: History, value: Value | None) -> Iterator[int]:
     """A value, and the inputs of the residual layers that it is the result of."""
-    yield value.alias
-    while (call := history.values[value.alias].call) is not None:
-        addition = earlier.get(call)
-        if addition is None or addition.kind != RESIDUAL:
-            break
-        skip = skip_of(history.calls[call], addition)
-        yield skip.alias
-        value = skip
-
-
-def skip_of(call: Call, addition: Addition) -> Value:
-    """The skip operand of a residual addition."""
-    skip = call.operand(OPERANDS[addition.skip])
-    assert skip is not None
-    return skip
+    while value is not None:
+        yield value.alias
+        number = history.values[value.alias].call
+        call = None if number is None else history.calls[number]
+        value = call.operand(OPERANDS[call.skip]) if call and call.kind == RESIDUAL else None

@@ -23,9 +23,8 @@ bias or a mask). ``alpha`` and ``beta`` are multipliers of the model and stay.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +32,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.constraints import Constraint
+from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.functional.convolution import Sizes, convolved
-from float8.unit_scaling.functional.products import scaled_linear
+from float8.unit_scaling.functional.products import power_of_terms, product_of, scaled_linear
+from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Function = Callable[..., Any]
 Path = tuple[Any, ...]  # of an argument inside (args, kwargs): (0, 1), (1, "weight"), (0, 1, 0)
@@ -88,70 +88,50 @@ def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, **options: Any) -> Te
 def einsum(
     equation: str, *operands: Any, constraint: Constraint = DEFAULT, weight: bool = False
 ) -> Tensor:
-    """``torch.einsum`` of two operands that sums over dimensions of both.
+    """``torch.einsum``; of two operands it has factors for its result and both gradients.
 
-    Other equations stay as they are: those of one or three operands, those with an index twice in
-    one operand, and those without a sum over both operands.
+    The equation makes as many products as its indices have values. Each element of a tensor is, or
+    its gradient is, a sum of equally many of them. Other equations stay as they are: those of one
+    or three operands, and those with an index twice in one operand.
     """
     tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
-    layout = _contraction(equation, [t.dim() for t in tensors])
-    if layout is None:
-        return torch.einsum(equation, *operands)
-    batch, rows, inner, columns, result = layout
-    left, right = tensors
-    names_left, names_right = _names(equation, [t.dim() for t in tensors])
-    sizes = dict(zip(names_left, left.shape, strict=True))
-    for index, size in zip(names_right, right.shape, strict=True):
-        if index.isdigit() and sizes.get(index, size) != size:  # "..." may broadcast
-            return torch.einsum(equation, *operands)
-        sizes[index] = size
-    left = _grouped(left, names_left, (batch, rows, inner), sizes)
-    right = _grouped(right, names_right, (batch, inner, columns), sizes)
-    if weight and not batch:
-        output = U.linear(left[0], right[0].t(), None, constraint)
-    else:
-        output = U.matmul(left, right, constraint)
-    output = output.reshape([sizes[i] for i in batch + rows + columns])
-    return output.permute([(batch + rows + columns).index(i) for i in result])
-
-
-def _grouped(x: Tensor, names: str, groups: tuple[str, ...], sizes: dict[str, int]) -> Tensor:
-    """x with one dimension for each group of indices."""
-    x = x.permute([names.index(i) for group in groups for i in group])
-    # Not math.prod, which torch.compile does not trace with symbolic sizes.
-    return x.reshape([reduce(operator.mul, [sizes[i] for i in group], 1) for group in groups])
-
-
-def _names(equation: str, dims: list[int]) -> list[str]:
-    """The indices of every operand, one character per dimension; those of ``...`` are digits."""
     inputs = equation.replace(" ", "").partition("->")[0].split(",")
-    names = []
-    for term, dim in zip(inputs, dims, strict=True):
-        rest = dim - len(term.replace("...", ""))
-        names.append(term.replace("...", "9876543210"[10 - rest :] if rest else ""))
-    return names
+    names = [_names(term, x.dim()) for term, x in zip(inputs, tensors, strict=True)]
+    if len(tensors) != 2 or any(len(set(term)) != len(term) for term in names):
+        return torch.einsum(equation, *operands)
+    sizes: dict[str, int] = {}
+    for term, x in zip(names, tensors, strict=True):
+        for index, size in zip(term, x.shape, strict=True):
+            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]  # "..." broadcasts
+    summed = _summed(equation, names)
+    products = product_of(tuple(sizes.values()))
+    terms = (
+        product_of(tuple(sizes[i] for i in summed)),
+        *(products / max(x.numel(), 1) for x in tensors),
+    )
+    factors = tuple(power_of_terms(n, 0.5) for n in terms)
+    if weight:
+        tied = (*apply_constraint(constraint, *factors[:2]), factors[2])
+    else:
+        tied = apply_constraint(constraint, *factors)
+    left, right = (scale_bwd(x, f) for x, f in zip(tensors, tied[1:], strict=True))
+    return scale_fwd(torch.einsum(equation, left, right), tied[0])
 
 
-def _contraction(equation: str, dims: list[int]) -> tuple[str, str, str, str, str] | None:
-    """The indices of batch, rows, inner dimension, columns and result; None if none is summed."""
-    inputs, arrow, result = equation.replace(" ", "").partition("->")
-    if inputs.count(",") != 1 or len(dims) != 2 or (not arrow and "..." in inputs):
-        return None
-    left, right = _names(equation, dims)
-    if any(len(set(names)) != len(names) for names in (left, right)):
-        return None
-    both = [i for i in left if i in right]
-    if not arrow:
-        result = "".join(sorted(i for i in set(left + right) if i not in both))
-    dots = [i for i in sorted(set(left + right), reverse=True) if i.isdigit()]
-    result = result.replace("...", "".join(dots))
-    batch = "".join(i for i in both if i in result)
-    inner = "".join(i for i in both if i not in result)
-    rows = "".join(i for i in left if i not in both)
-    columns = "".join(i for i in right if i not in both)
-    if not inner or any(i not in result for i in rows + columns):
-        return None
-    return batch, rows, inner, columns, result
+def _names(term: str, dim: int) -> str:
+    """The indices of an operand, one character per dimension; those of ``...`` are digits."""
+    rest = dim - len(term.replace("...", ""))
+    return term.replace("...", "9876543210"[10 - rest :])
+
+
+def _summed(equation: str, names: list[str]) -> str:
+    """The indices that the result does not have."""
+    left, right = names
+    _, arrow, result = equation.replace(" ", "").partition("->")
+    if not arrow:  # those that occur once
+        return "".join(i for i in left if i in right and not i.isdigit())
+    kept = result + ("0123456789" if "..." in result else "")
+    return "".join(i for i in dict.fromkeys(left + right) if i not in kept)
 
 
 def _convolution(
@@ -168,7 +148,7 @@ def _convolution(
 ) -> Tensor:
     """A convolution of input (N, Cin, ...) or (Cin, ...), weight (Cout, Cin / groups, ...)."""
     options = (stride, padding, dilation, groups)
-    return convolved(function, input, weight, bias, *options, constraint)
+    return convolved(function, (input, weight, bias), options, constraint)
 
 
 conv2d = partial(_convolution, F.conv2d)

@@ -33,96 +33,88 @@ more node, which stands for the loss.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
-from float8.unit_scaling.transforms.additions import OPERANDS, Addition
-from float8.unit_scaling.transforms.contractions import Path
-from float8.unit_scaling.transforms.history import ALIASES, Call, History, Value
+import networkx  # type: ignore[import-untyped]
+
+from float8.unit_scaling.transforms.additions import OPERANDS, RESIDUAL
+from float8.unit_scaling.transforms.history import ALIASES, Edge, History, Value
 
 LOSS = -1  # the node of the loss in the graph of calls
-Edge = tuple[int, Path]  # a call, and the path in its arguments at which it reads a value
-Reads = dict[int, list[Edge]]  # value -> the edges that read it
 
 
-class Conflict(Exception):
-    """Two residual additions ask for different factors of one edge."""
-
-
-def has_conflict(history: History, residuals: Sequence[Addition]) -> bool:
+def has_conflict(history: History, number: int) -> bool:
     """Whether the last residual addition asks for another factor than the ones before it."""
-    root = residuals[-1].root
-    if all(r.root != root for r in residuals[:-1]):
+    root = history.calls[number].root
+    if all(history.calls[n].root != root for n in history.residuals if n != number):
         return False
-    try:
-        list(_Root(root, history, _Graph(history), residuals).edges())
-    except Conflict:
-        return True
-    return False
+    return any(math.isnan(factor) for factor in _Branches(root, history).edges().values())
 
 
-def branch_factors(
-    history: History, residuals: Sequence[Addition], results: Sequence[Value] = ()
-) -> dict[Edge, float]:
+def branch_factors(history: History, results: Sequence[Value] = ()) -> dict[Edge, float]:
     """The edges that multiply their gradients, with the factors.
 
-    ``residuals`` are the residual additions of the calls so far; ``results`` are the values that
-    the model returns.
+    ``history`` has the calls so far; ``results`` are the values that the model returns.
     """
-    graph, factors = _Graph(history), dict[Edge, float]()
+    factors: dict[Edge, float] = {}
     returned = {value.alias for value in results}
-    for root in dict.fromkeys(r.root for r in residuals):
-        of_root = _Root(root, history, graph, residuals)
-        for edge, factor in (*of_root.edges(), *of_root.side_edges(returned)):
+    for root in dict.fromkeys(history.calls[n].root for n in history.residuals):
+        branches = _Branches(root, history)
+        for edge, factor in (branches.edges() | branches.side_edges(returned)).items():
             factors[edge] = factors.get(edge, 1.0) * factor
     return factors
 
 
-class _Graph:
-    """The edges of a history by the values that they read."""
+class _Branches:
+    """The edges from one value, and from others, into the residual layers that begin at it.
 
-    def __init__(self, history: History) -> None:
-        self.reads: Reads = {}  # of a value itself
-        self.reads_of_aliases: Reads = {}  # of a value or an alias, by calls that make no alias
-        for number, call in enumerate(history.calls):
-            for path, value in call.inputs:
-                self.reads.setdefault(value.number, []).append((number, path))
-                if call.name not in ALIASES:
-                    self.reads_of_aliases.setdefault(value.alias, []).append((number, path))
+    ``after[n]`` is the factor on all ways that leave call n and reach such a layer: None if none
+    does, NaN if two of them ask for different factors.
+    """
 
+    def __init__(self, root: int, history: History) -> None:
+        self.root, self.history, self.calls = root, history, history.calls
+        start = history.values[root].call
+        self.first = 0 if start is None else start + 1
+        self.last = max(n for n in history.residuals if self.calls[n].root == root)
+        self.after: dict[int, float | None] = {}
+        for number in range(self.last, self.first - 1, -1):
+            values = self.calls[number].outputs
+            edges = [edge for value in values for edge in history.reads.get(value.number, ())]
+            factors = [f for edge in edges if (f := self.factor(edge)) is not None]
+            agreed = all(math.isclose(f, factors[0], rel_tol=1e-9) for f in factors)
+            self.after[number] = (factors[0] if agreed else math.nan) if factors else None
 
-class _Root:
-    """The edges from one value, and from others, into the residual layers that begin at it."""
+    def factor(self, edge: Edge) -> float | None:
+        """The factor on all ways that begin with an edge, None and NaN as in ``after``."""
+        number, path = edge
+        if number > self.last:
+            return None
+        call, after = self.calls[number], self.after[number]
+        if call.kind != RESIDUAL or call.root != self.root:
+            return after
+        own = call.gradient_factor(int(path not in OPERANDS[0].paths))
+        return own if after is None else own * after
 
-    def __init__(
-        self, root: int, history: History, graph: _Graph, residuals: Sequence[Addition]
-    ) -> None:
-        self.root, self.history, self.calls, self.graph = root, history, history.calls, graph
-        self.additions = {r.call: r for r in residuals if r.root == root}
-        self.last = max(self.additions)  # calls after it lead to no other
-        self.after: dict[int, float | None] = {}  # addition -> the factors of those after it
-
-    def edges(self) -> Iterator[tuple[Edge, float]]:
+    def edges(self) -> dict[Edge, float]:
         """The edges that read the root, each with its factor."""
-        for edge in self.graph.reads_of_aliases.get(self.root, ()):
-            factor = self._factor([edge])
-            if factor is not None:
-                yield edge, factor
+        edges = self.history.reads_of_aliases.get(self.root, ())
+        return {edge: f for edge in edges if (f := self.factor(edge)) is not None}
 
-    def side_edges(self, returned: Set[int]) -> Iterator[tuple[Edge, float]]:
+    def side_edges(self, returned: Set[int]) -> dict[Edge, float]:
         """The edges by which other activations than the root enter its branches.
 
         An edge is moved up over a call if all edges that read the call's results have its factor:
         weights on the way then have gradients of unit scale.
         """
-        entries = dict(self._entries())
-        writers = [-w for edge in entries if (w := self._base(edge).call) is not None]
-        heapq.heapify(writers)  # the last call first, so that its readers have been moved already
+        entries = self._entries()
+        writers = {w for edge in entries if (w := self._writer(edge)) is not None}
         while writers:
-            writer = -heapq.heappop(writers)
+            writer = max(writers)  # its readers have been moved already
+            writers.remove(writer)
             outputs = {value.alias for value in self.calls[writer].outputs}
-            edges = [e for v in outputs for e in self.graph.reads_of_aliases.get(v, ())]
+            edges = [e for v in outputs for e in self.history.reads_of_aliases.get(v, ())]
             factors = {entries.get(edge) for edge in edges}
             if outputs & returned or len(factors) != 1 or None in factors:
                 continue
@@ -132,127 +124,70 @@ class _Root:
             for path, value in self.calls[writer].inputs:
                 if not value.is_learned:
                     entries[writer, path] = factor
-                    if (earlier := self._base((writer, path)).call) is not None:
-                        heapq.heappush(writers, -earlier)
-        yield from entries.items()
+                    if (earlier := self.history.values[value.alias].call) is not None:
+                        writers.add(earlier)
+        return entries
 
-    def _entries(self) -> Iterator[tuple[Edge, float]]:
+    def _entries(self) -> dict[Edge, float]:
         """The edges from values that do not descend from the root to calls that do."""
-        start = self.history.values[self.root].call
-        for number in range(0 if start is None else start + 1, self.last):
+        found = {}
+        for number in range(self.first, self.last):
             call = self.calls[number]
             if call.name in ALIASES or not any(map(self._descends, call.outputs)):
                 continue
             for path, value in call.inputs:
                 if value.is_learned or self._descends(value):
                     continue
-                try:
-                    factor = self._factor([(number, path)])
-                except Conflict:
-                    continue  # the additions stay residual; no factor of this edge is right
-                if factor is not None:
-                    yield (number, path), factor
+                factor = self.factor((number, path))
+                # Where ways ask for different factors, no factor of the edge is right.
+                if factor is not None and not math.isnan(factor):
+                    found[number, path] = factor
+        return found
 
     def _descends(self, value: Value) -> bool:
         return value.number == self.root or bool(value.origins >> self.root & 1)
 
-    def _base(self, edge: Edge) -> Value:
-        """The value that an edge reads, or that it reads an alias of."""
+    def _writer(self, edge: Edge) -> int | None:
+        """The call that returned the value that an edge reads, or that it reads an alias of."""
         number, at = edge
         value = next(value for path, value in self.calls[number].inputs if path == at)
-        return self.history.values[value.alias]
-
-    def _factor(self, starts: list[Edge]) -> float | None:
-        """The factor on all ways that begin with these reads; None if none meets an addition."""
-        agreed: float | None = None
-        for call, operand in self._next_additions(starts):
-            factor = self.additions[call].gradient_factor(operand)
-            after = self._after(call)
-            factor = factor if after is None else factor * after
-            if agreed is not None and not math.isclose(factor, agreed, rel_tol=1e-9):
-                raise Conflict
-            agreed = factor if agreed is None else agreed
-        return agreed
-
-    def _after(self, call: int) -> float | None:
-        if call not in self.after:
-            outputs = self.calls[call].outputs
-            starts = [read for v in outputs for read in self.graph.reads.get(v.number, ())]
-            self.after[call] = self._factor(starts)
-        return self.after[call]
-
-    def _next_additions(self, starts: list[Edge]) -> Iterator[tuple[int, int]]:
-        """The additions of this root that are met first, each with the operand that is met."""
-        seen: set[tuple[int, int]] = set()
-        waiting = list(starts)
-        while waiting:
-            call, path = waiting.pop()
-            if call > self.last:
-                continue
-            key = (call, int(path not in OPERANDS[0].paths) if call in self.additions else 0)
-            if key in seen:
-                continue
-            seen.add(key)
-            if call in self.additions:
-                yield key
-                continue
-            for value in self.calls[call].outputs:
-                waiting += self.graph.reads.get(value.number, ())
+        return self.history.values[value.alias].call
 
 
-def calls_on_cut_edges(calls: list[Call], results: Iterable[Value]) -> set[int]:
-    """The numbers of the calls whose activations all come over bridges of the graph.
+def calls_on_cut_edges(history: History, results: Iterable[Value]) -> set[int]:
+    """The numbers of the calls after all residual layers whose activations come over bridges.
 
-    ``calls`` are those of a whole forward; ``results`` are the values that the model returns.
+    ``history`` is that of a whole forward; ``results`` are the values that the model returns.
     """
-    links: list[tuple[int, int]] = []  # (reader, writer)
-    for number, call in enumerate(calls):
-        links += [(number, _writer(v)) for _, v in call.inputs if not v.is_learned]
-    links += [(LOSS, _writer(v)) for v in results]
-    inside_cycles = set(range(len(links))) - bridges(links)
-    return set(range(len(calls))) - {links[edge][0] for edge in inside_cycles}
+    before = _before_residuals(history)
+
+    def node(value: Value) -> int:
+        """Of what computed a value; what comes before a residual layer is one node."""
+        for place, values in enumerate(before):
+            if values >> value.number & 1:
+                return LOSS - 1 - 2 * place
+        return LOSS - 2 - 2 * value.number if value.call is None else value.call
+
+    after = [
+        number
+        for number, call in enumerate(history.calls)
+        if not any(values >> v.number & 1 for values in before for v in call.outputs)
+    ]
+    links = [(n, node(v)) for n in after for _, v in history.calls[n].inputs if not v.is_learned]
+    links += [(LOSS, node(value)) for value in results]
+    bridges = set(networkx.bridges(networkx.MultiGraph(links)))
+    return set(after) - {a for a, b in links if not bridges & {(a, b), (b, a)}}
 
 
-def _writer(value: Value) -> int:
-    """The node that a value comes from: its call or, for an input, one of its own below LOSS."""
-    return LOSS - 1 - value.number if value.call is None else value.call
-
-
-def bridges(links: list[tuple[int, int]]) -> set[int]:
-    """The edges (indices) whose removal gives an undirected multigraph more components.
-
-    Tarjan's algorithm (1974): visit the nodes depth first and number them in that order. ``low`` of
-    a node is the least number that its descendants reach by an edge outside of the search tree. The
-    tree edge into a node is a bridge if ``low`` of the node is its own number.
-    """
-    adjacent: dict[int, list[tuple[int, int]]] = {}
-    for edge, (a, b) in enumerate(links):
-        adjacent.setdefault(a, []).append((b, edge))
-        adjacent.setdefault(b, []).append((a, edge))
-    number: dict[int, int] = {}
-    low: dict[int, int] = {}
-    found: set[int] = set()
-    for start in list(adjacent):
-        if start in number:
-            continue
-        number[start] = low[start] = len(number)
-        walk = [(start, -1, iter(adjacent[start]))]
-        while walk:
-            node, came_by, rest = walk[-1]
-            for other, edge in rest:
-                if edge == came_by:
-                    continue
-                if other in number:
-                    low[node] = min(low[node], number[other])
-                    continue
-                number[other] = low[other] = len(number)
-                walk.append((other, edge, iter(adjacent[other])))
-                break
-            else:
-                walk.pop()
-                if walk:
-                    parent = walk[-1][0]
-                    low[parent] = min(low[parent], low[node])
-                    if low[node] == number[node]:
-                        found.add(came_by)
-    return found
+def _before_residuals(history: History) -> list[int]:
+    """The values before residual layers and their results, as bits: connected parts of a graph."""
+    parts: list[int] = []
+    for number in history.residuals:
+        part = 0
+        for value in history.calls[number].outputs:
+            part |= (value.origins & ~history.learned) | 1 << value.number
+        for other in [p for p in parts if p & part]:
+            parts.remove(other)
+            part |= other
+        parts.append(part)
+    return parts

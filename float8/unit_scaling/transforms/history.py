@@ -7,8 +7,9 @@ tensor, so it can be filled while ``torch.compile`` traces, and be kept until th
 
 from __future__ import annotations
 
+import math
 import traceback
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ ALIASES = frozenset(
         *("clone", "alias"),
     }
 )
+Edge = tuple[int, Path]  # a call, and the path in its arguments at which it reads a value
 
 
 @dataclass(slots=True)
@@ -42,11 +44,12 @@ class Value:
         is_scores: whether it is arithmetic of a product of two activations, as attention scores.
         parameter: the parameter's name, "" for a trained one of another model; None if it is none.
         call: the number of the call that returned it; None for parameters and inputs.
-        dims: how many dimensions it has.
+        shape: of a parameter; ``dims`` says of every value how many dimensions it has.
     """
 
     number: int
     alias: int
+    dims: int
     origins: int = 0
     terms: int = 0
     is_learned: bool = False
@@ -54,7 +57,7 @@ class Value:
     is_scores: bool = False
     parameter: str | None = None
     call: int | None = None
-    dims: int = 0
+    shape: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -64,7 +67,7 @@ class Call:
     For ``name`` see `name_of`; ``function`` is what the model calls. ``inputs`` are its
     floating-point operands, each with its path in ``(args, kwargs)``. ``reads_integers`` says
     whether it has tensor operands of integers or booleans, which are no values. ``outputs`` are its
-    floating-point results.
+    floating-point results. The other fields are of additions (see `additions`).
     """
 
     name: str
@@ -72,13 +75,19 @@ class Call:
     inputs: list[tuple[Path, Value]]
     reads_integers: bool = False
     outputs: list[Value] = field(default_factory=list)
+    kind: str = ""
+    skip: int = 0
+    root: int = -1
+    tau: float = 0.0
 
     def operand(self, argument: Argument) -> Value | None:
         """The floating-point operand that was given as this argument."""
-        for path, value in self.inputs:
-            if path in argument.paths:
-                return value
-        return None
+        return next((value for path, value in self.inputs if path in argument.paths), None)
+
+    def gradient_factor(self, operand: int) -> float:
+        """The factor of the gradient of operand 0 or 1 where branch and skip separate."""
+        weight = 1.0 if operand == self.skip else self.tau
+        return weight / math.sqrt(1 + self.tau**2)
 
 
 class History:
@@ -87,13 +96,28 @@ class History:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.values: list[Value] = []
+        self.residuals: list[int] = []  # the calls that are residual additions
         self.learned = 0  # the values that are learned, as bits
+        # The edges that read a value; and those by which calls that make no alias read it or one of
+        # its aliases.
+        self.reads: dict[int, list[Edge]] = defaultdict(list)
+        self.reads_of_aliases: dict[int, list[Edge]] = defaultdict(list)
 
     def add_leaf(self, dims: int, parameter: str | None = None, is_trained: bool = False) -> Value:
         """A new value that no call has returned: a parameter, a buffer, an input."""
         new = self._new(dims, is_learned=parameter is not None)
         new.parameter, new.is_trained = parameter, is_trained
         return new
+
+    def add_call(self, call: Call) -> int:
+        """The number of a new call, which has no results yet."""
+        number = len(self.calls)
+        self.calls.append(call)
+        for path, value in call.inputs:
+            self.reads[value.number].append((number, path))
+            if call.name not in ALIASES:
+                self.reads_of_aliases[value.alias].append((number, path))
+        return number
 
     def add_result(self, dims: int, is_new_signal: bool) -> Value:
         """A new value, with ``dims`` dimensions, that the last call has returned.
@@ -103,10 +127,8 @@ class History:
         """
         call = self.calls[-1]
         sources = [value for _, value in call.inputs]
-        is_learned = (
-            bool(sources) and not call.reads_integers and all(v.is_learned for v in sources)
-        )
-        new = self._new(dims, is_learned)
+        is_learned = bool(sources) and not call.reads_integers
+        new = self._new(dims, is_learned and all(v.is_learned for v in sources))
         new.call = len(self.calls) - 1
         for value in sources:
             new.origins |= value.origins | 1 << value.number
@@ -126,7 +148,7 @@ class History:
 
     def _new(self, dims: int, is_learned: bool) -> Value:
         number = len(self.values)
-        new = Value(number, alias=number, terms=1 << number, is_learned=is_learned, dims=dims)
+        new = Value(number, number, dims, terms=1 << number, is_learned=is_learned)
         self.values.append(new)
         self.learned |= is_learned << number
         return new
@@ -187,12 +209,6 @@ def with_tensors(arguments: Any, new: dict[Path, Tensor], path: Path = ()) -> An
 
 def line_of_caller() -> str:
     """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
-    return next(_lines(traceback.walk_stack(None)), "an unknown line")
-
-
-def _lines(frames: Iterator[tuple[Any, int]]) -> Iterator[str]:
-    torch_files, own_files = str(torch.__path__[0]), __file__.rpartition("/transforms/")[0]
-    for frame, line in frames:
-        name = frame.f_code.co_filename
-        if not name.startswith((torch_files, own_files, "<")):
-            yield f"{name}:{line}"
+    own = (str(torch.__path__[0]), __file__.rpartition("/transforms/")[0], "<")
+    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    return next((f"{file}:{n}" for file, n in lines if not file.startswith(own)), "an unknown line")

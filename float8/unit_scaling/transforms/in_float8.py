@@ -66,10 +66,6 @@ class Float8Products(Transform):
         """The state of copies and pickles, which have no watchers."""
         return {**self.__dict__, "watchers": ()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also of a transform that was pickled before it had a switch and watchers."""
-        self.__dict__.update({"switch": Switch(), "watchers": (), **state})
-
     @contextmanager
     def watched(self, watcher: Watcher) -> Iterator[None]:
         """Call ``watcher`` after each product, while the block is open."""
@@ -83,69 +79,52 @@ class Float8Products(Transform):
         """The mode for one call."""
         if self.switch.is_off:
             return Mode({})
-        skipped: list[Any] = [model.get_submodule(name).weight for name in self.skipped]
-        seen_by = _Shown(self.watchers, model) if self.watchers else None
-        return Mode(
-            {
-                function: partial(_linear, self.config, skipped, seen_by, function)
-                for function, contraction in CONTRACTIONS.items()
-                if contraction.kind == "linear"
-            }
-        )
+        return _Float8Mode(self, model)
 
 
-def _linear(
-    config: Float8LinearConfig,
-    skipped: list[Tensor],
-    seen_by: _Shown | None,
-    function: Function,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    factors: Factors | None = None,
-) -> Tensor:
-    """``F.linear``, or `scaled_linear` with its factors, in float8."""
-    if any(weight is other for other in skipped):
-        options = () if factors is None else (factors,)
-        return function(input, weight, bias, *options)
-    _check(config, input, weight)
-    call = call_of(config, input, factors=factors or NO_FACTORS)
-    output = linear_in_float8(input, weight, bias, call)
-    if seen_by is not None:
-        seen_by(config, input, weight, output)
-    return output
+class _Float8Mode(Mode):
+    """Runs the products of one forward in float8, and shows them to the transform's watchers."""
 
+    def __init__(self, transform: Float8Products, model: nn.Module) -> None:
+        linear = [f for f, contraction in CONTRACTIONS.items() if contraction.kind == "linear"]
+        super().__init__({f: partial(self.linear, f) for f in linear})
+        self.config, self.watchers = transform.config, transform.watchers
+        self.model, self.unnamed = model, 0
+        self.skipped: list[Any] = [model.get_submodule(n).weight for n in transform.skipped]
 
-class _Shown:
-    """The products of one forward, as its watchers see them."""
+    def linear(
+        self,
+        function: Function,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        factors: Factors | None = None,
+    ) -> Tensor:
+        """``F.linear``, or `scaled_linear` with its factors, in float8."""
+        if any(weight is other for other in self.skipped):
+            options = () if factors is None else (factors,)
+            return function(input, weight, bias, *options)
+        _check(self.config, input, weight)
+        call = call_of(self.config, input, factors=factors or NO_FACTORS)
+        output = linear_in_float8(input, weight, bias, call)
+        if self.watchers:
+            name = self.name_of(weight)
+            for watcher in self.watchers:
+                watcher(name, self.config, input, weight, output)
+        return output
 
-    def __init__(self, watchers: tuple[Watcher, ...], model: nn.Module) -> None:
-        self.watchers, self.model = watchers, model
-        self.unnamed = 0
-
-    def __call__(
-        self, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
-    ) -> None:
-        # At each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
-        names, whole = _names(self.model), weight._base
+    def name_of(self, weight: Tensor) -> str:
+        """The name of the product by a weight: of its module, or with the parameter's own name."""
+        # Found at each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
+        names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
+        whole = weight._base
         name = names.get(id(weight))
         if name is None and whole is not None and whole.numel() == weight.numel():
             name = names.get(id(whole))  # transposed, as in GPT-2 of transformers
         if name is None:
-            name = f"product {self.unnamed}, weight {tuple(weight.shape)}"
             self.unnamed += 1
-        for watcher in self.watchers:
-            watcher(name, config, input, weight, output)
-
-
-def _names(model: nn.Module) -> dict[int, str]:
-    """Of products, by the ids of their weights: as `_skipped` names them."""
-    return {
-        id(parameter): fqn if name == "weight" else f"{fqn}.{name}".lstrip(".")
-        for fqn, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-    }
+            return f"product {self.unnamed - 1}, weight {tuple(weight.shape)}"
+        return name.removesuffix(".weight") if name != "weight" else ""
 
 
 def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
@@ -190,17 +169,15 @@ def float8(
             "the float8 transform keeps no amax history: take a dynamic or static recipe, or "
             "convert_to_float8_training for delayed scaling of uu.Linear and nn.Linear layers"
         )
-    skipped = [] if module_filter_fn is None else _skipped(model, module_filter_fn)
-    return transformed(model, Float8Products(config, tuple(skipped)))
-
-
-def _skipped(model: nn.Module, module_filter_fn: ModuleFilter) -> list[str]:
-    candidates = [
-        (module, fqn)
-        for fqn, module in model.named_modules()
-        if isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 2
-    ]
-    return [fqn for module, fqn in candidates if not module_filter_fn(module, fqn)]
+    keeps = module_filter_fn or (lambda module, fqn: True)
+    skipped = tuple(
+        fqn
+        for fqn, module in (model.named_modules() if module_filter_fn else ())
+        if isinstance(weight := getattr(module, "weight", None), Tensor)
+        and weight.dim() == 2
+        and not keeps(module, fqn)
+    )
+    return transformed(model, Float8Products(config, skipped))
 
 
 def _swaps_under_a_transform(model: nn.Module) -> str | None:

@@ -18,7 +18,6 @@ themselves are not kept.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -75,12 +74,12 @@ class Metrics:
     @staticmethod
     def names() -> list[str]:
         """The names of the numbers, as attributes of `Data`."""
-        return [field.name for field in dataclasses.fields(Metrics.Data)]
+        return list(_LONG)
 
     @staticmethod
     def full_names() -> list[str]:
         """The long names, in the order of `names`."""
-        return [Metrics.get_full_name(name) for name in Metrics.names()]
+        return list(_LONG.values())
 
     @staticmethod
     def get_full_name(short_name: str) -> str:

@@ -8,10 +8,7 @@ transform and without an error. Checked before anything is changed (`check_reach
 * other threads, or another module's forward around the model's: data-parallel wrappers;
 * a ``forward`` that was assigned to the instance: Python calls it instead of the class's;
 * functions with references to weights: a copy of ``self.f = lambda x: self.layer(x)`` is the same
-  function, with the weights of the original;
-* tensors that a module computes from its parameters and keeps, as the hooks of
-  ``torch.nn.utils.weight_norm``, ``spectral_norm`` and ``prune`` do. They carry an autograd graph;
-  ``copy.deepcopy`` refuses them and names neither module nor attribute.
+  function, with the weights of the original.
 
 Checked while the model runs (`RefusesCheckpointing`): activation checkpointing inside the model.
 ``torch.utils.checkpoint`` runs a part of a forward once more in the backward, after the forward and
@@ -24,13 +21,14 @@ saved-tensor hooks.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
@@ -38,72 +36,63 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from float8.linear.switch import Float8Module
 
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_WRAPS = "copies or synchronises its module: transform that module first, then wrap it"
+_OUT_OF_REACH: dict[type, str] = {
+    torch.jit.ScriptModule: "runs without Python: transform the module in Python",
+    nn.DataParallel: _WRAPS,
+    nn.parallel.DistributedDataParallel: _WRAPS,
+    Float8Module: (
+        "is converted to float8 already: convert_from_float8_training(model), then transform "
+        "it, with float8.unit_scaling.transforms.float8 for its linear layers"
+    ),
+}
 _REENTRANT = CheckpointFunction.forward.__code__
-_REMOVERS = (
-    "torch.nn.utils.remove_weight_norm, remove_spectral_norm, prune.remove or "
-    "parametrize.remove_parametrizations"
-)
 
 
 def check_reach(model: Any) -> None:
     """Refuses a model that a transform would not reach as a whole.
 
-    Raises TypeError if ``model`` is not a module, or it or a submodule is compiled, scripted,
-    exported or wrapped for data parallelism. Raises ValueError if it has layers that were converted
-    to float8, a ``forward`` of its instance, functions with references to its modules, or tensors
-    that were computed; each is named.
+    Raises TypeError if ``model`` is not a module, and ValueError for the reasons above; the message
+    names the module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"a transform takes an nn.Module, got {type(model).__name__}")
+    own = {id(p): name for name, p in model.named_parameters()}
+    own |= {id(module): name or "the model itself" for name, module in model.named_modules()}
     for path, module in model.named_modules():
-        name = path or "the model"
-        if (reason := _unreachable(module, module is model)) is not None:
-            raise TypeError(f"{name} ({type(module).__name__}) {reason}")
-        if isinstance(module, Float8Module):
-            raise ValueError(
-                f"{name} is converted to float8 already, and calls no function that a transform "
-                "could see: convert_from_float8_training(model), then transform it, with "
-                "float8.unit_scaling.transforms.float8 for its linear layers"
-            )
-    if "forward" in vars(model):
-        raise ValueError(
-            "the model's forward was assigned to the instance, and would be called in place of a "
-            "transformed one: define it in the class, or wrap the model, nn.Sequential(model)"
-        )
-    _refuse_functions_with_weights(model)
-    _refuse_computed_attributes(model)
+        if (reason := _unreachable(module, own, module is model)) is not None:
+            raise ValueError(f"{path or 'the model'} ({type(module).__name__}) {reason}")
 
 
-def _unreachable(module: nn.Module, is_outermost: bool) -> str | None:
+def _unreachable(module: nn.Module, own: dict[int, str], is_outermost: bool) -> str | None:
+    """Why a transform would not reach a module; ``own`` names the model's parts by their ids."""
     if hasattr(module, "_orig_mod"):
-        return (
-            "is compiled, and a transform would not reach into it: transform it first, then compile"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        return "runs without Python, where transforms see nothing: transform the module in Python"
-    if isinstance(module, _WRAPPERS):
-        return "copies or synchronises its module: transform that module first, then wrap it"
+        return "is compiled, where transforms see nothing: transform it first, then compile"
+    for kind, reason in _OUT_OF_REACH.items():
+        if isinstance(module, kind):
+            return reason
     if isinstance(module, GraphModule):
         if any(isinstance(node.target, torch._ops.OpOverload) for node in module.graph.nodes):
             return "was exported to operators that transforms do not know: transform the module"
         if is_outermost:
             return "has a class for itself, generated: wrap it, nn.Sequential(model)"
+    if is_outermost and "forward" in vars(module):
+        return (
+            "has a forward that was assigned to the instance, and would be called in place of a "
+            "transformed one: define it in the class, or wrap the model, nn.Sequential(model)"
+        )
+    return _holds_parts(module, own)
+
+
+def _holds_parts(module: nn.Module, own: dict[int, str]) -> str | None:
+    for attribute, function in _functions_of(module):
+        held = next((own[id(x)] for x in _enclosed_by(function, set()) if id(x) in own), None)
+        if held is not None:
+            return (
+                f"has the function {function.__qualname__} as {attribute}, which holds {held}: a "
+                "copy would call it with the original's weights. Make it a method or a module"
+            )
     return None
-
-
-def _refuse_functions_with_weights(model: nn.Module) -> None:
-    own = {id(module): name or "the model itself" for name, module in model.named_modules()}
-    own |= {id(parameter): name for name, parameter in model.named_parameters()}
-    for name, module in model.named_modules():
-        for attribute, function in _functions_of(module):
-            held = next((own[id(x)] for x in _enclosed_by(function, set()) if id(x) in own), None)
-            if held is not None:
-                raise ValueError(
-                    f"{name or 'the model'} has the function {function.__qualname__} as "
-                    f"{attribute}, which holds {held}: a copy of the model would call it with the "
-                    "original's weights. Make it a method (self.f = self.method is one) or a module"
-                )
 
 
 def _functions_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
@@ -120,25 +109,11 @@ def _enclosed_by(function: types.FunctionType, seen: set[int]) -> Iterator[Any]:
         if id(cell) in seen:
             continue
         seen.add(id(cell))
-        try:
+        with contextlib.suppress(ValueError):  # not assigned yet
             value = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-        yield value
-        if isinstance(value, types.FunctionType):
-            yield from _enclosed_by(value, seen)
-
-
-def _refuse_computed_attributes(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        for attribute, value in {**vars(module), **module._buffers}.items():
-            if isinstance(value, Tensor) and not value.is_leaf:
-                raise ValueError(
-                    f"{name or 'the model'} ({type(module).__name__}) has {attribute}, a tensor "
-                    "that was computed from parameters, and a transform could not copy it. If a "
-                    f"hook computes it, remove the hook ({_REMOVERS}); if it is left from a "
-                    "forward, set it to None, or keep .detach() of it"
-                )
+            yield value
+            if isinstance(value, types.FunctionType):
+                yield from _enclosed_by(value, seen)
 
 
 def refuse_computed_weights(model: nn.Module) -> None:
@@ -152,8 +127,9 @@ def refuse_computed_weights(model: nn.Module) -> None:
             type(hook).__module__.startswith("torch.nn.utils.") for hook in hooks
         ):
             raise ValueError(
-                f"unit_scale: {name or 'the model'} computes its weight from other parameters, and "
-                f"unit scaling does not know its scale: remove that first ({_REMOVERS})"
+                f"unit_scale: {name or 'the model'} computes its weight from other parameters: "
+                "remove that first (torch.nn.utils.remove_weight_norm, remove_spectral_norm, "
+                "prune.remove or parametrize.remove_parametrizations)"
             )
 
 

@@ -44,18 +44,16 @@ def replacements_of(users: Replacements) -> dict[Function, Function]:
     return replacements
 
 
-def refuse_unscaled(
-    call: Call, replacements: Replacements, history: History, shapes: Mapping[int, tuple[int, ...]]
-) -> None:
+def refuse_unscaled(call: Call, replacements: Replacements, history: History) -> None:
     """Refuses a contraction of a weight that has no unit-scaled function.
 
     The weight has a standard deviation of 1, so the result would grow with its size. ``call`` is
-    not made yet, and ``history`` has those before it. ``shapes`` are those of the parameters, by
-    the numbers of their values. Raises ValueError for such a contraction, and if the call reads a
-    trained parameter that does not belong to the model.
+    not made yet, and ``history`` has those before it. Raises ValueError for such a contraction, and
+    if the call reads a trained parameter that does not belong to the model.
     """
-    contracts = call.name in OTHER_CONTRACTIONS or (
-        call.function in CONTRACTIONS and not hasattr(call.function, "implementation")
+    contracts = call.function not in replacements and (
+        call.name in OTHER_CONTRACTIONS
+        or (call.function in CONTRACTIONS and not hasattr(call.function, "implementation"))
     )
     for weight in (history.values[v.alias] for _, v in call.inputs):  # not its transpose
         if not weight.is_trained:
@@ -63,20 +61,18 @@ def refuse_unscaled(
         if weight.parameter == "":
             raise ValueError(
                 f"unit_scale: {call.name} at {line_of_caller()} reads a trained parameter of shape "
-                f"{shapes[weight.number]} that is not a parameter of the model, so its scale is "
-                "unknown. Make its module an attribute of one of the model's modules, or an item "
-                "of an nn.ModuleList"
+                f"{weight.shape} that is not a parameter of the model: make its module an "
+                "attribute of one of the model's modules, or an item of an nn.ModuleList"
             )
-        if contracts and call.function not in replacements and weight.dims >= 2:
+        if contracts and weight.dims >= 2:
             raise ValueError(
-                f"unit_scale: {call.name} at {line_of_caller()} multiplies by {weight.parameter}, "
-                "whose standard deviation is 1 now, and has no unit-scaled function: register one "
-                f"(U.register), write the operation with linear layers or matmul, or pass "
-                f"replace={{f: f}} for f = {call.name} to leave it as it is, and scale the weight"
+                f"unit_scale: {call.name} at {line_of_caller()} multiplies by {weight.parameter} "
+                "and has no unit-scaled function: register one (U.register), write it with linear "
+                "layers or matmul, or pass replace={f: f} to leave it, and scale the weight"
             )
 
 
-def options_of(call: Call, replacement: Function) -> tuple[str, ...]:
+def options_of(call: Call, replacement: Function, history: History) -> tuple[str, ...]:
     """Which of the options ``weight`` and ``mix`` of the functions in `contractions` to set."""
     contraction = CONTRACTIONS.get(call.function)
     if contraction is None or replacement is not contraction.unit_scaled:
@@ -86,8 +82,10 @@ def options_of(call: Call, replacement: Function) -> tuple[str, ...]:
     right = call.operand(contraction.operands[1])
     added = None if contraction.added is None else call.operand(contraction.added)
     weight = ("weight",) if right is not None and right.is_learned and right.dims == 2 else ()
-    mix = ("mix",) if added is not None and not (added.is_learned and added.dims <= 1) else ()
-    return weight + mix
+    is_bias = added is None or (added.is_learned and added.dims <= 1)
+    # What depends on no parameter is a mask.
+    is_mask = added is not None and not history.depends_on_parameters(added)
+    return weight if is_bias or is_mask else (*weight, "mix")
 
 
 def may_be_unconstrained(call: Call, replacement: Function) -> bool:

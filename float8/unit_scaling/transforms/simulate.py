@@ -59,8 +59,8 @@ def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
         order, with ``torch.compile``, deepcopy and pickle.
 
     Raises:
-        TypeError: ``module`` is not a module, or was compiled; transform first.
-        ValueError: it simulates a format already.
+        TypeError: ``module`` is not a module.
+        ValueError: it simulates a format already, or was compiled: transform first.
     """
     return transformed(module, SimulateFormat(fwd_format, bwd_format))
 

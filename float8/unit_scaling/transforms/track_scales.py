@@ -83,8 +83,8 @@ def track_scales(module: M) -> M:
         pickle: copies start with nothing recorded.
 
     Raises:
-        TypeError: ``module`` is not a module, or is compiled.
-        ValueError: it is tracked already.
+        TypeError: ``module`` is not a module.
+        ValueError: it is tracked already, or is compiled.
     """
     tracked = transformed(module, TrackScales())
     tracked.scales_graph = Recorded()  # type: ignore[assignment]

@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import types
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -87,12 +86,6 @@ class Transformed:
 
     transforms: tuple[Transform, ...]
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
-        """Registers the instance; copies, unpickled modules and replicas are created here too."""
-        new: Any = super().__new__(cls)
-        _ALIVE[id(new)] = new
-        return new
-
     @property
     def float8_products(self) -> Transform | None:
         """The transform that runs products in float8, for `float8.high_precision`."""
@@ -151,16 +144,6 @@ def _make_subclass(cls: Any) -> Any:
 _subclass: Callable[[Any], Any] = functools.cache(_make_subclass)
 
 
-# By id: functions that run while torch.compile traces take constants and tensors. Before torch 2.13
-# a module is neither, but its id is a constant.
-_ALIVE: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-
-
-def model_of(number: int) -> nn.Module:
-    """The transformed model whose id this is."""
-    return _ALIVE[number]
-
-
 def _new(cls: type[nn.Module]) -> nn.Module:
     made = _subclass(cls)
     return made.__new__(made)
@@ -183,7 +166,6 @@ def transformed(model: M, transform: Transform) -> M:
     copied: tuple[Transform, ...] = getattr(new, "transforms", ())
     if not isinstance(model, Transformed):
         new.__class__ = _subclass(type(model))
-        _ALIVE[id(new)] = new
     new.transforms = (*copied, transform)  # type: ignore[assignment]
     return new
 
@@ -198,10 +180,5 @@ def compile(module: M, **kwargs: Any) -> M:
     Args:
         module: it shares its parameters with the result.
         kwargs: those of ``torch.compile``, such as ``fullgraph=True``.
-
-    Raises:
-        TypeError: ``module`` is not a module.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"compile takes an nn.Module, got {type(module).__name__}")
     return torch.compile(module, **kwargs)  # type: ignore[return-value]

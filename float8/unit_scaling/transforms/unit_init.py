@@ -40,12 +40,13 @@ OUTPUT_NAMES = frozenset(
 _NORM_FILES = ("batchnorm", "normalization", "instancenorm")
 
 
-def unit_init(model: nn.Module) -> None:
+def unit_init(model: nn.Module) -> frozenset[str]:
     """Bring weights to standard deviation 1, biases to 0, and mark parameters with their types.
 
-    Parameters that carry a type already, those of unit-scaled modules, stay as they are. Raises
-    ValueError if a parameter is on the meta device, or a weight is computed from others
-    (``torch.nn.utils``: parametrizations and hooks); nothing has been changed then.
+    Returns the names of the parameters of type "output". Parameters that carry a type already,
+    those of unit-scaled modules, stay as they are. Raises ValueError if a parameter is on the
+    meta device, or a weight is computed from others (``torch.nn.utils``: parametrizations and
+    hooks); nothing has been changed then.
     """
     refuse_computed_weights(model)
     for name, parameter in model.named_parameters():
@@ -65,7 +66,9 @@ def unit_init(model: nn.Module) -> None:
             bias = name.endswith("bias") and (norm or parameter.dim() <= 1)
             if parameter.requires_grad and not norm:
                 _initialise(name, parameter, zero=bias and scaled)
-            set_parameter_data(parameter, _type(bias, norm, parameter is output))
+            role: MupType = "norm" if norm else "output" if parameter is output else "weight"
+            set_parameter_data(parameter, "bias" if bias else role)
+    return frozenset(n for n, p in model.named_parameters() if p.mup_type == "output")  # type: ignore[attr-defined]
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -74,27 +77,6 @@ def is_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() or (
         name.startswith("torch.nn.modules.") and name.endswith(_NORM_FILES)
     )
-
-
-def output_weights(model: nn.Module, before: frozenset[str] = frozenset()) -> frozenset[str]:
-    """The names of the parameters of type "output".
-
-    ``before`` has the names that were found earlier. They stay where a parameter has no type, which
-    ``torch.func.functional_call`` or ``load_state_dict(..., assign=True)`` has put there.
-    """
-    return frozenset(
-        name
-        for name, parameter in model.named_parameters()
-        if getattr(parameter, "mup_type", "output" if name in before else None) == "output"
-    )
-
-
-def _type(bias: bool, norm: bool, output: bool) -> MupType:
-    if bias:
-        return "bias"
-    if norm:
-        return "norm"
-    return "output" if output else "weight"
 
 
 @torch.no_grad()

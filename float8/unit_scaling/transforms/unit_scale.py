@@ -28,26 +28,24 @@ looks its factor up, after the forward. The same holds for step 3. A model may t
 another path in every forward: skip a mask, route tokens, leave out layers.
 
 ``torch.compile`` needs these factors as constants: it traces a forward twice, and computes them in
-the first trace (`tracing`). The forward must be one graph.
+the first trace (`decisions`). The forward must be one graph.
 
 One number is needed before the forward: the depth rule divides by the number of residual layers.
 They are counted in an additional run before the first forward, on copies of the model and its
-arguments. The number is part of the model, as its weights are; deepcopy and pickle keep it.
+arguments (`counting`). The number is part of the model, as its weights are; deepcopy and pickle
+keep it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import random
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
@@ -55,7 +53,8 @@ from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.additions import ADDITIONS, KEEP, RESIDUAL
 from float8.unit_scaling.transforms.contractions import Function, Path
-from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step
+from float8.unit_scaling.transforms.counting import copied, traceless
+from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step, ask, start
 from float8.unit_scaling.transforms.decompositions import decomposition_of
 from float8.unit_scaling.transforms.history import (
     ALIASES,
@@ -65,9 +64,8 @@ from float8.unit_scaling.transforms.history import (
     with_tensors,
 )
 from float8.unit_scaling.transforms.replacements import Replacements, is_weight, replacements_of
-from float8.unit_scaling.transforms.tracing import Traceable, TracedDecisions
-from float8.unit_scaling.transforms.transformed import Mode, Transformed, transformed
-from float8.unit_scaling.transforms.unit_init import output_weights, unit_init
+from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
+from float8.unit_scaling.transforms.unit_init import unit_init
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -99,56 +97,51 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         A module of a subclass of ``type(module)``, with the same names, methods and state dict.
 
     Raises:
-        TypeError: ``module`` is not a module, or is compiled; or ``replace`` has an entry that is
-            not a function.
-        ValueError: the module is unit-scaled already, or has parameters on the meta device; or a
+        TypeError: ``module`` is not a module, or ``replace`` has an entry that is no function.
+        ValueError: the module is unit-scaled or compiled already, or has meta parameters; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
             contraction has no unit-scaled version, or a trained parameter does not belong to the
             model; or, the first time, the arguments cannot be copied.
     """
     functions = dict(replace or {})
-    for function in (*functions, *functions.values()):
-        if not callable(function):
-            raise TypeError(f"replace maps functions to functions, got {function!r}")
-    _refuse_unseen(function for function, other in functions.items() if function is not other)
+    for function, other in functions.items():
+        if not (callable(function) and callable(other)):
+            raise TypeError(f"replace maps functions to functions, got {function!r}: {other!r}")
+        place = getattr(function, "__module__", None) or "torch"
+        is_seen = place.partition(".")[0] in ("torch", "_operator")
+        if not (is_seen or hasattr(function, "implementation") or function is other):
+            raise ValueError(
+                f"replace: a transform does not see calls of {function.__qualname__}: decorate it "
+                "with float8.unit_scaling.registry.overridable, before the model is built"
+            )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    _refuse_float8_parts(new)
-    unit_init(new)
-    transform.outputs = output_weights(new)
+    for name, part in new.named_modules():
+        if part is not new and getattr(part, "float8_products", None) is not None:
+            raise ValueError(
+                f"unit_scale: {name} has the transform float8, whose contractions an outer "
+                "transform does not see: transform the whole model, float8(unit_scale(model))"
+            )
+    transform.outputs = unit_init(new)
     return new
 
 
-def _refuse_unseen(functions: Iterator[Function]) -> None:
-    for function in functions:
-        module = getattr(function, "__module__", None) or "torch"
-        is_torchs = module.partition(".")[0] in ("torch", "_operator")
-        if not is_torchs and not hasattr(function, "implementation"):
-            raise ValueError(
-                f"replace: {getattr(function, '__qualname__', function)} is a function whose calls "
-                "a transform does not see: torch's functions are seen, and Python functions that "
-                "are decorated with float8.unit_scaling.registry.overridable. Decorate its "
-                "definition, or set module.f = overridable(module.f) in the module that defines "
-                "it before the model is built, and pass the decorated function"
-            )
+class UnitScale(Transform):
+    """Calls unit-scaled functions instead of a model's; see the module.
 
-
-def _refuse_float8_parts(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        inner = getattr(module, "transforms", ()) if module is not model else ()
-        if isinstance(module, Transformed) and any(t.depth > 2 for t in inner):
-            raise ValueError(
-                f"unit_scale: {name} has the transform float8, whose contractions an outer "
-                "transform does not see: transform the whole model, float8(unit_scale(model)), "
-                "with a filter"
-            )
-
-
-class UnitScale(Traceable):
-    """Calls unit-scaled functions instead of a model's; see the module."""
+    ``outputs`` are the names of the output weights, and ``layers`` is the number of residual
+    layers, None until they have been counted.
+    """
 
     depth: ClassVar[int] = 1
-    outputs: frozenset[str] = frozenset()  # the output weights, as `unit_init` has found them
+    outputs: frozenset[str] = frozenset()
+    layers: int | None = None
+
+    def __new__(cls, *_: Any) -> UnitScale:
+        """Registers the instance; copies and unpickled ones are created here too."""
+        new = super().__new__(cls)
+        _ALIVE[id(new)] = new
+        return new
 
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
@@ -157,25 +150,51 @@ class UnitScale(Traceable):
         """The mode for one forward."""
         replacements = replacements_of(dict(self.replace))
         if torch.compiler.is_dynamo_compiling():
-            return UnitScaleMode(TracedDecisions(id(model)), replacements, model, {})
+            return UnitScaleMode(start(id(self), _alive), replacements, model, {})
         if self.layers is None:
-            self.layers = _count_on_copies(replacements, self.outputs, model, args, kwargs)
-        decisions = Decisions(replacements, output_weights(model, self.outputs), self.layers)
+            self.layers = self._count(replacements, model, args, kwargs)
+        decisions = Decisions(replacements, self.outputs, self.layers)
         return UnitScaleMode(decisions, replacements, model, WeakIdKeyDictionary())
 
-    def traced(self, model: nn.Module, known: GradientFactors | None) -> Decisions:
+    def traced(self, known: GradientFactors | None) -> Decisions:
         """The decisions for a forward that is traced."""
         replacements = replacements_of(dict(self.replace))
-        outputs = output_weights(model, self.outputs)
-        return Decisions(replacements, outputs, self.layers, known, logs=known is None)
+        return Decisions(replacements, self.outputs, self.layers, known, logs=known is None)
+
+    def _count(self, replacements: Replacements, model: nn.Module, args: Any, kwargs: Any) -> int:
+        """The number of residual layers, counted in one forward without side effects."""
+        with traceless(model):
+            twin, args, kwargs = copied(model, args, kwargs)
+            for module in twin.modules():
+                if isinstance(module, Transformed):  # the others change no residual layer
+                    only = [t for t in module.transforms if isinstance(t, UnitScale)]
+                    module.transforms = tuple(only)
+            decisions = Decisions(replacements, self.outputs, logs=True)
+            forward = super(Transformed, twin).forward  # type: ignore[misc]
+            mode = UnitScaleMode(decisions, replacements, twin, WeakIdKeyDictionary())
+            with mode:
+                result = forward(*args, **kwargs)
+            mode.finish(result)
+        return len(decisions.history.residuals)
+
+
+# By id: functions that run while torch.compile traces take constants, and an id is one.
+_ALIVE: weakref.WeakValueDictionary[int, UnitScale] = weakref.WeakValueDictionary()
+
+
+def _alive(transform: int) -> UnitScale:
+    return _ALIVE[transform]
 
 
 class UnitScaleMode(Mode):
-    """Carries out decisions about the calls of one forward."""
+    """Carries out decisions about the calls of one forward.
+
+    ``decisions`` are `Decisions` or, while torch.compile traces, what `decisions.start` returned.
+    """
 
     def __init__(
         self,
-        decisions: Decisions | TracedDecisions,
+        decisions: Decisions | int,
         replacements: Replacements,
         model: nn.Module,
         numbers: Any,
@@ -187,16 +206,15 @@ class UnitScaleMode(Mode):
 
     def finish(self, result: Any) -> None:
         """End the forward, which has returned ``result``."""
-        self.decisions.finish(tuple([self._number(x) for x in floats_of(result)]))
+        ask(self.decisions, "finish", tuple([self._number(x) for x in floats_of(result)]))
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if isinstance(self.decisions, TracedDecisions) != torch.compiler.is_dynamo_compiling():
+        if isinstance(self.decisions, int) != torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
-                "torch.compile breaks the graph inside a unit-scaled model, whose parts cannot be "
-                "compiled one by one. fullgraph=True names the place: change it, or run the model "
-                "in eager mode"
+                "torch.compile breaks the graph inside a unit-scaled model: fullgraph=True names "
+                "the place. Change it, or run the model in eager mode"
             )
         kwargs, func = kwargs or {}, respelt(func)
         if func not in self.handlers and (inside := _opened(func)) is not None:
@@ -208,7 +226,9 @@ class UnitScaleMode(Mode):
         with _unseen():
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
-            step = self.decisions.begin(
+            step = ask(
+                self.decisions,
+                "begin",
                 func,
                 tuple([(path, self._number(x)) for path, x in operands]),
                 len(operands) < len(tensors),
@@ -232,7 +252,7 @@ class UnitScaleMode(Mode):
                 if x.is_floating_point()
                 and (in_place or not _is_any_of(x, [y for _, y in operands]))
             ]
-            numbers = self.decisions.end(tuple([x.dim() for x in outputs]))
+            numbers = ask(self.decisions, "end", tuple([x.dim() for x in outputs]))
             for x, number in zip(outputs, numbers, strict=True):
                 self.numbers[x] = number
         return result
@@ -241,19 +261,18 @@ class UnitScaleMode(Mode):
         self, step: Step, func: Any, operands: list[tuple[Path, Tensor]]
     ) -> dict[Path, Tensor]:
         """The tensors that a call reads in place of its operands; they multiply gradients."""
-        if isinstance(self.decisions, TracedDecisions):
+        if isinstance(self.decisions, int):
             factors = dict(step.reads)
             return {
                 p: scale_bwd(x, factors[p]) for p, x in operands if p in factors and x.requires_grad
             }
-        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
+        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH or name_of(func) in ALIASES:
             return {}
-        ask = self.decisions.factor_of_read
+        look_up = self.decisions.factor_of_read
         return {
-            path: scale_bwd(x, functools.partial(ask, step.number, path))
+            path: scale_bwd(x, functools.partial(look_up, step.number, path))
             for path, x in operands
             if x.requires_grad
-            and name_of(func) not in ALIASES
             # Another transform looks at a weight's identity.
             and not (isinstance(x, nn.Parameter) and is_weight(path, func, self.handlers))
         }
@@ -277,24 +296,23 @@ class UnitScaleMode(Mode):
         return self.handlers[func](*args, **kwargs, **options)
 
     def _number(self, x: Tensor) -> int:
-        number = self.numbers.get(x)
+        number: int | None = self.numbers.get(x)
         if number is not None:
             return number
         if torch.compiler.is_dynamo_compiling():  # where a mode does not see x.T
             base = x._base
             number = None if base is None else self.numbers.get(base)
             if number is not None:
-                self.numbers[x] = self.decisions.view(number, x.dim())
-                return self.numbers[x]
+                self.numbers[x] = number = ask(self.decisions, "view", number, x.dim())
+                return number
         return self._leaf(x, None)
 
     def _leaf(self, x: Tensor, name: str | None) -> int:
-        is_parameter = isinstance(x, nn.Parameter)
-        shape = tuple(x.shape) if is_parameter else ()
-        trained = is_parameter and x.requires_grad
-        if trained and name is None:
-            name = ""
-        number = self.decisions.leaf(x.dim(), name, trained, shape)
+        trained = isinstance(x, nn.Parameter) and x.requires_grad
+        name = "" if trained and name is None else name
+        # Sizes of activations may be symbolic.
+        shape = tuple(x.shape) if isinstance(x, nn.Parameter) else (0,) * x.dim()
+        number: int = ask(self.decisions, "leaf", name, trained, shape)
         self.numbers[x] = number
         return number
 
@@ -349,106 +367,3 @@ def floats_of(returned: Any) -> list[Tensor]:
     if isinstance(returned, list | tuple):
         return [x for item in returned for x in floats_of(item)]
     return []
-
-
-# --- counting residual layers, on copies
-
-
-def _count_on_copies(
-    replacements: Replacements, outputs: frozenset[str], model: nn.Module, args: Any, kwargs: Any
-) -> int:
-    """The number of residual layers, counted in one forward without side effects.
-
-    Parameters are shared, buffers and arguments are copied, and the random state is put back.
-    Objects that a forward reaches in another way, a global variable for example, are not copied.
-    Raises ValueError if an argument, or a part of the model, cannot be copied.
-    """
-    with _without_outer_modes(), _without_saved_tensor_hooks(), _random_state_of(model):
-        try:
-            with _CopiesWithoutGraphs():
-                shared: dict[int, Any] = {id(p): p for p in model.parameters()}
-                twin, args, kwargs = copy.deepcopy((model, args, kwargs), shared)
-        except Exception as error:
-            raise ValueError(
-                "unit_scale: the first forward counts the model's residual layers on copies of the "
-                f"model and its arguments, and copying fails: {type(error).__name__}: {error}. "
-                "Call the model once with arguments that copy.deepcopy can copy"
-            ) from error
-        for module in twin.modules():
-            if isinstance(module, Transformed):  # the others change no residual layer
-                module.transforms = tuple(t for t in module.transforms if isinstance(t, UnitScale))
-        decisions = Decisions(replacements, output_weights(twin, outputs), logs=True)
-        forward = super(Transformed, twin).forward  # type: ignore[misc]
-        mode = UnitScaleMode(decisions, replacements, twin, WeakIdKeyDictionary())
-        with mode:
-            result = forward(*args, **kwargs)
-        mode.finish(result)
-        return len(decisions.residuals)
-
-
-class _CopiesWithoutGraphs(TorchFunctionMode):
-    """Copies tensors without their autograd graphs, which ``copy.deepcopy`` refuses to do.
-
-    The forward may differentiate its arguments, or change them in place: a copy requires gradients
-    where its tensor does, and is a leaf where its tensor is one.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, memo = args
-        if id(tensor) not in memo:
-            new = tensor.detach().clone()
-            if tensor.requires_grad and torch.is_grad_enabled():
-                new.requires_grad_()
-                new = new if tensor.is_leaf else new.clone()
-            memo[id(tensor)] = new
-        return memo[id(tensor)]
-
-
-@contextlib.contextmanager
-def _random_state_of(model: nn.Module) -> Iterator[None]:
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    state = random.getstate()
-    kind = next((d.type for d in devices), "cuda")
-    with torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind):
-        yield
-    random.setstate(state)
-
-
-@contextlib.contextmanager
-def _without_outer_modes() -> Iterator[None]:
-    """Takes off the modes of outer transformed models, which would record the counted forward."""
-    modes = []
-    while torch._C._len_torch_function_stack():
-        mode = _pop_mode()
-        if isinstance(mode, DeviceContext):  # torch.set_default_device's, always the last one
-            _push_mode(mode)
-            break
-        modes.append(mode)
-    try:
-        yield
-    finally:
-        for mode in reversed(modes):
-            _push_mode(mode)
-
-
-@contextlib.contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """Takes off the hooks on tensors that autograd saves, for example a checkpoint's.
-
-    The counted forward would save them first, and the recomputation, which counts no more, would
-    save fewer tensors than the checkpoint has seen.
-    """
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)

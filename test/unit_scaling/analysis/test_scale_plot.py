@@ -63,12 +63,6 @@ def test_every_scale_is_a_dot_in_its_tensors_row(graph):
     assert axes.get_xscale() == "log"
 
 
-def test_views_and_integers_are_left_out_and_views_shown_on_request(graph):
-    assert "view" not in rows(plot(graph))
-    assert "view" in rows(plot(graph, prune_same_scale=False))
-    assert "argmax" not in rows(plot(graph, prune_same_scale=False))
-
-
 def bands(axes):
     """Where the bands of a format begin and end: the normal range, then the subnormal one."""
     found = {}
@@ -96,8 +90,7 @@ def test_bands_show_where_the_formats_keep_all_bits_and_some(graph):
     assert bars(axes) == sorted(e4m3 + e5m2)
     assert texts(axes) == ["E5M2", "E4M3"]
     cut = plot(graph, xmin=2**-8, xmax=2**8, bwd_format=None)
-    assert bands(cut) == {"E4M3": [(2**-6, 2**8), (2**-8, 2**-6)]}
-    assert bands(plot(graph, xmin=1.0, xmax=2.0)) == {"E4M3": [(1, 2)], "E5M2": [(1, 2)]}
+    assert bands(cut) == {"E4M3": e4m3}
     assert bands(plot(graph, metric="numel")) == {}
 
 

@@ -73,12 +73,6 @@ def test_a_query_that_attends_to_nothing_gets_zero_and_sends_no_gradient(attenti
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("attention", BOTH)
-def test_scale_is_torchs_name_for_the_sharpness(attention):
-    q, k, v = qkv(2, 7, 16)
-    torch.testing.assert_close(attention(q, k, v, scale=0.25), attention(q, k, v, mult=4.0))
-
-
 # --- the root of the softmax
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.core.functional import rms
 
 CONSTRAINTS = {
     None: lambda a: a,
@@ -331,3 +332,10 @@ def test_an_embedding_takes_torchs_options(norm_type):
     assert sparse.is_sparse
     _, dense = gradients(lambda w: U.embedding(indices, w), weight)
     torch.testing.assert_close(sparse.to_dense(), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_rms_is_the_root_of_the_mean_square(dtype):
+    x = normal(3, 4, 5, dtype=dtype)
+    expected = (x.double().square().mean((0, 2), keepdim=True) + 0.5).sqrt().to(dtype)
+    torch.testing.assert_close(rms(x, (0, 2), keepdim=True, eps=0.5), expected)

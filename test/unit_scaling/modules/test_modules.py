@@ -151,15 +151,6 @@ def test_parameters_start_at_unit_scale_with_a_role_on_meta_too(name):
             assert abs(float(p.detach().mean())) < 5 * p.numel() ** -0.5
 
 
-def test_forward_reads_constraint_and_scale_power_from_the_layer():
-    layer, x = uu.Linear(6, 4), torch.randn(5, 6)
-    layer.scale_power, layer.constraint = (1.0, 0.25, 0.0), None
-    expected = run(layer, x, lambda m, x: U.linear(x, m.weight, None, None, (1.0, 0.25, 0.0)))
-    torch.testing.assert_close(run(layer, x), expected, rtol=0, atol=0)
-    assert uu.Linear.scale_power == (0.5, 0.5, 0.5)
-    assert uu.LinearReadout(6, 4).scale_power == (1.0, 0.5, 0.5)
-
-
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @pytest.mark.parametrize("padding", [0, 2, "same", "valid"])
 def test_a_convolution_pads_once_and_as_torch(mode, padding):
@@ -169,19 +160,3 @@ def test_a_convolution_pads_once_and_as_torch(mode, padding):
     theirs.load_state_dict(layer.state_dict())
     x = torch.randn(2, 4, 13)
     torch.testing.assert_close(layer(x), theirs(x) / 12**0.5)
-
-
-def test_a_frozen_embedding_stays_frozen():
-    table = torch.randn(5, 3)
-    layer = uu.Embedding.from_pretrained(table, freeze=True)
-    assert not layer.weight.requires_grad
-    assert layer.weight.mup_type == "weight"
-    assert torch.equal(layer(torch.tensor([4, 0])), table[[4, 0]])
-
-
-def test_the_repr_of_a_layer_and_a_norm_without_bias():
-    assert repr(uu.Linear(3, 4)) == (
-        "Linear(in_features=3, out_features=4, bias=False, constraint='to_output_scale')"
-    )
-    assert "constraint=None" in repr(uu.Conv1d(3, 4, 2, constraint=None))
-    assert uu.LayerNorm(5, elementwise_affine=True, bias=False).bias is None

@@ -94,9 +94,11 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("make", COMPILED.values(), ids=COMPILED)
-def test_one_compiled_graph_serves_other_sizes_with_eagers_results(make):
-    model, counter = make(), CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize(
+    "name", [pytest.param("float8 and unit scaling", marks=pytest.mark.slow), "simulation"]
+)
+def test_one_compiled_graph_serves_other_sizes_with_eagers_results(name):
+    model, counter = COMPILED[name](), CompileCounterWithBackend("aot_eager")
     compiled = compile(model, backend=counter, fullgraph=True)
     for rows in (40, 24):
         found = results(model, rows, compiled)

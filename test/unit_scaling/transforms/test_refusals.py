@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from assertions import assert_bitwise
 from torch import nn
 from torch.fx import Graph
-from torch.nn.utils import parametrizations, prune, spectral_norm
+from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from float8 import convert_to_float8_training
@@ -62,19 +62,6 @@ class Holds(nn.Module):
         return self.hidden[0](x)
 
 
-class Keeps(nn.Linear):
-    """Keeps a result of its forward, as models with an auxiliary loss do."""
-
-    def __init__(self, as_buffer=False):
-        super().__init__(8, 8)
-        if as_buffer:
-            self.register_buffer("last", None, persistent=False)
-
-    def forward(self, x):
-        self.last = super().forward(x)
-        return self.last
-
-
 class Generates(nn.Module):
     def forward(self, x):
         yield F.gelu(x)
@@ -99,16 +86,6 @@ def scripted():
         return torch.jit.script(linear())
 
 
-def weight_norm():
-    with pytest.warns(FutureWarning, match="weight_norm"):
-        return nn.utils.weight_norm(linear())
-
-
-def that_has_run(layer):
-    layer(torch.randn(2, 8))
-    return layer
-
-
 def grouped(function, x, w):
     return function(x, w.transpose(-2, -1), offs=torch.tensor([2, 4], dtype=torch.int32))
 
@@ -128,11 +105,6 @@ def without_scales():
     return graph
 
 
-def attention(x, options, **call):
-    inputs = (x, x, x)
-    return lambda: simulate_fp8(nn.MultiheadAttention(8, 2, **options))(*inputs, **call)
-
-
 def called(model, *shape, dtype=torch.float32):
     """The call of a model with a random input."""
     return lambda: model()(torch.randn(*shape or (2, 8), dtype=dtype))
@@ -146,36 +118,26 @@ def scaled(make, *inputs):
 X, X4 = torch.randn(2, 8), torch.randn(4, 16)
 # What every transform refuses: model, exception, the message.
 MODELS = [
-    (Holds, ValueError, "function Holds.*inner as function, which holds the model"),
-    (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer has .* one of _forward_hooks"),
-    (lambda: assigned(lambda m: lambda x: x), ValueError, "forward was assigned"),
+    (Holds, ValueError, "function Holds.*inner as function, which holds the model itself"),
+    (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer .* has .* one of _forward_hooks"),
+    (lambda: assigned(lambda m: lambda x: x), ValueError, "forward that was assigned"),
     (
         lambda: assigned(lambda m: types.MethodType(nn.Linear.forward, m)),
         ValueError,
-        "forward was assigned",
+        "forward that was assigned",
     ),
     (lambda: torch.relu, TypeError, r"takes an nn\.Module, got builtin_function"),
-    (lambda: compile(linear()), TypeError, "transform it first, then compile"),
-    (lambda: nn.Sequential(torch.compile(linear())), TypeError, "0 .* is compiled"),
-    (lambda: nn.Sequential(scripted()), TypeError, "0 .* runs without Python"),
-    (lambda: nn.Sequential(exported()), TypeError, "0 .* was exported"),
-    (lambda: nn.DataParallel(linear()), TypeError, "DataParallel.* then wrap it"),
-    (lambda: torch.fx.symbolic_trace(nn.Sequential(linear())), TypeError, "wrap it"),
-    (lambda: inside(weight_norm()), ValueError, r"^1\.0 \(Linear\) .*remove_weight_norm"),
-    (
-        lambda: inside(prune.l1_unstructured(linear(), "weight", 0.5)),
-        ValueError,
-        r"^1\.0 .* prune\.remove",
-    ),
-    (lambda: inside(that_has_run(spectral_norm(linear()))), ValueError, "remove_spectral_norm"),
-    (lambda: inside(that_has_run(Keeps())), ValueError, r"^1\.0 \(Keeps\) .* set it to None"),
-    (lambda: inside(that_has_run(Keeps(as_buffer=True))), ValueError, "has last, .* to None"),
+    (lambda: compile(linear()), ValueError, "transform it first, then compile"),
+    (lambda: nn.Sequential(torch.compile(linear())), ValueError, "0 .* is compiled"),
+    (lambda: nn.Sequential(scripted()), ValueError, "0 .* runs without Python"),
+    (lambda: nn.Sequential(exported()), ValueError, "0 .* was exported"),
+    (lambda: nn.DataParallel(linear()), ValueError, "DataParallel.* then wrap it"),
+    (lambda: torch.fx.symbolic_trace(nn.Sequential(linear())), ValueError, "wrap it"),
 ]
 # What one of them refuses: call, exception, the message.
 CALLS = [
     *((lambda t=t: t(t(linear())), ValueError, r"has the transform \w+ already")
       for t in TRANSFORMS),
-    (lambda: compile(torch.relu), TypeError, r"takes an nn\.Module"),
     (called(lambda: simulate_fp8(Generates())), TypeError, "returned a generator"),
     # unit_scale
     *((lambda norm=norm: unit_scale(inside(norm(linear()))), ValueError, "1.0 computes its weight")
@@ -184,10 +146,10 @@ CALLS = [
      r"1\.weight is on the meta device.*to_empty"),
     (lambda: unit_scale(nn.Sequential(float8(linear()))), ValueError, "0 has the transform float8"),
     (lambda: unit_scale(convert_to_float8_training(inside(nn.Linear(32, 32)))), ValueError,
-     r"1\.0 is converted"),
+     r"1\.0 .*is converted"),
     *((lambda r=r: unit_scale(nn.GELU(), replace=r), error, text) for r, error, text in (
-        ({linear: U.gelu}, ValueError, r"replace: linear .*registry\.overridable"),
-        ({len: U.gelu}, ValueError, "replace: len .* a transform does not see"),
+        ({linear: U.gelu}, ValueError, r"not see calls of linear: .*registry\.overridable"),
+        ({len: U.gelu}, ValueError, "does not see calls of len"),
         ({F.gelu: "gelu"}, TypeError, "functions to functions"),
     )),
     # At a standard deviation of 1 a weight without a unit-scaled function would make the
@@ -217,12 +179,6 @@ CALLS = [
     (lambda: Metrics.get_full_name("rms"), ValueError, "'rms' is not a metric"),
     *((lambda p=p: p(without_scales()), ValueError, r"model\.scales_graph\(\)")
       for p in (prune_non_float_tensors, prune_same_scale_tensors)),
-    # attention that is decomposed
-    *((attention(torch.randn(5, 2, 8), {name: True}), ValueError, "bias_k|add_zero_attn")
-      for name in ("add_bias_kv", "add_zero_attn")),
-    (attention(torch.randn(5, 2, 8), {}, is_causal=True, need_weights=False), ValueError,
-     "attn_mask"),
-    (attention(torch.randn(5, 2, 4), {}), ValueError, "embed_dim=8"),
 ]  # fmt: skip
 
 

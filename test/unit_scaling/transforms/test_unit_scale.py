@@ -12,7 +12,6 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 from decided import steps_of
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
@@ -169,22 +168,3 @@ def test_what_is_done_is_logged_with_the_models_lines(caplog):
         __file__,
     ):
         assert text in caplog.text
-
-
-class Watching(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.seen.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_mode_around_a_model_sees_its_calls_and_no_bookkeeping():
-    model, x = unit_scale(Named()), torch.randn(3, 16)
-    model(x)
-    with Watching() as mode:
-        model(x)
-    assert "linear" in mode.seen and "silu" in mode.seen
-    assert mode.seen.count("is_floating_point") <= 1  # of the result
