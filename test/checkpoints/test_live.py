@@ -23,7 +23,7 @@ import float8
 from benchmarks.measuring.memory import Allocations, bytes_of
 from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
 from float8.checkpoints import CompressedTensors, save_pretrained, weight_updates
-from float8.checkpoints.stacks import published
+from float8.checkpoints.names import published
 
 
 class Casts(TorchDispatchMode):

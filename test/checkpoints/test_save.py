@@ -27,8 +27,8 @@ from float8.checkpoints import (
     plan_save,
     save_pretrained,
 )
-from float8.checkpoints.shards import Shards
-from float8.checkpoints.weight_cast import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.checkpoints.files import Shards
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Rowwise
 
@@ -90,7 +90,7 @@ def step(model: nn.Module) -> None:
 def saved(model: nn.Module, folder: Path, *args, **options) -> dict[str, torch.Tensor]:
     save_pretrained(model, folder / "it", *args, **options)
     shards = Shards(folder / "it")
-    return {key: shards.read(key) for key in shards}
+    return {key: shards.read(key) for key in shards.specs}
 
 
 def entries(folder: Path) -> list[str]:
@@ -331,7 +331,7 @@ def test_parts_of_a_model_in_memory_only(tmp_path):
     with torch.device("meta"):
         model = convert(Model(), "blockwise")
     assert plan_save(model) == plan_save(model_of("blockwise"))
-    with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device, which has"):
+    with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device: load"):
         save_pretrained(model, tmp_path / "it")
     assert entries(tmp_path) == []
 
@@ -386,10 +386,10 @@ STATIC_FAULTS = [
         {},
         "first: it has no static input scale, which this layout stores",
     ),
-    ("modelopt", {"fist": 1.0}, "a scale for fist: there is no layer of this name"),
-    ("modelopt", {"first": 0.0}, "first: a scale is finite and > 0, got 0.0"),
-    ("modelopt", {"first": torch.tensor(torch.nan)}, "first: a scale is finite and > 0, got nan"),
-    ("modelopt", {"first": torch.ones(2)}, r"one scale, got a tensor of \(2,\)"),
+    ("modelopt", {"fist": 1.0}, "fist: there is no layer of this name"),
+    ("modelopt", {"first": 0.0}, "first: it is one number, finite and > 0, got 0.0"),
+    ("modelopt", {"first": torch.tensor(torch.nan)}, "first: it is one number, .* got nan"),
+    ("modelopt", {"first": torch.ones(2)}, "first: it is one number"),
     ("fine_grained", {"first": 1.0}, r"FineGrained.* has dynamic inputs; leave them out"),
 ]
 
@@ -422,7 +422,7 @@ def test_models_that_no_layout_fits_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no layer in float8: convert_to_float8_training"):
         plan_save(Model(), "fine_grained")
     model = nn.Sequential(convert(Attention(), "rowwise"), convert(Attention(), "blockwise"))
-    with pytest.raises(ValueError, match="several granularities, 128x128, rowwise; say how"):
+    with pytest.raises(ValueError, match=r"several granularities.*: 128x128, rowwise; say how"):
         plan_save(model)
     assert set(plan_save(model, "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
     with pytest.raises(ValueError, match=r"unknown layout 'fine_graned'.*fine_grained"):
@@ -498,9 +498,9 @@ def test_the_plan_says_what_is_written(tmp_path):
     plan = plan_save(model, max_shard_bytes=50_000)
     assert save_pretrained(model, tmp_path / "it", max_shard_bytes=50_000) == plan
     shards = Shards(tmp_path / "it")
-    assert plan.tensors == dict(shards.keys())
+    assert plan.tensors == shards.specs
     sizes = {file: 0 for file in plan.files}
-    for spec in shards.keys().values():
+    for spec in shards.specs.values():
         sizes[spec.file] += spec.nbytes
     assert plan.files == sizes and plan.nbytes == sum(sizes.values())
     text = (tmp_path / "it/config.json").read_text()
@@ -526,7 +526,7 @@ def test_progress_is_shown_by_tqdm_or_refused(tmp_path, monkeypatch, capsys):
     save_pretrained(model_of(), tmp_path / "a", progress=True)
     assert "float8 checkpoint: 100%" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
-    with pytest.raises(ImportError, match="pip install tqdm, or leave it out"):
+    with pytest.raises(ImportError, match="tqdm"):
         save_pretrained(model_of(), tmp_path / "b", progress=True)
     save_pretrained(model_of(), tmp_path / "c")
     assert entries(tmp_path) == ["a", "c"]

@@ -23,7 +23,7 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import WeightConverter as Converter
 
-from float8.checkpoints.stacks import published
+from float8.checkpoints.names import published
 
 
 @pytest.fixture(scope="module")
