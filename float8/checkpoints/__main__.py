@@ -16,6 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
@@ -113,7 +114,8 @@ def _run(options: argparse.Namespace) -> tuple[int, str]:
 
 
 def _json(found: Inspection | Comparison | Rewriting) -> str:
-    return json.dumps(found.as_dict(), indent=1, allow_nan=False)
+    own = found.as_dict() if isinstance(found, Rewriting) else asdict(found)
+    return json.dumps(own, indent=1, allow_nan=False)
 
 
 def main(argv: Sequence[str]) -> int:

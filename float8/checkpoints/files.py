@@ -87,7 +87,7 @@ class Shards:
 
     A folder is read as its index says; without an index ``model.safetensors`` is read, and without
     that all ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
-    shard is missing, and ValueError if a file is damaged or the files and their index disagree.
+    shard is missing, and ValueError if a file is damaged or two files have the same key.
 
     Attributes:
         path: the folder or file.
@@ -98,17 +98,11 @@ class Shards:
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.specs: dict[str, Spec] = {}
-        weight_map, files = _files_of(self.path)
-        for name in files:
+        for name in _files_of(self.path):
             for key, spec in _read_specs(self.folder / name).items():
                 if (other := self.specs.get(key)) is not None:
                     raise ValueError(f"{self.path}: {other.file} and {name} both have {key}")
                 self.specs[key] = spec
-        found = {key: spec.file for key, spec in self.specs.items()}
-        if weight_map is not None and (wrong := found.items() ^ weight_map.items()):
-            key, _ = min(wrong)
-            says, has = weight_map.get(key, "no file"), found.get(key, "no file")
-            raise ValueError(f"{self.path}: {key} is in {has}, and in {says} by the index")
 
     def read(self, key: str) -> Tensor:
         """A tensor on the CPU, mapped into memory until it is freed; copy it to keep it."""
@@ -117,8 +111,8 @@ class Shards:
         return found
 
 
-def _files_of(path: Path) -> tuple[dict[str, str] | None, list[str]]:
-    """The ``weight_map`` of the index, or None, and the names of the files."""
+def _files_of(path: Path) -> list[str]:
+    """The names of the files to read."""
     if not path.exists():
         raise FileNotFoundError(
             f"{path}: there is no such folder or file; huggingface_hub.snapshot_download fetches "
@@ -135,17 +129,16 @@ def _files_of(path: Path) -> tuple[dict[str, str] | None, list[str]]:
     if not files or not files[0].name.endswith((SUFFIX, INDEX_SUFFIX)):
         raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
     if not files[0].name.endswith(INDEX_SUFFIX):
-        return None, [file.name for file in files]
+        return [file.name for file in files]
     try:
-        weight_map: dict[str, str] = json.loads(files[0].read_text("utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
+        names = sorted(set(json.loads(files[0].read_text("utf-8"))["weight_map"].values()))
         missing = [name for name in names if not (files[0].parent / name).is_file()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{files[0]}: it is no index of shards: {error!r}") from error
     if missing:
         shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
         raise FileNotFoundError(f"{files[0]}: {len(missing)} of its files are missing: {shown}")
-    return weight_map, names
+    return names
 
 
 def _read_specs(path: Path) -> dict[str, Spec]:

@@ -19,7 +19,7 @@ A cast of normal weights to E4M3 has about 31.5 dB.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from float8.checkpoints.files import Spec, kind_of
-from float8.checkpoints.layouts import Layer, read_by
+from float8.checkpoints.files import kind_of
+from float8.checkpoints.layouts import read_by
 from float8.checkpoints.source import WEIGHT, Source
 from float8.granularity import block_name
 from float8.kernels import e8m0
@@ -49,44 +49,19 @@ class Kind:
         shapes: of the weights, all that occur.
         nbytes: of the weights and their scales.
         smallest_scale, largest_scale: of the scales of all layers; None in high precision.
-        nan, saturated, zero: the shares of elements, if the data were read.
+        nan, saturated, zero: the mean shares of elements, if the data were read.
     """
 
     name: str
-    count: int = 0
-    dtype: str = ""
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
-    nbytes: int = 0
+    count: int
+    dtype: str
+    shapes: list[tuple[int, ...]]
+    nbytes: int
     smallest_scale: float | None = None
     largest_scale: float | None = None
     nan: float | None = None
     saturated: float | None = None
     zero: float | None = None
-
-    def add(self, spec: Spec, nbytes: int) -> None:
-        """Count one more tensor."""
-        self.count += 1
-        self.nbytes += nbytes
-        name = str(spec.dtype).removeprefix("torch.")
-        if name not in self.dtype.split(", "):
-            self.dtype = f"{self.dtype}, {name}" if self.dtype else name
-        if spec.shape not in self.shapes:
-            self.shapes.append(spec.shape)
-
-    def add_layer(self, layer: Layer, data: bool) -> str | None:
-        """Count the scales of one layer, and its data; the problem with them, or None."""
-        weight, nan = layer.weight, 0
-        if weight.scale.numel():
-            ends = [float(end) for end in torch.aminmax(e8m0.as_float32(weight.scale))]
-            self.smallest_scale = min(ends[0], self.smallest_scale or math.inf)
-            self.largest_scale = max(ends[1], self.largest_scale or 0.0)
-        codes = weight.float8_data.view(torch.uint8)
-        for share, code in _CODES.items() if data else ():
-            count = int(((codes & 0x7F) == code).sum())  # without the sign
-            mean = getattr(self, share) or 0.0  # of the layers before
-            setattr(self, share, mean + (count / max(codes.numel(), 1) - mean) / self.count)
-            nan = count if share == "nan" else nan
-        return f"{layer.name}{WEIGHT} has {nan} values that are NaN" if nan else None
 
     def row(self) -> list[str]:
         """Number, shape and size as people read them."""
@@ -114,13 +89,9 @@ class Inspection:
     read_by: str | None
     files: int
     nbytes: int
-    float8: list[Kind]
-    high_precision: list[Kind]
     problems: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    float8: list[Kind] = field(default_factory=list)
+    high_precision: list[Kind] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {size(self.nbytes)} in {self.files} file{'s' * (self.files != 1)}"]
@@ -133,7 +104,7 @@ class Inspection:
             for kind in self.float8:
                 scales = (kind.smallest_scale, kind.largest_scale)
                 texts = ["-" if scale is None else f"{scale:.3g}" for scale in scales]
-                texts += [f"{100 * (getattr(kind, share) or 0):.2g} %" for share in shares]
+                texts += [f"{100 * getattr(kind, share):.2g} %" for share in shares]
                 rows.append([kind.name, *kind.row(), *texts])
             headers = ["layers", "number", "shape", "size", "smallest scale", "largest scale"]
             lines += [_table([*headers, *shares], rows, "lrl")]
@@ -154,43 +125,66 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Inspection:
     shard is missing, and ValueError if a file or the config cannot be read at all.
     """
     source = Source(path, raises=False)
-    problems = list(source.problems)
-    float8: dict[str, Kind] = {}
-    rest: dict[str, Kind] = {}
-    unlisted: list[tuple[str, Spec]] = []
-    for key, spec in source.weights.items():
-        name = key.removesuffix(WEIGHT)
-        if not (key.endswith(WEIGHT) and name in source.layers):
-            rest.setdefault(kind_of(key), Kind(kind_of(key))).add(spec, spec.nbytes)
-            if key.endswith(WEIGHT) and len(spec.shape) == 2 and not source.lists(name):
-                unlisted.append((key, spec))
-            continue
-        kind = float8.setdefault(kind_of(name), Kind(kind_of(name)))
-        kind.add(spec, sum(source.specs[part].nbytes for part in (key, *source.layers[name])))
-        try:
-            found = kind.add_layer(source.layer(name, torch.float32), data) if source.layout else ""
-        except ValueError:
-            continue  # one of source.problems
-        problems += [f"{spec.file}: {found}"] if found else []
-    for key, spec in unlisted:
-        if (known := float8.get(kind_of(key.removesuffix(WEIGHT)))) is not None:
-            problems.append(
-                f"{spec.file}: {key} is {spec.dtype}, {known.count} others of its kind are in "
-                f"float8, and {source.config_file} does not list it as left in high precision; "
-                "readers look for its scale"
-            )
     shapes = {name: source.specs[name + WEIGHT].shape for name in source.layers}
     shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-    return Inspection(
+    found = Inspection(
         str(path),
         None if source.layout is None else str(source.layout),
         None if source.layout is None else read_by(source.layout, shapes),
         len({spec.file for spec in source.specs.values()}),
         sum(spec.nbytes for spec in source.specs.values()),
-        [*float8.values()],
-        [*rest.values()],
-        problems,
+        list(source.problems),
     )
+    kinds: dict[tuple[bool, str], list[str]] = {}
+    for key in source.weights:
+        name = key.removesuffix(WEIGHT)
+        is_layer = key.endswith(WEIGHT) and name in source.layers
+        kinds.setdefault((is_layer, kind_of(name if is_layer else key)), []).append(key)
+    for (is_layer, name), keys in kinds.items():
+        specs = [source.specs[key] for key in keys]
+        names = [key.removesuffix(WEIGHT) for key in keys]
+        dtypes = dict.fromkeys(str(spec.dtype).removeprefix("torch.") for spec in specs)
+        parts = [part for own in names if is_layer for part in source.layers[own]]
+        nbytes = sum(source.specs[key].nbytes for key in (*keys, *parts))
+        shapes_of_kind = list(dict.fromkeys(spec.shape for spec in specs))
+        kind = Kind(name, len(keys), ", ".join(dtypes), shapes_of_kind, nbytes)
+        (found.float8 if is_layer else found.high_precision).append(kind)
+        if is_layer:
+            found.problems += _measure(kind, source, names, data)
+        elif others := kinds.get((True, name.removesuffix(WEIGHT))):
+            found.problems += [
+                f"{source.place(key)} is {source.specs[key].dtype}, {len(others)} others of its "
+                f"kind are in float8, and {source.config_file} does not list it as left in high "
+                "precision; readers look for its scale"
+                for key, own in zip(keys, names, strict=True)
+                if len(source.specs[key].shape) == 2 and not source.lists(own)
+            ]
+    return found
+
+
+def _measure(kind: Kind, source: Source, names: list[str], data: bool) -> list[str]:
+    """Find the scales of layers, and what their data are; the problems with them."""
+    problems, ends = [], []
+    shares: dict[str, list[float]] = {share: [] for share in _CODES if data}
+    for name in names:
+        try:
+            weight = source.layer(name, torch.float32).weight if source.layout else None
+        except ValueError:
+            continue  # one of source.problems
+        if weight is None or not weight.numel():
+            continue
+        ends += [float(end) for end in torch.aminmax(e8m0.as_float32(weight.scale))]
+        codes = weight.float8_data.view(torch.uint8)
+        for share, found in shares.items():
+            count = int(((codes & 0x7F) == _CODES[share]).sum())  # without the sign
+            found.append(count / codes.numel())
+            if share == "nan" and count:
+                problems.append(f"{source.place(name + WEIGHT)} has {count} values that are NaN")
+    if ends:
+        kind.smallest_scale, kind.largest_scale = min(ends), max(ends)
+    for share, found in shares.items():
+        setattr(kind, share, sum(found) / max(len(found), 1))
+    return problems
 
 
 def size(nbytes: float) -> str:
@@ -211,78 +205,55 @@ def _table(headers: list[str], rows: list[list[str]], align: str) -> str:
 # --- compare
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How one weight differs.
-
-    Attributes:
-        key: of the weight.
-        a, b: how each checkpoint stores it.
-        sqnr: of B's values against A's, in dB; infinite where all are equal, -inf where one is NaN
-            or infinite and the other is not.
-    """
-
-    key: str
-    a: str
-    b: str
-    sqnr: float
-
-
 @dataclass
 class Comparison:
     """What `compare_checkpoints` found.
 
     Attributes:
         a, b: the paths.
-        differences: one for each weight that both have, the worst first.
+        weights: of each weight that both have, the worst first: its ``key``; ``a`` and ``b``, how
+            each stores it; ``equal``; and ``sqnr``, of B's values against A's in dB. That is None
+            for equal weights, and where one is NaN or infinite and the other is not: JSON has no
+            infinities.
         only_a, only_b: keys that the other lacks.
         other_shapes: key -> both shapes, of weights that cannot be compared.
     """
 
     a: str
     b: str
-    differences: list[Difference]
+    weights: list[dict[str, Any]]
     only_a: list[str]
     only_b: list[str]
     other_shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def is_within(self, least: float) -> bool:
         """Whether both have the same weights, each with at least this SQNR in dB."""
-        worst = min((found.sqnr for found in self.differences), default=math.inf)
-        return not (self.only_a or self.only_b or self.other_shapes) and worst >= least
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinities: ``sqnr`` is None for equal weights, and not finite."""
-        found = asdict(self)
-        found["weights"] = [
-            d
-            | {"sqnr": d["sqnr"] if math.isfinite(d["sqnr"]) else None}
-            | {"equal": d["sqnr"] == math.inf}
-            for d in found.pop("differences")
-        ]
-        return found
+        is_same = not (self.only_a or self.only_b or self.other_shapes)
+        return is_same and all(w["equal"] or _of(w) >= least for w in self.weights)
 
     def table(self, top: int) -> str:
         """The ``top`` worst weights, and what only one of the two has."""
-        different = [found for found in self.differences if found.sqnr != math.inf]
-        equal = len(self.differences) - len(different)
+        different = [found for found in self.weights if not found["equal"]]
+        equal = len(self.weights) - len(different)
         lines = [f"A = {self.a}", f"B = {self.b}"]
-        lines.append(f"{len(self.differences)} weights in both, {equal} of them with equal values")
+        lines.append(f"{len(self.weights)} weights in both, {equal} of them with equal values")
         if different:
-            rows = [[f"{d.sqnr:.1f}", d.key, d.a, d.b] for d in different[:top]]
+            rows = [[f"{_of(w):.1f}", w["key"], w["a"], w["b"]] for w in different[:top]]
             lines += ["", _table(["SQNR dB", "weight", "in A", "in B"], rows, "rlll")]
         if len(different) > top:
-            lines.append(f"... and {len(different) - top} more, up to {different[-1].sqnr:.1f} dB")
+            lines.append(f"... and {len(different) - top} more, up to {_of(different[-1]):.1f} dB")
         shapes = [f"{key}: {a} in A, {b} in B" for key, (a, b) in self.other_shapes.items()]
-        for title, texts in (
-            ("only in A", self.only_a),
-            ("only in B", self.only_b),
-            ("of other shapes", shapes),
-        ):
+        left = {"only in A": self.only_a, "only in B": self.only_b, "of other shapes": shapes}
+        for title, texts in left.items():
             if texts:
                 more = f", ... ({len(texts)} in all)" if len(texts) > top else ""
                 lines += ["", f"{title}: " + ", ".join(texts[:top]) + more]
         return "\n".join(lines)
+
+
+def _of(weight: dict[str, Any]) -> float:
+    found: float | None = weight["sqnr"]
+    return -math.inf if found is None else found
 
 
 def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
@@ -304,8 +275,11 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
             found.other_shapes[key] = spec.shape, other.shape
         elif other is not None:
             x, y = (source.read(key, torch.float32) for source in sources)
-            found.differences.append(Difference(key, _stored(x), _stored(y), _sqnr(x, y)))
-    found.differences.sort(key=lambda each: (each.sqnr, each.key))
+            sqnr = _sqnr(x, y)
+            own: dict[str, Any] = {"key": key, "a": _stored(x), "b": _stored(y)}
+            own["sqnr"] = sqnr if math.isfinite(sqnr) else None
+            found.weights.append(own | {"equal": sqnr == math.inf})
+    found.weights.sort(key=lambda w: (w["equal"], _of(w), w["key"]))
     return found
 
 
@@ -316,7 +290,7 @@ def _stored(x: Tensor) -> str:
 
 
 def _sqnr(a: Tensor, b: Tensor) -> float:
-    """The SQNR of b against a, in dB; see `Difference`."""
+    """The SQNR of b against a, in dB; see `Comparison`."""
     x, y = _values(a), _values(b)
     # Equal infinities and NaNs at the same place are equal.
     difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y)

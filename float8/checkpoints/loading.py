@@ -180,18 +180,13 @@ def _checked(
             f"weights={TRAINING!r}, which converts the model; got {described(weights)}"
         )
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
+    converts = weights == FLOAT8 or config is not None
     for fqn, layer in layers.items():
-        if is_resident(getattr(layer, "weight", None)):  # type: ignore[arg-type]
+        if converts or is_resident(layer._parameters.get("weight")):  # type: ignore[arg-type]
             raise ValueError(
-                f"load: the weight of {named(fqn)} is in float8 alone; load into a plain model, as "
-                "convert_from_float8_training(model) returns"
+                f"load: {named(fqn)} is in float8 already: call convert_from_float8_training(model)"
+                " first" + (", or leave config out" if config is not None else "")
             )
-    if layers and (weights == FLOAT8 or config is not None):
-        raise ValueError(
-            f"load: {named(next(iter(layers)))} is converted already: call "
-            "convert_from_float8_training(model) first"
-            + ("" if weights == FLOAT8 else ", or leave config out")
-        )
     if weights == TRAINING and not layers and config is None:
         raise ValueError(
             f'load: weights="{TRAINING}" needs a converted model, or config=: '
@@ -264,7 +259,6 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
         if reason is not None:
             problems.append(f"{source.place(key)} {reason}")
     problems += _not_filled(model, slots, filled, ignore)
-    problems += _buffers_without_memory(model)
     if problems:
         what = f"nothing was loaded from {source.path}, because it does not fit the model"
         raise ValueError(
@@ -311,18 +305,6 @@ def _differs(source: Source, first: str, second: str) -> str | None:
     if type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b):
         return None
     return f"differs from {first}, and the model has one tensor for both; ignore one, or untie them"
-
-
-def _buffers_without_memory(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
-            buffer = module._buffers.get(name)
-            if buffer is not None and buffer.is_meta:
-                yield (
-                    f"{prefix}.{name}".lstrip(".") + " is a buffer on the meta device that no "
-                    "checkpoint holds: make the model under accelerate.init_empty_weights(), which "
-                    "leaves buffers, or compute it before"
-                )
 
 
 def _in_float8(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> set[str]:
