@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import shutil
-import weakref
 from pathlib import Path
 
 import oracle
@@ -18,9 +17,7 @@ from hand_written import FINE, fine_grained
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from float8.checkpoints.__main__ import TARGETS, main, parse_bytes
-from float8.checkpoints.rewriting import plan_rewriting
-from float8.checkpoints.source import Source
+from float8.checkpoints.__main__ import main, parse_bytes
 
 E4M3 = torch.float8_e4m3fn
 LAYERS = [
@@ -318,14 +315,6 @@ def test_values_that_are_not_finite_and_a_full_disk_leave_nothing(tmp_path, caps
     with full_after(1000):
         assert_refused(capsys, words, "out: nothing of it is left")
     assert [entry.name for entry in tmp_path.iterdir()] == ["bad"]
-
-
-def test_tensors_are_made_one_at_a_time(plain):
-    alive: list[weakref.ref] = []
-    for make in plan_rewriting(Source(plain), TARGETS["fine_grained"]).make.values():
-        assert not any(ref() is not None for ref in alive)
-        alive += [weakref.ref(tensor.untyped_storage()) for tensor in make().values()]
-    assert len(alive) == 5 + 2 * len(LAYERS)
 
 
 # --- compare

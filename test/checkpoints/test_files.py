@@ -91,11 +91,6 @@ def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
     assert split.metadata["total_size"] == index["metadata"]["total_size"]
 
 
-def test_no_tensors_make_an_empty_file(tmp_path):
-    write(tmp_path / "new", {})
-    assert load_file(tmp_path / "new/model.safetensors") == {}
-
-
 def test_writing_to_a_tensor_changes_no_file_and_freeing_it_unmaps_it(tmp_path):
     path = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(1000)}, path)

@@ -270,22 +270,6 @@ def test_files_that_do_not_fit_the_model_change_nothing(stored, changed, says, t
         assert_unchanged(model, before)
 
 
-# (weights, config, what is no str or torch.device ...): the exception, a word of its message
-ARGUMENTS = [
-    ({"weights": "float16"}, ValueError, "weights must be one of"),
-    ({"config": "delayed"}, ValueError, "config is for weights="),
-    ({"ignore": "*.k_scale"}, TypeError, "ignore must be a list"),
-    ({"device": 1.5}, TypeError, "device must be"),
-    ({"path": 3}, TypeError, "path"),
-]
-
-
-@pytest.mark.parametrize(("changed", "error", "says"), ARGUMENTS)
-def test_arguments_of_other_kinds_are_refused(stored, changed, error, says):
-    with pytest.raises(error, match=says):
-        load(Block(), **({"path": stored[1]} | changed))
-
-
 def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
     tensors, _ = stored
     extra = tensors | {"up.k_scale": torch.ones(()), "mtp.0.weight": torch.zeros(2, 2)}
