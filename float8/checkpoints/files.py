@@ -19,7 +19,7 @@ import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -153,45 +153,45 @@ def _read_specs(path: Path) -> dict[str, Spec]:
 # --- write
 
 
-def files_of(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, dict[str, Spec]]:
-    """The files of a checkpoint, at least one, and the tensors of each in their order."""
+def in_files(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, Spec]:
+    """The specs with their files: no more than so many bytes, unless it is one tensor alone."""
     check_type(max_shard_bytes, (int, float), "checkpoints", "max_shard_bytes", "a number")
     if not max_shard_bytes > 0:
         raise ValueError(f"max_shard_bytes must be > 0, got {max_shard_bytes}")
-    shards: list[dict[str, Spec]] = [{}]
-    filled = 0
+    numbers: dict[str, int] = {}
+    count, filled = 1, 0
     for key, spec in specs.items():
-        if shards[-1] and filled + spec.nbytes > max_shard_bytes:
-            shards.append({})
-            filled = 0
-        shards[-1][key] = spec
+        if filled and filled + spec.nbytes > max_shard_bytes:
+            count, filled = count + 1, 0
+        numbers[key] = count
         filled += spec.nbytes
-    count = len(shards)
-    if count == 1:
-        return {f"model{SUFFIX}": shards[0]}
-    return {f"model-{i:05}-of-{count:05}{SUFFIX}": shard for i, shard in enumerate(shards, 1)}
+    names = {n: f"model-{n:05}-of-{count:05}{SUFFIX}" for n in numbers.values()}
+    names = names if count > 1 else {1: f"model{SUFFIX}"}
+    return {key: replace(spec, file=names[numbers[key]]) for key, spec in specs.items()}
 
 
 def write_shards(
     folder: str | Path,
     specs: Mapping[str, Spec],
     tensors: Iterable[tuple[str, Tensor]],
-    max_shard_bytes: float = MAX_SHARD_BYTES,
     *,
     files: Mapping[str, str | bytes] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write tensors as a folder of safetensors files that appears when all of it is on the disk.
 
-    ``specs`` has all keys, and ``tensors`` come in its order, on any device and with any strides.
-    A file has no more than ``max_shard_bytes`` bytes of tensors, unless it has one tensor alone.
-    ``files`` has the contents of further files, such as ``config.json``, by name.
+    ``specs`` has all keys and their files, as of `in_files`. ``tensors`` come in its order, on any
+    device and with any strides. ``files`` has the contents of further files, such as
+    ``config.json``, by name.
 
     The folder must be absent or empty, else FileExistsError is raised. ``overwrite=True`` replaces
     the checkpoint in it, and other files stay. Raises OSError if the disk is full: the folder is
     as it was before.
     """
-    shards, stream = files_of(specs, max_shard_bytes), iter(tensors)
+    stream = iter(tensors)
+    shards: dict[str, dict[str, Spec]] = {}
+    for key, spec in specs.items():
+        shards.setdefault(spec.file, {})[key] = replace(spec, file="")
     with new_folder(folder, overwrite) as temporary:
         for name, shard in shards.items():
             # Copies: safetensors takes no tensors that share memory or have other strides.
@@ -199,7 +199,7 @@ def write_shards(
                 key: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
                 for key, x in islice(stream, len(shard))
             }
-            assert specs_of(own) == dict(shard), name
+            assert specs_of(own) == shard, name
             try:
                 save_file(own, temporary / name, {"format": "pt"})
             except SafetensorError as error:
@@ -207,7 +207,7 @@ def write_shards(
             _sync(temporary / name)
         assert next(stream, None) is None
         if len(shards) > 1:
-            weight_map = {key: name for name, shard in shards.items() for key in shard}
+            weight_map = {key: spec.file for key, spec in specs.items()}
             total = {"total_size": sum(spec.nbytes for spec in specs.values())}
             index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
             files = {f"model{INDEX_SUFFIX}": json.dumps(index, indent=2) + "\n", **(files or {})}

@@ -182,7 +182,7 @@ def _checked(
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
     converts = weights == FLOAT8 or config is not None
     for fqn, layer in layers.items():
-        if converts or is_resident(layer._parameters.get("weight")):  # type: ignore[arg-type]
+        if converts or is_resident(layer._parameters.get("weight")):
             raise ValueError(
                 f"load: {named(fqn)} is in float8 already: call convert_from_float8_training(model)"
                 " first" + (", or leave config out" if config is not None else "")

@@ -43,6 +43,7 @@ from float8.checkpoints.files import (
     MAX_SHARD_BYTES,
     SUFFIX,
     Spec,
+    in_files,
     specs_of,
     write_shards,
 )
@@ -117,8 +118,8 @@ class Rewriting:
         if Path(folder).resolve() == self.source.folder.resolve():
             raise ValueError(f"{folder}: it is the folder that is read; give another name")
         tensors = (entry for make in self.make.values() for entry in make().items())
-        files = self._files()
-        write_shards(folder, self.specs, tensors, max_shard_bytes, files=files, overwrite=overwrite)
+        specs = in_files(self.specs, max_shard_bytes)
+        write_shards(folder, specs, tensors, files=self._files(), overwrite=overwrite)
 
     def _files(self) -> dict[str, str | bytes]:
         """The files beside the tensors: those of the source, and configs with what has changed."""

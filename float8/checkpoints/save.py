@@ -23,9 +23,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from textwrap import fill
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -36,17 +34,14 @@ from float8 import kernels
 from float8.arguments import check_bool, check_module, check_type
 from float8.checkpoints.files import (
     MAX_SHARD_BYTES,
-    Spec,
-    files_of,
-    kind_of,
     refuses_folder,
     write_shards,
 )
-from float8.checkpoints.layouts import TRANSFORMERS, Layout
+from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
 from float8.checkpoints.weights import (
-    Checkpoint,
     Item,
-    items,
+    SavePlan,
+    planned,
     refuses_values,
     transformers_config,
     unwrapped,
@@ -54,76 +49,6 @@ from float8.checkpoints.weights import (
 from float8.distributed.rank_comparison import compare_ranks
 
 __all__ = ["SavePlan", "plan_save", "save_pretrained", "weight_updates"]
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """What a checkpoint will have. ``print(plan)`` shows it as a table.
-
-    Layers whose names differ in numbers alone share a line of the table.
-
-    Attributes:
-        layout: how layers in float8 are stored.
-        layers: the layers in float8, as files name them -> how their weights are cast.
-        skipped: the linear layers that stay in high precision -> why.
-        tensors: key -> dtype, shape and file of every tensor.
-        files: file -> bytes of its tensors.
-        quantization_config: what ``config.json`` says to readers.
-        notes: which libraries read it, and what they do with it.
-    """
-
-    layout: Layout
-    layers: dict[str, str]
-    skipped: dict[str, str]
-    tensors: dict[str, Spec]
-    files: dict[str, int]
-    quantization_config: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(self.files.values())
-
-    def layer_of(self, key: str) -> str | None:
-        """The layer in float8 to which a tensor belongs, or None."""
-        suffixes = (".weight", *self.layout.suffixes)
-        names = [key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)]
-        return next((name for name in names if name in self.layers), None)
-
-    def __str__(self) -> str:
-        from tabulate import tabulate
-
-        lines: dict[tuple[str, ...], list[int]] = {}  # first, third and last column -> bytes
-        layers, others = dict.fromkeys(self.layers, 0), []
-        for key, spec in self.tensors.items():
-            if (layer := self.layer_of(key)) is not None:
-                layers[layer] += spec.nbytes
-            else:
-                others.append((f"other tensors, {str(spec.dtype)[6:]}", spec.nbytes))
-        for name, nbytes in layers.items():
-            shape = "x".join(map(str, self.tensors[f"{name}.weight"].shape))
-            lines.setdefault((kind_of(name), shape, self.layers[name]), []).append(nbytes)
-        for name, nbytes in others:
-            lines.setdefault((name, "", "as they are"), []).append(nbytes)
-        rows = [
-            (name, len(n), shape, f"{sum(n) / 1e6:,.2f}", how)
-            for (name, shape, how), n in lines.items()
-        ]
-        headers = ("layers", "count", "weight", "MB", "float8 by")
-        align = ("left", "right", "right", "right", "left")
-        parts = [
-            f"{self.layout!r}\n{len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in "
-            f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}",
-            tabulate(rows, headers, "simple", disable_numparse=True, colalign=align),
-        ]
-        if self.skipped:
-            kinds = [(kind_of(name), reason) for name, reason in self.skipped.items()]
-            left = [(name, kinds.count((name, why)), why) for name, why in dict.fromkeys(kinds)]
-            titles = ("in high precision", "count", "why")
-            parts.append(tabulate(left, titles, "simple", maxcolwidths=[None, None, 60]))
-        parts.append("\n".join(fill(note, 100) for note in self.notes))
-        return "\n\n".join(parts)
 
 
 def plan_save(
@@ -145,31 +70,21 @@ def plan_save(
         ValueError: the model has no layer in float8, or some that the layout cannot store; the
             message names all of them, and the fix.
     """
-    found = items(model, layout, input_scales=input_scales, recast=recast)
-    return _plan_of(found, max_shard_bytes)
+    plan, _ = planned(model, layout, input_scales, recast, max_shard_bytes)
+    _warn_of_readers(plan, model)
+    return plan
 
 
-def _plan_of(checkpoint: Checkpoint, max_shard_bytes: float) -> SavePlan:
-    shards = files_of(checkpoint.specs, max_shard_bytes)
-    if checkpoint.misread is not None:
+def _warn_of_readers(plan: SavePlan, model: nn.Module) -> None:
+    if plan.layout.name != "fine_grained" or transformers_config(model) is None:
+        return
+    shapes = {name: plan.tensors[f"{name}.weight"].shape for name in plan.layers}
+    if (reason := transformers_refuses(plan.layout, shapes)) is not None:
         warnings.warn(
-            f"{TRANSFORMERS} misreads this checkpoint: {checkpoint.misread}. It reads "
+            f"{TRANSFORMERS} misreads this checkpoint: {reason}. It reads "
             "CompressedTensors(Rowwise()) in all sizes",
             stacklevel=3,
         )
-    return SavePlan(
-        layout=checkpoint.layout,
-        layers=dict(checkpoint.layers),
-        skipped=dict(checkpoint.skipped),
-        tensors={
-            key: Spec(spec.dtype, spec.shape, file)
-            for file, specs in shards.items()
-            for key, spec in specs.items()
-        },
-        files={file: sum(spec.nbytes for spec in specs.values()) for file, specs in shards.items()},
-        quantization_config=checkpoint.config,
-        notes=checkpoint.notes,
-    )
 
 
 def save_pretrained(
@@ -228,31 +143,30 @@ def save_pretrained(
     check_bool(overwrite, "save_pretrained: overwrite")
     check_bool(progress, "save_pretrained: progress")
     sharing = Sharing.of(model)
-    found, error = None, None
+    plan, error = None, None
     bar: Any = nullcontext()
     try:
-        found = items(model, layout, input_scales=input_scales, recast=recast)
-        plan = _plan_of(found, max_shard_bytes)
+        plan, found = planned(model, layout, input_scales, recast, max_shard_bytes)
+        _warn_of_readers(plan, model)
         if sharing.writes and (reason := refuses_folder(Path(folder), overwrite)) is not None:
             raise FileExistsError(reason)
-        if (reason := refuses_values(found.items)) is not None:
+        if (reason := refuses_values(found)) is not None:
             raise ValueError(reason)
-        files = _files_beside(model, found)
+        files = _files_beside(model, plan)
         if progress and sharing.writes:
             from tqdm import tqdm
 
             bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="float8 checkpoint")
     except Exception as caught:
         error = caught
-    agree(sharing, "calls save_pretrained", error, found)
-    assert found is not None
-    left = iter(found.items)
+    agree(sharing, "calls save_pretrained", error, plan)
+    assert plan is not None
+    left = iter(found)
     try:
         with bar as shown:
             if sharing.writes:
                 stream = _tensors(left, shown)
-                options: Any = {"files": files, "overwrite": overwrite}
-                write_shards(folder, found.specs, stream, max_shard_bytes, **options)
+                write_shards(folder, plan.tensors, stream, files=files, overwrite=overwrite)
     except Exception as caught:
         error = caught
     for item in left:  # all of them, or those after an error
@@ -268,21 +182,21 @@ def _tensors(left: Iterator[Item], bar: Any = None) -> Iterator[tuple[str, Tenso
             bar.update(sum(spec.nbytes for spec in item.specs.values()))
 
 
-def _files_beside(model: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
     """File name -> text of the files beside the tensors; the model is not changed.
 
     The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
     ``quantization_config`` added. Of any other model the file has that entry alone.
     """
-    others = checkpoint.layout.other_files(checkpoint.config)
-    others["config.json"] = {"quantization_config": checkpoint.config}
+    others = plan.layout.other_files(plan.quantization_config)
+    others["config.json"] = {"quantization_config": plan.quantization_config}
     files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}
     if (config := transformers_config(model)) is not None:
         plain: Any = unwrapped(model)
         own = copy.deepcopy(config)
         own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds
         own.dtype = str(plain.dtype).removeprefix("torch.")
-        own.quantization_config = checkpoint.config
+        own.quantization_config = plan.quantization_config
         files["config.json"] = own.to_json_string()
         if plain.can_generate() and getattr(plain, "generation_config", None) is not None:
             files["generation_config.json"] = plain.generation_config.to_json_string()
@@ -317,11 +231,11 @@ class Sharing(NamedTuple):
 
 
 def agree(
-    sharing: Sharing, entry: str, error: Exception | None, checkpoint: Checkpoint | None = None
+    sharing: Sharing, entry: str, error: Exception | None, plan: SavePlan | None = None
 ) -> None:
     """Raise the error of one rank on all ranks, or an error if their checkpoints differ."""
     if len(sharing.ranks) > 1:
-        specs = {} if checkpoint is None else checkpoint.specs
+        specs = {} if plan is None else plan.tensors
         facts = {key: {"dtype": str(s.dtype), "shape": str(s.shape)} for key, s in specs.items()}
         own = None if error is None else f"rank {dist.get_rank()} {entry}: {error}"
         remedy = "Give each rank the same model, layout and arguments"
@@ -368,16 +282,15 @@ def weight_updates(
             parameter was written to since the call, so an engine would have weights of two steps.
     """
     check_module(model, "weight_updates")
-    checkpoint, error = None, None
+    plan, error = None, None
     try:
-        checkpoint = items(model, layout, input_scales=input_scales, recast=recast)
-        if (reason := refuses_values(checkpoint.items)) is not None:
+        plan, found = planned(model, layout, input_scales, recast)
+        if (reason := refuses_values(found)) is not None:
             raise ValueError(reason)
     except Exception as caught:
         error = caught
-    agree(Sharing.of(model), "calls weight_updates", error, checkpoint)
-    assert checkpoint is not None
-    return _watched(_tensors(iter(checkpoint.items)), _Watch(model))
+    agree(Sharing.of(model), "calls weight_updates", error, plan)
+    return _watched(_tensors(iter(found)), _Watch(model))
 
 
 def _watched(tensors: Iterator[tuple[str, Tensor]], watch: _Watch) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,6 @@
 """What each parameter and buffer of a model becomes in a float8 checkpoint.
 
-`items` lists them in the order of the model, without reading data: `Item.specs` has the keys,
+`planned` lists them in the order of the model, without reading data: `Item.specs` has the keys,
 dtypes and shapes; `Item.gather` and `Item.cast` make the tensors of one parameter. A sharded
 parameter is gathered then, alone, on all ranks together. Names, and the place of each tensor inside
 a parameter, are those of ``names.py``; ``casts.py`` says with which bits weights are cast.
@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -40,7 +41,14 @@ from float8.checkpoints.casts import (
     sharing,
     weight_cast,
 )
-from float8.checkpoints.files import Spec, kinds_of, specs_of
+from float8.checkpoints.files import (
+    MAX_SHARD_BYTES,
+    Spec,
+    in_files,
+    kind_of,
+    kinds_of,
+    specs_of,
+)
 from float8.checkpoints.layouts import (
     LAYOUTS,
     CompressedTensors,
@@ -88,35 +96,72 @@ class Item:
     cast: Callable[[Any], Iterator[Entry]]
 
 
-@dataclass
-class Checkpoint:
-    """The float8 checkpoint of a model, before any data is read.
+@dataclass(frozen=True)
+class SavePlan:
+    """What a checkpoint will have. ``print(plan)`` shows it as a table.
+
+    Layers whose names differ in numbers alone share a line of the table.
 
     Attributes:
-        layout: how its layers are stored.
-        items: what each parameter and buffer becomes.
-        layers: the names of the layers in float8, as files have them -> how each is cast.
-        skipped: the names of the linear layers that stay in high precision -> why.
+        layout: how layers in float8 are stored.
+        layers: the layers in float8, as files name them -> how their weights are cast.
+        skipped: the linear layers that stay in high precision -> why.
+        tensors: key -> dtype, shape and file of every tensor.
+        files: file -> bytes of its tensors.
+        quantization_config: what ``config.json`` says to readers.
         notes: which libraries read it, and what they do with it.
-        misread: how Transformers misreads the layers of its own model, or None.
     """
 
     layout: Layout
-    items: list[Item] = field(default_factory=list)
-    layers: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    misread: str | None = None
+    layers: dict[str, str]
+    skipped: dict[str, str]
+    tensors: dict[str, Spec]
+    files: dict[str, int]
+    quantization_config: dict[str, Any]
+    notes: list[str]
 
     @property
-    def specs(self) -> dict[str, Spec]:
-        """Key -> dtype and shape of all tensors, in the order of the items."""
-        return {key: spec for item in self.items for key, spec in item.specs.items()}
+    def nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(self.files.values())
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ``quantization_config`` of the checkpoint."""
-        return self.layout.quantization_config(self.layers, self.skipped)
+    def layer_of(self, key: str) -> str | None:
+        """The layer in float8 to which a tensor belongs, or None."""
+        suffixes = (".weight", *self.layout.suffixes)
+        names = [key.removesuffix(suffix) for suffix in suffixes if key.endswith(suffix)]
+        return next((name for name in names if name in self.layers), None)
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        lines: dict[tuple[str, ...], list[int]] = {}  # first, third and last column -> bytes
+        sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
+        for name, how in self.layers.items():
+            keys = [f"{name}{suffix}" for suffix in (".weight", *self.layout.suffixes)]
+            shape = "x".join(map(str, self.tensors[keys[0]].shape))
+            nbytes = sum(sizes.pop(key) for key in keys)
+            lines.setdefault((kind_of(name), shape, how), []).append(nbytes)
+        for key, nbytes in sizes.items():
+            name = f"other tensors, {str(self.tensors[key].dtype).removeprefix('torch.')}"
+            lines.setdefault((name, "", "as they are"), []).append(nbytes)
+        rows = [
+            (name, len(n), shape, f"{sum(n) / 1e6:,.2f}", how)
+            for (name, shape, how), n in lines.items()
+        ]
+        headers = ("layers", "count", "weight", "MB", "float8 by")
+        align = ("left", "right", "right", "right", "left")
+        parts = [
+            f"{self.layout!r}\n{len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in "
+            f"{len(self.files)} file{'s' if len(self.files) > 1 else ''}",
+            tabulate(rows, headers, "simple", disable_numparse=True, colalign=align),
+        ]
+        if self.skipped:
+            kinds = [(kind_of(name), reason) for name, reason in self.skipped.items()]
+            left = [(name, kinds.count((name, why)), why) for name, why in dict.fromkeys(kinds)]
+            titles = ("in high precision", "count", "why")
+            parts.append(tabulate(left, titles, "simple", maxcolwidths=[None, None, 60]))
+        parts.append("\n".join(fill(note, 100) for note in self.notes))
+        return "\n\n".join(parts)
 
 
 @dataclass(frozen=True)
@@ -130,14 +175,14 @@ class _Layer:
     input_scale: Tensor | None
 
 
-def items(
+def planned(
     model: nn.Module,
-    layout: Layout | str | None = None,
-    *,
-    input_scales: Mapping[str, float | Tensor] | None = None,
-    recast: bool = False,
-) -> Checkpoint:
-    """What a model becomes in a float8 checkpoint; no data is read.
+    layout: Layout | str | None,
+    input_scales: Mapping[str, float | Tensor] | None,
+    recast: bool,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+) -> tuple[SavePlan, list[Item]]:
+    """What a model becomes in a float8 checkpoint, and how; no data is read.
 
     The model is converted; it may be compiled, in wrappers, sharded, or on the meta device. For
     ``layout`` see `layout_for`. ``input_scales`` has the static scales of inputs by layer, for
@@ -154,8 +199,8 @@ def items(
         for key, (module, _) in owners.items()
         if module is not None
     }
-    found = Checkpoint(layout_for(model, layout, shapes))
-    given = _checked(input_scales, found.layout)
+    layout = layout_for(model, layout, shapes)
+    given, skipped = _checked(input_scales, layout), {}
     layers: dict[str, _Layer] = {}
     problems: dict[str, list[str]] = defaultdict(list)  # reason -> names
     known = {name for names in modules.names.values() for name in names}
@@ -164,35 +209,37 @@ def items(
         slots[slot.parameter][key] = slot
         name, (module, reason) = key.removesuffix(".weight"), owners[key]
         if reason is not None:
-            found.skipped[name] = reason
+            skipped[name] = reason
         if module is None:
             continue
         known.add(name)
         own = next((given[n] for n in (name, *modules.names[id(module)]) if n in given), None)
-        scale = _input_scale(module, own) if found.layout.static_inputs else None
+        scale = _input_scale(module, own) if layout.static_inputs else None
         parameter = modules.tensors[slot.parameter]
         weight = slot.of(parameter) if slot.index and is_resident(parameter) else parameter
-        cast = weight_cast(module, weight, found.layout, scale, recast)
-        refused = found.layout.refuses(found.layout.without_data(name, slot.shape, scale))
+        cast = weight_cast(module, weight, layout, scale, recast)
+        refused = layout.refuses(layout.without_data(name, slot.shape, scale))
         if isinstance(cast, str) or refused:
             problems[refused or str(cast)].append(name)
         else:
             layers[name] = _Layer(name, slot, parameter, cast, scale)
-    found.layers = {name: _how(layers, layer, found.layout) for name, layer in layers.items()}
-    found.skipped |= modules.unpublished({*found.layers, *found.skipped})
-    for name in given.keys() - known - found.skipped.keys():
+    skipped |= modules.unpublished({*layers, *skipped})
+    for name in given.keys() - known - skipped.keys():
         problems["there is no layer of this name, which input_scales has"].append(name)
     if problems or not layers:
         told = [f"{kinds_of(names)}: {reason}" for reason, names in problems.items()]
         none = "it has no layer in float8: convert_to_float8_training converts it"
         raise ValueError("this model cannot be stored:\n  " + "\n  ".join(told or [none]))
-    found.items = [
-        _item(name, modules.tensors[name], its, layers, found.layout) for name, its in slots.items()
-    ]
-    found.notes = [read_by(found.layout, shapes), *_notes(found.layout, layers)]
-    if found.layout.name == "fine_grained" and transformers_config(model) is not None:
-        found.misread = transformers_refuses(found.layout, shapes)
-    return found
+    items = [_item(name, modules.tensors[name], its, layers, layout) for name, its in slots.items()]
+    specs = {key: spec for item in items for key, spec in item.specs.items()}
+    tensors = in_files(specs, max_shard_bytes)
+    files: dict[str, int] = defaultdict(int)
+    for spec in tensors.values():
+        files[spec.file] += spec.nbytes
+    how = {name: _how(layers, layer, layout) for name, layer in layers.items()}
+    config = layout.quantization_config(how, skipped)
+    notes = [read_by(layout, shapes), *_notes(layout, layers)]
+    return SavePlan(layout, how, skipped, tensors, dict(files), config, notes), items
 
 
 def layout_for(

@@ -16,13 +16,18 @@ from disk import full_after
 from safetensors.torch import load_file, save, save_file
 from tensor_files import assert_same, tensors_of_all_dtypes
 
-from float8.checkpoints.files import Shards, Spec, specs_of, write_shards
+from float8.checkpoints.files import Shards, Spec, in_files, write_shards
 
 INDEX = "model.safetensors.index.json"
 
 
-def write(folder, tensors, **options):
-    write_shards(folder, specs_of(tensors), iter(tensors.items()), **options)
+def specs_of(tensors, max_shard_bytes=5e9):
+    specs = {key: Spec(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
+    return in_files(specs, max_shard_bytes)
+
+
+def write(folder, tensors, max_shard_bytes=5e9, **options):
+    write_shards(folder, specs_of(tensors, max_shard_bytes), iter(tensors.items()), **options)
 
 
 def entries(folder: Path) -> list[str]:
