@@ -131,14 +131,9 @@ def _files_of(path: Path) -> list[str]:
     if not files[0].name.endswith(INDEX_SUFFIX):
         return [file.name for file in files]
     try:
-        names = sorted(set(json.loads(files[0].read_text("utf-8"))["weight_map"].values()))
-        missing = [name for name in names if not (files[0].parent / name).is_file()]
+        return sorted(set(json.loads(files[0].read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{files[0]}: it is no index of shards: {error!r}") from error
-    if missing:
-        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-        raise FileNotFoundError(f"{files[0]}: {len(missing)} of its files are missing: {shown}")
-    return names
 
 
 def _read_specs(path: Path) -> dict[str, Spec]:

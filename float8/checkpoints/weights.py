@@ -281,10 +281,9 @@ def layout_for(
         is_static = bool(inputs) and all(
             cast is not None and cast.scaling_type is ScalingType.STATIC for cast in inputs
         )
-        found = variant or CompressedTensors()
-        found = (
-            CompressedTensors(static_inputs=is_static) if found == CompressedTensors() else found
-        )
+        found = variant or _VARIANTS["tensorwise"]
+        if found == _VARIANTS["tensorwise"]:
+            found = CompressedTensors(static_inputs=is_static)
     if is_mx and transformers_config(model) is not None:
         instead = FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
         refused = [transformers_refuses(each, shapes or {}) for each in (found, instead)]
