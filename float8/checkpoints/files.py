@@ -4,10 +4,11 @@ The format is that of the package ``safetensors``, and the names are those of Hu
 ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with
 ``model.safetensors.index.json``, whose ``weight_map`` says which file has a key.
 
-`Shards.read` maps one tensor into memory. `write_shards` holds the tensors of one file, and makes a
-folder beside the final one, under a name that starts with a dot. It is renamed when all of it is on
-the disk. Any error removes it, and an existing folder stays as it is until then. A process that is
-killed between the two renames of an overwrite leaves the old folder, complete, beside the new one.
+`Shards.read` maps files into memory, one at a time. `write_shards` holds the tensors of one file.
+It makes a folder beside the final one, under a name that starts with a dot, which is renamed when
+all of it is on the disk. Any error removes it, and an existing folder stays as it is until then. A
+process that is killed between the two renames of an overwrite leaves the old folder, complete,
+beside the new one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,6 +100,7 @@ class Shards:
         self.path = Path(path)
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.specs: dict[str, Spec] = {}
+        self._open: tuple[str, Any] | None = None  # the file that was read last
         for name in _files_of(self.path):
             for key, spec in _read_specs(self.folder / name).items():
                 if (other := self.specs.get(key)) is not None:
@@ -105,9 +108,14 @@ class Shards:
                 self.specs[key] = spec
 
     def read(self, key: str) -> Tensor:
-        """A tensor on the CPU, mapped into memory until it is freed; copy it to keep it."""
-        with safe_open(self.folder / self.specs[key].file, "pt") as file:
-            found: Tensor = file.get_tensor(key)
+        """A tensor on the CPU; its memory is that of the mapped file, so it is not written to.
+
+        The file stays mapped until a tensor of another one is read and its own are freed.
+        """
+        name = self.specs[key].file
+        if self._open is None or self._open[0] != name:  # opening reads the whole header
+            self._open = name, safe_open(self.folder / name, "pt")
+        found: Tensor = self._open[1].get_tensor(key)
         return found
 
 

@@ -14,8 +14,8 @@ without any float8 weight load too.
 
 **Nothing changes when it raises.** All names, shapes, dtypes and scales are checked first
 (`float8.checkpoints.source`), and all layers that are converted. Only then is data copied, tensor
-by tensor, each mapped into memory while it is copied. Parameters keep their memory; those on the
-meta device get some.
+by tensor, from files that are mapped into memory one at a time. Parameters keep their memory; those
+on the meta device get some.
 
 **Layers that keep float8 weights** cast their inputs as the layout says: per 128 values of a token
 (``fine_grained``), per token or with the scale of the file (``compressed_tensors``, ``modelopt``),
@@ -273,9 +273,8 @@ def _not_filled(
     """Keys of the model that are missing, and tensors that would have no values."""
     for key, slot in slots.items():
         tensor = _tensor_of(model, slot.parameter)
-        is_left = any(fnmatchcase(key, pattern) for pattern in ignore)
-        is_left = is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)
-        if key not in filled and not is_left:
+        is_left = key in filled or any(fnmatchcase(key, pattern) for pattern in ignore)
+        if not (is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)):
             yield f"{key} of the model is missing"
         if tensor.is_meta and is_sharded(tensor):
             yield f"{key} is sharded on the meta device: call model.to_empty(device=...) first"

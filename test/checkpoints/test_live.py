@@ -201,7 +201,6 @@ def test_stacks_of_sharded_models_are_gathered(one_rank):
     assert_same_updates(weight_updates(fully_shard(model)), weight_updates(plain))
 
 
-@pytest.mark.slow
 def test_sharded_models_push_the_bits_of_one_process():
     checks = [
         *(("every_rank_gets_whole_tensors", r) for r in ("blockwise", "rowwise", "delayed")),
