@@ -18,13 +18,14 @@ INTEGRATIONS = {
     "torchtitan": ["torchtitan; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
 }
+CHECKPOINTS = ["safetensors"]  # float8.checkpoints
 RUFF = "ruff==0.17.5"
 DOCS = ["mkdocs-material", "mkdocstrings[python]", RUFF]  # ruff breaks long signatures
 FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package in packages})
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
 # Readers of what float8.checkpoints and torch.onnx write.
-TEST += ["safetensors", "compressed-tensors; python_version >= '3.11'", "peft"]
+TEST += [*CHECKPOINTS, "compressed-tensors; python_version >= '3.11'", "peft"]
 TEST += ["onnx", "onnxruntime", "onnxscript"]
 DEV = [RUFF, "mypy==2.4.1", *TEST]
 
@@ -76,5 +77,12 @@ setup(
     package_data={"float8": ["py.typed"], "float8.numerics": ["page.*"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
-    extras_require={"demo": DEMO, "docs": DOCS, "test": TEST, "dev": DEV, **INTEGRATIONS},
+    extras_require={
+        "checkpoints": CHECKPOINTS,
+        "demo": DEMO,
+        "docs": DOCS,
+        "test": TEST,
+        "dev": DEV,
+        **INTEGRATIONS,
+    },
 )

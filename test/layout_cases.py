@@ -7,7 +7,7 @@ import torch
 
 from float8 import E4M3, Float8Tensor
 from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt
-from float8.checkpoints.layout import Layer, Layout
+from float8.checkpoints.layouts import Layer, Layout
 from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Rowwise
 

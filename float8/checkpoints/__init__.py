@@ -11,30 +11,22 @@ reads published ones as a base to train on.
 - `weight_updates` yields the same tensors, one at a time, from the weights as they are now.
 - ``python -m float8.checkpoints`` inspects, converts and compares folders.
 
-How a float8 weight is stored is a `Layout`, one file each: ``fine_grained.py`` (the 128x128 blocks
-of DeepSeek-V3), ``compressed_tensors.py`` (per tensor, channel or block, and MX), ``modelopt.py``
-(per tensor, static inputs). It converts a `Float8Tensor` to named tensors and back, and reads
-neither files nor modules. A new layout is its file and its row in ``layouts.LAYOUTS``.
+How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
+128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
+`ModelOpt` (per tensor, static inputs). It converts a `Float8Tensor` to named tensors and back. A
+new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the files
+(``files.py``), so this package needs the extra ``checkpoints``.
 
-``layout.py``, ``layer_checks.py``, ``skipped_names.py`` < the layouts < ``layouts.py``;
-``shards.py``, ``new_folder.py`` < ``shard_writer.py``: files, no layouts; ``readers.py`` (which
-libraries read a layout) < ``model_layout.py``, ``inspection.py``; ``weights.py``: what each
-entry of a model becomes, over ``stacks.py`` (names and experts as published checkpoints have them),
-``float8_layers.py`` (which layers are in float8), ``weight_cast.py`` (with which bits),
-``input_scale.py`` and ``model_layout.py`` < ``ranks.py``, ``finite.py``, ``model_config.py`` <
-``save.py``, ``live.py``; ``source.py`` (the weights of a checkpoint) < ``matching.py`` (where they
-go in a model), ``parameters.py`` (writing them there), ``resident.py`` (layers that keep them) <
-``loading.py``; ``source.py`` < ``inspection.py`` < ``comparison.py``, ``rewriting.py`` (which also
-imports ``weights.py``) < ``__main__.py``.
+``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a weight is stored), ``source.py``
+(the weights of a checkpoint). A model: ``names.py`` (names and experts as published checkpoints
+have them), ``casts.py`` < ``weights.py`` (what each parameter becomes) < ``save.py``; and
+``source.py``, ``parameters.py`` (the part that a rank has) < ``loading.py``. Files alone:
+``source.py`` < ``inspection.py`` < ``rewriting.py`` < ``__main__.py``.
 """
 
-from float8.checkpoints.compressed_tensors import CompressedTensors
-from float8.checkpoints.fine_grained import FineGrained
-from float8.checkpoints.live import weight_updates
+from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.modelopt import ModelOpt
-from float8.checkpoints.save import save_pretrained
-from float8.checkpoints.save_plan import SavePlan, plan_save
+from float8.checkpoints.save import SavePlan, plan_save, save_pretrained, weight_updates
 
 __all__ = [
     "CompressedTensors",

@@ -15,18 +15,19 @@ import argparse
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 
-from float8.checkpoints.comparison import compare_checkpoints
-from float8.checkpoints.compressed_tensors import CompressedTensors
-from float8.checkpoints.fine_grained import FineGrained
-from float8.checkpoints.inspection import inspect_checkpoint
-from float8.checkpoints.layout import Layout
-from float8.checkpoints.modelopt import ModelOpt
-from float8.checkpoints.rewriting import SKIP, plan_rewriting
+from float8.checkpoints.inspection import (
+    Comparison,
+    Inspection,
+    compare_checkpoints,
+    inspect_checkpoint,
+)
+from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
+from float8.checkpoints.rewriting import SKIP, Rewriting, plan_rewriting
 from float8.checkpoints.source import Source
 from float8.formats import ScaleFormat
 from float8.granularity import Rowwise, Tensorwise
@@ -95,75 +96,37 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-class _Progress:
-    """A line on a terminal's stderr that says what is being read."""
-
-    def __init__(self) -> None:
-        self.shown, self.length = 0.0, 0
-
-    def __call__(self, done: int, total: int, key: str) -> None:
-        now = time.monotonic()
-        if now - self.shown > 0.2 and sys.stderr.isatty():
-            self.shown = now
-            self._write(f"{done}/{total} {key}"[:79])
-
-    def end(self) -> None:
-        """Clear the line."""
-        if self.length:
-            self._write("")
-
-    def _write(self, text: str) -> None:
-        print(f"\r{text:<{self.length}}\r{text}", end="", file=sys.stderr, flush=True)
-        self.length = len(text)
-
-
-def _inspect(options: argparse.Namespace, progress: _Progress) -> tuple[int, str]:
-    found = inspect_checkpoint(options.path, data=options.data, progress=progress)
-    return int(bool(found.problems)), _json(found.as_dict()) if options.json else str(found)
-
-
-def _compare(options: argparse.Namespace, progress: _Progress) -> tuple[int, str]:
-    found = compare_checkpoints(options.a, options.b, progress=progress)
-    status = int(not found.is_within(options.at_least))
-    return status, _json(found.as_dict()) if options.json else found.table(options.top)
-
-
-def _convert(options: argparse.Namespace, progress: _Progress) -> tuple[int, str]:
+def _run(options: argparse.Namespace) -> tuple[int, str]:
+    """The exit status and what is printed."""
+    if options.command == "inspect":
+        found = inspect_checkpoint(options.path, data=options.data)
+        return int(bool(found.problems)), _json(found) if options.json else str(found)
+    if options.command == "compare":
+        both = compare_checkpoints(options.a, options.b)
+        status = int(not both.is_within(options.at_least))
+        return status, _json(both) if options.json else both.table(options.top)
     plan = plan_rewriting(Source(options.path), TARGETS[options.layout], options.skip)
     if not options.dry_run:
-        plan.write(
-            options.out,
-            max_shard_bytes=options.max_shard_size,
-            overwrite=options.overwrite,
-            progress=progress,
-        )
+        limit = options.max_shard_size
+        plan.write(options.out, max_shard_bytes=limit, overwrite=options.overwrite)
     end = "nothing was written" if options.dry_run else f"written to {options.out}"
-    return 0, _json(plan.as_dict()) if options.json else f"{plan}\n{end}"
+    return 0, _json(plan) if options.json else f"{plan}\n{end}"
 
 
-def _json(found: object) -> str:
-    return json.dumps(found, indent=1, allow_nan=False)
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace, _Progress], tuple[int, str]]] = {
-    "inspect": _inspect,
-    "compare": _compare,
-    "convert": _convert,
-}
+def _json(found: Inspection | Comparison | Rewriting) -> str:
+    own = found.as_dict() if isinstance(found, Rewriting) else asdict(found)
+    return json.dumps(own, indent=1, allow_nan=False)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command line; bad input ends it with a message and status 2."""
     options = parser().parse_args(argv)
-    progress = _Progress()
     try:
-        status, text = _COMMANDS[options.command](options, progress)
+        status, text = _run(options)
     except (ValueError, OSError) as error:
-        progress.end()
         message = str(error).replace("overwrite=True", "--overwrite")  # as it is written here
         print(f"{options.command}: {message}", file=sys.stderr)
         return 2
-    progress.end()
     print(text)
     return status
 

@@ -4,46 +4,39 @@ A tensor of a file goes to a `Slot` of a parameter: all of it, or one expert's p
 parameter that FSDP2 has sharded has a box of the whole on this rank; `write` copies what the two
 have in common. No rank reads more than that, but for float8 blocks that the border of a shard
 splits.
-
-Rows are copied some at a time, so that dequantising holds no second copy of a weight in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.checkpoints.stacks import Slot
+from float8.checkpoints.names import Slot
 from float8.granularity import WHOLE, ceil_div
 from float8.linear.float8_weight import as_parameter
 from float8.tensor import Float8Tensor
 
-_ELEMENTS = 1 << 22  # that are dequantised at a time: 16 MiB in float32
 Box = tuple[slice, ...]  # start and stop along each dimension
 
 
 @torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give parameters and persistent buffers on the meta device memory; shared ones stay shared."""
-    new: dict[int, Any] = {}
-    old: list[Tensor] = []  # whose ids stay theirs
+    new: dict[int, tuple[Tensor, Any]] = {}  # id -> the old one, whose id stays its, and the new
     for module in model.modules():
         for entries in (module._parameters, module._buffers):
             for name, own in entries.items():
                 if own is None or not own.is_meta or name in module._non_persistent_buffers_set:
                     continue
                 if id(own) not in new:
-                    old.append(own)
                     data = torch.empty_like(own, device=device, requires_grad=False)
-                    is_parameter = isinstance(own, nn.Parameter)
-                    new[id(own)] = (
-                        as_parameter(own, data, own.requires_grad) if is_parameter else data
-                    )
-                entries[name] = new[id(own)]
+                    if isinstance(own, nn.Parameter):
+                        data = as_parameter(own, data, own.requires_grad)
+                    new[id(own)] = own, data
+                entries[name] = new[id(own)][1]
 
 
 @torch.no_grad()
@@ -55,15 +48,9 @@ def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
     """
     local, offset = _local(parameter)
     target, box = _overlap(slot, parameter.shape, local.shape, offset)
-    if target is None:
-        return
-    for part in _rows(box):
-        own = tuple(
-            slice(p.start - b.start, p.stop - b.start) for p, b in zip(part, box, strict=True)
-        )
+    if target is not None:
         view = local[target]
-        view = view.mT if slot.transposed else view
-        view[own].copy_(_plain(source, part))
+        (view.mT if slot.transposed else view).copy_(_plain(source, box))
 
 
 def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
@@ -105,19 +92,6 @@ def _overlap(
     if slot.transposed:
         box[-2:] = reversed(box[-2:])
     return tuple(target), tuple(box)
-
-
-def _rows(box: Box) -> Iterator[Box]:
-    """The box in parts of some rows."""
-    if not box:
-        yield box
-        return
-    columns = 1
-    for extent in box[1:]:
-        columns *= extent.stop - extent.start
-    step = max(128, _ELEMENTS // max(columns, 1) // 128 * 128)
-    for start in range(box[0].start, box[0].stop, step):
-        yield slice(start, min(start + step, box[0].stop)), *box[1:]
 
 
 def _plain(source: Tensor, box: Box) -> Tensor:

@@ -1,13 +1,13 @@
-"""`save_pretrained`: a model as a folder in float8 that serving engines load.
+"""`save_pretrained`, `plan_save` and `weight_updates`: a model in float8 for serving engines.
 
 ::
 
-    from float8.checkpoints import plan_save, save_pretrained
+    from float8.checkpoints import plan_save, save_pretrained, weight_updates
 
     print(plan_save(model))                       # layers, bytes, what is skipped and why
     save_pretrained(model, "model-fp8")           # then: vllm serve ./model-fp8
-
-The parameters go from the model to the file one at a time (``weights.py`` < ``shard_writer.py``).
+    for name, tensor in weight_updates(model):    # the same tensors, after each step
+        engine.load_weights([(name, tensor)])
 
 **Sharded models.** Where parameters are DTensors, as of FSDP2, all ranks of their mesh make the
 call. They gather one parameter after the other, and the first rank writes. If that fails, it goes
@@ -18,23 +18,73 @@ whole in each process: let one process save it.
 
 from __future__ import annotations
 
+import copy
+import json
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from float8 import kernels
 from float8.arguments import check_bool, check_module, check_type
-from float8.checkpoints.finite import refuses_values
-from float8.checkpoints.layout import Layout
-from float8.checkpoints.model_config import files_beside
-from float8.checkpoints.new_folder import refuses_folder
-from float8.checkpoints.ranks import Sharing, agree
-from float8.checkpoints.save_plan import SavePlan, plan_of
-from float8.checkpoints.shard_writer import FORMAT, MAX_SHARD_BYTES, write_shards
-from float8.checkpoints.weights import Checkpoint, Item, items
+from float8.checkpoints.files import (
+    MAX_SHARD_BYTES,
+    refuses_folder,
+    write_shards,
+)
+from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
+from float8.checkpoints.weights import (
+    Item,
+    SavePlan,
+    planned,
+    refuses_values,
+    transformers_config,
+    unwrapped,
+)
+from float8.distributed.rank_comparison import compare_ranks
 
-__all__ = ["save_pretrained"]
+__all__ = ["SavePlan", "plan_save", "save_pretrained", "weight_updates"]
+
+
+def plan_save(
+    model: nn.Module,
+    layout: Layout | str | None = None,
+    *,
+    input_scales: Mapping[str, float | Tensor] | None = None,
+    recast: bool = False,
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+) -> SavePlan:
+    """What `save_pretrained` would write for a model; no data is read, and nothing is written.
+
+    Args:
+        model: converted to float8; also on the meta device.
+        layout, input_scales, recast, max_shard_bytes: as `save_pretrained`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: the model has no layer in float8, or some that the layout cannot store; the
+            message names all of them, and the fix.
+    """
+    plan, _ = planned(model, layout, input_scales, recast, max_shard_bytes)
+    _warn_of_readers(plan, model)
+    return plan
+
+
+def _warn_of_readers(plan: SavePlan, model: nn.Module) -> None:
+    if plan.layout.name != "fine_grained" or transformers_config(model) is None:
+        return
+    shapes = {name: plan.tensors[f"{name}.weight"].shape for name in plan.layers}
+    if (reason := transformers_refuses(plan.layout, shapes)) is not None:
+        warnings.warn(
+            f"{TRANSFORMERS} misreads this checkpoint: {reason}. It reads "
+            "CompressedTensors(Rowwise()) in all sizes",
+            stacklevel=3,
+        )
 
 
 def save_pretrained(
@@ -69,7 +119,8 @@ def save_pretrained(
             ``float8.calibrate(model, batches).static_scales()``. Layers whose inputs are cast with
             a constant or a delayed scale have their own.
         recast: dequantise and cast again float8 weights of another granularity than the layout's.
-        max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone.
+        max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone. So
+            much memory is needed beside the model.
         overwrite: replace the checkpoint in an existing folder once the new one is complete. Files
             of other names stay.
         progress: show a bar, by tqdm.
@@ -92,96 +143,195 @@ def save_pretrained(
     check_bool(overwrite, "save_pretrained: overwrite")
     check_bool(progress, "save_pretrained: progress")
     sharing = Sharing.of(model)
-    found, error = None, None
+    plan, error = None, None
+    bar: Any = nullcontext()
     try:
-        found = items(model, layout, input_scales=input_scales, recast=recast)
-        plan = plan_of(found, max_shard_bytes)
+        plan, found = planned(model, layout, input_scales, recast, max_shard_bytes)
+        _warn_of_readers(plan, model)
         if sharing.writes and (reason := refuses_folder(Path(folder), overwrite)) is not None:
             raise FileExistsError(reason)
-        if (reason := refuses_values(found.items)) is not None:
+        if (reason := refuses_values(found)) is not None:
             raise ValueError(reason)
-        beside = files_beside(model, found)
-        bar = _Bar(found, progress and sharing.writes)
+        files = _files_beside(model, plan)
+        if progress and sharing.writes:
+            from tqdm import tqdm
+
+            bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="float8 checkpoint")
     except Exception as caught:
         error = caught
-    agree(sharing, "calls save_pretrained", error, found)
-    assert found is not None
-    if sharing.writes:
-        error = _write(found, Path(folder), max_shard_bytes, beside, overwrite, bar, sharing)
-    else:
-        for item in found.items:
-            item.gather()
+    agree(sharing, "calls save_pretrained", error, plan)
+    assert plan is not None
+    left = iter(found)
+    try:
+        with bar as shown:
+            if sharing.writes:
+                stream = _tensors(left, shown)
+                write_shards(folder, plan.tensors, stream, files=files, overwrite=overwrite)
+    except Exception as caught:
+        error = caught
+    for item in left:  # all of them, or those after an error
+        item.gather()
     agree(sharing, "has saved", error)
     return plan
 
 
-def _write(
-    checkpoint: Checkpoint,
-    folder: Path,
-    max_shard_bytes: float,
-    files: Mapping[str, str],
-    overwrite: bool,
-    bar: _Bar,
-    sharing: Sharing,
-) -> Exception | None:
-    """Write a checkpoint from the rank that does; the error, once no rank waits for this one."""
-    left, is_gathering = iter(checkpoint.items), False
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        nonlocal is_gathering
-        for item in left:
-            is_gathering = True
-            gathered = item.gather()
-            is_gathering = False
-            tensors = item.cast(gathered)
-            del gathered  # freed with the last of its tensors
-            yield from tensors
-            bar.advance(item)
-
-    try:
-        with bar:
-            write_shards(
-                folder,
-                checkpoint.specs,
-                stream(),
-                max_shard_bytes,
-                FORMAT,
-                files=files,
-                overwrite=overwrite,
-            )
-    except Exception as error:
-        if sharing.ranks and not is_gathering:
-            for item in left:
-                item.gather()
-        return error
-    return None
+def _tensors(left: Iterator[Item], bar: Any = None) -> Iterator[tuple[str, Tensor]]:
+    for item in left:
+        yield from item.cast(item.gather())
+        if bar is not None:
+            bar.update(sum(spec.nbytes for spec in item.specs.values()))
 
 
-class _Bar:
-    """The progress of a checkpoint, shown by tqdm if asked for."""
+def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
+    """File name -> text of the files beside the tensors; the model is not changed.
 
-    def __init__(self, checkpoint: Checkpoint, is_shown: bool) -> None:
-        self._bar: Any = None
-        if not is_shown:
-            return
+    The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
+    ``quantization_config`` added. Of any other model the file has that entry alone.
+    """
+    others = plan.layout.other_files(plan.quantization_config)
+    others["config.json"] = {"quantization_config": plan.quantization_config}
+    files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}
+    if (config := transformers_config(model)) is not None:
+        plain: Any = unwrapped(model)
+        own = copy.deepcopy(config)
+        own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds
+        own.dtype = str(plain.dtype).removeprefix("torch.")
+        own.quantization_config = plan.quantization_config
+        files["config.json"] = own.to_json_string()
+        if plain.can_generate() and getattr(plain, "generation_config", None) is not None:
+            files["generation_config.json"] = plain.generation_config.to_json_string()
+    return files
+
+
+# --- ranks
+
+
+class Sharing(NamedTuple):
+    """The ranks over which parameters of a model are sharded, and their process groups."""
+
+    ranks: list[int]
+    groups: list[dist.ProcessGroup]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Sharing:
+        """Those of a model; both lists are empty if it is whole here."""
+        ranks: set[int] = set()
+        groups: dict[str, dist.ProcessGroup] = {}
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if kernels.is_sharded(tensor):
+                mesh = tensor.device_mesh  # type: ignore[attr-defined]
+                ranks |= set(mesh.mesh.flatten().tolist())
+                groups |= {group.group_name: group for group in mesh.get_all_groups()}
+        return cls(sorted(ranks), list(groups.values()))
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the files."""
+        return not self.ranks or dist.get_rank() == self.ranks[0]
+
+
+def agree(
+    sharing: Sharing, entry: str, error: Exception | None, plan: SavePlan | None = None
+) -> None:
+    """Raise the error of one rank on all ranks, or an error if their checkpoints differ."""
+    if len(sharing.ranks) > 1:
+        specs = {} if plan is None else plan.tensors
+        facts = {key: {"dtype": str(s.dtype), "shape": str(s.shape)} for key, s in specs.items()}
+        own = None if error is None else f"rank {dist.get_rank()} {entry}: {error}"
+        remedy = "Give each rank the same model, layout and arguments"
         try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise ImportError(
-                "progress=True shows a bar of tqdm, which is missing: pip install tqdm, or leave "
-                "it out"
-            ) from error
-        total = sum(spec.nbytes for spec in checkpoint.specs.values())
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="float8 checkpoint")
+            compare_ranks(sharing.groups, facts, remedy, own, "checkpoints")
+        except RuntimeError as verdict:
+            raise verdict from error
+    if error is not None:
+        raise error
 
-    def advance(self, item: Item) -> None:
-        """Count the tensors of an item as written."""
-        if self._bar is not None:
-            self._bar.update(sum(spec.nbytes for spec in item.specs.values()))
 
-    def __enter__(self) -> None:
-        pass
+# --- without files
 
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+
+def weight_updates(
+    model: nn.Module,
+    layout: Layout | str | None = None,
+    *,
+    input_scales: Mapping[str, float | Tensor] | None = None,
+    recast: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model as a float8 checkpoint has them, one tensor at a time.
+
+    The names, tensors and bits are those that `save_pretrained` writes, each scale after its
+    weight. Data and scales are those that the trainer multiplies. Weights that are in float8
+    already, resident or by `float8.cached_weights`, are not cast again. One parameter is gathered
+    at a time, and its matrices are cast one after the other.
+
+    Args:
+        model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks call this
+            and iterate to the end, in step with each other, and each gets whole tensors.
+        layout: how layers are stored, as in `save_pretrained`.
+        input_scales: layer -> the static scale of its input, as in `save_pretrained`.
+        recast: cast float8 weights of another granularity again, as in `save_pretrained`.
+
+    Returns:
+        An iterator of (name, tensor), for one use. Tensors may share memory with the model: an
+        engine copies them before the next optimizer step.
+
+    Raises:
+        TypeError: an argument has another type.
+        ValueError: the layout cannot store a layer, or a parameter has NaN or inf.
+        RuntimeError: of a sharded model, on every rank: the error of any rank. While iterating: a
+            parameter was written to since the call, so an engine would have weights of two steps.
+    """
+    check_module(model, "weight_updates")
+    plan, error = None, None
+    try:
+        plan, found = planned(model, layout, input_scales, recast)
+        if (reason := refuses_values(found)) is not None:
+            raise ValueError(reason)
+    except Exception as caught:
+        error = caught
+    agree(Sharing.of(model), "calls weight_updates", error, plan)
+    return _watched(_tensors(iter(found)), _Watch(model))
+
+
+def _watched(tensors: Iterator[tuple[str, Tensor]], watch: _Watch) -> Iterator[tuple[str, Tensor]]:
+    handle = register_optimizer_step_post_hook(watch.note)
+    try:
+        while True:
+            watch.check()  # before the next tensor is read
+            if (entry := next(tensors, None)) is None:
+                return
+            yield entry
+            del entry
+    finally:
+        handle.remove()
+
+
+class _Watch:
+    """Notices writes to the parameters of a model, from the moment when this is made.
+
+    Version counters show all writes but those of multi-tensor optimizers to sharded parameters
+    (torch 2.13), which a hook on optimizers shows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Inference tensors have no version, and are written to under inference_mode alone.
+        own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
+        self.names, self.parameters = list(own), list(own.values())
+        self.versions = [p._version for p in self.parameters]
+        self.stepped: set[int] = set()
+
+    def note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Remember which parameters an optimizer has stepped."""
+        self.stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def check(self) -> None:
+        """Raise if a parameter was written to."""
+        # One list for all: a model has thousands of parameters, and each tensor asks.
+        if not self.stepped and [p._version for p in self.parameters] == self.versions:
+            return
+        for name, p, version in zip(self.names, self.parameters, self.versions, strict=True):
+            if p._version != version or id(p) in self.stepped:
+                raise RuntimeError(
+                    f"weight_updates: {name} was written to since the call, and earlier tensors "
+                    "are of the weights before. Finish the iteration before the optimizer steps"
+                )

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.layout import Layer, Layout
-from float8.checkpoints.layouts import layout_of
-from float8.checkpoints.shards import Shards, Spec
+from float8.checkpoints.files import Shards, Spec
+from float8.checkpoints.layouts import Layer, Layout, layout_of
 from float8.formats import FORMATS
 
 WEIGHT = ".weight"
@@ -46,51 +45,42 @@ class Source:
     them and their config, raise ValueError. With ``raises=False`` they are in ``problems`` alone.
 
     Attributes:
+        specs: key -> dtype, shape and file of all tensors.
+        weights: the same of all weights, biases and buffers, without scales.
         layout: of the float8 weights; None if the files have none.
-        layers: the names of the layers in float8: ``NAME.weight`` is float8.
+        layers: the layers in float8, ``NAME.weight`` is float8 -> their keys beside the weight.
         problems: the contradictions, one text each.
     """
 
     def __init__(self, path: str | Path, *, raises: bool = True) -> None:
-        self.path = Path(path)
-        self.shards = Shards(path)
-        specs = self.shards.keys()
-        config, self.config_file = _quantization_config(self.path)
-        self.layout: Layout | None = (
-            None if config is None else _layout_of(config, self.config_file)
-        )
-        float8 = {key: spec for key, spec in specs.items() if spec.dtype in FORMATS}
-        self.layers = [key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT)]
-        fields = config or {}
-        fields = fields | fields.get("quantization", {})  # modelopt's own file nests them
-        self._skipped = [entry for field in _SKIPPED for entry in fields.get(field) or ()]
-        self._parts = self._keys_of_parts()
-        self.problems = [*self._problems_of_names(float8), *self._problems_of_layers()]
+        self.path, self._shards = Path(path), Shards(path)
+        self.folder, self.specs = self._shards.folder, self._shards.specs
+        self.layout, self._skipped, self.config_file = _read_config(self.folder)
+        suffixes = () if self.layout is None else self.layout.suffixes
+        float8 = {key: spec for key, spec in self.specs.items() if spec.dtype in FORMATS}
+        self.layers = {
+            name: [name + suffix for suffix in suffixes if name + suffix in self.specs]
+            for name in (key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT))
+        }
+        parts = {key for keys in self.layers.values() for key in keys}
+        self.weights = {key: spec for key, spec in self.specs.items() if key not in parts}
+        self.problems = [*self._problems(float8, suffixes)]
         if self.problems and raises:
             raise ValueError(told(f"{self.path} contradicts itself", self.problems))
 
-    def weights(self) -> dict[str, Spec]:
-        """Key -> `Spec` of all weights, biases and buffers; parts such as scales are left out."""
-        parts = {key for keys in self._parts.values() for key in keys}
-        return {key: spec for key, spec in self.shards.keys().items() if key not in parts}
-
     def read(self, key: str, dtype: torch.dtype) -> Tensor:
-        """A weight of `weights`, mapped into memory: a plain tensor, or a `Float8Tensor`.
+        """One of `weights`, mapped into memory: a plain tensor, or a `Float8Tensor`.
 
         A `Float8Tensor` dequantises to ``dtype``.
         """
         name = key.removesuffix(WEIGHT)
-        return self.layer(name, dtype).weight if name in self._parts else self.shards.read(key)
+        is_layer = key.endswith(WEIGHT) and name in self.layers
+        return self.layer(name, dtype).weight if is_layer else self._shards.read(key)
 
     def layer(self, name: str, dtype: torch.dtype) -> Layer:
         """One of `layers`, mapped into memory."""
         assert self.layout is not None
-        keys = (name + WEIGHT, *self._parts[name])
-        return self.layout.layer(name, self.shards.read, keys, dtype)
-
-    def parts(self, name: str) -> list[str]:
-        """The keys of one of `layers` beside its weight."""
-        return self._parts[name]
+        return self.layout.layer(name, self._shards.read, self.layers[name], dtype)
 
     def lists(self, name: str) -> str | None:
         """The entry by which the config leaves a module in high precision, or None."""
@@ -98,49 +88,36 @@ class Source:
 
     def place(self, key: str) -> str:
         """The file and key of a tensor, for messages."""
-        return f"{self.shards.keys()[key].file}: {key}"
+        return f"{self.specs[key].file}: {key}"
 
-    def _keys_of_parts(self) -> dict[str, list[str]]:
-        """Layer -> its keys beside the weight."""
-        suffixes = () if self.layout is None else self.layout.suffixes()
-        found = {
-            name: [name + s for s in suffixes if name + s in self.shards] for name in self.layers
-        }
-        return found
-
-    def _problems_of_names(self, float8: Mapping[str, Spec]) -> Iterator[str]:
-        for key in float8:
+    def _problems(self, float8: dict[str, Spec], suffixes: tuple[str, ...]) -> Iterator[str]:
+        for key, spec in float8.items():
             if not key.endswith(WEIGHT):
                 yield f"{self.place(key)} is in float8, and only weights ({WEIGHT}) are read so"
             elif self.layout is None:
                 yield (
-                    f"{self.place(key)} is {float8[key].dtype}, and no quantization_config in "
-                    "config.json says how its scale is stored; copy the config.json of the "
-                    "checkpoint beside its files"
+                    f"{self.place(key)} is {spec.dtype}, and no quantization_config in config.json "
+                    "says how its scale is stored; copy it beside the files"
                 )
-        for name in self.layers:
-            entry = self.lists(name)
-            if entry is not None:
-                yield (
-                    f"{self.place(name + WEIGHT)} is in float8, and {self.config_file} lists "
-                    f"{entry!r} as left in high precision; correct the one that is wrong"
-                )
-        suffixes = () if self.layout is None else self.layout.suffixes()
-        for key in self.shards:
+        for key in self.weights:
             suffix = next((s for s in suffixes if key.endswith(s)), None)
-            if suffix is not None and key.removesuffix(suffix) not in self._parts:
+            if suffix is not None:
                 weight = key.removesuffix(suffix) + WEIGHT
-                spec = self.shards.keys().get(weight)
-                has = f"is {spec.dtype}" if spec is not None else "is missing"
+                has = f"is {self.specs[weight].dtype}" if weight in self.specs else "is missing"
                 yield f"{self.place(key)} is the scale of float8 data, and {weight} {has}"
-
-    def _problems_of_layers(self) -> Iterator[str]:
-        for name in self.layers if self.layout is not None else ():
-            try:
-                self.layer(name, torch.float32)
-            except ValueError as error:
-                file = self.shards.keys()[name + WEIGHT].file
-                yield f"{file}: {error}; {self.config_file} says {self.layout}"
+        for name in self.layers:
+            place = self.place(name + WEIGHT)
+            if (entry := self.lists(name)) is not None:
+                yield (
+                    f"{place} is in float8, and {self.config_file} lists {entry!r} as left in high "
+                    "precision; correct the one that is wrong"
+                )
+            if self.layout is not None:
+                try:
+                    self.layer(name, torch.float32)
+                except ValueError as error:
+                    file = self.specs[name + WEIGHT].file
+                    yield f"{file}: {error}; {self.config_file} says {self.layout!r}"
 
 
 def told(what: str, problems: Iterable[str]) -> str:
@@ -150,47 +127,26 @@ def told(what: str, problems: Iterable[str]) -> str:
     return f"{what}:" + "".join(f"\n  {line}" for line in [*problems[:_SHOWN], *more])
 
 
-def _quantization_config(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """What says how float8 weights are stored, and the name of its file."""
-    folder = path if path.is_dir() else path.parent
+def _read_config(folder: Path) -> tuple[Layout | None, list[str], str]:
+    """How float8 weights are stored, the list of modules that are not, and the name of the file."""
     for name, field in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         file = folder / name
         if not file.is_file():
             continue
         try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            config: Any = json.loads(file.read_text(encoding="utf-8"))
+            config = config.get(field) if field else config
+            if config is None:
+                continue
+            fields = config | config.get("quantization", {})  # modelopt's own file nests them
+            lists = [fields.get(key) or [] for key in _SKIPPED]
+            skipped = [entry for entries in lists for entry in entries]
+            if not all(isinstance(x, list) for x in lists) or {*map(type, skipped)} - {str}:
+                raise ValueError(f"one of {', '.join(_SKIPPED)} is no list of names")
+            return layout_of(config), skipped, name
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: it is not readable: {error}") from error
-        _check_object(file, "it", config)
-        config = config.get(field) if field else config
-        if config is None:
-            continue
-        _check_fields(file, field or "it", config)
-        if "quantization" in config:
-            _check_fields(file, "quantization", config["quantization"])
-        return config, name
-    return None, ""
-
-
-def _check_object(file: Path, what: str, value: Any) -> None:
-    if not isinstance(value, dict):
-        raise ValueError(f"{file}: {what} is {value!r}, expected an object, {{...}}")
-
-
-def _check_fields(file: Path, what: str, config: Any) -> None:
-    """Raise if a config is no JSON object, or lists skipped modules as anything but names."""
-    _check_object(file, what, config)
-    for field in _SKIPPED:
-        value = config.get(field) or []
-        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-            raise ValueError(f"{file}: {field} is {value!r}, expected a list of names")
-
-
-def _layout_of(config: Mapping[str, Any], file: str) -> Layout:
-    try:
-        return layout_of(config)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    return None, [], ""
 
 
 def _lists(entry: str, name: str) -> bool:

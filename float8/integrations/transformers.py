@@ -79,9 +79,9 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints import plan_save, save_pretrained
+from float8.checkpoints.files import refuses_folder
 from float8.checkpoints.layouts import LAYOUTS
-from float8.checkpoints.model_layout import layout_for
-from float8.checkpoints.new_folder import refuses_folder
+from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.distributed.after_step import after_step

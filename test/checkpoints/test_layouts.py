@@ -21,8 +21,7 @@ from torch import Tensor
 
 from float8 import E4M3, E5M2, Float8Tensor
 from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt
-from float8.checkpoints.layout import Layer, Layout
-from float8.checkpoints.layouts import LAYOUTS, layout_of
+from float8.checkpoints.layouts import Layer, Layout, layout_of
 from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
@@ -60,12 +59,12 @@ def test_a_layer_comes_back_to_the_same_bits_without_a_copy(layout, shape):
     assert back.name == layer.name
     assert_same_float8(back.weight, layer.weight, (layout, shape))
     keys = [key.removeprefix("a.up_proj") for key in stored]
-    assert keys == [".weight", *layout.suffixes()]
+    assert keys == [".weight", *layout.suffixes]
     if layout.static_inputs:
         assert_bitwise(back.input_scale, layer.input_scale)
     parts = (layer.weight.float8_data, layer.weight.scale)
     assert [x.data_ptr() for x in stored.values()][:2] == [x.data_ptr() for x in parts]
-    without_data = layout.layer_without_data(layer.name, shape, layer.input_scale)
+    without_data = layout.without_data(layer.name, shape, layer.input_scale)
     assert layout.refuses(without_data) is None
     expected = {key: (t.shape, t.dtype) for key, t in stored.items()}
     assert {k: (t.shape, t.dtype) for k, t in layout.tensors(without_data).items()} == expected
@@ -77,18 +76,6 @@ def test_a_stored_weight_is_codes_times_scale(layout, shape):
     layer = layer_of(layout, shape, torch.float32)
     expected = stored_values(layout.tensors(layer)).to(torch.float32)
     assert_bitwise(layer.weight.dequantize(), expected, (layout, shape))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [Tensor.reciprocal, Tensor.t, lambda scale: scale.roll(1, 0)],
-    ids=["reciprocal", "transpose", "roll"],
-)
-def test_the_oracle_sees_a_wrong_scale(wrong):
-    layer = layer_of(FineGrained(), (256, 256), torch.float32)
-    data, scale = FineGrained().tensors(layer).values()
-    found = stored_values({"weight": data, "scale": wrong(scale)})
-    assert not torch.equal(found.to(torch.float32), layer.weight.dequantize())
 
 
 # --- what a file may hold besides
@@ -164,21 +151,21 @@ FAULTS = [
     (FLOATS, 1, first(math.inf), "holds inf"),
     (FLOATS, 1, first(0.0), r"holds 0\.0"),
     (FLOATS, 1, first(-0.5), r"holds -0\.5"),
-    (FLOATS, 1, Tensor.double, "is torch.float64, expected"),
-    (FLOATS, 1, Tensor.int, "is torch.int32, expected"),
-    (FLOATS, 1, lambda t: torch.ones(t.numel() + 1, 1), "has shape"),
-    (FLOATS, 1, lambda t: t.reshape(-1, 1, 1), "has shape"),
-    (FLOATS, 0, Tensor.bfloat16, "is torch.bfloat16, expected"),
+    (FLOATS, 1, Tensor.double, "is torch.float64"),
+    (FLOATS, 1, Tensor.int, "is torch.int32"),
+    (FLOATS, 1, lambda t: torch.ones(t.numel() + 1, 1), "of shape"),
+    (FLOATS, 1, lambda t: t.reshape(-1, 1, 1), "of shape"),
+    (FLOATS, 0, Tensor.bfloat16, "is torch.bfloat16"),
     (FLOATS, 0, lambda t: t.view(torch.float8_e5m2), "is torch.float8_e5m2"),
     (FLOATS, 0, lambda t: t[None], "expected a matrix"),
     (BYTES, 1, nan_byte, r"holds nan at \[0, 1\]"),
     (["fine_grained"], 1, lambda t: torch.full_like(t, 120, dtype=torch.uint8), "torch.uint8"),
-    (["mx"], 1, Tensor.float, "is torch.float32, expected"),
-    (GRIDS, 1, Tensor.t, "has shape"),
-    (GRIDS, 1, lambda t: t.repeat_interleave(2, 1), "has shape"),
+    (["mx"], 1, Tensor.float, "is torch.float32"),
+    (GRIDS, 1, Tensor.t, "of shape"),
+    (GRIDS, 1, lambda t: t.repeat_interleave(2, 1), "of shape"),
     (STATIC, 2, None, "is missing"),
     (STATIC, 2, lambda t: t * 0, r"holds 0\.0"),
-    (STATIC, 2, lambda t: torch.ones(2), r"has shape \(2,\)"),
+    (STATIC, 2, lambda t: torch.ones(2), r"of shape \(2,\)"),
 ]
 
 
@@ -222,7 +209,7 @@ def test_a_layer_of_another_kind_is_refused_with_the_reason(layout):
         for bad, says in ((torch.full_like(scale, math.nan), "nan at"), (in_bytes, "e8m0fnu")):
             refused.append((Float8Tensor(data, bad, block, dtype), None, says))
     if layout.static_inputs:
-        for wrong in (None, torch.ones(2), torch.tensor(1.0).double(), torch.tensor(-1.0)):
+        for wrong in (None, torch.tensor(-1.0)):
             refused.append((layer.weight, wrong, "no static" if wrong is None else "input scale"))
     for weight, input_scale, says in refused:
         assert says in layout.refuses(Layer("a", weight, input_scale))
@@ -237,7 +224,7 @@ def test_mx_needs_whole_blocks():
     ("make", "says"),
     [
         (lambda: CompressedTensors(Blockwise(3, 5)), "granularity must be one of"),
-        (lambda: CompressedTensors(BLOCKS, static_inputs=True), "static_inputs=True needs"),
+        (lambda: CompressedTensors(BLOCKS, static_inputs=True), "granularity must be one of"),
         (lambda: FineGrained(scale_format=ScaleFormat.E8M0_FLOOR), "scale_format must be one of"),
         (lambda: FineGrained((128,)), "block must be"),
     ],
@@ -245,12 +232,6 @@ def test_mx_needs_whole_blocks():
 def test_a_layout_that_no_file_can_have_is_refused(make, says):
     with pytest.raises(ValueError, match=says):
         make()
-
-
-def test_the_table_names_each_layout_once():
-    assert {name: layout.name for name, layout in LAYOUTS.items()} == {n: n for n in LAYOUTS}
-    assert {type(layout) for layout in LAYOUT_CASES.values()} == set(LAYOUTS.values())
-    assert Tensorwise() == CompressedTensors().granularity == ModelOpt().granularity
 
 
 # --- quantization_config
@@ -297,9 +278,9 @@ CONFIGS = [
     (with_arguments("weights", type="int"), "'type': 'int'"),
     (with_arguments("weights", symmetric=False), "'symmetric': False"),
     (with_arguments("weights", dynamic=True), "config_groups"),
-    (with_arguments("input_activations", strategy="tensor"), "input_activations="),
-    (with_groups(), "config_groups of 0 different"),
-    (with_groups(DYNAMIC, compressed("tensor")), "config_groups of 2 different schemes"),
+    (with_arguments("input_activations", strategy="tensor"), "one scheme of 8 bit"),
+    (with_groups(), "one scheme of 8 bit"),
+    (with_groups(DYNAMIC, compressed("tensor")), "one scheme of 8 bit"),
     (DYNAMIC | {"sparsity_config": {"format": "sparse-bitmask"}}, "sparse-bitmask"),
     (DYNAMIC | {"transform_config": {"config_groups": {"R1": 1}}}, "transform_config"),
     (MODEL_OPT | {"quant_algo": "NVFP4"}, "quant_algo='NVFP4'; readable: 'FP8'"),
@@ -327,7 +308,7 @@ def test_our_config_is_read_back_and_lists_skipped_layers_once_in_order(layout):
     is_bytes = isinstance(layout, FineGrained) and layout.scale_format is ScaleFormat.E8M0
     expected = replace(layout, scale_format=POW2.scale_format) if is_bytes else layout
     assert layout_of(json.loads(json.dumps(config))) == expected
-    files = layout.other_files(["a.up"], ["lm_head"])
+    files = layout.other_files(layout.quantization_config(["a.up"], ["lm_head"]))
     if isinstance(layout, ModelOpt):
         found = files["hf_quant_config.json"]["quantization"]
         assert (found["quant_algo"], found["exclude_modules"]) == ("FP8", ["lm_head"])

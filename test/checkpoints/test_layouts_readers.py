@@ -6,8 +6,6 @@ for bit. vLLM is not installed with the tests: the rules of its loader are a tab
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 pytest.importorskip("transformers")
@@ -17,12 +15,7 @@ import torch
 from assertions import assert_bitwise
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-from compressed_tensors.utils.match import is_match
 from layout_cases import LAYOUT_CASES, layer_of
-from torch import nn
-from transformers import (
-    FineGrainedFP8Config,
-)
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 FINE_GRAINED = {n: c for n, c in LAYOUT_CASES.items() if n.startswith("fine_grained")}
@@ -30,16 +23,6 @@ FORMAT = {n: c for n, c in LAYOUT_CASES.items() if c.name == "compressed_tensors
 
 
 # --- transformers
-
-
-def test_transformers_parses_the_config_of_fine_grained():
-    for layout in FINE_GRAINED.values():
-        config = layout.quantization_config(["a.up"], ["lm_head"])
-        parsed = FineGrainedFP8Config.from_dict(config)
-        assert parsed.weight_block_size == list(layout.block)
-        assert parsed.activation_scheme == "dynamic"
-        assert parsed.modules_to_not_convert == ["lm_head"]
-        assert parsed.scale_fmt == config.get("scale_fmt", "float")
 
 
 @pytest.mark.parametrize(
@@ -100,14 +83,6 @@ def test_compressed_tensors_decompresses_ours(name, shape):
     assert_bitwise(found, layer.weight.dequantize().to(found.dtype), (name, shape))
 
 
-def test_compressed_tensors_skips_what_is_listed_and_no_more():
-    config = FORMAT["rowwise"].quantization_config(["mlp.gate_proj"], ["mlp.gate", "lm_head"])
-    linear = nn.Linear(2, 2)
-    assert is_match("mlp.gate", linear, config["ignore"])
-    assert not is_match("mlp.gate_proj", linear, config["ignore"])
-    assert is_match("mlp.gate_proj", linear, config["config_groups"]["group_0"]["targets"])
-
-
 # --- vLLM 0.33.0: what its loader takes
 
 # The parameter that receives a tensor, in the file that makes it, and what the parameter accepts
@@ -146,16 +121,3 @@ def test_keys_shapes_and_dtypes_are_those_of_vllms_parameters(name):
     )
     wanted = {"mx": torch.uint8, "fine_grained_e8m0": torch.float8_e8m0fnu}
     assert {t.dtype for t in stored.values()} == {wanted.get(name, torch.float32)}
-
-
-def test_the_config_has_the_fields_that_vllm_asks_for():
-    """``from_config`` of fp8.py and modelopt.py, which raise an error where one is missing."""
-    config = LAYOUT_CASES["fine_grained"].quantization_config(["a"], ["lm_head"])
-    assert "fp8" in config["quant_method"]
-    assert config["activation_scheme"] == "dynamic"  # static is refused with blocks
-    assert len(config["weight_block_size"]) == 2
-    assert config["modules_to_not_convert"] == ["lm_head"]
-    config = LAYOUT_CASES["modelopt"].quantization_config(["a"], ["lm_head"])
-    assert (config["quant_method"], config["quant_algo"]) == ("modelopt", "FP8")
-    assert isinstance(config["ignore"], list)
-    assert re.fullmatch(r"\d+\.\d+\.\d+", config["producer"]["version"])

@@ -11,7 +11,6 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
-from disk import full_after
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -27,8 +26,8 @@ from float8.checkpoints import (
     plan_save,
     save_pretrained,
 )
-from float8.checkpoints.shards import Shards
-from float8.checkpoints.weight_cast import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.checkpoints.files import Shards
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Rowwise
 
@@ -90,7 +89,7 @@ def step(model: nn.Module) -> None:
 def saved(model: nn.Module, folder: Path, *args, **options) -> dict[str, torch.Tensor]:
     save_pretrained(model, folder / "it", *args, **options)
     shards = Shards(folder / "it")
-    return {key: shards.read(key) for key in shards}
+    return {key: shards.read(key) for key in shards.specs}
 
 
 def entries(folder: Path) -> list[str]:
@@ -236,13 +235,6 @@ def test_resident_weights_of_another_granularity_are_cast_again_only_if_asked(tm
     assert_bitwise(found["first.weight"], quantized(weight, (128, 128))[0])
 
 
-def test_fused_resident_weights_with_scales_of_their_own_are_reported():
-    model = float8.convert_to_float8_inference(model_of("tensorwise").attention)
-    layers = plan_save(model).layers
-    assert layers["o_proj"] == STORED
-    assert layers["k_proj"] == f"{STORED}; engines that fuse it with q_proj, v_proj cast it again"
-
-
 # --- what is written
 
 
@@ -331,7 +323,7 @@ def test_parts_of_a_model_in_memory_only(tmp_path):
     with torch.device("meta"):
         model = convert(Model(), "blockwise")
     assert plan_save(model) == plan_save(model_of("blockwise"))
-    with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device, which has"):
+    with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device: load"):
         save_pretrained(model, tmp_path / "it")
     assert entries(tmp_path) == []
 
@@ -386,10 +378,10 @@ STATIC_FAULTS = [
         {},
         "first: it has no static input scale, which this layout stores",
     ),
-    ("modelopt", {"fist": 1.0}, "a scale for fist: there is no layer of this name"),
-    ("modelopt", {"first": 0.0}, "first: a scale is finite and > 0, got 0.0"),
-    ("modelopt", {"first": torch.tensor(torch.nan)}, "first: a scale is finite and > 0, got nan"),
-    ("modelopt", {"first": torch.ones(2)}, r"one scale, got a tensor of \(2,\)"),
+    ("modelopt", {"fist": 1.0}, "fist: there is no layer of this name"),
+    ("modelopt", {"first": 0.0}, "first: it is one number, finite and > 0, got 0.0"),
+    ("modelopt", {"first": torch.tensor(torch.nan)}, "first: it is one number, .* got nan"),
+    ("modelopt", {"first": torch.ones(2)}, "first: it is one number"),
     ("fine_grained", {"first": 1.0}, r"FineGrained.* has dynamic inputs; leave them out"),
 ]
 
@@ -422,7 +414,7 @@ def test_models_that_no_layout_fits_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no layer in float8: convert_to_float8_training"):
         plan_save(Model(), "fine_grained")
     model = nn.Sequential(convert(Attention(), "rowwise"), convert(Attention(), "blockwise"))
-    with pytest.raises(ValueError, match="several granularities, 128x128, rowwise; say how"):
+    with pytest.raises(ValueError, match=r"several granularities.*: 128x128, rowwise; say how"):
         plan_save(model)
     assert set(plan_save(model, "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
     with pytest.raises(ValueError, match=r"unknown layout 'fine_graned'.*fine_grained"):
@@ -435,22 +427,6 @@ def test_models_that_no_layout_fits_are_refused(tmp_path):
     model.attention.o_proj = type("L", (nn.Module,), {"__module__": "peft.tuners.lora"})()
     with pytest.raises(ValueError, match=r"attention.o_proj has adapters.*merge_and_unload"):
         plan_save(model)
-
-
-def test_an_existing_folder_is_refused_first_and_replaced_if_asked(tmp_path):
-    model = model_of()
-    saved(model, tmp_path)
-    (tmp_path / "it/tokenizer.json").write_text("tokens")
-    with pytest.raises(FileExistsError, match="it exists and is not empty; give another name, or"):
-        save_pretrained(model, tmp_path / "it")
-    with torch.no_grad():
-        model.first.weight.mul_(2)
-    found = saved(model, tmp_path, overwrite=True, max_shard_bytes=50_000)
-    assert_bitwise(
-        found["first.weight"], quantized(model.first.weight, (128, 128), "power_of_two")[0]
-    )
-    assert "tokenizer.json" in entries(tmp_path / "it")
-    assert "model.safetensors" not in entries(tmp_path / "it")
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -466,30 +442,6 @@ def test_the_current_folder_is_not_replaced(inside, overwrite, tmp_path, monkeyp
     assert entries(Path("new")) == ["config.json", "model.safetensors"]
 
 
-def test_a_mount_point_is_refused_and_a_full_disk_leaves_no_checkpoint(tmp_path, monkeypatch):
-    with full_after(60_000), pytest.raises(OSError, match="nothing of it is left"):
-        save_pretrained(model_of(), tmp_path / "it")
-    assert entries(tmp_path) == []
-    (tmp_path / "it").mkdir()
-    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == tmp_path / "it")
-    with pytest.raises(FileExistsError, match="mount point"):
-        save_pretrained(model_of(), tmp_path / "it")
-
-
-def test_a_model_is_left_as_it_was(tmp_path):
-    model = model_of("delayed", torch.bfloat16).train()
-    step(model)
-    before, versions = copy.deepcopy(model.state_dict()), _versions(model)
-    saved(model, tmp_path)
-    assert model.training and _versions(model) == versions
-    for key, x in model.state_dict().items():
-        assert_bitwise(x, before[key], key)
-
-
-def _versions(model):
-    return {name: (id(x), x._version) for name, x in model.named_parameters()}
-
-
 # --- the plan
 
 
@@ -498,35 +450,20 @@ def test_the_plan_says_what_is_written(tmp_path):
     plan = plan_save(model, max_shard_bytes=50_000)
     assert save_pretrained(model, tmp_path / "it", max_shard_bytes=50_000) == plan
     shards = Shards(tmp_path / "it")
-    assert plan.tensors == dict(shards.keys())
+    assert plan.tensors == shards.specs
     sizes = {file: 0 for file in plan.files}
-    for spec in shards.keys().values():
+    for spec in shards.specs.values():
         sizes[spec.file] += spec.nbytes
     assert plan.files == sizes and plan.nbytes == sum(sizes.values())
     text = (tmp_path / "it/config.json").read_text()
     assert json.loads(text)["quantization_config"] == plan.quantization_config
 
 
-def test_the_plan_prints_layers_bytes_and_reasons():
-    model = nn.Module()
-    model.layers = nn.ModuleList(convert(Attention(), "blockwise") for _ in range(3))
-    model.left = nn.Linear(D, 16)
-    text = str(plan_save(model))
-    lines = text.splitlines()
-    assert lines[1] == "12 layers in float8, 0.000197 GB in 1 file"
-    (row,) = [line for line in lines if line.startswith("layers.*.q_proj")]
-    # 160 x 160 bytes and 2 x 2 scales of 4 bytes, three times
-    assert row.split()[:4] == ["layers.*.q_proj", "3", "160x160", "0.08"]
-    (row,) = [line for line in lines if line.startswith("left")]
-    assert row.split()[1] == "1" and "not converted" in row
-    assert max(map(len, lines)) <= 100
-
-
 def test_progress_is_shown_by_tqdm_or_refused(tmp_path, monkeypatch, capsys):
     save_pretrained(model_of(), tmp_path / "a", progress=True)
     assert "float8 checkpoint: 100%" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
-    with pytest.raises(ImportError, match="pip install tqdm, or leave it out"):
+    with pytest.raises(ImportError, match="tqdm"):
         save_pretrained(model_of(), tmp_path / "b", progress=True)
     save_pretrained(model_of(), tmp_path / "c")
     assert entries(tmp_path) == ["a", "c"]

@@ -1,6 +1,5 @@
 """Sharded models are saved as by one process, and errors reach every rank."""
 
-import pytest
 from processes import failures
 
 CHECKS = [
@@ -18,6 +17,5 @@ CHECKS = [
 ]
 
 
-@pytest.mark.slow
 def test_two_ranks_save_as_one_process_does():
     assert failures("save_program", CHECKS) == {}

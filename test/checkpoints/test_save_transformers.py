@@ -15,7 +15,7 @@ from published_models import convert, model_of
 from safetensors.torch import load_file
 
 from float8.checkpoints import save_pretrained
-from float8.checkpoints.shards import Shards
+from float8.checkpoints.files import Shards
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -28,7 +28,7 @@ def test_names_values_and_configs_are_transformers_own(name, tmp_path):
     plan = save_pretrained(model, tmp_path / "ours")
     shards = Shards(tmp_path / "ours")
     scales = {f"{layer}.weight_scale" for layer in plan.layers}
-    assert set(shards) == expected.keys() | scales
+    assert set(shards.specs) == expected.keys() | scales
     assert {f"{layer}.weight" for layer in plan.layers} < expected.keys()
     for key, x in expected.items():
         found = shards.read(key)

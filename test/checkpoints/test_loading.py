@@ -270,22 +270,6 @@ def test_files_that_do_not_fit_the_model_change_nothing(stored, changed, says, t
         assert_unchanged(model, before)
 
 
-# (weights, config, what is no str or torch.device ...): the exception, a word of its message
-ARGUMENTS = [
-    ({"weights": "float16"}, ValueError, "weights must be one of"),
-    ({"config": "delayed"}, ValueError, "config is for weights="),
-    ({"ignore": "*.k_scale"}, TypeError, "ignore must be a list"),
-    ({"device": 1.5}, TypeError, "device must be"),
-    ({"path": 3}, TypeError, "path"),
-]
-
-
-@pytest.mark.parametrize(("changed", "error", "says"), ARGUMENTS)
-def test_arguments_of_other_kinds_are_refused(stored, changed, error, says):
-    with pytest.raises(error, match=says):
-        load(Block(), **({"path": stored[1]} | changed))
-
-
 def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
     tensors, _ = stored
     extra = tensors | {"up.k_scale": torch.ones(()), "mtp.0.weight": torch.zeros(2, 2)}
@@ -293,7 +277,7 @@ def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
     model = Block(seed=2)
     kept = model.gate.weight.detach().clone()
     folder = write(tmp_path, extra)
-    load(model, folder, ignore=["*.k_scale", "mtp.*", "norm.bias", "gate.weight"])
+    load(model, folder, ignore=["*.k_scale", "mtp.*", "norm.b*", "gate.weight"])
     assert_bitwise(model.gate.weight.detach(), kept)
     assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
     with torch.device("meta"):
@@ -302,25 +286,16 @@ def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
         load(empty, folder, ignore=["*.k_scale", "mtp.*", "norm.bias"])
 
 
-def test_buffers_on_meta_that_no_file_holds_are_named(stored):
-    with torch.device("meta"):
-        model = Block()
-        model.norm.register_buffer("table", torch.zeros(3), persistent=False)
-    with pytest.raises(ValueError, match=r"norm\.table is a buffer on the meta device.*accelerate"):
-        load(model, stored[1])
-    assert model.up.weight.is_meta
-
-
 def test_models_that_do_not_fit_the_mode_are_refused(stored):
     _, folder = stored
     converted = convert_to_float8_training(Block())
-    with pytest.raises(ValueError, match=r"up is converted already.*convert_from_float8_training"):
+    with pytest.raises(ValueError, match=r"up is in float8 already.*convert_from_float8_training"):
         load(converted, folder, "float8")
-    with pytest.raises(ValueError, match=r"up is converted already.*leave config out"):
+    with pytest.raises(ValueError, match=r"up is in float8 already.*leave config out"):
         load(converted, folder, "training", config=config_of("delayed"))
     with pytest.raises(ValueError, match=r'weights="training" needs a converted model, or config='):
         load(Block(), folder, "training")
-    with pytest.raises(ValueError, match=r"the weight of up is in float8 alone"):
+    with pytest.raises(ValueError, match=r"up is in float8 already"):
         load(load(Block(), folder, "float8"), folder)
 
 

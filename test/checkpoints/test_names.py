@@ -10,8 +10,6 @@ import torch
 from assertions import assert_bitwise
 from published_models import MODELS, convert, model_of
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import (
     Chunk,
@@ -23,7 +21,7 @@ from transformers.core_model_loading import (
 )
 from transformers.core_model_loading import WeightConverter as Converter
 
-from float8.checkpoints.stacks import published
+from float8.checkpoints.names import published
 
 
 @pytest.fixture(scope="module")
@@ -69,36 +67,12 @@ def test_wrappers_add_nothing_to_keys(written):
     assert moved.parameter == "model.layers.1._orig_mod.self_attn.q_proj.weight"
 
 
-def test_distributed_wrappers_add_nothing_to_keys(written, one_rank):
-    sharded = convert(model_of("mixtral"))
-    for layer in sharded.model.layers:
-        fully_shard(layer)
-    fully_shard(sharded)
-    slots = published(sharded)
-    assert slots.keys() == written["mixtral"].keys()
-    own = tensors_of(sharded)
-    for key, slot in slots.items():
-        whole = own[slot.parameter].full_tensor()
-        assert_bitwise(slot.of(whole).detach(), written["mixtral"][key], replay=key)
-    tied = model_of("llama")
-    fully_shard(tied)
-    assert published(tied).keys() == written["llama"].keys()
-    assert_same_tensors(DistributedDataParallel(model_of("llama")), written["llama"])
-
-
 def test_a_model_inside_another_module_keeps_its_prefix(written):
     outer = torch.nn.ModuleDict({"policy": model_of("mixtral"), "value": torch.nn.Linear(4, 1)})
     expected = {f"policy.{key}": x for key, x in written["mixtral"].items()}
     assert_same_tensors(
         outer, expected | {f"value.{k}": x for k, x in outer.value.state_dict().items()}
     )
-
-
-def test_other_models_keep_their_names_and_buffers():
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.BatchNorm1d(5))
-    model[1].register_buffer("scratch", torch.zeros(2), persistent=False)
-    model.append(model[0])
-    assert_same_tensors(model, {k: x for k, x in model.state_dict().items() if k[0] != "2"})
 
 
 def test_models_that_were_loaded_have_the_keys_of_their_files(tmp_path, written):

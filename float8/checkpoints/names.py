@@ -188,13 +188,8 @@ class _NoCopies(TorchFunctionMode):
 
 def _reverted(model: Any, prefix: str, own: dict[str, Tensor]) -> list[tuple[str, Slot]]:
     """(key, slot) of a model of Transformers, whose parameters are ``own`` under a prefix."""
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError as error:
-        raise ImportError(
-            "the names in checkpoints of Transformers' models need transformers >= 5: "
-            "pip install 'float8[transformers]'"
-        ) from error
+    from transformers.core_model_loading import revert_weight_conversion  # >= 5
+
     roots = {name: _without_data(x.shape) for name, x in own.items()}
     name_of = {x.untyped_storage()._cdata: name for name, x in roots.items()}
     with _NoCopies():

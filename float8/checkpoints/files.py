@@ -1,0 +1,279 @@
+"""Folders of safetensors files: read tensor by tensor, and written whole or not at all.
+
+The format is that of the package ``safetensors``, and the names are those of HuggingFace:
+``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with
+``model.safetensors.index.json``, whose ``weight_map`` says which file has a key.
+
+`Shards.read` maps files into memory, one at a time. `write_shards` holds the tensors of one file.
+It makes a folder beside the final one, under a name that starts with a dot, which is renamed when
+all of it is on the disk. Any error removes it, and an existing folder stays as it is until then. A
+process that is killed between the two renames of an overwrite leaves the old folder, complete,
+beside the new one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8.arguments import check_type
+
+try:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "float8.checkpoints needs safetensors: pip install 'float8[checkpoints]'"
+    ) from error
+
+MAX_SHARD_BYTES = 5_000_000_000
+SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+# The files that belong to a checkpoint's weights: those of an old one go when a new one comes.
+_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What is known of a tensor without its data.
+
+    ``file`` is the name of the file that has it, or empty before it is written.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its data in bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+    """The dtypes and shapes of tensors, by key."""
+    return {key: Spec(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
+
+
+def kind_of(key: str) -> str:
+    """A key or name of a layer with ``*`` for each number between dots."""
+    return _NUMBER.sub("*", key)
+
+
+def kinds_of(names: Iterable[str]) -> str:
+    """Names in words: those that differ in numbers alone become one pattern, with its count."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(kind_of(name), []).append(name)
+    return ", ".join(n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items())
+
+
+# --- read
+
+
+class Shards:
+    """The tensors of a folder of safetensors files, or of one such file.
+
+    A folder is read as its index says; without an index ``model.safetensors`` is read, and without
+    that all ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
+    shard is missing, and ValueError if a file is damaged or two files have the same key.
+
+    Attributes:
+        path: the folder or file.
+        specs: key -> dtype, shape and file of all tensors.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.specs: dict[str, Spec] = {}
+        self._open: tuple[str, Any] | None = None  # the file that was read last
+        for name in _files_of(self.path):
+            for key, spec in _read_specs(self.folder / name).items():
+                if (other := self.specs.get(key)) is not None:
+                    raise ValueError(f"{self.path}: {other.file} and {name} both have {key}")
+                self.specs[key] = spec
+
+    def read(self, key: str) -> Tensor:
+        """A tensor on the CPU; its memory is that of the mapped file, so it is not written to.
+
+        The file stays mapped until a tensor of another one is read and its own are freed.
+        """
+        name = self.specs[key].file
+        if self._open is None or self._open[0] != name:  # opening reads the whole header
+            self._open = name, safe_open(self.folder / name, "pt")
+        found: Tensor = self._open[1].get_tensor(key)
+        return found
+
+
+def _files_of(path: Path) -> list[str]:
+    """The names of the files to read."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: there is no such folder or file; huggingface_hub.snapshot_download fetches "
+            "one of the Hub"
+        )
+    files = [path]
+    if path.is_dir():
+        whole, indices = path / "model.safetensors", sorted(path.glob("*" + INDEX_SUFFIX))
+        files = [*indices, *([whole] if whole.exists() else [])]
+        if len(files) > 1:
+            both = " and ".join(file.name for file in files)
+            raise ValueError(f"{path}: it has both {both}; give the path of one")
+        files = files or sorted(path.glob("*" + SUFFIX))
+    if not files or not files[0].name.endswith((SUFFIX, INDEX_SUFFIX)):
+        raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
+    if not files[0].name.endswith(INDEX_SUFFIX):
+        return [file.name for file in files]
+    try:
+        return sorted(set(json.loads(files[0].read_text("utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{files[0]}: it is no index of shards: {error!r}") from error
+
+
+def _read_specs(path: Path) -> dict[str, Spec]:
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}  # mapped, not read
+    except SafetensorError as error:
+        raise ValueError(f"{path}: it is damaged or no {SUFFIX} file: {error}") from error
+    return {key: Spec(x.dtype, tuple(x.shape), path.name) for key, x in tensors.items()}
+
+
+# --- write
+
+
+def in_files(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, Spec]:
+    """The specs with their files: no more than so many bytes, unless it is one tensor alone."""
+    check_type(max_shard_bytes, (int, float), "checkpoints", "max_shard_bytes", "a number")
+    if not max_shard_bytes > 0:
+        raise ValueError(f"max_shard_bytes must be > 0, got {max_shard_bytes}")
+    numbers: dict[str, int] = {}
+    count, filled = 1, 0
+    for key, spec in specs.items():
+        if filled and filled + spec.nbytes > max_shard_bytes:
+            count, filled = count + 1, 0
+        numbers[key] = count
+        filled += spec.nbytes
+    names = {n: f"model-{n:05}-of-{count:05}{SUFFIX}" for n in numbers.values()}
+    names = names if count > 1 else {1: f"model{SUFFIX}"}
+    return {key: replace(spec, file=names[numbers[key]]) for key, spec in specs.items()}
+
+
+def write_shards(
+    folder: str | Path,
+    specs: Mapping[str, Spec],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    files: Mapping[str, str | bytes] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write tensors as a folder of safetensors files that appears when all of it is on the disk.
+
+    ``specs`` has all keys and their files, as of `in_files`. ``tensors`` come in its order, on any
+    device and with any strides. ``files`` has the contents of further files, such as
+    ``config.json``, by name.
+
+    The folder must be absent or empty, else FileExistsError is raised. ``overwrite=True`` replaces
+    the checkpoint in it, and other files stay. Raises OSError if the disk is full: the folder is
+    as it was before.
+    """
+    stream = iter(tensors)
+    shards: dict[str, dict[str, Spec]] = {}
+    for key, spec in specs.items():
+        shards.setdefault(spec.file, {})[key] = replace(spec, file="")
+    with new_folder(folder, overwrite) as temporary:
+        for name, shard in shards.items():
+            # Copies: safetensors takes no tensors that share memory or have other strides.
+            own = {
+                key: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
+                for key, x in islice(stream, len(shard))
+            }
+            assert specs_of(own) == shard, name
+            try:
+                save_file(own, temporary / name, {"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(f"{folder}: nothing of it is left, {error}") from error
+            _sync(temporary / name)
+        assert next(stream, None) is None
+        if len(shards) > 1:
+            weight_map = {key: spec.file for key, spec in specs.items()}
+            total = {"total_size": sum(spec.nbytes for spec in specs.values())}
+            index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
+            files = {f"model{INDEX_SUFFIX}": json.dumps(index, indent=2) + "\n", **(files or {})}
+        for name, content in (files or {}).items():
+            data = content.encode() if isinstance(content, str) else content
+            (temporary / name).write_bytes(data)
+            _sync(temporary / name)
+
+
+def refuses_folder(folder: Path, overwrite: bool) -> str | None:
+    """The reason why no checkpoint can be written to a folder, or None."""
+    if not os.path.lexists(folder):
+        return None
+    if not folder.is_dir():
+        return f"{folder} exists and is no folder; give another name"
+    if Path.cwd().is_relative_to(folder.resolve()) or os.path.ismount(folder):
+        return (
+            f"{folder} cannot be replaced: it is a mount point, or it is or contains the current "
+            "folder of this process; give a name below it"
+        )
+    if not overwrite and any(folder.iterdir()):
+        return f"{folder} exists and is not empty; give another name, or overwrite=True"
+    return None
+
+
+@contextmanager
+def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary folder beside ``folder``, which becomes it when the block ends without error."""
+    final = Path(folder).resolve()
+    if (reason := refuses_folder(final, overwrite)) is not None:
+        raise FileExistsError(reason)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    name = f".{final.name}.{secrets.token_hex(4)}"
+    temporary, old = final.with_name(f"{name}.new"), final.with_name(f"{name}.old")
+    temporary.mkdir()
+    try:
+        if final.exists():
+            shutil.copymode(final, temporary)
+        yield temporary
+        _sync(temporary)
+        if overwrite and final.exists():
+            final.rename(old)
+        try:
+            temporary.rename(final)  # fails if a folder with files has appeared meanwhile
+        except BaseException:
+            if old.exists():
+                old.rename(final)
+            raise
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if old.exists():
+        for entry in old.iterdir():
+            if not (_WEIGHTS.fullmatch(entry.name) or (final / entry.name).exists()):
+                entry.rename(final / entry.name)
+        shutil.rmtree(old)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

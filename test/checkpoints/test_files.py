@@ -1,0 +1,320 @@
+"""Folders of safetensors files: bits there and back, damaged files, and folders after errors."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from disk import full_after
+from safetensors.torch import load_file, save, save_file
+from tensor_files import assert_same, tensors_of_all_dtypes
+
+from float8.checkpoints.files import Shards, Spec, in_files, write_shards
+
+INDEX = "model.safetensors.index.json"
+
+
+def specs_of(tensors, max_shard_bytes=5e9):
+    specs = {key: Spec(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
+    return in_files(specs, max_shard_bytes)
+
+
+def write(folder, tensors, max_shard_bytes=5e9, **options):
+    write_shards(folder, specs_of(tensors, max_shard_bytes), iter(tensors.items()), **options)
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def some(size: int = 8) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(size, size) for name in "abcd"}
+
+
+def test_all_dtypes_and_shapes_keep_their_bits(tmp_path):
+    tensors = tensors_of_all_dtypes()
+    write(tmp_path / "new", tensors)
+    assert entries(tmp_path) == ["new"] and entries(tmp_path / "new") == ["model.safetensors"]
+    found, shards = load_file(tmp_path / "new/model.safetensors"), Shards(tmp_path / "new")
+    assert found.keys() == shards.specs.keys() == tensors.keys()
+    for key, expected in tensors.items():
+        spec = Spec(expected.dtype, tuple(expected.shape), "model.safetensors")
+        assert shards.specs[key] == spec
+        assert_same(found[key], expected, key)
+        assert_same(shards.read(key), expected, key)
+    umask = os.umask(0)
+    os.umask(umask)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_shared_memory_other_strides_and_lazy_signs_are_written_as_values(tmp_path):
+    x, z = torch.randn(6, 10), torch.randn(4, dtype=torch.complex64)
+    tensors = {
+        "transposed": x.t(),
+        "rows": x[:3],
+        "sliced": x[1::2, ::3],
+        "expanded": x[:1].expand(5, 10),
+        "parameter": torch.nn.Parameter(x[2]),
+        "conjugate": z.conj(),
+        "negative": z.conj().imag,
+        "float8": x.to(torch.float8_e4m3fn).t(),
+    }
+    write(tmp_path / "new", tensors)
+    found = load_file(tmp_path / "new/model.safetensors")
+    for key, value in tensors.items():
+        expected = value.detach().clone().contiguous()
+        assert_same(found[key], expected.resolve_conj().resolve_neg(), key)
+
+
+def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
+    tensors = some() | {"large": torch.randn(32, 32), "z": torch.ones(())}
+    write(tmp_path / "new", tensors, max_shard_bytes=600, files={"config.json": "{}", "x": b"\0"})
+    folder = tmp_path / "new"
+    names = [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)]
+    assert entries(folder) == sorted(["config.json", "x", INDEX, *names])
+    index = json.loads((folder / INDEX).read_text())
+    assert index["metadata"] == {"total_size": sum(x.nbytes for x in tensors.values())}
+    numbers = {key: names.index(file) + 1 for key, file in index["weight_map"].items()}
+    assert numbers == {"a": 1, "b": 1, "c": 2, "d": 2, "large": 3, "z": 4}
+    for path in (folder, folder / INDEX):
+        for key, expected in tensors.items():
+            assert_same(load_file(folder / index["weight_map"][key])[key], expected)
+            assert_same(Shards(str(path)).read(key), expected)
+    assert set(Shards(folder / names[0]).specs) == {"a", "b"}
+    (folder / INDEX).unlink()
+    assert set(Shards(folder).specs) == tensors.keys()
+    hub = pytest.importorskip("huggingface_hub.serialization._torch")
+    split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=600)
+    assert names[0].replace("4.", "3.") in split.filename_to_tensors  # z lies beside c
+    assert split.metadata["total_size"] == index["metadata"]["total_size"]
+
+
+def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
+    write(tmp_path / "it", some(), max_shard_bytes=300)
+    before = {file: file.read_bytes() for file in (tmp_path / "it").iterdir()}
+    shards = Shards(tmp_path / "it")
+    for key in shards.specs:
+        x = shards.read(key)
+        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
+        assert [file for file in before if str(file) in mapped] == [
+            tmp_path / "it" / shards.specs[key].file
+        ]
+        x.zero_()
+        del x
+    assert {file: file.read_bytes() for file in before} == before
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    program = "import sys; sys.modules['safetensors'] = None; import float8.checkpoints"
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "pip install 'float8[checkpoints]'" in ended.stderr
+
+
+# --- what cannot be read
+
+
+def sharded(folder: Path, **numbers: int) -> None:
+    """A checkpoint of two shards: a and c, and b; and an index."""
+    one = torch.ones(2)
+    save_file({"a": one, "c": one + 1}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": one}, folder / "model-00002-of-00002.safetensors")
+    named = {key: f"model-{n:05}-of-00002.safetensors" for key, n in numbers.items()}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+
+
+def ambiguous(folder: Path) -> None:
+    sharded(folder, a=1, b=2, c=1)
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+
+
+def twice(folder: Path) -> None:
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(1)}, folder / f"{name}.safetensors")
+
+
+def without_a_shard(folder: Path) -> None:
+    sharded(folder, a=1, b=2, c=1)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+
+
+def damaged(change):
+    data = save({"x": torch.ones(4), "y": torch.ones(3)})
+    return lambda folder: (folder / "model.safetensors").write_bytes(change(data))
+
+
+def indexed(text: object):
+    return lambda folder: (folder / INDEX).write_text(json.dumps(text))
+
+
+DAMAGED = r"model\.safetensors: it is damaged or no \.safetensors file"
+UNREADABLE = [
+    (damaged(lambda data: data[:-3]), DAMAGED),
+    (damaged(lambda data: data[:20]), DAMAGED),
+    (damaged(lambda data: b""), DAMAGED),
+    (damaged(lambda data: data + b"0"), DAMAGED),
+    (damaged(lambda data: b"PK\x03\x04" + b"x" * 100), DAMAGED),
+    (damaged(lambda data: data.replace(b"F32", b"F99")), DAMAGED),
+    (without_a_shard, r"model-00002-of"),
+    (twice, r"a.safetensors and b.safetensors both have x"),
+    *((indexed(text), "it is no index of shards") for text in ([], {}, {"weight_map": 3})),
+    (lambda folder: indexed({})(folder) and (folder / f"b.{INDEX}").touch(), "it has both"),
+    (ambiguous, r"both .* and model\.safetensors; give the path of one"),
+    (lambda folder: None, r"it has no .safetensors file, and pickled"),
+    (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), UNREADABLE)
+def test_a_folder_that_cannot_be_read_as_a_whole_is_refused(make, message, tmp_path):
+    make(tmp_path)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+        Shards(tmp_path)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_paths_that_are_not_there_are_named():
+    with pytest.raises(FileNotFoundError, match=r"a/b: there is no such .*snapshot_download"):
+        Shards("a/b")
+
+
+# --- errors while writing
+
+
+def then(error: BaseException):
+    def stream(tensors):
+        yield from list(tensors.items())[:1]
+        raise error
+
+    return stream
+
+
+STREAMS = [
+    (lambda t: list(t.items())[:-1], AssertionError("model.safetensors")),
+    (lambda t: [(k, x.half()) for k, x in t.items()], AssertionError("model.safetensors")),
+    (then(RuntimeError("mine")), RuntimeError("mine")),
+    (then(KeyboardInterrupt("theirs")), KeyboardInterrupt("theirs")),
+    (then(OSError(errno.EIO, "theirs")), OSError("theirs")),
+]
+
+
+@pytest.mark.parametrize(("stream", "error"), STREAMS)
+def test_tensors_that_do_not_come_as_announced_leave_nothing(stream, error, tmp_path):
+    with pytest.raises(type(error), match=str(error)):
+        write_shards(tmp_path / "new", specs_of(some()), iter(stream(some())))
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("full_at", [10, 300, 2000, 4450])  # the header, the first, the last
+def test_a_full_disk_leaves_nothing_and_says_so(full_at, tmp_path):
+    tensors = some(16) | {"last": torch.randn(1100)}
+    with full_after(full_at), pytest.raises(OSError, match="new: nothing of it is left"):
+        write(tmp_path / "new", tensors, max_shard_bytes=4500)
+    assert entries(tmp_path) == []
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
+    write(tmp_path / "old", some(), files={"config.json": "old"})
+    before = {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()}
+    with full_after(100), pytest.raises(OSError, match="nothing of it is left"):
+        write(tmp_path / "old", some(), overwrite=True, files={"config.json": "new"})
+    assert {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()} == before
+    assert entries(tmp_path) == ["old"]
+
+
+# --- existing folders
+
+
+def test_an_existing_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    def stream():
+        raise AssertionError("read")
+        yield
+
+    def refused(path, message, **options):
+        with pytest.raises(FileExistsError, match=f"{path.resolve()} .*{message}"):
+            write_shards(path, specs_of(some()), stream(), **options)
+
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "x").touch()
+    refused(folder, "exists and is not empty")
+    refused(folder / "x", "exists and is no folder", overwrite=True)
+    (tmp_path / "link").symlink_to(folder / "x")
+    refused(tmp_path / "link", "exists and is no folder", overwrite=True)
+    monkeypatch.setattr("os.path.ismount", lambda path: Path(path) == folder)
+    refused(folder, "it is a mount point", overwrite=True)
+
+
+def test_absent_parents_and_empty_folders_are_taken(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty").chmod(0o2770)
+    for folder in ("a/b/c", "empty"):
+        write(tmp_path / folder, some())
+        assert entries(tmp_path / folder) == ["model.safetensors"]
+    assert (tmp_path / "empty").stat().st_mode & 0o7777 == 0o2770
+
+
+def test_overwriting_replaces_the_checkpoint_and_keeps_other_files(tmp_path):
+    folder = tmp_path / "it"
+    write(folder, some(), max_shard_bytes=300, files={"config.json": "old"})
+    others = ["adapter_model.safetensors", "tokenizer.json"]
+    for name in others:
+        (folder / name).write_text(name)
+    (folder / "logs").mkdir()
+    (folder / "logs/log").write_text("log")
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    write(link, some(), overwrite=True, files={"config.json": "new"})
+    assert link.is_symlink() and entries(tmp_path) == ["it", "link"]
+    assert entries(folder) == sorted([*others, "config.json", "logs", "model.safetensors"])
+    assert (folder / "config.json").read_text() == "new"
+    assert (folder / "logs/log").read_text() == "log"
+
+
+def test_a_failing_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
+    write(tmp_path / "it", some(), files={"config.json": "old"})
+    rename = Path.rename
+
+    def failing(path, target):
+        if path.name.endswith(".new"):
+            raise OSError("no rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="no rename"):
+        write(tmp_path / "it", some(), overwrite=True, files={"config.json": "new"})
+    assert entries(tmp_path) == ["it"]
+    assert (tmp_path / "it/config.json").read_text() == "old"
+
+
+def test_a_folder_that_appears_meanwhile_is_left(tmp_path):
+    def stream():
+        yield from some().items()
+        write(tmp_path / "it", some(), files={"config.json": "theirs"})
+
+    with pytest.raises(OSError, match="not empty"):
+        write_shards(tmp_path / "it", specs_of(some()), stream(), files={"config.json": "ours"})
+    assert (tmp_path / "it/config.json").read_text() == "theirs"
+    assert entries(tmp_path) == ["it"]
+
+
+def test_files_and_folders_are_synced_before_the_name_appears(tmp_path, monkeypatch):
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def watched(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append(re.sub(r"\.new\.\w+\.new", "TEMPORARY", Path(name).name))
+        assert (tmp_path / "new").exists() == (name == str(tmp_path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write(tmp_path / "new", some(), files={"config.json": ""})
+    assert synced == ["model.safetensors", "config.json", "TEMPORARY", tmp_path.name]
