@@ -230,37 +230,6 @@ def test_a_copy_of_a_watched_model_is_not_watched(copied):
     assert_bitwise(twin(x), model(x), "a copy of a copy")
 
 
-def test_compiled_functions_run_again_after_the_last_block_closes():
-    """Callbacks of two models close in the order in which they opened."""
-    runs = []
-
-    def backend(graph, inputs):
-        return lambda *args: runs.append(1) or graph(*args)
-
-    double, x = torch.compile(lambda x: x * 2, backend=backend), torch.ones(2)
-    with pytest.raises(ZeroDivisionError), inspect(mlp()):
-        raise ZeroDivisionError
-    first, second = inspect(mlp()), inspect(mlp())
-    first.__enter__(), second.__enter__()
-    first.__exit__(None, None, None)
-    double(x)
-    assert not runs
-    second.__exit__(None, None, None)
-    double(x)
-    assert runs
-
-
-def test_in_a_compiled_function_it_says_how():
-    model = mlp()
-
-    def step(x):
-        with inspect(model):
-            return model(x)
-
-    with pytest.raises(RuntimeError, match="open it around the call"):
-        torch.compile(step, backend="eager")(torch.randn(4, 16))
-
-
 def test_what_was_not_cast_is_named_and_not_reported():
     model, x = mlp(), torch.randn(4, 16)
     with inspect(model) as report:

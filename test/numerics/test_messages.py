@@ -133,7 +133,7 @@ MESSAGES = [
     (
         ValueError,
         lambda: merged([ROW, replace(ROW, format="e5m2")]),
-        "format is 'e4m3' in one report and 'e5m2' in the other",
+        "are different casts: merge",
     ),
     (ValueError, lambda: merged([ROW, replace(ROW, sums=None)]), "cannot be merged"),
     (ValueError, lambda: cast_from_json(without("amax")), "missing: ['amax']"),
