@@ -28,6 +28,8 @@ from float8.numerics.comparison import (
     LayerComparison,
     accurate_layers,
     compare,
+    powers_of,
+    sqnr_of,
 )
 from float8.numerics.inspection import inspect
 from float8.numerics.snapshot import Report
@@ -253,6 +255,25 @@ def test_it_reads_well_and_saves_strict_json(tmp_path):
     assert read["format"] == "float8.comparison"
     assert [row["layer"] for row in read["layers"]] == found.worst(3)
     assert set(read["layers"][0]) == {"layer", *COLUMNS}
+
+
+@pytest.mark.parametrize(
+    ("reference", "other", "expected"),
+    [
+        (torch.ones(3), torch.ones(3), math.inf),
+        (torch.ones(3), torch.tensor([1.0, math.nan, 1.0]), -math.inf),
+        (torch.ones(3), torch.tensor([1.0, math.inf, 1.0]), -math.inf),
+        (torch.ones(3), None, 0.0),
+        (torch.zeros(3), torch.zeros(3), None),
+        (None, torch.ones(3), None),
+        (None, None, None),
+        (torch.ones(3), torch.ones(4), None),
+        (torch.full((3,), 1e30), torch.full((3,), 1e30), math.inf),
+        (torch.full((2,), 1e30), torch.full((2,), 0.9e30), pytest.approx(20, rel=1e-5)),
+    ],
+)
+def test_an_sqnr_at_its_edges(reference, other, expected):
+    assert sqnr_of([powers_of(reference, other)]) == expected
 
 
 def model() -> nn.Module:

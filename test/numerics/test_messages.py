@@ -89,7 +89,7 @@ MESSAGES = [
     (TypeError, lambda: compare(model(), X, layers="3"), "sequence of names"),
     (ValueError, compared_in_high_precision, "outside of it"),
     (ValueError, lambda: compare(broken(), X), "float8.find_nan"),
-    (ValueError, lambda: accurate_layers(Report([ROW]), 20, by="input"), "by must be a sequence"),
+    (TypeError, lambda: accurate_layers(Report([ROW]), 20, by="input"), "by is a sequence"),
     (ValueError, lambda: accurate_layers(Report([ROW]), 20, by=("inputs",)), "by takes some of"),
     (ValueError, lambda: accurate_layers(Report([ROW]), 20, by=("alone_output",)), "by takes"),
     (ValueError, lambda: accurate_layers(Report([ROW]), 20, by=()), "by takes some of input"),
