@@ -152,7 +152,7 @@ class _Hook(NamedTuple):
     fqn: str = ""
 
     def __call__(
-        self, layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         if self.inspection is not None:
             self.inspection.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)

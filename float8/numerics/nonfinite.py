@@ -356,9 +356,9 @@ class _Search(Watcher):
         named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
         named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
         inputs = {key: t for key, t in named if _is_float(t)}
-        around = self.calls[-1] if self.calls else None
+        around, is_inside = (self.calls or [_Call("", module, {})])[-1], bool(self.calls)
         self.calls.append(_Call(name, module, inputs))
-        for value in inputs.values() if around is not None and self.found is None else ():
+        for value in inputs.values() if is_inside and self.found is None else ():
             kind = _kind(value)  # the module around it made it
             if kind == "nan" or (kind == "inf" and not (self.first_inf or self.inf_came_in)):
                 what, at = f"input of {name}", (around.name, around.module)

@@ -122,7 +122,7 @@ def start_of_backward(
         TypeError: ``loss_fn`` did not return a scalar tensor.
     """
     if loss_fn is not None:
-        loss = loss_fn(output)
+        loss: Any = loss_fn(output)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise TypeError(f"loss_fn must return a scalar tensor, the loss; got {got}")

@@ -26,7 +26,7 @@ from pathlib import Path
 from string import Template
 
 from float8.numerics import problems
-from float8.numerics.alarms import Alarm, labels_of
+from float8.numerics.alarms import Alarm
 from float8.numerics.display import layer_name
 from float8.numerics.markup import Markup, breakable, counted, joined, shown, tag
 from float8.numerics.pictures import axis, edges_of, histogram, lines, power_of_two
@@ -76,7 +76,7 @@ def page(
         raise ValueError(f"there is no snapshot of step {step}; there are those of {steps}")
     at = steps.index(step) if step is not None else len(steps) - 1
     report, names = reports[at], [_name_of(report, i) for i, report in enumerate(reports)]
-    looks = [{labels_of(cast): cast for cast in report.casts} for report in reports]
+    looks = [{cast.labels: cast for cast in report.casts} for report in reports]
     places = {own: i for i, own in enumerate(looks[at])}
     rows = [
         _row(i, cast, {name: look.get(own) for name, look in zip(names, looks, strict=True)})
@@ -130,7 +130,7 @@ def _health(report: Report, name: str, places: _Places) -> Markup:
     level = max((problem.level for problem in found), default=0)
     title = f"{TITLES[level]} at {name}" if len(report) else "Nothing seen"
     findings = [
-        _finding(_badge(p.level), p.title, p.text, p.kind.advice, places[labels_of(p.casts[0])])
+        _finding(_badge(p.level), p.title, p.text, p.kind.advice, places[p.casts[0].labels])
         for p in found
     ]
     parts = [tag("h2", title), tag("p", summary(report.casts, found))]

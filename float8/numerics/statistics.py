@@ -355,13 +355,13 @@ def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) ->
     total = dict(zip(_TOTALS, numbers, strict=False))
     amax, minus_scale_min, scale_max, staleness = numbers[-4:]
     nonfinite = int(total["nonfinite"])
-    *powers, noise, gradient, error = (total[name] for name in Sums._fields)
+    noise, gradient, error = total["noise"], total["gradient"], total["gradient_noise"]
     is_known = not math.isnan(gradient)
     sums = Sums(
-        *powers,
-        noise if has_source else None,
-        gradient if is_known else None,
-        error if is_known else None,
+        *numbers[:4],
+        noise=noise if has_source else None,
+        gradient=gradient if is_known else None,
+        gradient_noise=error if is_known else None,
     )
     is_compared = has_source and elements > nonfinite
     has_ratio = is_known and 0 < gradient < math.inf
@@ -415,8 +415,9 @@ def _totals(cast: CastStatistics) -> CastTotals:
     bins[lowest : lowest + len(cast.histogram.counts)] = cast.histogram.counts
     stale = -math.inf if cast.staleness is None else cast.staleness
     scales = (-cast.scale_min, cast.scale_max) if n else (-math.inf, -math.inf)
-    vectors = [*sums, *fractions, cast.zeros, cast.nonfinite, *bins], [cast.amax, *scales, stale]
-    return CastTotals(n, *(torch.tensor(v, dtype=torch.float64) for v in vectors), cast.calls)
+    numbers = [*sums, *fractions, cast.zeros, cast.nonfinite, *bins, cast.amax, *scales, stale]
+    vector = torch.tensor(numbers, dtype=torch.float64)
+    return CastTotals(n, vector[:-4], vector[-4:], cast.calls)
 
 
 def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
