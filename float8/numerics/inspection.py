@@ -118,7 +118,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for fqn, layer in layers.items():
             # The first of its hooks: others may replace the output, or free the weight.
-            hook = _Hook(inspection, fqn)
+            hook: Any = _Hook(inspection, fqn)
             handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         for fqn, products in transforms.items():

@@ -94,9 +94,9 @@ def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
     return sorted(found, key=lambda problem: -problem.level)
 
 
-def kinds_of(cast: CastStatistics) -> list[int]:
-    """The indices in `PROBLEM_KINDS` of one cast's problems."""
-    return [i for i, kind in enumerate(PROBLEM_KINDS) if kind.level(cast) > FINE]
+def kinds_of(cast: CastStatistics) -> list[ProblemKind]:
+    """One cast's problems."""
+    return [kind for kind in PROBLEM_KINDS if kind.level(cast) > FINE]
 
 
 def level_of(cast: CastStatistics) -> int:

@@ -46,8 +46,10 @@ COLUMNS = {  # of numbers: the name, and how a value is shown
     "kurtosis": ("Kurtosis", "{:.3g}"),
     "staleness": ("Stale", "{:+.1f}"),
 }
-# The column in which each kind of problem is seen.
-_KIND_COLUMNS = ("sqnr", "saturated", "flushed", "sqnr", "staleness", "sqnr")
+# The column in which a kind of problem is seen; the others are in that of the SQNR.
+_KIND_COLUMNS = {
+    problems.SATURATES: "saturated", problems.FLUSHES: "flushed", problems.STALE: "staleness",
+}  # fmt: skip
 _FIRST_GEMMS = {"input": "output", "weight": "output", "grad_output": "grad_input"}
 _Places = Mapping[CastLabels, int]
 
@@ -238,8 +240,7 @@ def _row(place: int, cast: CastStatistics, over: Mapping[str, CastStatistics | N
     said = tag("figcaption", "Share of the elements by magnitude, before the cast (logarithmic)")
     figure = tag("figure", large_bars, said, large_line)
     parts = [tag("div", figure, _facts(cast), class_="panes")]
-    found = [problems.PROBLEM_KINDS[kind] for kind in kinds_of(cast)]
-    parts += [tag("p", tag("b", f"It {kind.one}. "), kind.advice) for kind in found]
+    parts += [tag("p", tag("b", f"It {kind.one}. "), kind.advice) for kind in kinds_of(cast)]
     if wrong := [name for name, look in over.items() if look and level_of(look)]:
         parts.append(tag("p", f"It wants a look at {', '.join(wrong)}."))
     inside, class_ = tag("div", *parts, class_="inside"), f"cast l{level_of(cast)}"
@@ -248,7 +249,7 @@ def _row(place: int, cast: CastStatistics, over: Mapping[str, CastStatistics | N
 
 def _cell(cast: CastStatistics, key: str) -> Markup:
     (name, spec), level, more = COLUMNS[key], level_of(cast), []
-    wrong = {_KIND_COLUMNS[kind] for kind in kinds_of(cast)}
+    wrong = {_KIND_COLUMNS.get(kind, "sqnr") for kind in kinds_of(cast)}
     if key == "sqnr":
         if cast.sqnr is not None and cast.sqnr < problems.noisy_below(cast.format):
             wrong.add(key)  # also where another problem explains it

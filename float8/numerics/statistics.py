@@ -357,12 +357,9 @@ def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) ->
     nonfinite = int(total["nonfinite"])
     noise, gradient, error = total["noise"], total["gradient"], total["gradient_noise"]
     is_known = not math.isnan(gradient)
-    sums = Sums(
-        *numbers[:4],
-        noise=noise if has_source else None,
-        gradient=gradient if is_known else None,
-        gradient_noise=error if is_known else None,
-    )
+    energies = (gradient, error) if is_known else (None, None)
+    first, second, third, fourth = numbers[:4]
+    sums = Sums(first, second, third, fourth, noise if has_source else None, *energies)
     is_compared = has_source and elements > nonfinite
     has_ratio = is_known and 0 < gradient < math.inf
     is_stale = labels.scaling in ("delayed", "static") and math.isfinite(staleness)
