@@ -29,10 +29,10 @@ from float8.numerics import problems
 from float8.numerics.alarms import Alarm
 from float8.numerics.display import layer_name
 from float8.numerics.markup import Markup, breakable, counted, joined, shown, tag
-from float8.numerics.pictures import axis, edges_of, histogram, lines, power_of_two
+from float8.numerics.pictures import axis, histogram, lines, power_of_two
 from float8.numerics.problems import Problem, kinds_of, level_of, problems_of
 from float8.numerics.snapshot import Report, read_run
-from float8.numerics.statistics import CastLabels, CastStatistics
+from float8.numerics.statistics import CastLabels, CastStatistics, edges_of
 
 LEVELS = ("fine", "look", "bad")
 TITLES = ("Healthy", "Worth a look", "Something is wrong")

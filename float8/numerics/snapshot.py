@@ -123,7 +123,7 @@ class Report:
 
         Raises:
             ValueError: there is nothing to draw.
-            ImportError: matplotlib is not installed.
+            ModuleNotFoundError: matplotlib is not installed.
         """
         at = "" if self.step is None else f", step {self.step}"
         plot_casts(self.casts, path, f"{self.model}{at}", top)

@@ -189,6 +189,20 @@ class CastStatistics:
         return found
 
 
+def edges_of(cast: CastStatistics) -> list[float]:
+    """The exponents below which all is flushed, some is, and some is subnormal; above which some
+    saturates, and all does. Empty where a scale is no positive number.
+    """
+    low, high = cast.scale_min, cast.scale_max
+    if not (low > 0 and math.isfinite(high)):
+        return []
+    fmt = FORMAT_OF[cast.format]
+    normal = float(torch.finfo(fmt.dtype).smallest_normal)
+    flushed = fmt.smallest_subnormal / 2
+    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
+    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
+
+
 # --- measuring
 
 _BIAS, _FIELDS = 1023, 2048  # of float64

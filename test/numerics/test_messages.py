@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -216,9 +215,3 @@ def test_a_path_that_cannot_be_written_is_an_error_before_the_training(tmp_path,
     with pytest.raises(OSError, match=rf"{path} cannot be written \({reason}\): name a file"):
         inspect_every(model(), path=path)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["file", "folder"]
-
-
-def test_a_picture_needs_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        Report([ROW]).plot(tmp_path / "x.png")

@@ -23,10 +23,10 @@ from runs import EVIL, HEALTHY, run
 from float8.numerics import problems
 from float8.numerics.alarms import watch_of
 from float8.numerics.markup import counted, shown, tag
-from float8.numerics.pictures import edges_of, histogram, lines, power_of_two
+from float8.numerics.pictures import histogram, lines, power_of_two
 from float8.numerics.report import main, page, summary
 from float8.numerics.snapshot import Report
-from float8.numerics.statistics import Histogram
+from float8.numerics.statistics import Histogram, edges_of
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
 
