@@ -20,7 +20,6 @@ from float8.numerics.passes import (
     Watcher,
     main_tensor,
     model_unchanged,
-    own_batch,
     run_model,
     run_pass,
     seed_everything,
@@ -36,12 +35,6 @@ class Plain:
     name: str
     logits: Tensor
     loss: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    inside: UserDict
-    x: Tensor
 
 
 class Sum(nn.Module):
@@ -65,19 +58,6 @@ ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 )
 def test_a_batch_is_spread_over_the_arguments(batch, expected):
     assert torch.equal(run_model(Sum(), batch), expected)
-
-
-def test_an_own_batch_of_objects_shares_nothing_and_keeps_their_types():
-    batch = Frozen(UserDict(x=torch.ones(2)), torch.ones(2, requires_grad=True))
-    own = own_batch(batch)
-    assert isinstance(own, Frozen)
-    assert isinstance(own.inside, UserDict)
-    with torch.no_grad():
-        own.inside["x"] += own.x.zero_() + 1
-    own.x.sum().backward()
-    assert batch.x.grad is None
-    for x in (batch.x, batch.inside["x"]):
-        assert torch.equal(x, torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -178,14 +158,6 @@ class Keeps(nn.Module):
         return float(torch.rand((), generator=self.generator))
 
 
-def test_buffers_that_a_forward_makes_go_again():
-    model = Keeps()
-    with model_unchanged(model):
-        model()
-    assert model._buffers == {"filled_later": None}
-    assert not model._non_persistent_buffers_set
-
-
 def test_what_is_one_buffer_stays_one():
     model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
     model[1].running_mean = model[0].running_mean
@@ -214,20 +186,6 @@ def test_no_random_number_is_lost():
         seed_everything(7, model)
         draw(model)
     assert draw(model) == expected
-
-
-@pytest.mark.parametrize("started", [False, True])
-def test_random_numbers_of_all_gpus_are_restored_and_cuda_is_not_initialised(monkeypatch, started):
-    """All GPUs are seeded, also for a model on the CPU."""
-    gpus = [torch.Generator().manual_seed(100 + i) for i in range(2)]
-    before = [g.get_state() for g in gpus]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
-    monkeypatch.setattr(torch.cuda, "default_generators", gpus)
-    with model_unchanged(model := Keeps()):
-        seed_everything(3, model)
-        assert {g.initial_seed() for g in gpus} == ({3} if started else {100, 101})
-    for g, state in zip(gpus, before, strict=True):
-        assert torch.equal(g.get_state(), state)
 
 
 class Shared(nn.Module):
