@@ -103,9 +103,11 @@ from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
 
 
-def is_count(value: object) -> bool:
-    """Whether this is an integer from 1 to `LARGEST`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+def check_count(value: object, what: str) -> int:
+    """The value, or a ValueError unless it is an integer from 1 to `LARGEST`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise ValueError(f"{what}={value!r} must be an integer >= 1 and <= {LARGEST}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,8 @@ class Shape:
     E: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (self.M, self.K, self.N) if self.E is None else (self.M, self.K, self.N, self.E)
-        if not all(is_count(size) for size in sizes):
-            raise ValueError(
-                f"a shape is M,K,N (tokens, in, out) or M,K,N,E (with experts), integers >= 1 and "
-                f"<= {LARGEST}; got {sizes}"
-            )
+        for name in ("M", "K", "N", "E")[: 3 if self.E is None else 4]:
+            check_count(getattr(self, name), f"a shape is M,K,N or M,K,N,E: {name}")
 
     @property
     def weights(self) -> int:
@@ -174,11 +172,7 @@ class Use:
     converts_weight: bool = False
 
     def __post_init__(self) -> None:
-        if not is_count(self.gradient_accumulation):
-            raise ValueError(
-                f"gradient_accumulation={self.gradient_accumulation!r} must be a count of "
-                f"microbatches, at least 1 and at most {LARGEST}"
-            )
+        check_count(self.gradient_accumulation, "gradient_accumulation")
 
     def caches_weight(self, plan: LinearPlan) -> bool:
         """Whether the weight is cached: only if both of its GEMMs are in float8."""

@@ -73,7 +73,7 @@ def test_a_prediction_is_written_as_json(tmp_path, capsys):
         (["16,16,16", "--device", "A100"], "unknown device 'A100'; known: H100"),
         (["16,16,16", "--recipes", "rowwize"], "invalid choice: 'rowwize'"),
         (["16,16,16", "--gradient-accumulation", "0"], "gradient_accumulation=0 must be"),
-        (["16,16,16", "--gradient-accumulation", "9" * 30], "999 must be a count of microbatches"),
+        (["16,16,16", "--gradient-accumulation", "9" * 30], "999 must be an integer >= 1 and <="),
         (["16,16,16", "--gradient-accumulation", "many"], "invalid int value: 'many'"),
         (["16,16,16", "-o", "."], "cannot write .: "),
         (["16,16,16", "-o", f"{__file__}/out.json"], f"cannot write {__file__}/out.json"),

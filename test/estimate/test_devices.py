@@ -75,8 +75,6 @@ def test_rowwise_gemms_by_cutlass_are_a_row_of_their_own(name):
     older = device.with_cutlass()
     assert older.products["rowwise"] == device.products[ROWWISE_BY_CUTLASS]
     assert (older == device) == (device.arch != "sm_90"), "cuBLASLt has rowwise scales on Hopper"
-    with pytest.raises(ValueError, match="has no figures for 'rowwise by CUTLASS'"):
-        DEVICE.with_cutlass()
 
 
 def test_a_gemm_reaches_half_its_best_at_half_size_and_more_with_more_operations():
@@ -126,7 +124,7 @@ def test_a_file_with_a_figure_without_source_is_refused(tmp_path):
     fields = json.loads((tmp_path / "device.json").read_text())
     fields["launch"]["source"] = "somewhere"
     (tmp_path / "device.json").write_text(json.dumps(fields))
-    said = "device.json.*'somewhere' must start with one of datasheet"
+    said = "device.json.*'somewhere': it must be .* start with one of datasheet"
     with pytest.raises(ValueError, match=said):
         Device.load(tmp_path / "device.json")
 
@@ -137,20 +135,18 @@ def test_a_figure_is_finite_and_not_negative(value):
         figure(value)
 
 
-@pytest.mark.parametrize("field", ["peak", "best"])
-def test_a_product_that_never_ends_is_refused(field):
-    with pytest.raises(ValueError, match="above 0"):
-        dataclasses.replace(PRODUCT, **{field: figure(0.0)})
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"products": {}}, "lacks 'bf16'"),
-        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown products \['int8'\]"),
-        ({"bandwidth": figure(0.0)}, "bandwidth must be above 0"),
-        ({"passes": {"any": figure(0.0)}}, "any must be above 0"),
-        ({"processors": figure(0.5)}, "processors must be at least 1"),
+        ({"products": {}}, "must have 'bf16'"),
+        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown: \['int8'\]"),
+        ({"bandwidth": figure(0.0)}, r"above 0 \(not: \[.bandwidth.\]"),
+        ({"passes": {"any": figure(0.0)}}, r"not: \[.any.\]"),
+        (
+            {"products": {BF16: dataclasses.replace(PRODUCT, best=figure(0.0))}},
+            r"not: \[.bf16 best.\]",
+        ),
+        ({"processors": figure(0.5)}, "processors be at least 1"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(changes, said):

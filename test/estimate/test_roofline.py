@@ -243,7 +243,7 @@ def test_a_float32_weight_is_converted_in_forward_and_backward():
     "sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5), (1, True, 1), (2**30 + 1, 1, 1), (1, 1, 10**400)]
 )
 def test_a_shape_is_three_counts(sizes):
-    with pytest.raises(ValueError, match="integers >= 1"):
+    with pytest.raises(ValueError, match="must be an integer >= 1"):
         Shape(*sizes)
 
 
