@@ -17,6 +17,7 @@ import argparse
 import base64
 import hashlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -168,7 +169,7 @@ def _run(reports: Sequence[Report], names: Sequence[str]) -> Markup:
     """The SQNR over the snapshots, and what those say that want a look."""
     known = [[c.sqnr for c in r.casts if c.sqnr is not None] for r in reports]
     series = {
-        "median": [_median(values) for values in known],
+        "median": [statistics.median(values) if values else None for values in known],
         "worst": [min(values, default=None) for values in known],
     }
     key = Markup(" and ").join(tag("b", name, class_=f"k-{name}") for name in series)
@@ -201,17 +202,15 @@ def _tiles(casts: Sequence[CastStatistics]) -> Markup:
     return joined(
         (
             worst("worst SQNR", "sqnr", "{:.1f} dB", -1),
-            tile("median SQNR", _median(sqnrs), "{:.1f} dB", "of all casts"),
+            tile(
+                "median SQNR", statistics.median(sqnrs or [math.nan]), "{:.1f} dB", "of all casts"
+            ),
             worst("most saturated", "saturated", "{:.2%}"),
             worst("most flushed", "flushed", "{:.2%}"),
             worst("inf or NaN", "nonfinite", "{:,}"),
             tile("layers", layers, "{:,}", counted(len(casts), "cast")),
         )
     )
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 # --- the table
@@ -307,8 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports, alarms = read_run(run)
         if target.exists() and target.samefile(run):
             raise ValueError("the page would overwrite the run; name another by -o")
-        head = json.loads(run.read_text(encoding="utf-8"))
-        about = {"file": run.name, "float8": head.get("float8"), "torch": head.get("torch")}
+        about = json.loads(run.read_text(encoding="utf-8")) | {"file": run.name}
         target.write_text(page(reports, about, alarms, options.step), encoding="utf-8")
     except (OSError, ValueError) as error:
         at = f"{run}: " if str(run) not in str(error) else ""
