@@ -258,15 +258,17 @@ class _Inspection:
             def of(use: _Use) -> _Cast:
                 return _cast(fqn, layer, use, *operands[use.operand], cast_dtype)
 
+            backward = [use for use in uses if use.gemm != "output"]
             if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
-                self.add([of(use).measured() for use in uses.in_forward])
+                self.add([of(use).measured() for use in uses if use.gemm == "output"])
             if not output.requires_grad:
                 return
             # Not added before the gradient arrives: a forward may be discarded without a backward.
-            later = [of(use).measured() for use in uses.in_backward]
+            later = [of(use).measured() for use in backward if use.operand in operands]
             factor, projected = _factor_of_gradient(layer, dtype), None
-            if uses.of_weight is not None:
-                read = of(uses.of_weight)
+            product = layer.config.plan.grad_weight
+            if layer.weight.requires_grad and product.a is not None and product.b is not None:
+                read = of([use for use in uses if use.operand == "input"][-1])
                 features = read.matrix.data.shape[0 if read.is_transposed else 1]
                 v = probes(features, factors, read.matrix.data.device)
                 projected = contracted(read.matrix, v, read.is_transposed)
@@ -277,7 +279,8 @@ class _Inspection:
             with _without_side_effects(grad_output):
                 g = layer.local_grad_output(grad_output)
                 g = g if factor is None else as_matrix(g) * factor
-                seen = [_cast(fqn, layer, use, g, states[2]) for use in uses.of_gradient]
+                of_g = [use for use in backward if use.operand not in operands]
+                seen = [_cast(fqn, layer, use, g, states[2]) for use in of_g]
                 self.add([*later, *(each.measured() for each in seen)])
                 if projected is not None:
                     self.add_gradient(seen[-1], projected)
@@ -381,33 +384,24 @@ def _without_side_effects(x: Tensor) -> Iterator[None]:
         yield
 
 
-class _Uses(NamedTuple):
-    """The casts of a call, by the time at which their GEMM runs and their operand is known."""
+def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> list[_Use]:
+    """The casts of a call, in the order of their GEMMs.
 
-    in_forward: list[_Use]
-    in_backward: list[_Use]  # of input and weight
-    of_gradient: list[_Use]
-    of_weight: _Use | None  # the input that ``grad_weight`` reads, with the last of ``of_gradient``
-
-
-def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
-    """The casts of a call. A second use that reads the bytes of the first is not a second cast."""
-    forward, backward, gradient = [], [], []
-    if plan.output.a is not None and plan.output.b is not None:
-        forward.append(_Use("input", "output", plan.output.a))
-        forward.append(_Use("weight", "output", plan.output.b))
-    if needs_w and plan.grad_weight.b is not None and not plan.reuses_input:
-        backward.append(_Use("input", "grad_weight", plan.grad_weight.b, True))
-    if needs_x and plan.grad_input.b is not None and not plan.reuses_weight:
-        backward.append(_Use("weight", "grad_input", plan.grad_input.b, True))
-    if needs_x and plan.grad_input.a is not None:
-        gradient.append(_Use("grad_output", "grad_input", plan.grad_input.a))
-    if needs_w and plan.grad_weight.a is not None and not (gradient and plan.reuses_grad_output):
-        gradient.append(_Use("grad_output", "grad_weight", plan.grad_weight.a, True))
-    of_weight = None
-    if needs_w and plan.grad_weight.a is not None and plan.grad_weight.b is not None:
-        of_weight = next(use for use in (*backward, *forward) if use.operand == "input")
-    return _Uses(forward, backward, gradient, of_weight)
+    A second use that reads the bytes of the first is not a second cast.
+    """
+    output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
+    both = output.a is not None and output.b is not None
+    read_x, read_w = needs_w and not plan.reuses_input, needs_x and not plan.reuses_weight
+    read_g = needs_w and not (needs_x and grad_input.a is not None and plan.reuses_grad_output)
+    found = [
+        ("input", "output", output.a if both else None, False),
+        ("weight", "output", output.b if both else None, False),
+        ("input", "grad_weight", grad_weight.b if read_x else None, True),
+        ("weight", "grad_input", grad_input.b if read_w else None, True),
+        ("grad_output", "grad_input", grad_input.a if needs_x else None, False),
+        ("grad_output", "grad_weight", grad_weight.a if read_g else None, True),
+    ]
+    return [_Use(operand, gemm, cast, t) for operand, gemm, cast, t in found if cast is not None]
 
 
 def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
