@@ -183,12 +183,7 @@ class Report:
         reports = (self, *others)
         rows = merged(row for report in reports for row in report._rows)
         layers = {row.layer for row in rows}
-        skipped = {
-            fqn: reason
-            for report in reports
-            for fqn, reason in report.skipped.items()
-            if fqn not in layers
-        }
+        skipped = {k: v for report in reports for k, v in report.skipped.items() if k not in layers}
         return Report(rows, model=self.model, step=self.step, skipped=skipped)
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Report:
@@ -204,9 +199,8 @@ class Report:
 
         if not (dist.is_available() and dist.is_initialized()):
             return self.merged()
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, _as_snapshot(self), group)
-        reports = [_from_snapshot(each, self.model) for each in found]
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, self, group)
         return reports[0].merged(*reports[1:])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -249,19 +243,14 @@ class Report:
 
 
 def _static_scale(casts: Sequence[CastStatistics]) -> float:
-    if smooth := [cast for cast in casts if cast.granularity.endswith(SMOOTH)]:
-        raise ValueError(
-            f"{layer_name(smooth[0].layer)}: the report has its {smooth[0].operand} times the "
-            "factors of smooth_input=True, which a static scale does not have; "
-            "float8.calibrate(model, batches) finds that of the input itself"
-        )
     first_use = [cast for cast in casts if cast.gemm == casts[0].gemm]
     cast = max(first_use, key=lambda cast: (cast.nonfinite, cast.amax))
-    if not (0 < cast.amax < math.inf) or cast.nonfinite:
+    if any(c.granularity.endswith(SMOOTH) for c in casts) or cast.nonfinite or not cast.amax > 0:
         raise ValueError(
-            f"{layer_name(cast.layer)}: its {cast.operand} had amax {cast.amax:g} and "
-            f"{cast.nonfinite} elements that are not finite; a static scale needs values like "
-            "those to come"
+            f"{layer_name(cast.layer)}: no static scale suits its {cast.operand} (amax "
+            f"{cast.amax:g}, {cast.nonfinite} elements that are not finite, {cast.granularity}); "
+            "it needs values like those to come, and float8.calibrate(model, batches) if "
+            "smooth_input=True multiplies them"
         )
     return max(cast.amax / FORMAT_OF[cast.format].max, torch.finfo(torch.float32).tiny)
 

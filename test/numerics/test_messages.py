@@ -127,7 +127,7 @@ MESSAGES = [
     ),
     # reports
     (ValueError, lambda: Report([ROW]).static_scales("weight"), "no row for operand 'weight'"),
-    (ValueError, lambda: static_scales(amax=0.0), "nan: its input had amax 0"),
+    (ValueError, lambda: static_scales(amax=0.0), "nan: no static scale suits its input (amax 0"),
     (ValueError, lambda: static_scales(nonfinite=2), "2 elements that are not finite"),
     (
         ValueError,
