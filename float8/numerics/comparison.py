@@ -38,7 +38,6 @@ error, since converting it or not would be a guess: exclude it before,
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import math
@@ -50,11 +49,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from float8.arguments import check_type, described
+from float8.arguments import check_type, described, did_you_mean
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
-from float8.numerics.display import simple_table
+from float8.numerics.display import layer_name, simple_table
 from float8.numerics.inspection import name_in_model
 from float8.numerics.passes import (
     LossFn,
@@ -362,30 +361,23 @@ def accurate_layers(
         ValueError for a layer that was not measured.
 
     Raises:
-        ValueError: ``by`` names something else, or a number that no layer has; or ``min_sqnr`` is
-            NaN.
+        ValueError: ``by`` names something else, or a number that no layer has.
         TypeError: ``report`` is neither, or ``min_sqnr`` no number.
     """
     check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
-    if math.isnan(min_sqnr):
-        raise ValueError("min_sqnr must be a number of dB, got nan")
     lowest = _lowest(report, by)
 
     def is_accurate(module: nn.Module, fqn: str) -> bool:
         sqnr = lowest.get(_without_wrappers(fqn))
         if sqnr is not None:
             return sqnr >= min_sqnr
-        if unknown is None and isinstance(module, nn.Embedding):
-            return True  # a transform asks about it, and it multiplies nothing
-        if unknown is None:
-            near = difflib.get_close_matches(fqn, lowest, n=3, cutoff=0.5) or list(lowest)[:3]
+        if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
             raise ValueError(
-                f"{fqn or 'the module itself'} has no SQNR in the report, which knows {len(lowest)}"
-                f" layers, such as {', '.join(near)}: it was not converted then, or no data "
-                "reached it. Leave it out with all_of(skip_names(...), accurate_layers(...)), or "
-                "decide with unknown=True (convert) or unknown=False"
+                f"{layer_name(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
+                f"{did_you_mean(fqn, lowest)}: leave it out with all_of(skip_names(...), "
+                "accurate_layers(...)), or give unknown=True (convert) or unknown=False"
             )
-        return unknown
+        return unknown is not False
 
     def reason(module: nn.Module, fqn: str) -> str:
         sqnr = lowest.get(_without_wrappers(fqn))
@@ -398,17 +390,20 @@ def accurate_layers(
 
 def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, float]:
     """Layer -> its lowest SQNR; without layers that have none."""
+    such_as = "what float8.inspect or float8.compare returned"
+    check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
+    is_report = isinstance(report, Report)
+    known: Sequence[str] = OPERANDS if is_report else COLUMNS
+    chosen: Sequence[str] = OPERANDS if is_report else ALONE
+    if by is not None:
+        _check_names(by, "by", "accurate_layers")
+        if not by or not set(by) <= set(known):
+            raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
+        chosen = by
     if isinstance(report, Report):
-        chosen = _checked(by, OPERANDS, OPERANDS)
         pairs = [(cast.layer, cast.sqnr) for cast in report.casts if cast.operand in chosen]
-    elif isinstance(report, Comparison):
-        chosen = _checked(by, COLUMNS, ALONE)
-        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
     else:
-        raise TypeError(
-            "accurate_layers takes what float8.inspect or float8.compare returned, got "
-            f"{described(report)}"
-        )
+        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
     lowest: dict[str, float] = {}
     for layer, sqnr in pairs:
         if sqnr is not None:
@@ -420,17 +415,6 @@ def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, 
             "compare without alone=False"
         )
     return lowest
-
-
-def _checked(
-    by: Sequence[str] | None, known: Sequence[str], default: Sequence[str]
-) -> Sequence[str]:
-    if by is None:
-        return default
-    _check_names(by, "by", "accurate_layers")
-    if not by or not set(by) <= set(known):
-        raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
-    return by
 
 
 def _without_wrappers(fqn: str) -> str:

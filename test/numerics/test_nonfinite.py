@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unchanged import assert_model_unchanged
 
-from float8.config import RECIPES, Float8LinearConfig
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.convert import convert_to_float8_training
 from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear
@@ -403,3 +403,20 @@ def test_a_delayed_scale_says_how_much_it_saturates_and_a_broken_one_that_it_is_
     assert "delayed e4m3 scale 0.002232: 50.00% saturated" in remarks_of(delayed, x)[0]
     delayed.cast_input.scale.fill_(math.nan)
     assert "the scale itself is not finite and > 0" in remarks_of(delayed, x)[0]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "unit", "delayed"]
+)
+def test_operands_are_described_in_every_recipe(recipe):
+    x, g = torch.randn(8, 16), torch.randn(8, 16)
+    input, weight, grad = remarks_of(layer(recipe), x, g)
+    assert input.startswith(f"input: amax {float(x.abs().max()):.4g}, ")
+    assert weight.startswith("weight: amax ")
+    assert grad.startswith(f"grad_output: amax {float(g.abs().max()):.4g}, ")
+
+
+def test_a_static_scale_is_the_one_that_is_set():
+    static = CastConfig(ScalingType.STATIC, static_scale=0.25)
+    fixed = Float8Linear(16, 16, config=Float8LinearConfig(cast_config_input=static))
+    assert remarks_of(fixed, torch.ones(4, 16))[0] == "input: amax 1, static e4m3 scale 0.25"
