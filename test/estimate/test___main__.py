@@ -1,6 +1,5 @@
 """The command line, called in-process and once as a process."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -86,18 +85,6 @@ def test_bad_input_ends_with_what_to_do(arguments, said, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_figures_beyond_arithmetic_name_the_device(tmp_path, capsys):
-    fields = json.loads(json.dumps(dataclasses.asdict(H100)))
-    fields["products"]["bf16"]["peak"]["value"] = 1e-200
-    fields["products"]["bf16"]["best"]["value"] = 1e-200
-    file = tmp_path / "device.json"
-    file.write_text(json.dumps(fields))
-    with pytest.raises(SystemExit) as ended:
-        main(["64,64,64", "--device", str(file)])
-    assert ended.value.code == 2
-    assert f"figures of device {str(file)!r} are too large or too small" in capsys.readouterr().err
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:

@@ -81,14 +81,6 @@ def test_massive_saturation_is_an_alarm_at_the_first_look():
     assert history({}, {"saturated": 0.09}, {}, {"saturated": 0.09}) == []
 
 
-def test_a_layer_that_is_not_called_changes_nothing():
-    bad = WRONG["saturation"]
-    (alarm,) = history(bad, None, bad, None, None, bad)
-    assert (alarm.first, alarm.started) == (0, 50)
-    (alarm,) = history(*[bad] * 3, {}, None, {}, None)
-    assert alarm.is_active
-
-
 def test_a_fall_is_measured_from_the_looks_before_it():
     slow = [{"sqnr": 31.0 - 0.4 * i} for i in range(60)]
     (alarm,) = history(*slow)
