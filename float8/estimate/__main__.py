@@ -75,10 +75,6 @@ def main(argv: Sequence[str]) -> int:
         )
     except ValueError as error:
         arguments.error(str(error))
-    except ArithmeticError as error:
-        arguments.error(
-            f"figures of device {options.device!r} are too large or too small to use ({error})"
-        )
     print(result)
     if options.sources:
         print(*result.device.provenance(), sep="\n")

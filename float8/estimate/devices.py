@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from float8.arguments import check_type
 from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
@@ -60,12 +61,12 @@ class Figure:
     source: str
 
     def __post_init__(self) -> None:
-        if self.kind not in SOURCES:
+        # An int from a file may be larger.
+        if self.kind not in SOURCES or not 0 <= self.value <= sys.float_info.max:
             raise ValueError(
-                f"source {self.source!r} must start with one of {', '.join(SOURCES)} and a colon"
+                f"figure {self.value} from {self.source!r}: it must be finite and >= 0, and its "
+                f"source start with one of {', '.join(SOURCES)} and a colon"
             )
-        if not 0 <= self.value <= sys.float_info.max:  # an int from a file may be larger
-            raise ValueError(f"a figure must be finite and >= 0, got {self.value} ({self.source})")
 
     @property
     def kind(self) -> str:
@@ -89,10 +90,6 @@ class GemmSpeed:
     peak: Figure
     best: Figure
     half_size: Figure
-
-    def __post_init__(self) -> None:
-        if self.peak.value == 0 or self.best.value == 0:
-            raise ValueError("a GEMM needs a peak and a best efficiency above 0")
 
     def seconds(self, flops: float) -> float:
         """Time of computing, as if memory were infinitely fast."""
@@ -129,19 +126,17 @@ class Device:
     compiled_casts: bool = False
 
     def __post_init__(self) -> None:
-        if BF16 not in self.products:
-            raise ValueError(
-                f"{self.name}: products lacks {BF16!r}, the baseline of every comparison"
-            )
-        if unknown := set(self.products) - {BF16, *FLOAT8, ROWWISE_BY_CUTLASS}:
-            raise ValueError(
-                f"{self.name}: unknown products {sorted(unknown)}; known: {', '.join(FLOAT8)}"
-            )
         rates = {"bandwidth": self.bandwidth, "bandwidth_best": self.bandwidth_best, **self.passes}
-        if zero := [name for name, figure in rates.items() if figure.value == 0]:
-            raise ValueError(f"{self.name}: {', '.join(zero)} must be above 0")
-        if self.processors is not None and self.processors.value < 1:
-            raise ValueError(f"{self.name}: processors must be at least 1")
+        for kind, speed in self.products.items():
+            rates |= {f"{kind} peak": speed.peak, f"{kind} best": speed.best}
+        zero = [name for name, figure in rates.items() if figure.value == 0]
+        unknown = sorted(set(self.products) - {BF16, *FLOAT8, ROWWISE_BY_CUTLASS})
+        is_empty = self.processors is not None and self.processors.value < 1
+        if zero or unknown or is_empty or BF16 not in self.products:
+            raise ValueError(
+                f"{self.name}: products must have {BF16!r} and may have {', '.join(FLOAT8)} "
+                f"(unknown: {unknown}), rates be above 0 (not: {zero}), processors be at least 1"
+            )
 
     @property
     def emulates(self) -> bool:
@@ -160,8 +155,6 @@ class Device:
 
     def with_cutlass(self) -> Device:
         """The device with rowwise GEMMs by CUTLASS, as torch runs them with cuBLAS before 12.9."""
-        if ROWWISE_BY_CUTLASS not in self.products:
-            raise ValueError(f"{self.name} has no figures for {ROWWISE_BY_CUTLASS!r}")
         rowwise = {ROWWISE: self.products[ROWWISE_BY_CUTLASS]}
         return dataclasses.replace(self, products={**self.products, **rowwise})
 
@@ -342,12 +335,8 @@ def find_device(device: str | Path | Device) -> Device:
     """
     if isinstance(device, Device):
         return device
-    if not isinstance(device, (str, Path)):
-        raise TypeError(
-            f"device={device!r} is a {type(device).__name__}; needed is the name of a device to "
-            f"predict for ({', '.join(DEVICES)}), the path of a file that Device.save wrote, or a "
-            "float8.estimate.Device"
-        )
+    such_as = f"a name ({', '.join(DEVICES)}), a file that Device.save wrote, or a Device"
+    check_type(device, (str, Path), "estimate", "device", such_as)
     name = str(device)
     if name.upper() in DEVICES:
         return DEVICES[name.upper()]

@@ -17,19 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import described
+from float8.arguments import check_type
 from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.estimate.devices import Device, find_device
 from float8.estimate.roofline import (
-    LARGEST,
     Shape,
     Use,
-    is_count,
+    check_count,
     kinds_of_plan,
     layer_seconds,
     saved_bytes,
@@ -69,40 +69,31 @@ def layers_of(
         TypeError: neither a module nor shapes.
         ValueError: nothing to predict, ``tokens`` missing, or given beside shapes.
     """
-    if isinstance(model_or_shapes, (str, type)) or not isinstance(
-        model_or_shapes, (nn.Module, Iterable)
-    ):
-        raise TypeError(
-            f"model={model_or_shapes!r} must be a module, such as nn.Linear(64, 64) (an instance, "
-            "not its class or name), or a list of shapes (M, K, N) or (M, K, N, E)"
-        )
     if isinstance(model_or_shapes, nn.Module):
         return _of_model(model_or_shapes, check_tokens(tokens), experts_per_token)
-    if tokens is not None:
-        raise ValueError(f"tokens={tokens} beside shapes: a shape's M is its tokens; leave it None")
-    shapes = [s if isinstance(s, Shape) else _shape(s) for s in model_or_shapes]
-    if not shapes:
-        raise ValueError(f"no shapes given; one is {_A_SHAPE}")
-    return [Layer("", shape) for shape in shapes]
+    such_as = f"a module, such as nn.Linear(64, 64), or a list of shapes {_A_SHAPE}"
+    is_text = isinstance(model_or_shapes, (str, type))
+    check_type(None if is_text else model_or_shapes, Iterable, "estimate", "model", such_as)
+    shapes = list(model_or_shapes)
+    is_shape = [isinstance(s, Shape) or _has_sizes(s) for s in shapes]
+    if tokens is not None or not shapes or not all(is_shape):
+        raise ValueError(
+            f"each shape must be {_A_SHAPE}, and tokens None beside them; got {shapes!r} and "
+            f"tokens={tokens}"
+        )
+    return [Layer("", s if isinstance(s, Shape) else Shape(*s)) for s in shapes]
 
 
 def check_tokens(tokens: int | None) -> int:
     """``tokens``, or an error that says what it should be."""
-    if tokens is None or not is_count(tokens):
-        raise ValueError(
-            f"tokens={tokens!r} must be an integer >= 1: rows of a layer's input in one forward, "
-            f"such as batch size * sequence length, at most {LARGEST}"
-        )
-    return tokens
+    return check_count(tokens, "rows of a layer's input (batch size * sequence length): tokens")
 
 
 _A_SHAPE = "(M, K, N): tokens, in_features, out_features; or (M, K, N, E): with experts"
 
 
-def _shape(sizes: Sequence[int]) -> Shape:
-    if not isinstance(sizes, Sequence) or len(sizes) not in (3, 4):
-        raise ValueError(f"a shape is {_A_SHAPE}; got {sizes!r} in the list of shapes")
-    return Shape(*sizes)
+def _has_sizes(shape: object) -> bool:
+    return isinstance(shape, Sequence) and len(shape) in (3, 4)
 
 
 def layers_in(module: nn.Module, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
@@ -199,6 +190,9 @@ def plain_seconds(layer: Layer, device: Device, use: Use) -> float:
 # --- recipes
 
 
+_RECIPES = "a name of a recipe or a Float8LinearConfig, one or several"
+
+
 def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     """Recipe names and configs as name -> config, in order.
 
@@ -208,22 +202,17 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
     """
     if isinstance(recipes, (str, Float8LinearConfig)):
         recipes = [recipes]
-    if not isinstance(recipes, Iterable | None):
-        raise TypeError(
-            "recipes must be names of recipes or Float8LinearConfigs, one or several, got "
-            f"{described(recipes)}"
-        )
+    check_type(recipes, Iterable, "estimate", "recipes", _RECIPES)
     if not recipes:
         raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
     names = {config: name for name, config in reversed(RECIPES.items())}
     pairs = recipes.items() if isinstance(recipes, Mapping) else [(each, each) for each in recipes]
     found: dict[str, Float8LinearConfig] = {}
     for i, (name, recipe) in enumerate(pairs, 1):
-        config = recipe
+        config: Any = recipe
         if isinstance(recipe, str):
             config = Float8LinearConfig.from_recipe_name(recipe)
-        if not isinstance(config, Float8LinearConfig):
-            raise TypeError(f"a recipe is a name or a Float8LinearConfig, got {described(config)}")
+        check_type(config, Float8LinearConfig, "estimate", "a recipe", _RECIPES)
         found[name if isinstance(name, str) else names.get(config, f"config {i}")] = config
     return found
 
@@ -319,8 +308,7 @@ def faster_layers(
         TypeError: as `estimate`, or min_speedup is not a number.
         ValueError: as `estimate`, or min_speedup is not above 0.
     """
-    if isinstance(min_speedup, bool) or not isinstance(min_speedup, (int, float)):
-        raise TypeError(f"min_speedup={min_speedup!r} must be a number, such as 1.1")
+    check_type(min_speedup, (int, float), "faster_layers", "min_speedup", "a number, such as 1.1")
     if not min_speedup > 0:
         raise ValueError(f"min_speedup={min_speedup} must be above 0; 1 means no loss")
     (config,) = named_configs([recipe]).values()

@@ -103,9 +103,11 @@ from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
 LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
 
 
-def is_count(value: object) -> bool:
-    """Whether this is an integer from 1 to `LARGEST`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= LARGEST
+def check_count(value: object, what: str) -> int:
+    """The value, or a ValueError unless it is an integer from 1 to `LARGEST`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise ValueError(f"{what}={value!r} must be an integer >= 1 and <= {LARGEST}")
+    return value
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,8 @@ class Shape:
     E: int | None = None
 
     def __post_init__(self) -> None:
-        sizes = (self.M, self.K, self.N) if self.E is None else (self.M, self.K, self.N, self.E)
-        if not all(is_count(size) for size in sizes):
-            raise ValueError(
-                f"a shape is M,K,N (tokens, in, out) or M,K,N,E (with experts), integers >= 1 and "
-                f"<= {LARGEST}; got {sizes}"
-            )
+        for name in ("M", "K", "N", "E")[: 3 if self.E is None else 4]:
+            check_count(getattr(self, name), f"a shape is M,K,N or M,K,N,E: {name}")
 
     @property
     def weights(self) -> int:
@@ -174,11 +172,7 @@ class Use:
     converts_weight: bool = False
 
     def __post_init__(self) -> None:
-        if not is_count(self.gradient_accumulation):
-            raise ValueError(
-                f"gradient_accumulation={self.gradient_accumulation!r} must be a count of "
-                f"microbatches, at least 1 and at most {LARGEST}"
-            )
+        check_count(self.gradient_accumulation, "gradient_accumulation")
 
     def caches_weight(self, plan: LinearPlan) -> bool:
         """Whether the weight is cached: only if both of its GEMMs are in float8."""
@@ -196,10 +190,6 @@ GIVEN = "given"  # the scale is known before the cast: delayed and static
 ROW_BLOCKS, MX_BLOCKS = "1x128", "1x32"
 _BLOCKS = (128, 128), (1, 32)
 _SCALES = {ROW_BLOCKS: 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
-
-# Kinds of which a fused kernel needs a separate pass for the amaxes of (a row-major, a transposed)
-# copy; all others need none.
-_NEEDS_AMAX_PASS = {TENSORWISE: (True, True), ROWWISE: (False, True)}
 
 
 @dataclass(frozen=True)
@@ -219,9 +209,10 @@ def kind_of_block(block: Block) -> str:
     return kinds.get(block) or (f"{block[0]}x{block[1]}" if block in _BLOCKS else ROW_BLOCKS)
 
 
-def pass_name(operation: str, kind: str, transposed: bool) -> str:
-    """Such as ``amax rowwise transposed``: the key of `float8.estimate.devices.Device.passes`."""
-    return f"{operation} {kind} transposed" if transposed else f"{operation} {kind}"
+# Which copies one cast makes.
+ROW_MAJOR, TRANSPOSED, BOTH = "", " transposed", "both"
+# What runs casts: kernels of this library, those of the compiler, the plain PyTorch reference.
+KERNELS, COMPILER, REFERENCE = "kernels", "compiler", "reference"
 
 
 def passes_of_layer(
@@ -239,92 +230,62 @@ def passes_of_layer(
         the three lists, and how many times per batch the weight's passes run: 1, or a fraction
         where several microbatches share them.
     """
+    by = REFERENCE if emulates else COMPILER if compiled else KERNELS
     trains = use.training and use.weight_trains
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _both_casts(plan.output.a, second_x, trains and plan.reuses_input, emulates)
-    same_g = trains and plan.reuses_grad_output
-    g = _both_casts(plan.grad_input.a, second_g, same_g, emulates) if use.training else []
-    w = _weight_passes(plan, use, emulates)
-    if compiled:
-        x, w, g = (_by_the_compiler(passes) for passes in (x, w, g))
-    return x, w, g, 1 / use.gradient_accumulation if use.caches_weight(plan) else 1.0
-
-
-def _by_the_compiler(passes: list[MemoryPass]) -> list[MemoryPass]:
-    """The same casts by the compiler's kernels, which accumulate no column amaxes."""
-    own: list[MemoryPass] = []
-    for each in passes:
-        if each.name == pass_name("amax", TENSORWISE, False):
-            own += [each, FILL]
-        elif each.name == pass_name("amax", ROWWISE, True):
-            own.append(MemoryPass("transpose", READ + READ))
-        elif each.name == pass_name("amax", ROWWISE, False):  # rows are cast by this pass
-            own.append(MemoryPass("cast and transpose", READ + WRITE + READ))
-        elif each == MemoryPass(pass_name("cast", ROWWISE, False), READ + 2 * WRITE):
-            own.append(MemoryPass(pass_name("cast", ROWWISE, True), READ + WRITE))
-        elif each is not FILL:
-            own.append(each)
-    return own
-
-
-def _weight_passes(plan: LinearPlan, use: Use, emulates: bool) -> list[MemoryPass]:
-    first, second = plan.output.b, plan.grad_input.b
+    x = _casts(plan.output.a, second_x, plan.reuses_input, by)
+    g = _casts(plan.grad_input.a, second_g, plan.reuses_grad_output, by) if use.training else []
+    first_w, second_w = plan.output.b, plan.grad_input.b if use.training else None
     convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
     if use.caches_weight(plan):
-        return convert + _both_casts(first, second, plan.reuses_weight, emulates)
-    forward = convert + _one_cast(first, False, emulates)
-    if not use.training:
-        return forward
-    return forward + convert + _one_cast(second, True, emulates, scale_known=plan.reuses_weight)
+        w = convert + _casts(first_w, plan.grad_input.b, plan.reuses_weight, by)
+        return x, w, g, 1 / use.gradient_accumulation
+    backward = _casts(None, second_w, False, by)
+    if plan.reuses_weight:  # and forward's scale
+        backward = backward[-1:]
+    w = convert + _casts(first_w, None, False, by)
+    return x, w + (convert + backward if use.training else []), g, 1.0
 
 
-def _one_cast(
-    cast: OperandCast | None, transposed: bool, emulates: bool, scale_known: bool = False
+def _casts(
+    first: OperandCast | None, second: OperandCast | None, same_bytes: bool, by: str
 ) -> list[MemoryPass]:
-    """The passes that make one float8 copy; none for an operand in high precision."""
-    if cast is None:
-        return []
-    kind = _kind_of_cast(cast)
-    copy = MemoryPass(pass_name("cast", kind, transposed), READ + _written(kind, emulates))
-    return [copy] if scale_known else [*_amax_passes(cast, transposed, emulates), copy]
+    """The passes of one call: the row-major copy by ``first``, the transposed one by ``second``.
+
+    None of them for an operand in high precision.
+    """
+    if first is not None and second is not None:
+        if by == REFERENCE and same_bytes:  # it multiplies a transposed view
+            return _passes(first, ROW_MAJOR, by)
+        if by != REFERENCE and _kind_of_cast(first) == _kind_of_cast(second):
+            return _passes(first, BOTH, by)
+    rows = [] if first is None else _passes(first, ROW_MAJOR, by)
+    return rows + ([] if second is None else _passes(second, TRANSPOSED, by))
 
 
-def _both_casts(
-    first: OperandCast | None, second: OperandCast | None, same_bytes: bool, emulates: bool
-) -> list[MemoryPass]:
-    """The passes for an operand that is cast row-major and transposed in one call."""
-    if emulates and same_bytes:  # the reference multiplies a transposed view
-        return _one_cast(first, False, emulates)
-    if emulates or first is None or second is None or _kind_of_cast(first) != _kind_of_cast(second):
-        return _one_cast(first, False, emulates) + _one_cast(second, True, emulates)
-    kind = _kind_of_cast(first)
-    amaxes = _amax_passes(first, False, emulates)
-    if kind == ROWWISE:  # amaxes of columns, and of rows with them
-        amaxes = [FILL, MemoryPass(pass_name("amax", ROWWISE, False), READ)]
-    copies = MemoryPass(pass_name("cast", kind, False), READ + 2 * _written(kind, emulates))
-    return [*amaxes, copies]
-
-
-def _written(kind: str, emulates: bool) -> float:
-    """Bytes written per element in one orientation; rates of emulated passes leave out scales."""
-    return WRITE if emulates else WRITE + _SCALES.get(kind, 0)
+def _passes(cast: OperandCast, copies: str, by: str) -> list[MemoryPass]:
+    """One entry of the table of this file; names are keys of `Device.passes`."""
+    kind, count, place = _kind_of_cast(cast), 2 if copies == BOTH else 1, copies.removeprefix(BOTH)
+    amax = MemoryPass(f"amax {kind_of_block(cast.block)}{place}", READ)
+    if by == REFERENCE:  # whose rates leave out scales
+        copy = MemoryPass(f"cast {kind}{place}", READ + WRITE)
+        return [copy] if cast.scaling_type is ScalingType.STATIC else [amax, copy]
+    written = WRITE + _SCALES.get(kind, 0)
+    copy = MemoryPass(f"cast {kind}{place}", READ + count * written)
+    if kind == TENSORWISE:
+        fills = by == COMPILER and copies != TRANSPOSED
+        return [amax, FILL, copy] if fills else [amax, copy]
+    if kind != ROWWISE or copies == ROW_MAJOR:
+        return [copy]
+    if by == KERNELS:
+        return [FILL, amax, copy]
+    both = MemoryPass("cast and transpose", READ + WRITE + READ)
+    own = both if copies == BOTH else MemoryPass("transpose", READ + READ)
+    return [own, MemoryPass(f"cast {ROWWISE}{TRANSPOSED}", READ + WRITE)]
 
 
 def _kind_of_cast(cast: OperandCast) -> str:
     return kind_of_block(cast.block) if cast.scaling_type is ScalingType.DYNAMIC else GIVEN
-
-
-def _amax_passes(cast: OperandCast, transposed: bool, emulates: bool) -> list[MemoryPass]:
-    kind = _kind_of_cast(cast)
-    if emulates:
-        needed = cast.scaling_type is not ScalingType.STATIC
-    else:
-        needed = _NEEDS_AMAX_PASS.get(kind, (False, False))[transposed]
-    if not needed:
-        return []
-    amax = MemoryPass(pass_name("amax", kind_of_block(cast.block), transposed), READ)
-    fills = not emulates and transposed and kind == ROWWISE
-    return [FILL, amax] if fills else [amax]
 
 
 # --- GEMMs

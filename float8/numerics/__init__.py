@@ -20,17 +20,17 @@
 
 =================== ================================================================================
 statistics.py       the statistics of one cast: formulas, measurement, merging
+gradient_error.py   what the casts of a layer leave of its weight's gradient
+problems.py         what is wrong with a cast, and what to do about it
+alarms.py           problems that last over several looks
 display.py          casts as a table and as a picture
 snapshot.py         `Report` and its files
 inspection.py       `inspect`: the hooks that measure
 monitor.py          `inspect_every`
-passes.py           one forward and backward of a model, without a lasting change to it
+passes.py           one forward and backward of a model, without a lasting change; the walk over it
 comparison.py       `compare`, `accurate_layers`
 nonfinite.py        `find_nan`
 calibration.py      `calibrate`
-gradient_error.py   what the casts of a layer leave of its weight's gradient
-problems.py         what is wrong with a cast, and what to do about it
-alarms.py           problems that last over several looks
 report.py           the page, with page.html, page.css and page.js
 pictures.py         its histograms and lines, as SVG
 markup.py           HTML in which nothing of a run becomes markup

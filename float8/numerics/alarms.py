@@ -36,20 +36,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from float8.numerics import problems
-from float8.numerics.problems import EXPECTED_SQNR, FINE, ProblemKind
+from float8.numerics.problems import EXPECTED_SQNR, FINE, SUSPICIOUS, ProblemKind
 from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
 
 if TYPE_CHECKING:
     from float8.numerics.snapshot import Report
 
-FALLING = "falling SQNR"
 FALL = 6.0  # dB: twice the error
-MASSIVE = 0.1  # a saturated fraction of the elements
+MASSIVE = 0.1  # a saturated fraction of the elements: one look is enough
 LEAST_EARLIER = 3  # looks, whose median an SQNR is compared with
 KEPT_LOOKS = 100  # of an SQNR: as many as a run file keeps by default
 KEPT_ALARMS = 1000  # the oldest that have ended are dropped
@@ -92,7 +91,7 @@ class Alarm:
     @property
     def labels(self) -> CastLabels:
         """Which cast it is."""
-        return labels_of(self)
+        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
 
     @property
     def place(self) -> str:
@@ -104,84 +103,49 @@ class Alarm:
         return f"{self.rule}: {self.place}. {self.message}{since} {self.advice}"
 
 
-Earlier = Sequence[float]  # SQNRs of earlier looks
+class AlarmRule(NamedTuple):
+    """A row of the table: ``looks`` in a row start and end an alarm of a kind of problem.
 
-
-@dataclass(frozen=True)
-class AlarmRule:
-    """A row of the table.
-
-    Args:
-        name: of its alarms.
-        looks: in a row, to start and to end.
-        is_wrong: of a cast and the SQNRs of its earlier looks.
-        severity: orders the alarms that start at one look.
-        message: what was measured.
-        advice: what to do about it.
-        is_massive: whether one look at this cast, which is wrong, starts an alarm.
+    ``kind`` is None for the fall of an SQNR, which has no other problem (`_falls`).
     """
 
     name: str
     looks: int
-    is_wrong: Callable[[CastStatistics, Earlier], bool]
-    severity: Callable[[CastStatistics], float]
-    message: Callable[[CastStatistics, Earlier], str]
-    advice: str
-    is_massive: Callable[[CastStatistics], bool] = lambda _: False
-
-
-def _lasting(
-    name: str, kind: ProblemKind, looks: int, operands: Sequence[str] = OPERANDS
-) -> AlarmRule:
-    """The rule of a kind of problem, for some operands or all."""
-
-    def is_wrong(cast: CastStatistics, _: Earlier) -> bool:
-        return cast.operand in operands and kind.level(cast) > FINE
-
-    # inf and NaN spread: their first layer says more than that with most of them.
-    severity = (lambda _: 0.0) if kind is problems.NONFINITE else kind.severity
-    return AlarmRule(
-        name, looks, is_wrong, severity, lambda cast, _: kind.message(cast), kind.advice
-    )
-
-
-def _usual_sqnr(cast: CastStatistics, earlier: Earlier) -> float:
-    """What an SQNR is compared with: an operand may have been exact, as a weight of ones."""
-    return min(statistics.median(earlier), EXPECTED_SQNR[cast.format])
-
-
-def _has_fallen(cast: CastStatistics, earlier: Earlier) -> bool:
-    if len(earlier) < LEAST_EARLIER or cast.sqnr is None or cast.sqnr == -math.inf:
-        return False
-    if cast.sqnr >= _usual_sqnr(cast, earlier) - FALL:
-        return False
-    others = (rule for rule in ALARM_RULES if rule.name != FALLING)
-    return not any(rule.is_wrong(cast, earlier) for rule in others)
+    kind: ProblemKind | None
+    operands: Sequence[str] = OPERANDS
 
 
 ALARM_RULES = (
-    _lasting("inf or NaN", problems.NONFINITE, 1, ("input", "weight")),
-    _lasting("inf or NaN in gradient", problems.NONFINITE, 2, ("grad_output",)),
-    replace(
-        _lasting("saturation", problems.SATURATES, 3),
-        is_massive=lambda cast: (cast.saturated or 0.0) > MASSIVE,
-    ),
-    _lasting("flush", problems.FLUSHES, 3),
-    _lasting("stale scale", problems.STALE, 3),
-    _lasting("gradient noise", problems.DROWNS, 3),
-    AlarmRule(
-        FALLING,
-        3,
-        _has_fallen,
+    AlarmRule("inf or NaN", 1, problems.NONFINITE, ("input", "weight")),
+    AlarmRule("inf or NaN in gradient", 2, problems.NONFINITE, ("grad_output",)),
+    AlarmRule("saturation", 3, problems.SATURATES),
+    AlarmRule("flush", 3, problems.FLUSHES),
+    AlarmRule("stale scale", 3, problems.STALE),
+    AlarmRule("gradient noise", 3, problems.DROWNS),
+    AlarmRule("falling SQNR", 3, None),
+)
+
+
+def _falls(earlier: Sequence[float], fmt: str) -> ProblemKind:
+    """The problem of an SQNR below those of the earlier looks at a cast of this format."""
+    # An operand may have been exact, as a weight of ones.
+    usual = min(statistics.median(earlier or [math.nan]), EXPECTED_SQNR[fmt])
+
+    def level(cast: CastStatistics) -> int:
+        is_known = cast.sqnr is not None and cast.sqnr > -math.inf
+        has_fallen = is_known and len(earlier) >= LEAST_EARLIER and (cast.sqnr or 0) < usual - FALL
+        return SUSPICIOUS if has_fallen else FINE
+
+    return ProblemKind(
+        "fall",
+        "falls",
+        level,
         lambda cast: -(cast.sqnr or 0.0),
-        lambda cast, earlier: (
-            f"Its SQNR is {cast.sqnr:.1f} dB, and was {_usual_sqnr(cast, earlier):.1f} dB before."
-        ),
+        lambda cast: f"Its SQNR is {cast.sqnr:.1f} dB, and was {usual:.1f} dB before.",
         "Its values drift away from the range of the format: compare the histograms of these "
         "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
         'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
-    ),
-)
+    )
 
 
 @dataclass
@@ -202,12 +166,6 @@ class Changes(NamedTuple):
     active: list[Alarm]
 
 
-class _Started(NamedTuple):
-    rule: int  # its place in the table
-    severity: float
-    alarm: Alarm
-
-
 class AlarmWatch:
     """Applies the rules to one report after the other.
 
@@ -217,7 +175,7 @@ class AlarmWatch:
 
     def __init__(self, known: Iterable[Alarm] = ()) -> None:
         self._alarms: dict[int, Alarm] = dict(enumerate(known))
-        self._next = len(self._alarms)
+        self._count = len(self._alarms)  # with those that were dropped
         self._sqnrs: dict[CastLabels, deque[float]] = {}
         self._streaks: dict[tuple[CastLabels, str], _Streak] = {}
         for number, alarm in self._alarms.items():
@@ -231,47 +189,51 @@ class AlarmWatch:
 
     def see(self, report: Report) -> Changes:
         """Apply the rules to the next report; one without a step is left out."""
-        started: list[_Started] = []
+        started: list[tuple[int, float, Alarm]] = []
         ended: list[Alarm] = []
         for cast in report.casts if report.step is not None else ():
-            self._see(cast, report.step or 0, started, ended)
-        started.sort(key=lambda each: (each.rule, -each.severity))
-        self._drop()
+            labels = cast.labels
+            earlier = self._sqnrs.setdefault(labels, deque(maxlen=KEPT_LOOKS))
+            is_fine = True
+            for place, rule in enumerate(ALARM_RULES):
+                kind = rule.kind or _falls(earlier, cast.format)
+                is_wrong = cast.operand in rule.operands and kind.level(cast) > FINE
+                is_wrong = is_wrong and (is_fine or rule.kind is not None)
+                if is_wrong:
+                    alarm = self._see_wrong(rule, kind, cast, report.step or 0)
+                    # inf and NaN spread: their first layer says more than that with most of them.
+                    severity = 0.0 if kind is problems.NONFINITE else -kind.severity(cast)
+                    started += [] if alarm is None else [(place, severity, alarm)]
+                else:
+                    alarm = self._see_fine(rule, labels, report.step or 0)
+                    ended += [] if alarm is None else [alarm]
+                is_fine = is_fine and not is_wrong
+            has_fallen = is_wrong  # the last rule's
+            if not has_fallen and cast.sqnr is not None and cast.sqnr > -math.inf:
+                earlier.append(cast.sqnr)
+        over = len(self._alarms) - KEPT_ALARMS
+        has_ended = [number for number, alarm in self._alarms.items() if not alarm.is_active]
+        for number in has_ended[: max(over, 0)]:
+            del self._alarms[number]
         active = [alarm for alarm in self._alarms.values() if alarm.is_active]
-        return Changes([each.alarm for each in started], ended, active)
-
-    def _see(
-        self, cast: CastStatistics, step: int, started: list[_Started], ended: list[Alarm]
-    ) -> None:
-        labels = labels_of(cast)
-        earlier = self._sqnrs.setdefault(labels, deque(maxlen=KEPT_LOOKS))
-        has_fallen = False
-        for place, rule in enumerate(ALARM_RULES):
-            is_wrong = rule.is_wrong(cast, earlier)
-            if is_wrong:
-                has_fallen = has_fallen or rule.name == FALLING
-                alarm = self._see_wrong(rule, cast, earlier, step)
-                started += [] if alarm is None else [_Started(place, rule.severity(cast), alarm)]
-            else:
-                alarm = self._see_fine(rule, labels, step)
-                ended += [] if alarm is None else [alarm]
-        if not has_fallen and cast.sqnr is not None and cast.sqnr > -math.inf:
-            earlier.append(cast.sqnr)
+        started.sort(key=lambda each: each[:2])
+        return Changes([alarm for *_, alarm in started], ended, active)
 
     def _see_wrong(
-        self, rule: AlarmRule, cast: CastStatistics, earlier: Earlier, step: int
+        self, rule: AlarmRule, kind: ProblemKind, cast: CastStatistics, step: int
     ) -> Alarm | None:
         """Note that a cast is wrong; the alarm, if it starts now."""
-        labels = labels_of(cast)
+        labels = cast.labels
         streak = self._streaks.setdefault((labels, rule.name), _Streak())
         streak.first = streak.first if streak.wrong else step
         streak.wrong, streak.fine = streak.wrong + 1, 0
+        is_massive = kind is problems.SATURATES and (cast.saturated or 0.0) > MASSIVE
         if streak.alarm is not None:
             self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
-        elif streak.wrong >= rule.looks or rule.is_massive(cast):
-            message = rule.message(cast, earlier)
-            alarm = Alarm(rule.name, *labels, streak.first, step, step, None, message, rule.advice)
-            streak.alarm, self._next = self._next, self._next + 1
+        elif streak.wrong >= rule.looks or is_massive:
+            since, text = streak.first, kind.message(cast)
+            alarm = Alarm(rule.name, *labels, since, step, step, None, text, kind.advice)
+            streak.alarm, self._count = self._count, self._count + 1
             self._alarms[streak.alarm] = alarm
             return alarm
         return None
@@ -282,29 +244,16 @@ class AlarmWatch:
         if streak is None:
             return None
         streak.wrong, streak.fine = 0, streak.fine + 1
-        if streak.alarm is not None and streak.fine < rule.looks:
-            return None
-        return self.end(labels, rule.name, step)
+        is_over = streak.alarm is None or streak.fine >= rule.looks
+        return self.end(labels, rule.name, step) if is_over else None
 
     def end(self, labels: CastLabels, rule: str, step: int) -> Alarm | None:
         """End the streak of a cast and a rule; the alarm, if one was active."""
         streak = self._streaks.pop((labels, rule), None)
         if streak is None or streak.alarm is None:
             return None
-        ended = replace(self._alarms[streak.alarm], ended=step)
-        self._alarms[streak.alarm] = ended
-        return ended
-
-    def _drop(self) -> None:
-        over = len(self._alarms) - KEPT_ALARMS
-        ended = [number for number, alarm in self._alarms.items() if not alarm.is_active]
-        for number in ended[: max(over, 0)]:
-            del self._alarms[number]
-
-
-def labels_of(found: CastStatistics | Alarm) -> CastLabels:
-    """Which cast statistics or an alarm are of."""
-    return CastLabels(*(getattr(found, name) for name in CastLabels._fields))
+        self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], ended=step)
+        return self._alarms[streak.alarm]
 
 
 def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:

@@ -42,15 +42,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.arguments import check_type
+from float8.arguments import check_type, described
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion
 from float8.convert.convert import high_precision
@@ -59,7 +57,7 @@ from float8.formats import Format, on_device
 from float8.granularity import WHOLE
 from float8.linear.bound_plan import compute_dtype
 from float8.numerics.display import simple_table
-from float8.numerics.passes import model_unchanged, own_batch, run_model
+from float8.numerics.passes import Watcher, model_unchanged, own_batch, run_model, watched
 
 METHODS = ("sqnr", "amax", "percentile")
 _MAGNITUDES = 2**15  # of bfloat16, inf and NaN included
@@ -104,6 +102,13 @@ class Distribution:
         found = counts.nonzero().squeeze(1)
         return found.to(torch.int16).view(torch.bfloat16).float(), counts[found]
 
+    def casts(self, scales: Tensor, fmt: Format) -> Tensor:
+        """The values after casts to a format by some scales (C,): (C, values), float64."""
+        values_V, scale_C1 = self.values[0], scales.float().unsqueeze(1)
+        exact_CV = values_V.expand(len(scales), -1)
+        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
+        return data_CV.double() * scale_C1.double()
+
     def sqnr(self, scales: Tensor, fmt: Format) -> Tensor:
         """The SQNR of casting the data, for each of some scales.
 
@@ -115,11 +120,8 @@ class Distribution:
             (C,) in dB, float64; inf where a cast is exact.
         """
         values_V, counts_V = self.values
-        scale_C1 = scales.float().unsqueeze(1)
-        exact_CV = values_V.expand(len(scales), -1)
-        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
-        cast_CV = data_CV.double() * scale_C1.double()
-        noise_C = ((cast_CV - values_V.double()).square() * counts_V).sum(1)
+        errors_CV = self.casts(scales, fmt) - values_V.double()
+        noise_C = (errors_CV.square() * counts_V).sum(1)
         signal = (values_V.double().square() * counts_V).sum()
         return 10 * torch.log10(signal / noise_C)
 
@@ -128,39 +130,29 @@ class Distribution:
         values, counts = self.values
         # The tolerance is the rounding to bfloat16: nothing saturates at the amax scale.
         beyond = counts[values.double() > fmt.max * scale * (1 + 2**-8)].sum()
-        # Half of the smallest subnormal is a tie, and rounds to even: to zero.
-        below = counts[(values > 0) & (values.double() <= fmt.smallest_subnormal * scale / 2)].sum()
+        (cast,) = self.casts(torch.tensor([scale]), fmt)
+        below = counts[(values > 0) & (cast == 0)].sum()
         return float(beyond) / max(self.elements, 1), float(below) / max(self.elements, 1)
 
-    def amax_scale(self, fmt: Format) -> float:
-        """The scale that maps the largest magnitude to the format's largest value."""
-        return _scale(self.amax, fmt)
-
-    def percentile_scale(self, fmt: Format, percent: float) -> float:
-        """The scale at which ``percent`` of the nonzero elements do not saturate."""
-        values, counts = self.values
-        values, counts = values[values > 0], counts[values > 0]
-        if not len(values):  # float32 below the range of bfloat16
-            return self.amax_scale(fmt)
-        below = counts.cumsum(0).double() / counts.sum()
-        place = int(torch.searchsorted(below, percent / 100))
-        if place >= len(values) - 1:
-            return self.amax_scale(fmt)
-        return _scale(float(values[place]), fmt)
-
-    def sqnr_scale(self, fmt: Format) -> float:
-        """The scale with the highest SQNR, of the powers of two and the amax scale.
-
-        A shift by a power of two does not change the mantissas. It trades what saturates at the top
-        for what is flushed at the bottom, so that the SQNR has one maximum.
-        """
-        widest = self.amax_scale(fmt)
-        top = math.ceil(math.log2(widest))
-        # Also an octave above, for data that saturates an octave below.
-        exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
-        scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
-        scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
-        return float(scales[self.sqnr(scales, fmt).argmax()])
+    def scale(self, fmt: Format, method: str, percent: float) -> float:
+        """The scale for a format by one of `METHODS`."""
+        widest = _scale(self.amax, fmt)
+        if method == "percentile":
+            values, counts = (found[self.values[0] > 0] for found in self.values)
+            share = counts.cumsum(0).double() / counts.sum()
+            place = int(torch.searchsorted(share, percent / 100))
+            # Not of the largest, which was rounded.
+            return _scale(float(values[place]), fmt) if place < len(values) - 1 else widest
+        if method == "sqnr":
+            # A shift by a power of two does not change the mantissas. It trades what saturates at
+            # the top for what is flushed at the bottom, so that the SQNR has one maximum.
+            top = math.ceil(math.log2(widest))
+            # Also an octave above, for data that saturates an octave below.
+            exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
+            scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
+            scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
+            return float(scales[self.sqnr(scales, fmt).argmax()])
+        return widest
 
 
 def _scale(amax: float, fmt: Format) -> float:
@@ -211,15 +203,10 @@ class Calibration:
                 + "\n  ".join(problems)
             )
         chosen = _checked_method(method or self.method)
-        return {layer: self._scale(layer, chosen) for layer in self.inputs}
-
-    def _scale(self, layer: str, method: str) -> float:
-        values, fmt = self.inputs[layer], self.formats[layer]
-        if method == "amax":
-            return values.amax_scale(fmt)
-        if method == "percentile":
-            return values.percentile_scale(fmt, self.percentile)
-        return values.sqnr_scale(fmt)
+        return {
+            layer: values.scale(self.formats[layer], chosen, self.percentile)
+            for layer, values in self.inputs.items()
+        }
 
     def rows(self) -> list[dict[str, Any]]:
         """What the scale of each layer loses of the data, lowest SQNR first.
@@ -230,26 +217,26 @@ class Calibration:
         Raises:
             ValueError: as `static_scales`.
         """
-        rows = [self._row(layer, scale) for layer, scale in self.static_scales().items()]
+        rows, widest = [], self.static_scales("amax")
+        for layer, scale in self.static_scales().items():
+            values, fmt = self.inputs[layer], self.formats[layer]
+            sqnr, amax_sqnr = values.sqnr(torch.tensor([scale, widest[layer]]), fmt).tolist()
+            saturated, flushed = values.lost(scale, fmt)
+            rows.append(
+                {
+                    "layer": layer,
+                    "format": fmt.name,
+                    "elements": values.elements,
+                    "amax": values.amax,
+                    "scale": scale,
+                    "sqnr": sqnr,
+                    "saturated": saturated,
+                    "flushed": flushed,
+                    "amax_scale": widest[layer],
+                    "amax_sqnr": amax_sqnr,
+                }
+            )
         return sorted(rows, key=lambda row: row["sqnr"])
-
-    def _row(self, layer: str, scale: float) -> dict[str, Any]:
-        values, fmt = self.inputs[layer], self.formats[layer]
-        widest = values.amax_scale(fmt)
-        sqnr, amax_sqnr = values.sqnr(torch.tensor([scale, widest]), fmt).tolist()
-        saturated, flushed = values.lost(scale, fmt)
-        return {
-            "layer": layer,
-            "format": fmt.name,
-            "elements": values.elements,
-            "amax": values.amax,
-            "scale": scale,
-            "sqnr": sqnr,
-            "saturated": saturated,
-            "flushed": flushed,
-            "amax_scale": widest,
-            "amax_sqnr": amax_sqnr,
-        }
 
     def table(self, top: int | None = None) -> str:
         """The rows as text, lowest SQNR first.
@@ -258,19 +245,11 @@ class Calibration:
             top: how many; None is all.
         """
         headers = ("layer", "format", "amax", "scale", "SQNR dB", "satur. %", "flushed %", "amax's")
-        cells = [
-            (
-                row["layer"],
-                row["format"],
-                f"{row['amax']:.4g}",
-                f"{row['scale']:.4g}",
-                f"{row['sqnr']:.1f}",
-                f"{100 * row['saturated']:.3f}",
-                f"{100 * row['flushed']:.2f}",
-                f"{row['amax_sqnr']:.1f}",
-            )
-            for row in self.rows()
-        ]
+        line = (
+            "{layer}\t{format}\t{amax:.4g}\t{scale:.4g}\t{sqnr:.1f}\t{saturated:.3%}\t{flushed:.2%}"
+            "\t{amax_sqnr:.1f}"
+        )
+        cells = [line.format(**row).replace("%", "").split("\t") for row in self.rows()]
         return simple_table(headers, cells, 2, top)
 
     def __str__(self) -> str:
@@ -306,7 +285,7 @@ def calibrate(
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
     Raises:
-        ValueError: no batch or no layer; an unknown method, or a percentile outside of (0, 100]; a
+        ValueError: no layer; an unknown method, or a percentile outside of (0, 100]; a
             layer whose config casts no inputs.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
@@ -315,35 +294,29 @@ def calibrate(
     check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
     if not 0 < percentile <= 100:
         raise ValueError(f"percentile must be in (0, 100], got {percentile}")
-    if isinstance(batches, (Tensor, Mapping, str)):
-        raise TypeError(
-            f"batches must be an iterable of batches, got one {type(batches).__name__}: [batch]"
-        )
-    check_type(batches, Iterable, "calibrate", "batches", "an iterable of batches")
-    layers = plan.layers
-    if not layers:
+    if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")
+    if not plan.layers:
         raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
-    formats = {name: _format(name, layers[name], own) for name, own in plan.configs.items()}
-    inputs = {name: Distribution() for name in layers}
-    count = 0
-    with model_unchanged(model), high_precision(model), ExitStack() as stack:
+    formats = {name: _format(name, plan.layers[name], own) for name, own in plan.configs.items()}
+    seen = _Inputs({name: Distribution() for name in plan.layers})
+    with model_unchanged(model), high_precision(model), watched(plan.layers, seen):
         for module in model.modules():  # not eval(), which a module may override to merge weights
             module.training = False
-        for name, layer in layers.items():
-            hook = partial(_count, inputs[name])
-            stack.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
         for batch in batches:
             run_model(model, own_batch(batch))
-            count += 1
-    if not count:
-        raise ValueError("batches was empty: a generator that was used up before, perhaps")
-    return Calibration(inputs, formats, method, percentile)
+    return Calibration(seen.inputs, formats, method, percentile)
 
 
-def _count(values: Distribution, layer: nn.Module, args: Any, kwargs: Any) -> None:
-    x = args[0] if args else kwargs["input"]
-    if isinstance(x, Tensor):  # otherwise the layer raises
-        values.add(x.to(compute_dtype(x)))  # the dtype that conversion casts from, with autocast
+class _Inputs(Watcher):
+    def __init__(self, inputs: dict[str, Distribution]) -> None:
+        self.inputs = inputs
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["input"]
+        if isinstance(x, Tensor):  # otherwise the layer raises
+            # The dtype that conversion casts from, with autocast.
+            self.inputs[name].add(x.to(compute_dtype(x)))
 
 
 def _format(name: str, layer: Any, config: Float8LinearConfig) -> Format:

@@ -38,34 +38,35 @@ error, since converting it or not would be a guess: exclude it before,
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import json
 import math
 import os
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from float8.arguments import check_type, described
+from float8.arguments import check_type, described, did_you_mean
 from float8.convert.filters import ModuleFilter, with_reason
+from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
-from float8.numerics.display import simple_table
+from float8.numerics.display import layer_name, simple_table
 from float8.numerics.inspection import name_in_model
 from float8.numerics.passes import (
-    LayerObserver,
     LossFn,
-    Noise,
+    RunResult,
+    Watcher,
     check_run,
     has_other_ranks,
+    local_part,
+    main_tensor,
     model_unchanged,
     only_in_float8,
     run_pass,
-    sqnr_of,
+    watched,
 )
 from float8.numerics.snapshot import Report, strict_json
 from float8.numerics.statistics import OPERANDS
@@ -206,69 +207,103 @@ def compare(
     check_run(model, loss_fn, "compare")
     chosen = _chosen(model, layers)
     with model_unchanged(model):
-        expected: defaultdict[tuple[str, str], list[Tensor]] = defaultdict(list)
-        observer = LayerObserver(
-            chosen,
-            lambda name, kind, t: expected[name, kind].append(t.detach().to("cpu", copy=True)),
-        )
-        with only_in_float8(model, set()), observer.open():
-            reference = run_pass(model, batch, loss_fn, seed, observer)
+        seen = _Results()
+        with only_in_float8(model, set()), watched(chosen, seen):
+            reference = run_pass(model, batch, loss_fn, seed)
         if not reference.is_finite and not has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"
             )
-        errors = _CallErrors(expected)
-        observer = LayerObserver(chosen, errors.add)
-        with observer.open():
-            together = run_pass(model, batch, loss_fn, seed, observer)
+        errors = _Results(seen.found)
+        with watched(chosen, errors):
+            together = run_pass(model, batch, loss_fn, seed)
         columns = {name: errors.columns(name) for name in chosen}
-        expected.clear()
         for name, layer in chosen.items():
             key = id(layer.weight)
-            weights = [(reference.gradients.get(key), together.gradients.get(key))]
-            columns[name]["grad_weight"] = sqnr_of(weights)
+            columns[name]["grad_weight"] = _of_gradients(reference, together, [key])
             if alone:
                 with only_in_float8(model, {layer}):
                     single = run_pass(model, batch, loss_fn, seed)
-                columns[name]["alone_output"] = reference.sqnr_of_output(single)
-                columns[name]["alone_gradient"] = reference.sqnr_of_gradients(single)
+                columns[name]["alone_output"] = _of_outputs(reference, single)
+                columns[name]["alone_gradient"] = _of_gradients(reference, single)
     found = [LayerComparison(name, *(c.get(k) for k in COLUMNS)) for name, c in columns.items()]
     return Comparison(
         sorted(found, key=lambda layer: layer.harm),
-        reference.sqnr_of_output(together),
-        reference.sqnr_of_gradients(together),
+        _of_outputs(reference, together),
+        _of_gradients(reference, together),
         reference.loss,
         together.loss,
         model=type(model).__name__,
     )
 
 
-class _CallErrors:
-    """Compares the outputs and input gradients of layers with those of an earlier run.
+Powers = tuple[float, float]  # of a reference, and of the error of another value
 
-    Args:
-        expected: (layer, kind) -> the tensors of its calls in the earlier run.
+
+def powers_of(reference: Tensor | None, other: Tensor | None) -> Powers:
+    """Of two tensors of one quantity, where None stands for zeros.
+
+    The first is inf where they have other shapes: tokens were routed differently.
+    """
+    if reference is None or other is None:
+        signal = 0.0 if reference is None else power(reference)
+        return signal, signal if other is None else power(other)
+    if reference.shape != other.shape:
+        return math.inf, 0.0
+    exact = reference.detach().to(other.device).double()
+    return power(exact), power(exact - other.detach())
+
+
+def sqnr_of(powers: Iterable[Powers]) -> float | None:
+    """The SQNR in dB of all as one vector; None without a finite reference that is not zero."""
+    signals, noises = zip(*powers, strict=True)
+    signal = sum(signals)
+    return decibels(signal, sum(noises)) if signal and math.isfinite(signal) else None
+
+
+def _of_outputs(reference: RunResult, other: RunResult) -> float | None:
+    return sqnr_of([powers_of(reference.output, other.output)])
+
+
+def _of_gradients(reference: RunResult, other: RunResult, keys: Iterable[Any] = ()) -> float | None:
+    of, than = reference.gradients, other.gradients
+    return sqnr_of([(0.0, 0.0), *(powers_of(of.get(k), than.get(k)) for k in keys or of | than)])
+
+
+class _Results(Watcher):
+    """The outputs and input gradients of layers, on the host, by (layer, kind).
+
+    Of a second run, with the results of the first: the powers of the first's and of the errors.
     """
 
-    def __init__(self, expected: Mapping[tuple[str, str], list[Tensor]]) -> None:
+    def __init__(self, expected: dict[tuple[str, str], list[Any]] | None = None) -> None:
         self.expected = expected
-        self.noise: defaultdict[tuple[str, str], Noise] = defaultdict(Noise)
-        self.calls: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self.found: dict[tuple[str, str], list[Any]] = {}
 
-    def add(self, layer: str, kind: str, value: Tensor) -> None:
-        """Compare the next call of a layer."""
-        key, before = (layer, kind), self.expected.get((layer, kind), [])
-        if self.calls[key] < len(before):
-            self.noise[key].add(before[self.calls[key]], value)
-        self.calls[key] += 1
+    def add(self, key: tuple[str, str], value: Tensor) -> None:
+        """Add the next call of a layer."""
+        found = self.found.setdefault(key, [])
+        if self.expected is None:
+            found.append(value.detach().to("cpu", copy=True))
+        else:
+            before = self.expected.get(key, [])[len(found) : len(found) + 1]
+            found += [powers_of(each, value) for each in before] or [(math.inf, 0.0)]
+
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        if output is not None:  # otherwise it raised
+            self.add((name, "output"), local_part(main_tensor(output)))
+
+    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        self.add((name, "grad_input"), local_part(gradient))
 
     def columns(self, layer: str) -> dict[str, float | None]:
-        """The SQNR of each kind; None where the layer was not called as often as before."""
+        """The SQNR of each kind; none where the layer was not called as often as before."""
         return {
-            kind: self.noise[layer, kind].sqnr
+            kind: sqnr_of(calls)
             for kind in ("output", "grad_input")
-            if self.calls[layer, kind] == len(self.expected.get((layer, kind), []))
+            if (calls := self.found.get((layer, kind)))
+            and len(calls) == len((self.expected or {}).get((layer, kind), []))
         }
 
 
@@ -284,15 +319,18 @@ def _chosen(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Float
         raise ValueError(f"{off[0]} runs under float8.high_precision: call compare outside of it")
     if patterns is None:
         return known
-    if isinstance(patterns, str):
-        raise TypeError(f"layers must be a sequence of names, got the string {patterns!r}")
-    if not isinstance(patterns, Collection) or not all(isinstance(p, str) for p in patterns):
-        raise TypeError(f"layers must be a sequence of names, got {described(patterns)}")
+    _check_names(patterns, "layers", "compare")
     for pattern in patterns:
         if not fnmatch.filter(known, pattern):
             some = ", ".join(list(known)[:5])
             raise ValueError(f"no float8 layer is called {pattern!r}; there are {some}, ...")
     return {n: m for n, m in known.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+
+
+def _check_names(names: Any, argument: str, caller: str) -> None:
+    """Raise TypeError unless these are names: a string would be taken for its letters."""
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{caller}: {argument} is a sequence of names, got {described(names)}")
 
 
 # --- a filter for conversion
@@ -323,31 +361,23 @@ def accurate_layers(
         ValueError for a layer that was not measured.
 
     Raises:
-        ValueError: ``by`` names something else, or a number that no layer has; or ``min_sqnr`` is
-            NaN.
+        ValueError: ``by`` names something else, or a number that no layer has.
         TypeError: ``report`` is neither, or ``min_sqnr`` no number.
     """
     check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
-    if math.isnan(min_sqnr):
-        raise ValueError("min_sqnr must be a number of dB, got nan")
     lowest = _lowest(report, by)
 
     def is_accurate(module: nn.Module, fqn: str) -> bool:
         sqnr = lowest.get(_without_wrappers(fqn))
         if sqnr is not None:
             return sqnr >= min_sqnr
-        if unknown is None and isinstance(module, nn.Embedding):
-            return True  # a transform asks about it, and it multiplies nothing
-        if unknown is None:
-            known = list(lowest)
-            near = difflib.get_close_matches(fqn, known, n=3, cutoff=0.5) or known[:3]
+        if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
             raise ValueError(
-                f"{fqn or 'the module itself'} has no SQNR in the report, which knows {len(known)} "
-                f"layers{', such as ' + ', '.join(near) if near else ''}: it was not converted "
-                "then, or no data reached it. Leave it out with all_of(skip_names(...), "
-                "accurate_layers(...)), or decide with unknown=True (convert) or unknown=False"
+                f"{layer_name(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
+                f"{did_you_mean(fqn, lowest)}: leave it out with all_of(skip_names(...), "
+                "accurate_layers(...)), or give unknown=True (convert) or unknown=False"
             )
-        return unknown
+        return unknown is not False
 
     def reason(module: nn.Module, fqn: str) -> str:
         sqnr = lowest.get(_without_wrappers(fqn))
@@ -360,17 +390,20 @@ def accurate_layers(
 
 def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, float]:
     """Layer -> its lowest SQNR; without layers that have none."""
+    such_as = "what float8.inspect or float8.compare returned"
+    check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
+    is_report = isinstance(report, Report)
+    known: Sequence[str] = OPERANDS if is_report else COLUMNS
+    chosen: Sequence[str] = OPERANDS if is_report else ALONE
+    if by is not None:
+        _check_names(by, "by", "accurate_layers")
+        if not by or not set(by) <= set(known):
+            raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
+        chosen = by
     if isinstance(report, Report):
-        chosen = _checked(by, OPERANDS, OPERANDS)
         pairs = [(cast.layer, cast.sqnr) for cast in report.casts if cast.operand in chosen]
-    elif isinstance(report, Comparison):
-        chosen = _checked(by, COLUMNS, ALONE)
-        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
     else:
-        raise TypeError(
-            "accurate_layers takes what float8.inspect or float8.compare returned, got "
-            f"{described(report)}"
-        )
+        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
     lowest: dict[str, float] = {}
     for layer, sqnr in pairs:
         if sqnr is not None:
@@ -382,19 +415,6 @@ def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, 
             "compare without alone=False"
         )
     return lowest
-
-
-def _checked(
-    by: Sequence[str] | None, known: Sequence[str], default: Sequence[str]
-) -> Sequence[str]:
-    if by is None:
-        return default
-    if isinstance(by, str):
-        raise ValueError(f"by must be a sequence of names, as ({by!r},)")
-    check_type(by, Collection, "accurate_layers", "by", "a sequence of names")
-    if not by or any(name not in known for name in by):
-        raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
-    return by
 
 
 def _without_wrappers(fqn: str) -> str:

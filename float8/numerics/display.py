@@ -21,12 +21,12 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-import torch
-
 from float8.numerics.problems import problems_of
-from float8.numerics.statistics import FORMAT_OF, CastStatistics
+from float8.numerics.statistics import CastStatistics, edges_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,10 +52,8 @@ def table_of_casts(
     prefix = common_prefix([cast.layer for cast in shown])
     cells = [_cells(cast) for cast in shown]
     columns = zip(*(line[1:] for line in _HEADERS), *cells, strict=True)
-    width = WIDTH - sum(max(map(len, column)) + _SPACE for column in columns)
-    names = [
-        shortened(layer_name(cast.layer[len(prefix) :]), max(width, _SHORTEST)) for cast in shown
-    ]
+    width = max(WIDTH - sum(max(map(len, column)) + _SPACE for column in columns), _SHORTEST)
+    names = [shortened(layer_name(cast.layer[len(prefix) :]), width) for cast in shown]
     lines = [[name, *rest] for name, rest in zip(names, cells, strict=True)]
     align = ["left"] * 3 + ["right"] * (len(_HEADERS[0]) - 3)
     # Headers as lines of the table: tabulate makes columns with its own headers two wider.
@@ -66,10 +64,8 @@ def table_of_casts(
     notes += [f"and {len(casts) - len(shown)} more"] if len(shown) < len(casts) else []
     notes += [f"{problem.title}: {problem.text}" for problem in problems_of(casts)]
     notes += [f"not seen: {layer_name(fqn)}: {reason}" for fqn, reason in skipped.items()]
-    wrapped = [
-        textwrap.fill(note, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for note in notes
-    ]
-    return "\n".join([text, *wrapped])
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return "\n".join([text, *map(fill, notes)])
 
 
 def simple_table(
@@ -112,23 +108,17 @@ def _operand(cast: CastStatistics) -> str:
 
 
 def _cells(cast: CastStatistics) -> list[str]:
-    return [
-        _operand(cast),
-        cast.format,
-        f"{cast.amax:.2g}",
-        f"{cast.scale_max:.2g}",
-        _formatted(cast.flushed, 100, ".2f"),
-        _formatted(cast.saturated, 100, ".2f"),
-        _formatted(cast.sqnr, 1, ".1f"),
-        _formatted(cast.kurtosis, 1, ".3g"),
-        _formatted(cast.staleness, 1, "+.1f"),
-    ]
+    percents = (None if f is None else 100 * f for f in (cast.flushed, cast.saturated))
+    values = (*percents, cast.sqnr, cast.kurtosis, cast.staleness)
+    specs = (".2f", ".2f", ".1f", ".3g", "+.1f")
+    start = [_operand(cast), cast.format, f"{cast.amax:.2g}", f"{cast.scale_max:.2g}"]
+    return [*start, *(_formatted(v, spec) for v, spec in zip(values, specs, strict=True))]
 
 
-def _formatted(value: float | None, factor: float, spec: str) -> str:
+def _formatted(value: float | None, spec: str) -> str:
     if value is None:
         return "-"
-    text = format(value * factor, spec)
+    text = format(value, spec)
     return text.replace("-", "").replace("+", "") if float(text) == 0 else text
 
 
@@ -150,18 +140,17 @@ def plot_casts(
     shown = [cast for cast in casts if cast.histogram.counts][:top]
     if not shown:
         raise ValueError("the report has nothing to draw: no operand had a nonzero finite element")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plot draws with matplotlib: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     across = min(_ACROSS, len(shown))
     down = -(-len(shown) // across)
     figure = Figure(figsize=(3.4 * across + 0.6, 2.3 * down + 1), layout="constrained")
-    panels = list(figure.subplots(down, across, squeeze=False, sharey=True).flat)
-    for cast, axes in zip(shown, panels, strict=False):
-        _draw(axes, cast)
-    for axes in panels[len(shown) :]:
-        axes.set_visible(False)
+    panels = figure.subplots(down, across, squeeze=False, sharey=True).flat
+    for cast, axes in zip_longest(shown, panels):
+        if cast is None:
+            axes.set_visible(False)
+        else:
+            _draw(axes, cast)
     count = f" ({len(shown)} worst of {len(casts)} casts)" if len(shown) < len(casts) else ""
     figure.suptitle(title + count)
     figure.supxlabel(_LEGEND if across > 2 else _LEGEND.replace("; ", "\n"), fontsize=9)
@@ -171,43 +160,28 @@ def plot_casts(
 
 def _draw(axes: Axes, cast: CastStatistics) -> None:
     lowest, counts = cast.histogram
-    total = sum(counts)
     exponents = range(lowest, lowest + len(counts))
-    axes.set_yscale("log")
-    axes.set_ylim(_LEAST_SHARE, 1.5)
-    shares = [count / total for count in counts]
+    axes.set(yscale="log", ylim=(_LEAST_SHARE, 1.5))
     # The last bar ends at the amax: it reaches into the shade only if something saturates.
     last = min(max(math.log2(cast.amax) - exponents[-1], 0.1), 1) if cast.amax > 0 else 1
-    widths = [1.0] * (len(counts) - 1) + [last]
+    shares, widths = [n / sum(counts) for n in counts], [1.0] * (len(counts) - 1) + [last]
     axes.bar(exponents, shares, width=widths, align="edge", color=_COLOURS[cast.operand], lw=0)
-    _draw_range(axes, cast, exponents)
-    name = shortened(layer_name(cast.layer), 34)
-    axes.set_title(f"{name}\n{_summary(cast)}", fontsize=8, loc="left")
-    axes.tick_params(labelsize=7)
-
-
-def _draw_range(axes: Axes, cast: CastStatistics, exponents: Sequence[int]) -> None:
-    smallest, largest = cast.range
-    start, end = exponents[0], exponents[-1] + 1
-    if not (math.isfinite(largest) and largest > 0):
-        axes.set_xlim(start - 1, end + 1)
-        return  # a scale that is not a number has no range
-    low, high = math.log2(smallest) - 1, math.log2(largest)
-    normal = float(torch.finfo(FORMAT_OF[cast.format].dtype).smallest_normal)
-    axes.set_xlim(min(start, low) - 2, max(end, high) + 2)
-    left, right = axes.get_xlim()
-    for span in ((left, low), (high, right)):
-        axes.axvspan(*span, color="tab:red", alpha=0.13, lw=0, zorder=0)
-    axes.axvline(math.log2(normal * cast.scale_min), color="0.4", ls="--", lw=0.8)
-
-
-def _summary(cast: CastStatistics) -> str:
+    edges, start, end = edges_of(cast), exponents[0], exponents[-1] + 1
+    axes.set_xlim(start - 1, end + 1)  # a scale that is not a number has no range
+    if edges:
+        left, right = min(start, edges[0]) - 2, max(end, edges[-1]) + 2
+        axes.set_xlim(left, right)
+        for span in ((left, edges[0]), (edges[-1], right)):
+            axes.axvspan(*span, color="tab:red", alpha=0.13, lw=0, zorder=0)
+        axes.axvline(
+            edges[2] - math.log2(cast.scale_max / cast.scale_min), color="0.4", ls="--", lw=0.8
+        )
     parts = [f"{_operand(cast)}, {cast.format}"]
-    if cast.sqnr is not None:
-        parts.append(f"{cast.sqnr:.1f} dB")
-    if cast.nonfinite:
-        parts.append(f"{cast.nonfinite} inf or NaN")
-    for name in ("flushed", "saturated"):
-        if share := getattr(cast, name):
+    parts += [] if cast.sqnr is None else [f"{cast.sqnr:.1f} dB"]
+    parts += [f"{cast.nonfinite} inf or NaN"] if cast.nonfinite else []
+    for name, share in (("flushed", cast.flushed), ("saturated", cast.saturated)):
+        if share:
             parts.append(f"{share:.2g} {name}" if share < 1e-4 else f"{share:.2%} {name}")
-    return ", ".join(parts)
+    name = shortened(layer_name(cast.layer), 34)
+    axes.set_title(f"{name}\n{', '.join(parts)}", fontsize=8, loc="left")
+    axes.tick_params(labelsize=7)

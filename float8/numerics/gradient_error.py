@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 
 from float8.linear.smoothing import inverse
-from float8.numerics.statistics import Float8Matrix, per_element, pieces
+from float8.numerics.statistics import Float8Matrix
 
 PROBES = 16
 
@@ -51,53 +51,42 @@ class Products(NamedTuple):
     exact: Tensor
     cast: Tensor
 
-
-class GradientEnergies(NamedTuple):
-    """Estimates of ``|G|^2`` and ``|E|^2``; float64 scalars on the device."""
-
-    gradient: Tensor
-    noise: Tensor
+    def plus(self, other: Products) -> Products:
+        """The products of these calls and other ones."""
+        return Products(*(a.to(b.device) + b for a, b in zip(self, other, strict=True)))
 
 
-def project_input(
-    x: Tensor | None,
-    matrix: Float8Matrix,
-    is_transposed: bool,
-    factors_1K: Tensor | None = None,
-) -> Products:
-    """``x V`` and ``x' V``: (tokens, PROBES).
+def probes(features: int, factors_1K: Tensor | None, device: torch.device) -> Products:
+    """V: (features, PROBES).
 
-    Args:
-        x: (tokens, in_features), or its transpose; None takes the cast for exact.
-        matrix: its cast.
-        is_transposed: whether both are transposes.
-        factors_1K: by which the layer multiplied its input before the cast, and by whose inverse it
-            multiplies the gradient (`float8.linear.smoothing`); None for neither.
+    ``factors_1K`` are those by which the layer multiplied its input before the cast, and by whose
+    inverse it multiplies the gradient (`float8.linear.smoothing`); None for neither.
     """
-    features = matrix.data.shape[0 if is_transposed else 1]
-    v = _probes(features).to(matrix.data.device)
+    v = _probes(features).to(device)
     v = v if factors_1K is None else v * inverse(factors_1K).t()
-    return _contracted(x, matrix, Products(v, v), over_rows=is_transposed)
+    return Products(v, v)
 
 
-def project_gradient(
-    g: Tensor | None, matrix: Float8Matrix, is_transposed: bool, projected: Products
-) -> Products:
-    """``G V`` and ``(G + E) V``: (out_features, PROBES).
+def contracted(matrix: Float8Matrix, right: Products, is_transposed: bool) -> Products:
+    """``x @ right`` and ``x' @ right``, where ``matrix`` is x or, ``is_transposed``, that of x."""
+    if matrix.is_column_major:
+        matrix, is_transposed = matrix.t(), not is_transposed
+    rows = matrix.data.shape[1 if is_transposed else 0]
+    found = Products(*(right.exact.new_zeros(rows, PROBES) for _ in range(2)))
+    for piece in matrix.pieces():
+        operands = piece.exact, piece.data * piece.scale
+        for total, part, factor in zip(found, operands, right, strict=True):
+            if is_transposed:
+                total.addmm_(part.t(), factor[piece.rows])
+            else:
+                torch.mm(part, factor, out=total[piece.rows])
+    return found
 
-    Args:
-        g: (tokens, out_features), or its transpose; None takes the cast for exact.
-        matrix: its cast.
-        is_transposed: whether both are transposes.
-        projected: the result of `project_input`.
-    """
-    return _contracted(g, matrix, projected, over_rows=not is_transposed)
 
-
-def energies(products: Products) -> GradientEnergies:
-    """The estimates from the sum of the products of all calls."""
+def energies(products: Products) -> tuple[Tensor, Tensor]:
+    """Estimates of ``|G|^2`` and ``|E|^2`` from the sum of the products of all calls; float64."""
     error = products.cast - products.exact
-    return GradientEnergies(*(each.square().sum() / PROBES for each in (products.exact, error)))
+    return products.exact.square().sum() / PROBES, error.square().sum() / PROBES
 
 
 @cache
@@ -105,30 +94,3 @@ def _probes(features: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(2, (features, PROBES), generator=generator)
     return (2 * bits - 1).double()
-
-
-def _contracted(
-    x: Tensor | None, matrix: Float8Matrix, right: Products, over_rows: bool
-) -> Products:
-    """``x @ right``, or ``x.T @ right`` over rows; piece by piece, as casts are measured."""
-    if not matrix.data.is_contiguous() and matrix.data.stride(0) == 1:
-        x, matrix, over_rows = None if x is None else x.t(), matrix.t(), not over_rows
-    dtype, device = matrix.data.dtype, matrix.data.device
-    rows, columns = matrix.data.shape
-    shape = (columns if over_rows else rows, PROBES)
-    found = Products(*(torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2)))
-    if not matrix.data.numel():
-        return found
-    values = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).double()
-    for some, some_scales in pieces(matrix):
-        data = matrix.data[some]
-        codes = data.reshape(-1).view(torch.uint8).int()
-        scale = per_element(matrix.scale[some_scales].double(), data.shape, matrix.block)
-        cast = values.index_select(0, codes).view(data.shape).mul_(scale)
-        exact = cast if x is None else x[some].double()
-        for total, part, factor in zip(found, (exact, cast), right, strict=True):
-            if over_rows:
-                total.addmm_(part.t(), factor[some])
-            else:
-                torch.mm(part, factor, out=total[some])
-    return found

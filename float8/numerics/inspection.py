@@ -38,10 +38,9 @@ Layers that were not measured are in ``report.skipped``, with the reason.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -50,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
-from float8.config import Float8LinearConfig, LinearPlan, OperandCast, ScalingType
+from float8.config import Float8LinearConfig, LinearPlan, OperandCast
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
@@ -61,7 +60,7 @@ from float8.linear.float8_weight import float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
-from float8.numerics.gradient_error import Products, energies, project_gradient, project_input
+from float8.numerics.gradient_error import Products, contracted, energies, probes
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
@@ -69,7 +68,6 @@ from float8.numerics.statistics import (
     SMOOTH,
     CastKey,
     CastLabels,
-    CastStatistics,
     CastTotals,
     Float8Matrix,
     measure_cast,
@@ -95,7 +93,6 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     Raises:
         ValueError: the model has no float8 layer, and no transform that runs products in float8.
         TypeError: ``model`` is no module.
-        RuntimeError: it is opened in a compiled function.
     """
     check_module(model, "inspect")
     model = _unwrapped(model)
@@ -112,17 +109,21 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
             "float8.unit_scaling.transforms.float8, and inspect what that returns, not a part of it"
         )
     report = Report(model=type(model).__name__, step=step)
-    inspection = _Inspection(dict(layers), experts, list(transforms))
+    inspection = _Inspection(layers)
+    inspection.skipped |= dict.fromkeys(experts, "the casts of experts are not watched")
+    for fqn in transforms:
+        inspection.skipped[fqn or report.model] = "none of its products ran in float8"
     with ExitStack() as stack:
         stack.callback(inspection.close, report)
-        stack.enter_context(_FORCE_EAGER)
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         for fqn, layer in layers.items():
             # The first of its hooks: others may replace the output, or free the weight.
-            hook = _Hook(inspection, fqn)
+            hook: Any = _Hook(inspection, fqn)
             handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
             stack.callback(handle.remove)
         for fqn, products in transforms.items():
-            stack.enter_context(products.watched(_Watcher(inspection, fqn)))
+            watcher = partial(_see_product, inspection, fqn, fqn or report.model)
+            stack.enter_context(products.watched(watcher))
         yield report
 
 
@@ -133,13 +134,10 @@ _WRAPPERS = {
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while True:
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        inner = getattr(inner, "_orig_mod", inner)
-        inner = getattr(inner, "_forward_module", inner)  # Fabric's, with DDP inside
-        if inner is model:
-            return model
-        model = inner
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    for name in ("_orig_mod", "_forward_module"):  # Fabric's, with DDP inside
+        inner = getattr(inner, name, inner)
+    return model if inner is model else _unwrapped(inner)
 
 
 def name_in_model(fqn: str) -> str:
@@ -147,67 +145,36 @@ def name_in_model(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
-class _ForceEager:
-    """Makes compiled functions run eagerly while at least one block is open.
-
-    Blocks may close in any order. A stance that each of them restored could be that of another
-    block, so the first to open sets it, and the last to close restores it.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.opened = 0
-        self.stance: Any = None
-
-    def __enter__(self) -> None:
-        with self.lock:
-            if not self.opened:
-                try:
-                    self.stance = torch.compiler.set_stance("force_eager")
-                except RuntimeError as error:
-                    raise RuntimeError(
-                        "inspect: opened in a compiled function, whose model it cannot watch; open "
-                        "it around the call of that function"
-                    ) from error
-            self.opened += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self.lock:
-            self.opened -= 1
-            if not self.opened:
-                self.stance.__exit__(*error)
-
-
-_FORCE_EAGER = _ForceEager()
-
-
-class _Hook:
+class _Hook(NamedTuple):
     """The forward hook of one layer. Copies and pickles of the model get one that does nothing."""
 
-    def __init__(self, inspection: _Inspection, fqn: str) -> None:
-        self.inspection, self.fqn = inspection, fqn
+    inspection: _Inspection | None = None
+    fqn: str = ""
 
     def __call__(
-        self, layer: Float8Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        self.inspection.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
+        if self.inspection is not None:
+            self.inspection.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _NoHook, ()
+        return _Hook, ()
 
 
-class _Watcher:
-    """What sees the products of one transformed module."""
-
-    def __init__(self, inspection: _Inspection, fqn: str) -> None:
-        self.inspection, self.fqn = inspection, fqn
-
-    def __call__(
-        self, name: str, config: Float8LinearConfig, input: Tensor, weight: Tensor, output: Tensor
-    ) -> None:
-        self.inspection.unseen.pop(self.fqn, None)
-        fqn = name_in_model(".".join(part for part in (self.fqn, name) if part))
-        self.inspection.see_call(fqn, _Product(config, weight), input, output)
+def _see_product(
+    inspection: _Inspection,
+    owner: str,
+    said: str,
+    name: str,
+    config: Float8LinearConfig,
+    input: Tensor,
+    weight: Tensor,
+    output: Tensor,
+) -> None:
+    """See a product of a transformed module."""
+    inspection.skipped.pop(said, None)
+    fqn = name_in_model(".".join(part for part in (owner, name) if part))
+    inspection.see_call(fqn, _Product(config, weight), input, output)
 
 
 class _Product(NamedTuple):
@@ -215,11 +182,7 @@ class _Product(NamedTuple):
 
     config: Float8LinearConfig
     weight: Tensor
-
-    @property
-    def high_precision(self) -> bool:
-        """A transform that is switched off calls no watcher."""
-        return False
+    high_precision: bool = False  # a transform that is switched off calls no watcher
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         return input, self.weight, STATELESS
@@ -235,11 +198,6 @@ class _Product(NamedTuple):
 _Layer = Float8Linear | _Product
 
 
-class _NoHook:
-    def __call__(self, *call: object) -> None:
-        pass
-
-
 class _Use(NamedTuple):
     """One cast of an operand: for which GEMM, how, and whether of the transpose."""
 
@@ -249,44 +207,45 @@ class _Use(NamedTuple):
     is_transposed: bool = False
 
 
-Found = tuple[CastLabels, CastTotals]
-
-
-class _Matrices(NamedTuple):
+class _Cast(NamedTuple):
     """An operand of a call, as its GEMM reads it: this rank's part, and its cast."""
 
     labels: CastLabels
-    source: Tensor | None
     matrix: Float8Matrix
-    may_saturate: bool
+    is_transposed: bool
 
-    def measured(self) -> Found:
-        return self.labels, measure_cast(self.source, self.matrix, self.may_saturate)
+    def measured(self) -> tuple[CastLabels, CastTotals]:
+        return self.labels, measure_cast(self.matrix)
+
+
+_Found = tuple[CastLabels, CastTotals]
+_Key = tuple[CastKey, bool]
+
+
+def _key(labels: CastLabels) -> _Key:
+    return labels[:3], labels.scaling == IN_FLOAT8
 
 
 class _Inspection:
     """The numbers between the opening and the closing of a block."""
 
-    def __init__(
-        self, layers: dict[str, _Layer], experts: list[str], transformed: list[str]
-    ) -> None:
-        self.layers, self.experts = layers, experts
-        self.unseen = dict.fromkeys(transformed)  # modules without a product so far
-        self.found: dict[tuple[CastKey, bool], Found] = {}
-        self.gradients: dict[CastKey, Products] = {}
-        self.seen: set[str] = set()
-        self.reasons: dict[str, str] = {}
+    def __init__(self, layers: Iterable[str]) -> None:
+        self.layers = dict.fromkeys(layers, False)  # whether a call was measured
+        self.skipped = dict.fromkeys(self.layers, "it was not called")
+        self.found: dict[_Key, _Found] = {}
+        self.gradients: dict[_Key, Products] = {}
         self.handles: list[Any] = []
         self.is_open = True
 
     def see_call(self, fqn: str, layer: _Layer, input: Tensor, output: Tensor) -> None:
         """Measure the operands of a forward, and let a hook measure those of its backward."""
-        self.layers.setdefault(fqn, layer)  # a product is known when it is called
         if (reason := _reason_to_skip(layer, input)) is not None:
-            self.reasons[fqn] = reason
+            if not self.layers.setdefault(fqn, False):  # a product is known when it is called
+                self.skipped[fqn] = reason
             return
-        self.seen.add(fqn)
-        dtype = compute_dtype(input)
+        self.layers[fqn] = True
+        self.skipped.pop(fqn, None)
+        dtype = compute_dtype(input)  # which autocast decides
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
         with _without_side_effects(input):
             x, weight, states = layer.local_operands(input)
@@ -296,20 +255,23 @@ class _Inspection:
             cast_dtype = None if is_smooth else dtype  # of float16 the products are float32
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
 
-            def matrices(use: _Use) -> _Matrices:
-                return _matrices(fqn, layer, use, *operands[use.operand], cast_dtype)
+            def of(use: _Use) -> _Cast:
+                return _cast(fqn, layer, use, *operands[use.operand], cast_dtype)
 
+            backward = [use for use in uses if use.gemm != "output"]
             if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
-                self.add([matrices(use).measured() for use in uses.in_forward])
+                self.add([of(use).measured() for use in uses if use.gemm == "output"])
             if not output.requires_grad:
                 return
             # Not added before the gradient arrives: a forward may be discarded without a backward.
-            later = [matrices(use).measured() for use in uses.in_backward]
-            factor = _factor_of_gradient(layer, dtype)
-            projected = None
-            if (read := uses.of_weight) is not None:
-                _, source, matrix, _ = matrices(read)
-                projected = project_input(source, matrix, read.is_transposed, factors)
+            later = [of(use).measured() for use in backward if use.operand in operands]
+            factor, projected = _factor_of_gradient(layer, dtype), None
+            product = layer.config.plan.grad_weight
+            if layer.weight.requires_grad and product.a is not None and product.b is not None:
+                read = of([use for use in uses if use.operand == "input"][-1])
+                features = read.matrix.data.shape[0 if read.is_transposed else 1]
+                v = probes(features, factors, read.matrix.data.device)
+                projected = contracted(read.matrix, v, read.is_transposed)
 
         def on_gradient(grad_output: Tensor) -> None:
             if not self.is_open:
@@ -317,97 +279,66 @@ class _Inspection:
             with _without_side_effects(grad_output):
                 g = layer.local_grad_output(grad_output)
                 g = g if factor is None else as_matrix(g) * factor
-                seen = [_matrices(fqn, layer, use, g, states[2]) for use in uses.of_gradient]
+                of_g = [use for use in backward if use.operand not in operands]
+                seen = [_cast(fqn, layer, use, g, states[2]) for use in of_g]
                 self.add([*later, *(each.measured() for each in seen)])
                 if projected is not None:
-                    self.add_gradient(seen[-1], uses.of_gradient[-1].is_transposed, projected)
+                    self.add_gradient(seen[-1], projected)
 
         self.handles.append(output.register_hook(on_gradient))
 
-    def add(self, found: list[Found]) -> None:
+    def add(self, found: list[_Found]) -> None:
         for labels, totals in found:
-            key = labels[:3], labels.scaling == IN_FLOAT8
-            before = self.found.get(key)
-            self.found[key] = labels, before[1].plus(totals) if before else totals
+            before = self.found.get(_key(labels))
+            self.found[_key(labels)] = labels, before[1].plus(totals) if before else totals
 
-    def add_gradient(self, g: _Matrices, is_transposed: bool, projected: Products) -> None:
+    def add_gradient(self, g: _Cast, projected: Products) -> None:
         """Add the products of a call; none where other ranks have some of its tokens."""
-        if len(projected.exact) != g.matrix.data.shape[1 if is_transposed else 0]:
-            return
-        found = project_gradient(g.source, g.matrix, is_transposed, projected)
-        key = g.labels[:3]
-        before = self.gradients.get(key)
-        if before is not None:
-            found = Products(*(a + b.to(a.device) for a, b in zip(found, before, strict=True)))
-        self.gradients[key] = found
+        if len(projected.exact) == g.matrix.data.shape[1 if g.is_transposed else 0]:
+            found = contracted(g.matrix, projected, not g.is_transposed)
+            before = self.gradients.get(_key(g.labels))
+            self.gradients[_key(g.labels)] = before.plus(found) if before else found
 
     def close(self, report: Report) -> None:
         """Move the numbers to the host and into the report."""
         self.is_open = False
         for handle in self.handles:  # a loss that is kept would keep the projections of its layers
             handle.remove()
+        for key, products in self.gradients.items():
+            labels, totals = self.found[key]
+            self.found[key] = labels, totals.with_gradient(energies(products))
         self.handles.clear()
-        places = {fqn: i for i, fqn in enumerate(self.layers)}
+        layers = list(self.layers)
 
-        def place(found: Found) -> tuple[int, int, int]:
+        def place(found: _Found) -> tuple[int, int, int]:
             layer, operand, gemm = found[0][:3]
-            return places[layer], OPERANDS.index(operand), GEMMS.index(gemm)
+            return layers.index(layer), OPERANDS.index(operand), GEMMS.index(gemm)
 
-        rows = statistics_of(sorted(self.found.values(), key=place))
-        rows = _with_gradients(rows, self.gradients)
-        unseen = [fqn for fqn in self.layers if fqn not in self.seen]
-        skipped = {fqn: self.reasons.get(fqn, "it was not called") for fqn in unseen}
-        skipped |= dict.fromkeys(self.experts, "the casts of experts are not watched")
-        for fqn in self.unseen:
-            skipped[fqn or report.model] = "none of its products ran in float8"
-        report.fill(rows, skipped)
+        report.fill(statistics_of(sorted(self.found.values(), key=place)), self.skipped)
 
 
-def _with_gradients(
-    rows: list[CastStatistics], gradients: dict[CastKey, Products]
-) -> list[CastStatistics]:
-    """The rows, with the energies of their weights' gradients; one transfer to the host."""
-    if not gradients:
-        return rows
-    found = [torch.stack(energies(products)) for products in gradients.values()]
-    numbers = torch.stack([each.to(found[0].device) for each in found]).tolist()
-    by_key = dict(zip(gradients, numbers, strict=True))
-
-    def with_gradient(row: CastStatistics) -> CastStatistics:
-        if row.sums is None or row.key not in by_key:
-            return row
-        gradient, noise = by_key[row.key]
-        sums = row.sums._replace(gradient=gradient, gradient_noise=noise)
-        return replace(row, sums=sums, gradient_sqnr=sums.gradient_sqnr)
-
-    return [with_gradient(row) for row in rows]
-
-
-def _matrices(
+def _cast(
     fqn: str,
     layer: _Layer,
     use: _Use,
     x: Tensor,
     state: DelayedState | None,
     dtype: torch.dtype | None = None,
-) -> _Matrices:
+) -> _Cast:
     """Cast an operand as the layer does."""
-    scaling, may_saturate, source = IN_FLOAT8, True, None
+    scaling, suffix = use.cast.scaling_type.value, ""
     if isinstance(x, Float8Tensor):
-        matrix = _as_matrix_in_float8(x)
+        scaling, matrix = IN_FLOAT8, _as_matrix_in_float8(x)
     else:
         x = as_matrix(x)
         x = x if dtype is None else x.to(dtype)
         x = x.t() if use.is_transposed else x
         data, scale = bind_and_cast(x, use.cast, state, emulate=layer.config.emulate)
-        source, matrix = _local_part(x, Float8Matrix(data, scale, use.cast.block))
-        scaling = use.cast.scaling_type.value
-        may_saturate = use.cast.scaling_type is not ScalingType.DYNAMIC
+        matrix = _local_part(Float8Matrix(data, scale, use.cast.block, x))
+        suffix = SMOOTH if layer.config.smooth_input and use.operand != "grad_output" else ""
     fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
-    if layer.config.smooth_input and use.operand != "grad_output" and source is not None:
-        block += SMOOTH
-    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block)
-    return _Matrices(labels, source, matrix, may_saturate)
+    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block + suffix)
+    return _Cast(labels, matrix, use.is_transposed)
 
 
 def _smoothed(
@@ -453,33 +384,24 @@ def _without_side_effects(x: Tensor) -> Iterator[None]:
         yield
 
 
-class _Uses(NamedTuple):
-    """The casts of a call, by the time at which their GEMM runs and their operand is known."""
+def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> list[_Use]:
+    """The casts of a call, in the order of their GEMMs.
 
-    in_forward: list[_Use]
-    in_backward: list[_Use]  # of input and weight
-    of_gradient: list[_Use]
-    of_weight: _Use | None  # the input that ``grad_weight`` reads, with the last of ``of_gradient``
-
-
-def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> _Uses:
-    """The casts of a call. A second use that reads the bytes of the first is not a second cast."""
-    forward, backward, gradient = [], [], []
-    if plan.output.a is not None and plan.output.b is not None:
-        forward.append(_Use("input", "output", plan.output.a))
-        forward.append(_Use("weight", "output", plan.output.b))
-    if needs_w and plan.grad_weight.b is not None and not plan.reuses_input:
-        backward.append(_Use("input", "grad_weight", plan.grad_weight.b, True))
-    if needs_x and plan.grad_input.b is not None and not plan.reuses_weight:
-        backward.append(_Use("weight", "grad_input", plan.grad_input.b, True))
-    if needs_x and plan.grad_input.a is not None:
-        gradient.append(_Use("grad_output", "grad_input", plan.grad_input.a))
-    if needs_w and plan.grad_weight.a is not None and not (gradient and plan.reuses_grad_output):
-        gradient.append(_Use("grad_output", "grad_weight", plan.grad_weight.a, True))
-    of_weight = None
-    if needs_w and plan.grad_weight.a is not None and plan.grad_weight.b is not None:
-        of_weight = next(use for use in (*backward, *forward) if use.operand == "input")
-    return _Uses(forward, backward, gradient, of_weight)
+    A second use that reads the bytes of the first is not a second cast.
+    """
+    output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
+    both = output.a is not None and output.b is not None
+    read_x, read_w = needs_w and not plan.reuses_input, needs_x and not plan.reuses_weight
+    read_g = needs_w and not (needs_x and grad_input.a is not None and plan.reuses_grad_output)
+    found = [
+        ("input", "output", output.a if both else None, False),
+        ("weight", "output", output.b if both else None, False),
+        ("input", "grad_weight", grad_weight.b if read_x else None, True),
+        ("weight", "grad_input", grad_input.b if read_w else None, True),
+        ("grad_output", "grad_input", grad_input.a if needs_x else None, False),
+        ("grad_output", "grad_weight", grad_weight.a if read_g else None, True),
+    ]
+    return [_Use(operand, gemm, cast, t) for operand, gemm, cast, t in found if cast is not None]
 
 
 def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
@@ -496,26 +418,25 @@ def _as_matrix_in_float8(x: Float8Tensor) -> Float8Matrix:
     return Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
 
 
-def _local_part(x: Tensor, matrix: Float8Matrix) -> tuple[Tensor, Float8Matrix]:
+def _local_part(matrix: Float8Matrix) -> Float8Matrix:
     """This rank's part of the cast of a DTensor, with the scales of that part."""
-    if not is_sharded(x):
-        return x, matrix
-    from torch.distributed.tensor import Replicate, Shard
-
-    whole, data, scale = (cast(Any, part) for part in (x, matrix.data, matrix.scale))
-    dims = [p.dim if p.is_shard() else None for p in whole.placements]
-    placements = [Replicate() if d is None or scale.shape[d] == 1 else Shard(d) for d in dims]
-    local_scale = scale.redistribute(placements=placements).to_local()
-    return whole.to_local(), Float8Matrix(data.to_local(), local_scale, matrix.block)
+    whole, data = cast(Any, matrix.source), cast(Any, matrix.data)
+    if not is_sharded(whole):
+        return matrix
+    local_scale = _like(whole, matrix.scale, (0, 1))
+    return Float8Matrix(data.to_local(), local_scale, matrix.block, whole.to_local())
 
 
 def _of_local_columns(factors_1K: Tensor, x_MK: Tensor) -> Tensor:
     """The factors of the columns of this rank's part of x."""
-    if not is_sharded(factors_1K):
-        return factors_1K
+    return _like(x_MK, factors_1K, (1,)) if is_sharded(factors_1K) else factors_1K
+
+
+def _like(whole: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """This rank's part of scales, cut as a DTensor is along those dimensions that both have."""
     from torch.distributed.tensor import Replicate, Shard
 
-    factors, whole = cast(Any, factors_1K), cast(Any, x_MK)
-    placements = [Shard(1) if p.is_shard(1) else Replicate() for p in whole.placements]
-    local: Tensor = factors.redistribute(placements=placements).to_local()
+    cut = (p.dim if p.is_shard() else None for p in cast(Any, whole).placements)
+    placements = [Shard(d) if d in dims and scale.shape[d] > 1 else Replicate() for d in cut]
+    local: Tensor = cast(Any, scale).redistribute(placements=placements).to_local()
     return local

@@ -40,7 +40,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from float8.arguments import check_function, check_module, described
+from float8.arguments import check_function, check_integer, check_module
 from float8.numerics.alarms import Alarm, Changes, watch_of
 from float8.numerics.inspection import inspect
+from float8.numerics.passes import has_other_ranks
 from float8.numerics.snapshot import Report, Run, as_json, read_run, try_writing, write_run
 
 logger = logging.getLogger("float8")
@@ -92,8 +93,8 @@ def inspect_every(
             one warning, the training goes on, and the file keeps its last content.
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
-        TypeError: ``model`` is no module, ``writer`` has no ``add_scalar``, or ``on_alarm`` is no
-            function.
+        TypeError: ``model`` is no module, n or keep no integer, ``writer`` has no ``add_scalar``,
+            or ``on_alarm`` is no function.
     """
     return Monitor(model, n, path, writer, step, keep, on_alarm)
 
@@ -115,17 +116,14 @@ class Monitor:
         writer: Any,
         step: int,
         keep: int,
-        on_alarm: OnAlarm | None = None,
+        on_alarm: OnAlarm | None,
     ) -> None:
         check_module(model, "inspect_every")
-        for name, value in (("n", n), ("keep", keep)):
-            if not isinstance(value, int) or value < 1:
-                got = described(value)
-                raise ValueError(f"inspect_every: {name} is an integer >= 1, got {got}")
-        if writer is not None and not callable(getattr(writer, "add_scalar", None)):
-            raise TypeError(
-                f"inspect_every: a {type(writer).__name__} has no add_scalar(tag, value, step), as "
-                "torch.utils.tensorboard.SummaryWriter has"
+        check_integer(n, "inspect_every: n", 1)
+        check_integer(keep, "inspect_every: keep", 1)
+        if writer is not None:
+            check_function(
+                getattr(writer, "add_scalar", None), "inspect_every", "writer.add_scalar"
             )
         if on_alarm is not None:
             check_function(on_alarm, "inspect_every", "on_alarm")
@@ -133,16 +131,17 @@ class Monitor:
         self.on_alarm = on_alarm
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
-        if self.path is not None and _is_first_rank():
-            _check_writable(self.path)
-        is_new = self.path is None or not self.path.exists()
-        found, alarms = Run([], []) if is_new or self.path is None else read_run(self.path)
-        found = [report for report in found if report.step is None or report.step < step]
-        self._written = {report.step: as_json(report) for report in found}
-        self._watch = watch_of(found, alarms)
-        self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
         self._open: ExitStack | None = None
         self._is_inside = self._has_warned = False
+        run = Run([], [])
+        if self.path is not None:
+            if _is_first_rank():
+                _check_writable(self.path)
+            run = read_run(self.path) if self.path.exists() else run
+        found = [report for report in run.reports if report.step is None or report.step < step]
+        self._written = {report.step: as_json(report) for report in found}
+        self._watch = watch_of(found, run.alarms)
+        self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
         # Said when it is collected or the process ends, unless a step has started.
         self._unused = weakref.finalize(self, logger.warning, _UNUSED)
 
@@ -179,44 +178,42 @@ class Monitor:
         if stack is None:
             return
         stack.close()
-        assert self.report is not None
-        if failed:
+        if failed or self.report is None:
             return
         self.report = self.report.gather()
-        changes = None
+        changes: list[Any] = [None]
         if _is_first_rank():
-            changes = self._watch.see(self.report)
-            self._write(self.report, step, changes)
-            _log(changes, step)
-        started, _, self.alarms = _of_first_rank(changes)
-        if self.on_alarm is not None:
-            for alarm in started:
+            changes = [self._watch.see(self.report)]
+            self._write(self.report, step, changes[0])
+            _log(changes[0], step)
+        if has_other_ranks():
+            dist.broadcast_object_list(changes, src=0)
+        started, _, self.alarms = changes[0]
+        for alarm in started:
+            if self.on_alarm is not None:
                 self.on_alarm(alarm)
 
     def _write(self, report: Report, step: int, changes: Changes) -> None:
         if self.writer is not None:
             report.add_scalars(self.writer, step)
             self.writer.add_scalar("float8/alarms", len(changes.active), step)
-        if self.path is not None:
-            self._written[step] = as_json(report)
-            for oldest in list(self._written)[: -self.keep]:
-                del self._written[oldest]
-            try:
-                snapshots = list(self._written.values())
-                write_run(self.path, report.model, snapshots, self._watch.alarms)
-            except OSError as error:
-                self._warn(step, error)
-
-    def _warn(self, step: int, error: OSError) -> None:
-        if self._has_warned:
+        if self.path is None:
             return
-        self._has_warned = True
-        warnings.warn(
-            f"inspect_every: {self.path} could not be written at step {step} "
-            f"({error.strerror or error}); the training goes on, and every report tries again, "
-            "without another warning",
-            stacklevel=2,
-        )
+        self._written[step] = as_json(report)
+        for oldest in list(self._written)[: -self.keep]:
+            del self._written[oldest]
+        try:
+            snapshots = list(self._written.values())
+            write_run(self.path, report.model, snapshots, self._watch.alarms)
+        except OSError as error:
+            if not self._has_warned:
+                warnings.warn(
+                    f"inspect_every: {self.path} could not be written at step {step} "
+                    f"({error.strerror or error}); the training goes on, and every report tries "
+                    "again, without another warning",
+                    stacklevel=2,
+                )
+            self._has_warned = True
 
     def __enter__(self) -> Monitor:
         self.start_step()
@@ -228,38 +225,14 @@ class Monitor:
 
 def _log(changes: Changes, step: int) -> None:
     """One line for all alarms of a rule that start, and one for all that end."""
-    for first, others in _by_rule(changes.started):
-        logger.warning("alarm at step %d: %s%s", step, first, _more(others))
-    for first, others in _by_rule(changes.ended):
-        text = "the alarm of step %d has ended at step %d: %s: %s%s"
-        logger.warning(text, first.started, step, first.rule, first.place, _more(others))
-
-
-def _by_rule(alarms: Sequence[Alarm]) -> list[tuple[Alarm, list[Alarm]]]:
-    """The first alarm of each rule, and the others of that rule."""
-    groups: dict[str, list[Alarm]] = {}
-    for alarm in alarms:
-        groups.setdefault(alarm.rule, []).append(alarm)
-    return [(group[0], group[1:]) for group in groups.values()]
-
-
-def _more(others: Sequence[Alarm]) -> str:
-    if not others:
-        return ""
-    left = len(others) - _NAMED
-    named = "; ".join(alarm.place for alarm in others[:_NAMED])
-    return f" (also {named}{f'; and {left} more casts' * (left > 0)})"
-
-
-def _of_first_rank(changes: Changes | None) -> Changes:
-    """What the first rank has decided, on every rank."""
-    if not (dist.is_available() and dist.is_initialized()):
-        assert changes is not None
-        return changes
-    found = [changes]
-    dist.broadcast_object_list(found, src=0)
-    assert found[0] is not None
-    return found[0]
+    ends = "the alarm of step {0.started} has ended at step {1}: {0.rule}: {0.place}"
+    for text, alarms in (("alarm at step {1}: {0}", changes.started), (ends, changes.ended)):
+        for rule in dict.fromkeys(alarm.rule for alarm in alarms):
+            first, *others = (alarm for alarm in alarms if alarm.rule == rule)
+            named = "; ".join(alarm.place for alarm in others[:_NAMED])
+            left = f"; and {len(others) - _NAMED} more casts" * (len(others) > _NAMED)
+            also = f" (also {named}{left})" if others else ""
+            logger.warning("%s%s", text.format(first, step), also)
 
 
 def _check_writable(path: Path) -> None:
@@ -273,4 +246,4 @@ def _check_writable(path: Path) -> None:
 
 
 def _is_first_rank() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+    return not has_other_ranks() or dist.get_rank() == 0

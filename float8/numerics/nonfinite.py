@@ -27,8 +27,8 @@ makes nothing infinite, but an outdated scale is often an earlier cause.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.scaling import Cast
 from float8.numerics.passes import (
     LossFn,
+    Watcher,
     check_run,
     has_other_ranks,
     local_part,
@@ -53,7 +54,7 @@ from float8.numerics.passes import (
     seed_everything,
     start_of_backward,
     tensors_of,
-    with_gradient_hooks,
+    watched,
 )
 from float8.numerics.statistics import OPERANDS
 from float8.tensor import Float8Tensor
@@ -158,12 +159,9 @@ def find_nan(
     check_run(model, loss_fn, "find_nan")
     with model_unchanged(model):
         search = _Search(model)
-        try:
+        with suppress(_Stop):
             search.look_before(batch)
-            with search.hooks():
-                search.run(own_batch(batch), loss_fn, seed)
-        except _Stop:
-            pass
+            search.run(own_batch(batch), loss_fn, seed)
         return search.found
 
 
@@ -233,12 +231,19 @@ def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
     is_shard = local_part(value) is not value  # the scale is that of the whole tensor
     if cast.config.scaling_type is ScalingType.DISABLED or is_shard:
         return None
-    fmt = on_device(cast.format, value.device)
-    kind = cast.config.scaling_type.value
-    if isinstance(cast, DelayedCast) and not cast.history_ready:
-        kind = "dynamic (no history yet)"
-    scale, amax = _scale(cast, value, fmt.max), amax_of(value)
-    low, high = float(scale.double().min()), float(scale.double().max())
+    fmt, kind = on_device(cast.format, value.device), cast.config.scaling_type.value
+    is_delayed = isinstance(cast, DelayedCast) and cast.history_ready
+    if isinstance(value, Float8Tensor):
+        scale = value.scale.detach()
+    elif isinstance(cast, DelayedCast) and is_delayed:
+        scale = cast.scale.detach()
+    elif cast.config.scaling_type is ScalingType.STATIC:
+        scale = torch.tensor(cast.config.static_scale)
+    else:
+        kind = "dynamic (no history yet)" if kind == "delayed" else kind
+        amaxes = kernels.amax(value.detach(), cast.config.granularity.block_of(value.shape))
+        scale = kernels.scale_from_amax(amaxes, fmt.max, cast.config.scale_format.value)
+    low, high, amax = float(scale.double().min()), float(scale.double().max()), amax_of(value)
     text = f"{name}: amax {amax:.4g}, {kind} {fmt} scale {low:.4g}"
     text += "" if low == high else f" to {high:.4g}"
     if not math.isfinite(amax):
@@ -247,17 +252,6 @@ def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
         return f"{text}: the scale itself is not finite and > 0"
     saturated = float((_plain(value).abs().double() > fmt.max * high).double().mean())
     return f"{text}: {saturated:.2%} saturated" if saturated else text
-
-
-def _scale(cast: Cast, value: Tensor, largest: float) -> Tensor:
-    if isinstance(value, Float8Tensor):
-        return value.scale.detach()
-    if isinstance(cast, DelayedCast) and cast.history_ready:
-        return cast.scale.detach()
-    if cast.config.scaling_type is ScalingType.STATIC:
-        return torch.tensor(cast.config.static_scale, device=value.device)
-    amax = kernels.amax(value.detach(), cast.config.granularity.block_of(value.shape))
-    return kernels.scale_from_amax(amax, largest, cast.config.scale_format.value)
 
 
 # --- the search
@@ -277,7 +271,7 @@ class _Call:
     after: str | None = None  # the last finite output inside it
 
 
-class _Search:
+class _Search(Watcher):
     """The state of one `find_nan`.
 
     Attributes:
@@ -290,9 +284,7 @@ class _Search:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.root = ("", model)
         self.calls: list[_Call] = []
-        self.in_forward = True
         self.may_stop = not has_other_ranks()
         self.first_inf: Finding | None = None
         self.found: Finding | None = None
@@ -304,7 +296,7 @@ class _Search:
         """Take a tensor that counts, or the inf that led to it, as the result."""
         if self.found is None:
             self.found = self.first_inf.that_led_to(finding) if self.first_inf else finding
-        if self.in_forward and self.may_stop:
+        if finding.phase != "backward" and self.may_stop:
             raise _Stop
 
     def take(self, finding: Finding, kind: str) -> None:
@@ -318,18 +310,18 @@ class _Search:
         for i, value in enumerate(tensors_of(batch)):
             kind = _kind(value)
             if kind == "nan":
-                self.conclude(finding_of(self.root, f"tensor {i} of the batch", "before", value))
+                what = f"tensor {i} of the batch"
+                self.conclude(finding_of(("", self.model), what, "before", value))
             self.inf_came_in |= kind == "inf"
         for name, module in self.model.named_modules():
             for key, parameter in _parameters(module).items():
                 if _kind(parameter) is not None:
                     what = f"parameter {key}"
                     self.conclude(finding_of((name, module), what, "before", parameter))
+            records = _RECORDS if isinstance(module, DelayedCast) else ()
             for key, buffer in module._buffers.items():
-                if buffer is None or key in _RECORDS.get(type(module), ()):
-                    continue
-                kind = _kind(buffer)
-                if kind == "nan" or (kind is not None and isinstance(module, DelayedCast)):
+                kind = None if buffer is None or key in records else _kind(buffer)
+                if buffer is not None and (kind == "nan" or (kind is not None and records)):
                     finding = finding_of((name, module), f"buffer {key}", "before", buffer)
                     self.first_inf = self.first_inf or finding
                 self.inf_came_in |= kind == "inf"
@@ -337,72 +329,51 @@ class _Search:
     def run(self, batch: Any, loss_fn: LossFn | None, seed: int) -> None:
         """Run forward, loss and backward."""
         seed_everything(seed, self.model)
-        output = run_model(self.model, batch)
-        for value in tensors_of(output):
-            kind = _kind(value)
-            if kind == "inf" or (kind is not None and self.first_inf is not None):
-                self.conclude(finding_of(self.root, "output", "forward", value))
-        start = start_of_backward(output, loss_fn, seed)
-        if start.cotangent is None and _kind(start.tensor) is not None:
-            went_in = {f"output {i}": t for i, t in enumerate(tensors_of(output)) if _is_float(t)}
-            self.conclude(finding_of(self.root, "loss", "forward", start.tensor, went_in))
-        self.in_forward = False
-        start.backward()
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:  # also of sharded parameters, whose hooks do not run
-                self._see_parameter_gradient(name, parameter.grad)
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Hooks on every module and parameter, for the time of a block."""
+        root = ("", self.model)
         with ExitStack() as stack:
-            for name, module in self.model.named_modules():
-                before = partial(self._enter, name)
-                after = partial(self._leave, name)
-                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                # Also where a module raises and the module around it handles the exception.
-                handle = module.register_forward_hook(after, always_call=True)
-                stack.callback(handle.remove)
+            stack.enter_context(watched(dict(self.model.named_modules()), self))
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     see = partial(self._see_parameter_gradient, name)
                     stack.callback(parameter.register_hook(see).remove)
-            yield
+            output = run_model(self.model, batch)
+            for value in tensors_of(output):
+                kind = _kind(value)
+                if kind == "inf" or (kind is not None and self.first_inf is not None):
+                    self.conclude(finding_of(root, "output", "forward", value))
+            start, cotangent = start_of_backward(output, loss_fn, seed)
+            if cotangent is None and _kind(start) is not None:
+                values = enumerate(tensors_of(output))
+                went_in = {f"output {i}": t for i, t in values if _is_float(t)}
+                self.conclude(finding_of(root, "loss", "forward", start, went_in))
+            if start.requires_grad:
+                start.backward(cotangent)
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is not None:  # also of sharded parameters, whose hooks do not run
+                self._see_parameter_gradient(name, parameter.grad)
 
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.in_forward:  # not in a recomputation, which may end before the module does
-            named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
-            named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
-            inputs = {key: t for key, t in named if _is_float(t)}
-            around = self.calls[-1] if self.calls else None
-            self.calls.append(_Call(name, module, inputs))
-            if around is not None and self.found is None:
-                for value in inputs.values():
-                    self._look_between(around, name, value)
-        if getattr(module, "inplace", False):  # it has to write to its argument, not to an alias
-            return None
-        return with_gradient_hooks(args, kwargs, partial(self._see_grad_input, name, module))
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
+        named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
+        inputs = {key: t for key, t in named if _is_float(t)}
+        around, is_inside = (self.calls or [_Call("", module, {})])[-1], bool(self.calls)
+        self.calls.append(_Call(name, module, inputs))
+        for value in inputs.values() if is_inside and self.found is None else ():
+            kind = _kind(value)  # the module around it made it
+            if kind == "nan" or (kind == "inf" and not (self.first_inf or self.inf_came_in)):
+                what, at = f"input of {name}", (around.name, around.module)
+                self.take(finding_of(at, what, "forward", value, around.inputs, around.after), kind)
 
-    def _look_between(self, around: _Call, name: str, value: Tensor) -> None:
-        """Look at the input of a module, which the module around it made."""
-        kind = _kind(value)
-        if kind == "nan" or (kind == "inf" and not (self.first_inf or self.inf_came_in)):
-            what, at = f"input of {name}", (around.name, around.module)
-            self.take(finding_of(at, what, "forward", value, around.inputs, around.after), kind)
-
-    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        # The modules differ if a hook of the user's raised before `enter`.
+        if not self.calls or self.calls[-1].module is not module:
+            return
+        call = self.calls.pop()
         values = [t for t in tensors_of(output) if _is_float(t)]
-        # The modules differ if a hook of the user's raised before `_enter`.
-        if self.in_forward and self.calls and self.calls[-1].module is module:
-            call = self.calls.pop()
-            for value in values if self.found is None else ():
-                self._look_at_output(call, value)
-            if self.calls and values:
-                self.calls[-1].after = f"{name}: output"
-        for value in values:
-            # A leaf would keep the hook; a parameter that a module returns has one of its own.
-            if value.grad_fn is not None and torch.is_grad_enabled():
-                value.register_hook(partial(self._see_grad_output, name, module))
+        for value in values if self.found is None else ():
+            self._look_at_output(call, value)
+        if self.calls and values:
+            self.calls[-1].after = f"{name}: output"
 
     def _look_at_output(self, call: _Call, value: Tensor) -> None:
         kind, parameters = _kind(value), _parameters(call.module)
@@ -416,15 +387,14 @@ class _Search:
         finding = finding_of(at, "output", "forward", value, went_in, call.after, remarks)
         self.take(finding, kind)
 
-    def _see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        if not self._is_finite(name, module, _GRAD_OUTPUT, gradient, {}):
-            return
-        if isinstance(module, Float8Linear):
+    def see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        is_finite = self._is_finite(name, module, _GRAD_OUTPUT, gradient, {})
+        if is_finite and isinstance(module, Float8Linear):
             self.grad_outputs[name] = gradient.detach()
             for old in list(self.grad_outputs)[:-8]:  # the gradient of its input follows soon
                 del self.grad_outputs[old]
 
-    def _see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
         self._is_finite(name, module, "gradient of its input", gradient, _parameters(module))
 
     def _see_parameter_gradient(self, name: str, gradient: Tensor) -> None:
@@ -463,7 +433,7 @@ _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output, after the module in the forward"
 _FIRST = "it came in before any other gradient: made by the loss, or by what reads this output"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
-_RECORDS: dict[type, tuple[str, ...]] = {DelayedCast: ("amax_history", "current_amax", "scale_age")}
+_RECORDS = "amax_history", "current_amax", "scale_age"
 
 
 def _is_float(value: Tensor) -> bool:

@@ -18,27 +18,26 @@ states are restored, and hooks on finished gradients (an optimizer that steps in
 gradients held in float8) do not run. Compiled models run eagerly inside it: compiled graphs do not
 call hooks that were added later.
 
-**The result** is a `RunResult`: output, loss and gradients. A `LayerObserver` passes on the outputs
-and input gradients of single layers meanwhile. `Noise` compares two computations of one quantity.
+**The result** is a `RunResult`: output, loss and gradients. `watched` is the walk over a model: it
+passes on what enters and leaves modules meanwhile, and their gradients.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
-from float8.kernels.sqnr import decibels, power
 from float8.linear.switch import Float8Module, switched_off
 from float8.tensor import Float8Tensor
 
@@ -112,27 +111,10 @@ def main_tensor(output: Any) -> Tensor:
     return next((t for t in found if t.numel() != 1), found[0])
 
 
-class BackwardStart(NamedTuple):
-    """A tensor and its cotangent, None for a scalar (the loss)."""
-
-    tensor: Tensor
-    cotangent: Tensor | None
-
-    @property
-    def loss(self) -> float | None:
-        """The loss, if there is one."""
-        return float(self.tensor.detach()) if self.cotangent is None else None
-
-    def backward(self) -> bool:
-        """Run backward; False if nothing requires a gradient."""
-        if not self.tensor.requires_grad:
-            return False
-        self.tensor.backward(self.cotangent)
-        return True
-
-
-def start_of_backward(output: Any, loss_fn: LossFn | None, seed: int) -> BackwardStart:
-    """Where the backward of an output starts; see the top of this file.
+def start_of_backward(
+    output: Any, loss_fn: LossFn | None, seed: int
+) -> tuple[Tensor, Tensor | None]:
+    """Where the backward of an output starts, and its cotangent; None for a scalar (the loss).
 
     The random cotangent of a seed is the same on every device.
 
@@ -140,22 +122,19 @@ def start_of_backward(output: Any, loss_fn: LossFn | None, seed: int) -> Backwar
         TypeError: ``loss_fn`` did not return a scalar tensor.
     """
     if loss_fn is not None:
-        return BackwardStart(_checked_loss(loss_fn(output)), None)
+        loss: Any = loss_fn(output)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise TypeError(f"loss_fn must return a scalar tensor, the loss; got {got}")
+        return loss, None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        return BackwardStart(loss, None)
+        return loss, None
     main = main_tensor(output)
     if main.numel() == 1:
-        return BackwardStart(main, None)
+        return main, None
     generator = torch.Generator().manual_seed(seed)
-    return BackwardStart(main, torch.randn(main.shape, generator=generator).to(main))
-
-
-def _checked_loss(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"{loss!r}"
-        raise TypeError(f"loss_fn must return a scalar tensor, the loss of the output; got {what}")
-    return loss
+    return main, torch.randn(main.shape, generator=generator).to(main)
 
 
 # --- no lasting change
@@ -164,14 +143,47 @@ def _checked_loss(loss: Any) -> Tensor:
 @contextmanager
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, modes and random states of ``model`` when the block ends."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    hooks = [
+        (own, dict(own))
+        for parameter, _ in gradients
+        if (own := parameter._post_accumulate_grad_hooks) is not None
+    ]
+    modules = [
+        (m, m.training, dict(m._buffers), set(m._non_persistent_buffers_set))
+        for m in model.modules()
+    ]
+    states = [(source, source[0]()) for source in _random_sources(model)]
+    copies: dict[int, Tensor] = {}  # two names of one buffer get one copy
     with ExitStack() as stack:
-        stack.enter_context(_random_numbers_restored(model))
-        stack.enter_context(_gradients_restored(model))
-        stack.enter_context(_buffers_restored(model))
-        stack.enter_context(_modes_restored(model))
         if "torch._dynamo" in sys.modules:  # nothing was compiled without it
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            for own, _ in hooks:
+                own.clear()
+            # Copies replace the buffers, because restoring the bits in place would disturb a graph
+            # that has saved the buffers for a backward.
+            for module, _, buffers, _ in modules:
+                for name, buffer in buffers.items():
+                    if buffer is not None:
+                        own_copy = copies.setdefault(id(buffer), buffer.detach().clone())
+                        module._buffers[name] = own_copy
+            yield
+        finally:
+            for module, training, buffers, not_persistent in modules:
+                module.training = training
+                module._buffers.clear()  # those that a forward added, too
+                module._buffers.update(buffers)
+                module._non_persistent_buffers_set.clear()
+                module._non_persistent_buffers_set.update(not_persistent)
+            for own, saved in hooks:
+                own.update(saved)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            for (_, restore, _), state in states:
+                restore(state)
 
 
 def seed_everything(seed: int, model: nn.Module | None = None) -> None:
@@ -179,135 +191,27 @@ def seed_everything(seed: int, model: nn.Module | None = None) -> None:
 
     Runs that start from one seed have the same dropout masks.
     """
-    # Not torch.manual_seed: it would also seed a CUDA that is not initialised yet, for good.
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
-    for generator in _generators(model):
-        generator.manual_seed(seed)
-    random.seed(seed)
+    for _, _, seed_source in _random_sources(model):
+        seed_source(seed)
+
+
+def _random_sources(model: nn.Module | None) -> list[tuple[Callable[..., Any], ...]]:
+    """How to read, to restore and to seed each."""
+    generators: list[Any] = [torch.default_generator]
+    if torch.cuda.is_initialized():  # all devices, also for a model on the CPU
+        generators += torch.cuda.default_generators
+    for module in () if model is None else model.modules():
+        generators += [g for g in vars(module).values() if isinstance(g, torch.Generator)]
+    found: list[tuple[Callable[..., Any], ...]]
+    found = [(g.get_state, g.set_state, g.manual_seed) for g in generators]
+    found.append((random.getstate, random.setstate, random.seed))
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def _generators(model: nn.Module | None) -> list[torch.Generator]:
-    modules = () if model is None else model.modules()
-    return [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
-
-
-@contextmanager
-def _random_numbers_restored(model: nn.Module) -> Iterator[None]:
-    # All devices, also for a model on the CPU: `seed_everything` seeds them all.
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    states = [(generator, generator.get_state()) for generator in _generators(model)]
-    python = random.getstate()
-    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            sys.modules["numpy"].random.set_state(numpy)
-
-
-@contextmanager
-def _gradients_restored(model: nn.Module) -> Iterator[None]:
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    hooks = [
-        (own, dict(own))
-        for parameter, _ in gradients
-        if (own := parameter._post_accumulate_grad_hooks) is not None
-    ]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    for own, _ in hooks:
-        own.clear()
-    try:
-        yield
-    finally:
-        for own, saved in hooks:
-            own.update(saved)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-
-
-@contextmanager
-def _buffers_restored(model: nn.Module) -> Iterator[None]:
-    saved = [
-        (module, dict(module._buffers), set(module._non_persistent_buffers_set))
-        for module in model.modules()
-    ]
-    # Copies replace the buffers, because restoring the bits in place would disturb a graph that has
-    # saved the buffers for a backward. Two names of one buffer get one copy.
-    copies: dict[int, Tensor] = {}
-    try:
-        for module, buffers, _ in saved:
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    if id(buffer) not in copies:
-                        copies[id(buffer)] = buffer.detach().clone()
-                    module._buffers[name] = copies[id(buffer)]
-        yield
-    finally:
-        for module, buffers, not_persistent in saved:  # which removes those that a forward added
-            module._buffers.clear()
-            module._buffers.update(buffers)
-            module._non_persistent_buffers_set.clear()
-            module._non_persistent_buffers_set.update(not_persistent)
-
-
-@contextmanager
-def _modes_restored(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
+        numpy = sys.modules["numpy"].random
+        found.append((numpy.get_state, numpy.set_state, lambda seed: numpy.seed(seed % 2**32)))
+    return found
 
 
 # --- results
-
-
-@dataclass
-class Noise:
-    """Sums over the elements of a reference, and of another value for the same quantity."""
-
-    signal: float = 0.0
-    noise: float = 0.0
-    is_comparable: bool = True
-
-    def add(self, reference: Tensor | None, other: Tensor | None) -> None:
-        """Add two tensors of one quantity; None stands for zeros."""
-        if reference is None:
-            self.noise += 0.0 if other is None else power(other)
-        elif other is None:
-            self.signal += power(reference)
-            self.noise += power(reference)
-        elif reference.shape != other.shape:  # tokens were routed differently
-            self.is_comparable = False
-        else:
-            exact = reference.detach().to(other.device).double()
-            self.signal += power(exact)
-            self.noise += power(exact - other.detach())
-
-    @property
-    def sqnr(self) -> float | None:
-        """In dB; None without a finite signal, -inf where the other value is not finite."""
-        if not self.is_comparable or not self.signal or not math.isfinite(self.signal):
-            return None
-        return decibels(self.signal, self.noise)
-
-
-def sqnr_of(pairs: Iterable[tuple[Tensor | None, Tensor | None]]) -> float | None:
-    """The SQNR of (reference, other) pairs as one vector; see `Noise`."""
-    noise = Noise()
-    for reference, other in pairs:
-        noise.add(reference, other)
-    return noise.sqnr
 
 
 @dataclass
@@ -325,47 +229,29 @@ class RunResult:
     loss: float | None
     gradients: dict[Any, Tensor] = field(default_factory=dict)
 
-    def sqnr_of_output(self, other: RunResult) -> float | None:
-        """The SQNR of another output against this one."""
-        return sqnr_of([(self.output, other.output)])
-
-    def sqnr_of_gradients(self, other: RunResult) -> float | None:
-        """The SQNR of all gradients as one vector against these."""
-        keys = self.gradients | other.gradients
-        return sqnr_of((self.gradients.get(key), other.gradients.get(key)) for key in keys)
-
     @property
     def is_finite(self) -> bool:
         """Whether output and gradients are."""
         return all(bool(t.isfinite().all()) for t in (self.output, *self.gradients.values()))
 
 
-def run_pass(
-    model: nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None,
-    seed: int,
-    observer: LayerObserver | None = None,
-) -> RunResult:
+def run_pass(model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int) -> RunResult:
     """Run a model forward and backward, inside `model_unchanged`."""
     seed_everything(seed, model)
     batch = own_batch(batch)
-    if observer is not None:
-        observer.in_forward = True
     output = run_model(model, batch)
-    start = start_of_backward(output, loss_fn, seed)
-    if observer is not None:
-        observer.in_forward = False
-    found = RunResult(local_part(main_tensor(output)).detach().clone(), start.loss)
+    start, cotangent = start_of_backward(output, loss_fn, seed)
+    loss = float(start.detach()) if cotangent is None else None
+    found = RunResult(local_part(main_tensor(output)).detach().clone(), loss)
     del output
-    if not start.backward():
-        return found
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            found.gradients[id(parameter)] = local_part(parameter.grad)
-            parameter.grad = None
-    leaves = enumerate(tensors_of(batch))
-    found.gradients |= {f"input {i}": t.grad for i, t in leaves if t.grad is not None}
+    if start.requires_grad:
+        start.backward(cotangent)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                found.gradients[id(parameter)] = local_part(parameter.grad)
+                parameter.grad = None
+        leaves = enumerate(tensors_of(batch))
+        found.gradients |= {f"input {i}": t.grad for i, t in leaves if t.grad is not None}
     return found
 
 
@@ -377,51 +263,64 @@ def only_in_float8(model: nn.Module, layers: Set[nn.Module]) -> Iterator[None]:
         yield
 
 
-class LayerObserver:
-    """Passes on ``(layer, "output" | "grad_input", tensor)`` of layers while a model runs.
+# --- the walk
 
-    The gradient of a layer's input is taken as it leaves the layer, before contributions of other
-    layers that read the same tensor are added. A recomputation (activation checkpointing) is not
-    passed on a second time.
 
-    Args:
-        layers: name -> module.
-        receive: is called; the tensor may be written to after it returns.
+class Watcher:
+    """What `watched` calls, with the name of a module and the module.
+
+    Nothing is called in a recomputation (activation checkpointing) but for gradients.
     """
 
-    def __init__(
-        self, layers: Mapping[str, nn.Module], receive: Callable[[str, str, Tensor], None]
-    ) -> None:
-        self.layers = layers
-        self.receive = receive
-        self.in_forward = False
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """See the arguments of a call."""
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        """Add the hooks for the time of a block."""
-        with ExitStack() as stack:
-            for name, layer in self.layers.items():
-                self._attach(stack, name, layer)
-            yield
+    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+        """See its output, None if it raised."""
 
-    def _attach(self, stack: ExitStack, name: str, layer: nn.Module) -> None:
-        def on_gradient(gradient: Tensor) -> None:
-            self.receive(name, "grad_input", local_part(gradient))
+    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        """See the gradient that a tensor of the arguments gets from this call."""
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return with_gradient_hooks(args, kwargs, on_gradient)
+    def see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
+        """See the gradient of a tensor of the output."""
 
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if self.in_forward:
-                self.receive(name, "output", local_part(main_tensor(output)))
 
-        # The last hook on the input and the first on the output, beside the user's own hooks.
-        handles = (
-            layer.register_forward_pre_hook(before, with_kwargs=True),
-            layer.register_forward_hook(after, prepend=True),
-        )
-        for handle in handles:
-            stack.callback(handle.remove)
+@contextmanager
+def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None]:
+    """Show a watcher the calls of modules, and their gradients, while the block is open.
+
+    It sees the arguments after the user's own hooks, and the output before them.
+    """
+
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if _in_forward():
+            watcher.enter(name, module, args, kwargs)
+        if getattr(module, "inplace", False):  # it has to write to its argument, not to an alias
+            return None
+        return with_gradient_hooks(args, kwargs, partial(watcher.see_grad_input, name, module))
+
+    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if _in_forward():
+            watcher.leave(name, module, output)
+        for value in tensors_of(output):
+            # A leaf would keep the hook; a parameter that a module returns has one of its own.
+            if value.grad_fn is not None and torch.is_grad_enabled():
+                value.register_hook(partial(watcher.see_grad_output, name, module))
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            hook = module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
+            stack.callback(hook.remove)
+            # Also where a module raises and the module around it handles the exception.
+            hook = module.register_forward_hook(
+                partial(after, name), prepend=True, always_call=True
+            )
+            stack.callback(hook.remove)
+        yield
+
+
+def _in_forward() -> bool:
+    return torch._C._current_graph_task_id() == -1
 
 
 def with_gradient_hooks(

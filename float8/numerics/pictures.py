@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-
 from float8.numerics.markup import Markup, joined, tag
-from float8.numerics.statistics import FORMAT_OF, CastStatistics
+from float8.numerics.statistics import CastStatistics, edges_of
 
 _DECADES = 8  # of the vertical axis of a histogram
 _UNITS = 100  # of a picture, from top to bottom
@@ -29,20 +27,6 @@ _RAISED = str.maketrans("-0123456789.", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹·")
 def power_of_two(exponent: float, digits: int = 1) -> str:
     """Such as 2⁻⁹."""
     return f"2{f'{exponent:.{digits}f}'.translate(_RAISED)}"
-
-
-def edges_of(cast: CastStatistics) -> list[float]:
-    """The exponents below which all is flushed, some is, and some is subnormal; above which some
-    saturates, and all does. Empty where a scale is no positive number.
-    """
-    low, high = cast.scale_min, cast.scale_max
-    if not (low > 0 and math.isfinite(high)):
-        return []
-    fmt = FORMAT_OF[cast.format]
-    normal = float(torch.finfo(fmt.dtype).smallest_normal)
-    flushed = fmt.smallest_subnormal / 2
-    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
-    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
 
 
 def histogram(cast: CastStatistics, name: str) -> Pictures:

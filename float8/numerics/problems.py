@@ -94,9 +94,9 @@ def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
     return sorted(found, key=lambda problem: -problem.level)
 
 
-def kinds_of(cast: CastStatistics) -> list[int]:
-    """The indices in `PROBLEM_KINDS` of one cast's problems."""
-    return [i for i, kind in enumerate(PROBLEM_KINDS) if kind.level(cast) > FINE]
+def kinds_of(cast: CastStatistics) -> list[ProblemKind]:
+    """One cast's problems."""
+    return [kind for kind in PROBLEM_KINDS if kind.level(cast) > FINE]
 
 
 def level_of(cast: CastStatistics) -> int:
@@ -109,10 +109,9 @@ def noisy_below(format_name: str) -> float:
     return EXPECTED_SQNR[format_name] - MISSING_SQNR[0]
 
 
-def _level(value: float | None, suspicious: float, bad: float) -> int:
-    if value is None:
-        return FINE
-    return BAD if value > bad else SUSPICIOUS if value > suspicious else FINE
+def _level(value: float | None, limits: tuple[float, float]) -> int:
+    """FINE where the value is not known."""
+    return sum(value > limit for limit in limits) if value is not None else FINE
 
 
 def _missing_decibels(cast: CastStatistics) -> float | None:
@@ -124,38 +123,27 @@ def _is_lost(cast: CastStatistics) -> bool:
     return cast.sqnr == -math.inf
 
 
-def _saturation_level(cast: CastStatistics) -> int:
-    return _level(cast.saturated, *SATURATED)
+def _sqnr_level(cast: CastStatistics) -> int:
+    return _level(_missing_decibels(cast), MISSING_SQNR)
 
 
 def _flush_level(cast: CastStatistics) -> int:
-    if _is_lost(cast):
-        return FINE
-    level = _level(cast.flushed, *FLUSHED)
+    level = FINE if _is_lost(cast) else _level(cast.flushed, FLUSHED)
     is_harmless = cast.operand == "grad_output" and not _sqnr_level(cast)
     return max(level - 1, FINE) if is_harmless else level
 
 
-def _sqnr_level(cast: CastStatistics) -> int:
-    return _level(_missing_decibels(cast), *MISSING_SQNR)
-
-
 def _noise_level(cast: CastStatistics) -> int:
-    if _is_lost(cast):
-        return FINE
-    level = _sqnr_level(cast)
+    level = FINE if _is_lost(cast) else _sqnr_level(cast)
     # The advice against noise does not help against these.
-    return level if level > max(_saturation_level(cast), _flush_level(cast)) else FINE
-
-
-def _staleness(cast: CastStatistics) -> float:
-    return 0.0 if cast.staleness is None else cast.staleness
+    return level if level > max(_level(cast.saturated, SATURATED), _flush_level(cast)) else FINE
 
 
 def _staleness_level(cast: CastStatistics) -> int:
+    stale = cast.staleness or 0.0
     # A static scale is larger on purpose, and its flushed elements are another problem.
-    is_too_large = cast.scaling == "delayed" and _staleness(cast) < STALE_BELOW
-    return SUSPICIOUS if _staleness(cast) > STALE_ABOVE or is_too_large else FINE
+    is_too_large = cast.scaling == "delayed" and stale < STALE_BELOW
+    return SUSPICIOUS if stale > STALE_ABOVE or is_too_large else FINE
 
 
 def _gradient_sqnr(cast: CastStatistics) -> float:
@@ -164,10 +152,8 @@ def _gradient_sqnr(cast: CastStatistics) -> float:
 
 def _flush_message(cast: CastStatistics) -> str:
     lost = f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero"
-    if cast.sqnr is None:
-        return f"{lost}."
-    if _sqnr_level(cast):
-        return f"{lost}; its SQNR is {cast.sqnr:.1f} dB."
+    if cast.sqnr is None or _sqnr_level(cast):
+        return f"{lost}." if cast.sqnr is None else f"{lost}; its SQNR is {cast.sqnr:.1f} dB."
     return (
         f"{lost}. Its SQNR of {cast.sqnr:.1f} dB does not show them: it follows the large elements."
     )
@@ -181,9 +167,9 @@ def _noise_message(cast: CastStatistics) -> str:
 
 
 def _staleness_message(cast: CastStatistics) -> str:
-    side = "above" if _staleness(cast) > 0 else "below"
-    octaves = abs(_staleness(cast))
-    return f"Its amax lies {octaves:.1f} octaves {side} what its {cast.scaling} scale was made for."
+    stale = cast.staleness or 0.0
+    octaves = f"{abs(stale):.1f} octaves {'above' if stale > 0 else 'below'}"
+    return f"Its amax lies {octaves} what its {cast.scaling} scale was made for."
 
 
 NONFINITE = ProblemKind(
@@ -198,7 +184,7 @@ NONFINITE = ProblemKind(
 SATURATES = ProblemKind(
     "saturate",
     "saturates",
-    _saturation_level,
+    lambda cast: _level(cast.saturated, SATURATED),
     lambda cast: cast.saturated or 0.0,
     lambda cast: (
         f"{100 * (cast.saturated or 0.0):.3g} % of its elements lie beyond the format's range."
@@ -234,7 +220,7 @@ STALE = ProblemKind(
     "have a stale scale",
     "has a stale scale",
     _staleness_level,
-    lambda cast: abs(_staleness(cast)),
+    lambda cast: abs(cast.staleness or 0.0),
     _staleness_message,
     "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
     "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner. A "

@@ -17,6 +17,7 @@ import argparse
 import base64
 import hashlib
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,13 @@ from pathlib import Path
 from string import Template
 
 from float8.numerics import problems
-from float8.numerics.alarms import Alarm, labels_of
+from float8.numerics.alarms import Alarm
 from float8.numerics.display import layer_name
 from float8.numerics.markup import Markup, breakable, counted, joined, shown, tag
-from float8.numerics.pictures import axis, edges_of, histogram, lines, power_of_two
+from float8.numerics.pictures import axis, histogram, lines, power_of_two
 from float8.numerics.problems import Problem, kinds_of, level_of, problems_of
 from float8.numerics.snapshot import Report, read_run
-from float8.numerics.statistics import CastLabels, CastStatistics
+from float8.numerics.statistics import CastLabels, CastStatistics, edges_of
 
 LEVELS = ("fine", "look", "bad")
 TITLES = ("Healthy", "Worth a look", "Something is wrong")
@@ -46,8 +47,10 @@ COLUMNS = {  # of numbers: the name, and how a value is shown
     "kurtosis": ("Kurtosis", "{:.3g}"),
     "staleness": ("Stale", "{:+.1f}"),
 }
-# The column in which each kind of problem is seen.
-_KIND_COLUMNS = ("sqnr", "saturated", "flushed", "sqnr", "staleness", "sqnr")
+# The column in which a kind of problem is seen; the others are in that of the SQNR.
+_KIND_COLUMNS = {
+    problems.SATURATES: "saturated", problems.FLUSHES: "flushed", problems.STALE: "staleness",
+}  # fmt: skip
 _FIRST_GEMMS = {"input": "output", "weight": "output", "grad_output": "grad_input"}
 _Places = Mapping[CastLabels, int]
 
@@ -76,7 +79,7 @@ def page(
         raise ValueError(f"there is no snapshot of step {step}; there are those of {steps}")
     at = steps.index(step) if step is not None else len(steps) - 1
     report, names = reports[at], [_name_of(report, i) for i, report in enumerate(reports)]
-    looks = [{labels_of(cast): cast for cast in report.casts} for report in reports]
+    looks = [{cast.labels: cast for cast in report.casts} for report in reports]
     places = {own: i for i, own in enumerate(looks[at])}
     rows = [
         _row(i, cast, {name: look.get(own) for name, look in zip(names, looks, strict=True)})
@@ -130,7 +133,7 @@ def _health(report: Report, name: str, places: _Places) -> Markup:
     level = max((problem.level for problem in found), default=0)
     title = f"{TITLES[level]} at {name}" if len(report) else "Nothing seen"
     findings = [
-        _finding(_badge(p.level), p.title, p.text, p.kind.advice, places[labels_of(p.casts[0])])
+        _finding(_badge(p.level), p.title, p.text, p.kind.advice, places[p.casts[0].labels])
         for p in found
     ]
     parts = [tag("h2", title), tag("p", summary(report.casts, found))]
@@ -166,7 +169,7 @@ def _run(reports: Sequence[Report], names: Sequence[str]) -> Markup:
     """The SQNR over the snapshots, and what those say that want a look."""
     known = [[c.sqnr for c in r.casts if c.sqnr is not None] for r in reports]
     series = {
-        "median": [_median(values) for values in known],
+        "median": [statistics.median(values) if values else None for values in known],
         "worst": [min(values, default=None) for values in known],
     }
     key = Markup(" and ").join(tag("b", name, class_=f"k-{name}") for name in series)
@@ -199,17 +202,15 @@ def _tiles(casts: Sequence[CastStatistics]) -> Markup:
     return joined(
         (
             worst("worst SQNR", "sqnr", "{:.1f} dB", -1),
-            tile("median SQNR", _median(sqnrs), "{:.1f} dB", "of all casts"),
+            tile(
+                "median SQNR", statistics.median(sqnrs or [math.nan]), "{:.1f} dB", "of all casts"
+            ),
             worst("most saturated", "saturated", "{:.2%}"),
             worst("most flushed", "flushed", "{:.2%}"),
             worst("inf or NaN", "nonfinite", "{:,}"),
             tile("layers", layers, "{:,}", counted(len(casts), "cast")),
         )
     )
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
 
 
 # --- the table
@@ -238,8 +239,7 @@ def _row(place: int, cast: CastStatistics, over: Mapping[str, CastStatistics | N
     said = tag("figcaption", "Share of the elements by magnitude, before the cast (logarithmic)")
     figure = tag("figure", large_bars, said, large_line)
     parts = [tag("div", figure, _facts(cast), class_="panes")]
-    found = [problems.PROBLEM_KINDS[kind] for kind in kinds_of(cast)]
-    parts += [tag("p", tag("b", f"It {kind.one}. "), kind.advice) for kind in found]
+    parts += [tag("p", tag("b", f"It {kind.one}. "), kind.advice) for kind in kinds_of(cast)]
     if wrong := [name for name, look in over.items() if look and level_of(look)]:
         parts.append(tag("p", f"It wants a look at {', '.join(wrong)}."))
     inside, class_ = tag("div", *parts, class_="inside"), f"cast l{level_of(cast)}"
@@ -248,7 +248,7 @@ def _row(place: int, cast: CastStatistics, over: Mapping[str, CastStatistics | N
 
 def _cell(cast: CastStatistics, key: str) -> Markup:
     (name, spec), level, more = COLUMNS[key], level_of(cast), []
-    wrong = {_KIND_COLUMNS[kind] for kind in kinds_of(cast)}
+    wrong = {_KIND_COLUMNS.get(kind, "sqnr") for kind in kinds_of(cast)}
     if key == "sqnr":
         if cast.sqnr is not None and cast.sqnr < problems.noisy_below(cast.format):
             wrong.add(key)  # also where another problem explains it
@@ -306,8 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reports, alarms = read_run(run)
         if target.exists() and target.samefile(run):
             raise ValueError("the page would overwrite the run; name another by -o")
-        head = json.loads(run.read_text(encoding="utf-8"))
-        about = {"file": run.name, "float8": head.get("float8"), "torch": head.get("torch")}
+        about = json.loads(run.read_text(encoding="utf-8")) | {"file": run.name}
         target.write_text(page(reports, about, alarms, options.step), encoding="utf-8")
     except (OSError, ValueError) as error:
         at = f"{run}: " if str(run) not in str(error) else ""

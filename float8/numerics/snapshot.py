@@ -14,8 +14,7 @@ A file is strict JSON and holds a run: one snapshot or many, and its alarms::
      "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
 
 inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `load_alarms`
-the alarms, `Report.load` a file that has one snapshot. Files of version 1, up to float8 0.12, have
-no alarms and no SQNR of gradients: their alarms are computed from their snapshots.
+the alarms, `Report.load` a file that has one snapshot.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from float8.numerics.alarms import Alarm, watch_of
+from float8.numerics.alarms import Alarm
 from float8.numerics.display import layer_name, plot_casts, table_of_casts
-from float8.numerics.problems import PROBLEM_KINDS, kinds_of, level_of
+from float8.numerics.problems import kinds_of, level_of
 from float8.numerics.statistics import (
     FORMAT_OF,
     SMOOTH,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 FORMAT, VERSION = "float8.numerics", 2
-_READ = (1, 2)  # versions
 _SCALARS = (
     "amax", "scale_max", "flushed", "saturated", "sqnr", "kurtosis", "staleness", "nonfinite",
     "gradient_sqnr",
@@ -106,8 +104,7 @@ class Report:
         is wrong, such as "flushes to zero". It is empty for a healthy cast. The SQNR alone does not
         tell: it weighs by power, and a cast that keeps few large elements has a high one.
         """
-        kinds = [kind.one for kind in PROBLEM_KINDS]
-        return [c.as_dict() | {"problems": [kinds[i] for i in kinds_of(c)]} for c in self.casts]
+        return [c.as_dict() | {"problems": [k.one for k in kinds_of(c)]} for c in self.casts]
 
     def table(self, top: int | None = None) -> str:
         """The casts as text of at most 100 columns, worst first; then problems and skipped layers.
@@ -126,7 +123,7 @@ class Report:
 
         Raises:
             ValueError: there is nothing to draw.
-            ImportError: matplotlib is not installed.
+            ModuleNotFoundError: matplotlib is not installed.
         """
         at = "" if self.step is None else f", step {self.step}"
         plot_casts(self.casts, path, f"{self.model}{at}", top)
@@ -186,12 +183,7 @@ class Report:
         reports = (self, *others)
         rows = merged(row for report in reports for row in report._rows)
         layers = {row.layer for row in rows}
-        skipped = {
-            fqn: reason
-            for report in reports
-            for fqn, reason in report.skipped.items()
-            if fqn not in layers
-        }
+        skipped = {k: v for report in reports for k, v in report.skipped.items() if k not in layers}
         return Report(rows, model=self.model, step=self.step, skipped=skipped)
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Report:
@@ -207,9 +199,8 @@ class Report:
 
         if not (dist.is_available() and dist.is_initialized()):
             return self.merged()
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, _as_snapshot(self), group)
-        reports = [_from_snapshot(each, self.model) for each in found]
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, self, group)
         return reports[0].merged(*reports[1:])
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -252,19 +243,14 @@ class Report:
 
 
 def _static_scale(casts: Sequence[CastStatistics]) -> float:
-    if smooth := [cast for cast in casts if cast.granularity.endswith(SMOOTH)]:
-        raise ValueError(
-            f"{layer_name(smooth[0].layer)}: the report has its {smooth[0].operand} times the "
-            "factors of smooth_input=True, which a static scale does not have; "
-            "float8.calibrate(model, batches) finds that of the input itself"
-        )
     first_use = [cast for cast in casts if cast.gemm == casts[0].gemm]
     cast = max(first_use, key=lambda cast: (cast.nonfinite, cast.amax))
-    if not (0 < cast.amax < math.inf) or cast.nonfinite:
+    if any(c.granularity.endswith(SMOOTH) for c in casts) or cast.nonfinite or not cast.amax > 0:
         raise ValueError(
-            f"{layer_name(cast.layer)}: its {cast.operand} had amax {cast.amax:g} and "
-            f"{cast.nonfinite} elements that are not finite; a static scale needs values like "
-            "those to come"
+            f"{layer_name(cast.layer)}: no static scale suits its {cast.operand} (amax "
+            f"{cast.amax:g}, {cast.nonfinite} elements that are not finite, {cast.granularity}); "
+            "it needs values like those to come, and float8.calibrate(model, batches) if "
+            "smooth_input=True multiplies them"
         )
     return max(cast.amax / FORMAT_OF[cast.format].max, torch.finfo(torch.float32).tiny)
 
@@ -302,32 +288,27 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: it could not be written. The old file is unchanged, and no other file is left.
     """
-    temporary = _temporary(path)
-    try:
+    with _temporary(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
-    finally:
-        _remove(temporary)
 
 
 def try_writing(path: Path) -> None:
     """Raise OSError if `replace_file` could not write a file now."""
-    temporary = _temporary(path)
-    try:
+    with _temporary(path) as temporary:
         if path.is_dir():
             raise IsADirectoryError("it is a folder")
         temporary.write_text(" ", encoding="utf-8")
+
+
+@contextmanager
+def _temporary(path: Path) -> Iterator[Path]:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        yield temporary
     finally:
-        _remove(temporary)
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
-
-
-def _remove(path: Path) -> None:
-    with suppress(OSError):  # it was not created, or nothing in this folder can be removed
-        path.unlink()
+        with suppress(OSError):  # it was not created, or nothing in this folder can be removed
+            temporary.unlink()
 
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
@@ -365,27 +346,12 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """All that a file holds; see `load_run`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not text
-        raise ValueError(f"{path} is not a report of float8.numerics: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(
-            f'{path} is not a report of float8.numerics: it lacks "format": "{FORMAT}"'
-        )
-    if content.get("version") not in _READ:
-        raise ValueError(
-            f"{path} is a report of version {content.get('version')!r}, written by float8 "
-            f"{content.get('float8', '?')}; this float8 reads versions {_READ[0]} to "
-            f"{VERSION}"
-        )
-    try:
+        if (kind := (content["format"], content["version"])) != (FORMAT, VERSION):
+            raise ValueError(f"it has format and version {kind}, and not {(FORMAT, VERSION)}")
         reports = [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
-        if "alarms" in content:
-            return Run(reports, [Alarm(**each) for each in content["alarms"]])
-        return Run(reports, watch_of(reports).alarms)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: a part of the report is missing or damaged: {error!r}"
-        ) from error
+        return Run(reports, [Alarm(**each) for each in content["alarms"]])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # or not JSON, not text
+        raise ValueError(f"{path} is not a report of float8.numerics: {error!r}") from error
 
 
 def strict_json(value: Any) -> Any:
@@ -403,22 +369,13 @@ def cast_from_json(found: Mapping[str, Any]) -> CastStatistics:
     """The inverse of ``strict_json(cast.as_dict())``.
 
     Raises:
-        ValueError: a field is missing or unknown.
+        TypeError: a field is missing or unknown.
     """
-    names = {field.name for field in fields(CastStatistics)}
-    given = {"gradient_sqnr": None} | {n: value for n, value in found.items() if n != "range"}
-    if given.keys() != names:
-        raise ValueError(
-            f"a row has the fields {', '.join(sorted(names))}; missing: "
-            f"{sorted(names - given.keys())}, unknown: {sorted(given.keys() - names)}"
-        )
+    given = {name: _number(name, value) for name, value in found.items() if name != "range"}
     histogram, sums = given.pop("histogram"), given.pop("sums")
-    numbers = {name: _number(name, value) for name, value in given.items()}
-    return CastStatistics(
-        **numbers,
-        histogram=Histogram(histogram["lowest"], tuple(histogram["counts"])),
-        sums=None if sums is None else Sums(**{n: _number(n, v) for n, v in sums.items()}),
-    )
+    sums = None if sums is None else Sums(**{n: _number(n, v) for n, v in sums.items()})
+    histogram = Histogram(histogram["lowest"], tuple(histogram["counts"]))
+    return CastStatistics(**given, histogram=histogram, sums=sums)
 
 
 def _number(name: str, value: Any) -> Any:

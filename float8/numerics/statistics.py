@@ -12,9 +12,11 @@ SQNR says how much of the operand is left. About 32 dB is the value of E4M3 wher
 or is flushed, and 26 dB that of E5M2 (a uniform error over steps of 2^-3 and of 2^-2). A large
 kurtosis means outliers: one scale for the whole tensor may not suffice. Staleness says how far a
 delayed or static scale is from the values: above 0 they saturate, below it the upper end of the
-format is unused. SQNR and kurtosis are computed from `Sums`, so that several ranks merge exactly.
+format is unused.
 
-How `measure_cast` finds the numbers::
+Everything is found from sums and maxima (`CastTotals`): `measure_cast` finds those of one call,
+calls add up on the device, and `statistics_of` moves them to the host. `merged` takes them from
+statistics again, so that ranks and batches merge as calls do::
 
     bins       how many x have which exponent field as a float64, in which the subnormal numbers of
                float32 are normal: field 0 counts the zeros, 2047 inf and NaN, and the others are
@@ -26,14 +28,14 @@ How `measure_cast` finds the numbers::
     amax       sqrt(max x^2), which is exact: squares of float32 are exact in float64
 
 Operands are measured in pieces that fit into a CPU's cache, which also limits the memory on other
-devices. Nothing waits for the device before `statistics_of` moves all numbers to the host.
+devices. Nothing waits for the device before `statistics_of`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -82,44 +84,6 @@ class Sums(NamedTuple):
     noise: float | None
     gradient: float | None = None
     gradient_noise: float | None = None
-
-    def plus(self, other: Sums) -> Sums:
-        """The sums over these elements and other ones."""
-        return Sums(
-            self.first + other.first,
-            self.second + other.second,
-            self.third + other.third,
-            self.fourth + other.fourth,
-            _sum(self.noise, other.noise),
-            _sum(self.gradient, other.gradient),
-            _sum(self.gradient_noise, other.gradient_noise),
-        )
-
-    def sqnr(self, elements: int) -> float | None:
-        """In dB; None without finite elements, or without an operand in high precision."""
-        return decibels(self.second, self.noise) if elements and self.noise is not None else None
-
-    @property
-    def gradient_sqnr(self) -> float | None:
-        """In dB; None where it is not known, or where the gradient is zero or not finite."""
-        if not self.gradient or self.gradient_noise is None or not math.isfinite(self.gradient):
-            return None
-        return decibels(self.gradient, self.gradient_noise)
-
-    def kurtosis(self, elements: int) -> float | None:
-        """The fourth central moment by the squared variance of this many elements."""
-        if not elements:
-            return None
-        first, second, third, fourth = (total / elements for total in self[:4])
-        variance = second - first**2
-        if variance <= second * _LEAST_VARIANCE:
-            return None
-        central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
-        return central / variance**2
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b
 
 
 class CastLabels(NamedTuple):
@@ -207,6 +171,11 @@ class CastStatistics:
         return self.layer, self.operand, self.gemm
 
     @property
+    def labels(self) -> CastLabels:
+        """Which cast it is."""
+        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
+
+    @property
     def range(self) -> tuple[float, float]:
         """The smallest and the largest magnitude that the format represents under its scales."""
         fmt = FORMAT_OF[self.format]
@@ -220,103 +189,88 @@ class CastStatistics:
         return found
 
 
-# --- merging
-
-
-def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
-    """The statistics of each key as one, as if one report had seen all of their elements.
-
-    An operand that arrived in float8 in some calls only has two: these are not merged.
-
-    Raises:
-        ValueError: two of one key are of different casts, or have no sums.
+def edges_of(cast: CastStatistics) -> list[float]:
+    """The exponents below which all is flushed, some is, and some is subnormal; above which some
+    saturates, and all does. Empty where a scale is no positive number.
     """
-    by_key: dict[tuple[CastKey, bool], CastStatistics] = {}
-    for cast in casts:
-        key = cast.key, cast.scaling == IN_FLOAT8
-        by_key[key] = cast if key not in by_key else _merged(by_key[key], cast)
-    return list(by_key.values())
-
-
-def _merged(a: CastStatistics, b: CastStatistics) -> CastStatistics:
-    name = f"{a.layer} {a.operand} ({a.gemm})"
-    for field in ("format", "scaling", "granularity"):
-        one, other = getattr(a, field), getattr(b, field)
-        if one != other:
-            raise ValueError(
-                f"{name}: {field} is {one!r} in one report and {other!r} in the other; merge "
-                "reports of one model with one config"
-            )
-    if a.sums is None or b.sums is None:
-        raise ValueError(f"{name}: statistics without sums cannot be merged")
-    elements, nonfinite = a.elements + b.elements, a.nonfinite + b.nonfinite
-    with_scale = [cast for cast in (a, b) if cast.elements] or [a]
-    sums = a.sums.plus(b.sums)
-
-    def fraction(x: float | None, y: float | None) -> float | None:
-        if x is None or y is None:
-            return None
-        return (x * a.elements + y * b.elements) / max(elements, 1)
-
-    return replace(
-        a,
-        elements=elements,
-        calls=a.calls + b.calls,
-        zeros=a.zeros + b.zeros,
-        nonfinite=nonfinite,
-        amax=max(a.amax, b.amax),
-        scale_min=min(cast.scale_min for cast in with_scale),
-        scale_max=max(cast.scale_max for cast in with_scale),
-        flushed=fraction(a.flushed, b.flushed),
-        saturated=fraction(a.saturated, b.saturated),
-        sqnr=sums.sqnr(elements - nonfinite),
-        kurtosis=sums.kurtosis(elements - nonfinite),
-        staleness=max((s for s in (a.staleness, b.staleness) if s is not None), default=None),
-        histogram=_added(a.histogram, b.histogram),
-        sums=sums,
-        gradient_sqnr=sums.gradient_sqnr,
-    )
-
-
-def _added(a: Histogram, b: Histogram) -> Histogram:
-    if not a.counts or not b.counts:
-        return a if a.counts else b
-    lowest = min(a.lowest, b.lowest)
-    counts = [0] * (max(h.lowest + len(h.counts) for h in (a, b)) - lowest)
-    for histogram in (a, b):
-        for i, count in enumerate(histogram.counts, histogram.lowest - lowest):
-            counts[i] += count
-    return Histogram(lowest, tuple(counts))
+    low, high = cast.scale_min, cast.scale_max
+    if not (low > 0 and math.isfinite(high)):
+        return []
+    fmt = FORMAT_OF[cast.format]
+    normal = float(torch.finfo(fmt.dtype).smallest_normal)
+    flushed = fmt.smallest_subnormal / 2
+    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
+    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
 
 
 # --- measuring
 
 _BIAS, _FIELDS = 1023, 2048  # of float64
 _LOWEST, _HIGHEST = -160, 320  # exponents that products of data and float32 scales may have
-_SUMS = (
-    "first", "second", "third", "fourth", "noise", "flushed", "saturated", "zeros", "nonfinite",
-)  # fmt: skip
-_MAXIMA = ("amax", "minus_scale_min", "scale_max", "amax_by_range")
+_TOTALS = (*Sums._fields, "flushed", "saturated", "zeros", "nonfinite")
+_GRADIENT = slice(5, 7)  # of `_TOTALS`
 _PIECE = {"cpu": 1 << 17}  # elements: a megabyte in float64
 _PIECE_ON_DEVICES = 1 << 22
 
 
+class Piece(NamedTuple):
+    """Some rows of a `Float8Matrix`: operand, data and scales (which broadcast), in float64."""
+
+    rows: slice
+    exact: Tensor
+    data: Tensor
+    scale: Tensor
+
+
 class Float8Matrix(NamedTuple):
-    """A matrix in float8: data, scales of shape ``ceil(shape / block)``, and the block."""
+    """A matrix in float8: data, scales of shape ``ceil(shape / block)``, and the block.
+
+    ``source`` is the operand that was cast, None where only the float8 data are there.
+    """
 
     data: Tensor
     scale: Tensor
     block: Block
+    source: Tensor | None = None
 
     def t(self) -> Float8Matrix:
         """Its transpose."""
-        return Float8Matrix(self.data.t(), self.scale.t(), self.block[::-1])
+        source = None if self.source is None else self.source.t()
+        return Float8Matrix(self.data.t(), self.scale.t(), self.block[::-1], source)
+
+    @property
+    def is_column_major(self) -> bool:
+        """Whether the rows of its transpose are read faster."""
+        return not self.data.is_contiguous() and self.data.stride(0) == 1
+
+    def pieces(self) -> Iterator[Piece]:
+        """Its rows, piece by piece; without a source, the cast is taken for exact."""
+        rows, columns = self.data.shape
+        extent = rows if self.block[0] == WHOLE else self.block[0]
+        wanted = max(_PIECE.get(self.data.device.type, _PIECE_ON_DEVICES) // max(columns, 1), 1)
+        step = wanted if self.block[0] == WHOLE else max(wanted // extent, 1) * extent
+        for start in range(0, rows if columns else 0, step):
+            some = slice(start, start + step)
+            blocks = slice(start // extent, some.stop // extent)
+            blocks = slice(None) if self.block[0] == WHOLE else blocks
+            data = self.data[some].double()
+            scale = _per_element(self.scale[blocks].double(), data.shape, self.block)
+            exact = data * scale if self.source is None else self.source[some].double()
+            yield Piece(some, exact, data, scale)
+
+
+def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
+    for dim, extent in enumerate(block):
+        if extent not in (1, WHOLE):
+            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, shape[dim])
+    return scale
 
 
 class CastTotals(NamedTuple):
     """The sums and maxima of one cast over its calls, in float64 on the device of the newest call.
 
-    ``sums``: `_SUMS`, then how many elements have the exponents -160 to 319. ``maxima``: `_MAXIMA`.
+    ``sums``: `_TOTALS`, NaN where unknown, then how many elements have the exponents -160 to 319.
+    ``maxima``: of amax, minus the scale, the scale, and the staleness.
     """
 
     elements: int
@@ -334,94 +288,58 @@ class CastTotals(NamedTuple):
             self.calls + other.calls,
         )
 
+    def with_gradient(self, energies: Sequence[Tensor]) -> CastTotals:
+        """These totals, with the energies of the weight's gradient and of its error."""
+        sums = self.sums.clone()
+        sums[_GRADIENT] = torch.stack([*energies]).to(sums.device)
+        return self._replace(sums=sums)
 
-def measure_cast(x: Tensor | None, matrix: Float8Matrix, may_saturate: bool = True) -> CastTotals:
+
+def measure_cast(matrix: Float8Matrix) -> CastTotals:
     """Measure one call of a cast; `statistics_of` makes statistics of the totals.
 
     Args:
-        x: (rows, columns), float32, bfloat16 or float16. None if there are only the float8 data:
-            the numbers are then those of ``data * scale``, and ``noise`` is 0.
-        matrix: the result of the cast.
-        may_saturate: False skips the search for saturated elements, where the scale is that of x.
+        matrix: of a float32, bfloat16 or float16 source, or of none: the numbers are then those of
+            ``data * scale``.
     """
-    if not matrix.data.is_contiguous() and matrix.data.stride(0) == 1:
-        # No number depends on the order of the elements, and columns are slow to read.
-        x, matrix = None if x is None else x.t(), matrix.t()
-    dtype, device = matrix.data.dtype, matrix.data.device
-    sums = torch.zeros(len(_SUMS) + _HIGHEST - _LOWEST, dtype=torch.float64, device=device)
-    maxima = sums.new_full((len(_MAXIMA),), -math.inf)
-    elements = matrix.data.numel()
-    if elements:
-        largest = FORMATS[dtype].max
-        values = torch.arange(256, dtype=torch.uint8, device=device).view(dtype).double()
-        for rows, scale_rows in pieces(matrix):
-            piece = Float8Matrix(matrix.data[rows], matrix.scale[scale_rows], matrix.block)
-            part = None if x is None else x[rows]
-            amax = _add_piece(sums, part, piece, values, largest if may_saturate else None)
-            maxima[0] = torch.maximum(maxima[0], amax)
+    # No number depends on the order of the elements.
+    matrix = matrix.t() if matrix.is_column_major else matrix
+    sums = matrix.scale.new_zeros(len(_TOTALS) + _HIGHEST - _LOWEST, dtype=torch.float64)
+    sums[_GRADIENT] = math.nan
+    maxima = sums.new_full((4,), -math.inf)
+    if matrix.data.numel():
+        largest = FORMATS[matrix.data.dtype].max
+        for piece in matrix.pieces():
+            maxima[0] = torch.maximum(maxima[0], _add_piece(sums, piece, largest))
         scale = matrix.scale.double()
         # The scale of a block of zeros says nothing, unless there are no others.
         smallest = torch.where(scale <= MIN_SCALE, math.inf, scale).amin().minimum(scale.amax())
         maxima[1], maxima[2] = -smallest, scale.amax()
         if scale.numel() == 1:
-            maxima[3] = maxima[0] / (scale.reshape(()) * largest)
-    return CastTotals(elements, sums, maxima)
+            maxima[3] = torch.log2(maxima[0] / (scale.reshape(()) * largest))
+    return CastTotals(matrix.data.numel(), sums, maxima)
 
 
-def pieces(matrix: Float8Matrix) -> Iterator[tuple[slice, slice]]:
-    """Rows of the matrix, and those of its scales, piece by piece."""
-    rows, columns = matrix.data.shape
-    extent = matrix.block[0]
-    wanted = max(_PIECE.get(matrix.data.device.type, _PIECE_ON_DEVICES) // columns, 1)
-    if extent == WHOLE:
-        for start in range(0, rows, wanted):
-            yield slice(start, start + wanted), slice(None)
-        return
-    blocks = max(wanted // extent, 1)
-    for start in range(0, matrix.scale.shape[0], blocks):
-        end = start + blocks
-        yield slice(start * extent, end * extent), slice(start, end)
-
-
-def _add_piece(
-    sums: Tensor, x: Tensor | None, piece: Float8Matrix, values: Tensor, largest: float | None
-) -> Tensor:
-    """Add a piece to the sums; its amax. ``values`` are those of the 256 bytes of the format."""
-    shape = piece.data.shape
-    x_cast = values.index_select(0, piece.data.reshape(-1).view(torch.uint8).int())
-    is_zero = x_cast == 0
-    scale = per_element(piece.scale.double(), shape, piece.block)
-    x_cast = x_cast.view(shape).mul_(scale)
-    exact = (x_cast if x is None else x.to(torch.float64)).reshape(-1)
+def _add_piece(sums: Tensor, piece: Piece, largest: float) -> Tensor:
+    """Add a piece to the sums; its amax."""
+    exact = piece.exact.reshape(-1)
+    error = exact - (piece.data * piece.scale).view(-1)
     bins = _count_exponents(exact)
     zeros, nonfinite = bins[0], bins[-1]
-    flushed = torch.count_nonzero(is_zero.logical_and_(exact != 0))
-    error = None if x is None else exact - x_cast.view(-1)
+    flushed = torch.count_nonzero((piece.data.view(-1) == 0).logical_and_(exact != 0))
     # The condition is tested on a CPU only: on other devices the test would wait for them.
     if exact.device.type != "cpu" or bool(nonfinite):
         bad = ~exact.isfinite()
-        exact.masked_fill_(bad, 0.0)
-        error = None if error is None else error.masked_fill_(bad, 0.0)
-    noise = exact.new_zeros(()) if error is None else torch.dot(error, error)
+        exact, error = exact.masked_fill(bad, 0.0), error.masked_fill_(bad, 0.0)
     square = exact * exact
-    saturated = exact.new_zeros(())
-    if largest is not None:
-        limit = (scale * (largest * (1 + 2.0**-20))).square()
-        saturated = torch.count_nonzero(square.view(shape) > limit)
-    powers = exact.sum(), torch.dot(exact, exact), torch.dot(exact, square), square.dot(square)
-    counts = flushed, saturated, zeros, nonfinite
-    found = torch.stack([n.double() for n in (*powers, noise, *counts)])
-    sums[: len(_SUMS)] += found
-    sums[len(_SUMS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
+    limit = (piece.scale * (largest * (1 + 2.0**-20))).square()
+    saturated = torch.count_nonzero(square.view(piece.data.shape) > limit)
+    powers = exact.sum(), exact.dot(exact), exact.dot(square), square.dot(square), error.dot(error)
+    known = slice(0, len(powers)), slice(_GRADIENT.stop, len(_TOTALS))
+    for some, found in zip(known, (powers, (flushed, saturated, zeros, nonfinite)), strict=True):
+        sums[some] += torch.stack([each.double() for each in found])
+    sums[len(_TOTALS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
     return square.max().sqrt()
-
-
-def per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
-    """Scales that broadcast against the elements."""
-    for dim, extent in enumerate(block):
-        if extent not in (1, WHOLE):
-            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def _count_exponents(x: Tensor) -> Tensor:
@@ -431,6 +349,9 @@ def _count_exponents(x: Tensor) -> Tensor:
         return torch.bincount(fields, minlength=_FIELDS)
     # bincount would read the largest field back to the host; histc counts integers exactly.
     return torch.histc(fields.int(), bins=_FIELDS, min=0, max=_FIELDS - 1)
+
+
+# --- from totals to statistics, and back
 
 
 def statistics_of(casts: Sequence[tuple[CastLabels, CastTotals]]) -> list[CastStatistics]:
@@ -444,33 +365,101 @@ def statistics_of(casts: Sequence[tuple[CastLabels, CastTotals]]) -> list[CastSt
 
 
 def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) -> CastStatistics:
-    elements, scaling = totals.elements, labels.scaling
-    total = dict(zip(_SUMS, numbers, strict=False))
-    largest = dict(zip(_MAXIMA, numbers[-len(_MAXIMA) :], strict=True))
-    counts = [int(n) for n in numbers[len(_SUMS) : -len(_MAXIMA)]]
-    filled = [i for i, count in enumerate(counts) if count]
-    histogram = EMPTY
-    if filled:
-        first, last = filled[0], filled[-1]
-        histogram = Histogram(_LOWEST + first, tuple(counts[first : last + 1]))
-    has_source, is_fixed = scaling != IN_FLOAT8, scaling in ("delayed", "static")
-    noise = total["noise"] if has_source else None
-    sums = Sums(total["first"], total["second"], total["third"], total["fourth"], noise)
-    nonfinite, by_range = int(total["nonfinite"]), largest["amax_by_range"]
+    elements, has_source = totals.elements, labels.scaling != IN_FLOAT8
+    total = dict(zip(_TOTALS, numbers, strict=False))
+    amax, minus_scale_min, scale_max, staleness = numbers[-4:]
+    nonfinite = int(total["nonfinite"])
+    noise, gradient, error = total["noise"], total["gradient"], total["gradient_noise"]
+    is_known = not math.isnan(gradient)
+    energies = (gradient, error) if is_known else (None, None)
+    first, second, third, fourth = numbers[:4]
+    sums = Sums(first, second, third, fourth, noise if has_source else None, *energies)
+    is_compared = has_source and elements > nonfinite
+    has_ratio = is_known and 0 < gradient < math.inf
+    is_stale = labels.scaling in ("delayed", "static") and math.isfinite(staleness)
     return CastStatistics(
         *labels,
         elements=elements,
         calls=totals.calls,
         zeros=int(total["zeros"]),
         nonfinite=nonfinite,
-        amax=max(largest["amax"], 0.0),
-        scale_min=-largest["minus_scale_min"] if elements else 0.0,
-        scale_max=max(largest["scale_max"], 0.0),
+        amax=max(amax, 0.0),
+        scale_min=-minus_scale_min if elements else 0.0,
+        scale_max=max(scale_max, 0.0),
         flushed=total["flushed"] / max(elements, 1) if has_source else None,
         saturated=total["saturated"] / max(elements, 1) if has_source else None,
-        sqnr=sums.sqnr(elements - nonfinite),
-        kurtosis=sums.kurtosis(elements - nonfinite),
-        staleness=math.log2(by_range) if is_fixed and 0 < by_range < math.inf else None,
-        histogram=histogram,
+        sqnr=decibels(sums.second, noise) if is_compared else None,
+        kurtosis=_kurtosis(sums, elements - nonfinite),
+        staleness=staleness if is_stale else None,
+        histogram=_histogram(numbers[len(_TOTALS) : -4]),
         sums=sums,
+        gradient_sqnr=decibels(gradient, error) if has_ratio else None,
     )
+
+
+def _kurtosis(sums: Sums, elements: int) -> float | None:
+    """The fourth central moment by the squared variance of this many elements."""
+    first, second, third, fourth = (total / max(elements, 1) for total in sums[:4])
+    variance = second - first**2
+    if variance <= second * _LEAST_VARIANCE:
+        return None
+    central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
+    return central / variance**2
+
+
+def _histogram(bins: Sequence[float]) -> Histogram:
+    filled = [i for i, count in enumerate(bins) if count]
+    if not filled:
+        return EMPTY
+    counts = bins[filled[0] : filled[-1] + 1]
+    return Histogram(_LOWEST + filled[0], tuple(int(count) for count in counts))
+
+
+def _totals(cast: CastStatistics) -> CastTotals:
+    """The inverse of `statistics_of`."""
+    if cast.sums is None:
+        raise ValueError(f"{cast.layer} {cast.operand}: statistics without sums cannot be merged")
+    n = cast.elements
+    fractions = [math.nan if f is None else round(f * n) for f in (cast.flushed, cast.saturated)]
+    sums = [math.nan if each is None else each for each in cast.sums]
+    bins, lowest = [0.0] * (_HIGHEST - _LOWEST), cast.histogram.lowest - _LOWEST
+    bins[lowest : lowest + len(cast.histogram.counts)] = cast.histogram.counts
+    stale = -math.inf if cast.staleness is None else cast.staleness
+    scales = (-cast.scale_min, cast.scale_max) if n else (-math.inf, -math.inf)
+    numbers = [*sums, *fractions, cast.zeros, cast.nonfinite, *bins, cast.amax, *scales, stale]
+    vector = torch.tensor(numbers, dtype=torch.float64)
+    return CastTotals(n, vector[:-4], vector[-4:], cast.calls)
+
+
+def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
+    """The statistics of each key as one, as if one report had seen all of their elements.
+
+    An operand that arrived in float8 in some calls only has two: these are not merged.
+
+    Raises:
+        ValueError: two of one key are of different casts, or have no sums.
+    """
+    by_key: dict[tuple[CastKey, bool], list[CastStatistics]] = {}
+    for cast in casts:
+        by_key.setdefault((cast.key, cast.scaling == IN_FLOAT8), []).append(cast)
+    return [
+        same[0] if len(same) == 1 else statistics_of([(_same_labels(same), _sum_of(same))])[0]
+        for same in by_key.values()
+    ]
+
+
+def _sum_of(casts: Sequence[CastStatistics]) -> CastTotals:
+    first, *others = map(_totals, casts)
+    for other in others:
+        first = first.plus(other)
+    return first
+
+
+def _same_labels(casts: Sequence[CastStatistics]) -> CastLabels:
+    labels = casts[0].labels
+    if other := next((cast.labels for cast in casts if cast.labels != labels), None):
+        raise ValueError(
+            f"{'/'.join(labels)} and {'/'.join(other)} are different casts: merge reports of one "
+            "model with one config"
+        )
+    return labels

@@ -75,17 +75,6 @@ def test_rowwise_gemms_by_cutlass_are_a_row_of_their_own(name):
     older = device.with_cutlass()
     assert older.products["rowwise"] == device.products[ROWWISE_BY_CUTLASS]
     assert (older == device) == (device.arch != "sm_90"), "cuBLASLt has rowwise scales on Hopper"
-    with pytest.raises(ValueError, match="has no figures for 'rowwise by CUTLASS'"):
-        DEVICE.with_cutlass()
-
-
-def test_a_gemm_reaches_half_its_best_at_half_size_and_more_with_more_operations():
-    def reached(flops: float) -> float:  # as a fraction of the peak, 100
-        return flops / (100.0 * PRODUCT.seconds(flops))
-
-    assert reached(30.0) == pytest.approx(0.25)
-    sizes = [reached(flops) for flops in (1.0, 10.0, 100.0, 1e6, 1e12)]
-    assert sizes == sorted(sizes) and sizes[-1] == pytest.approx(0.5)
 
 
 def test_a_pass_runs_at_its_own_rate_or_at_any_or_at_the_bandwidth():
@@ -121,47 +110,29 @@ def test_a_file_that_is_no_device_is_refused_with_the_reason(text, said, tmp_pat
         Device.load(tmp_path / "bad.json")
 
 
-def test_a_file_with_a_figure_without_source_is_refused(tmp_path):
-    DEVICE.save(tmp_path / "device.json")
-    fields = json.loads((tmp_path / "device.json").read_text())
-    fields["launch"]["source"] = "somewhere"
-    (tmp_path / "device.json").write_text(json.dumps(fields))
-    said = "device.json.*'somewhere' must start with one of datasheet"
-    with pytest.raises(ValueError, match=said):
-        Device.load(tmp_path / "device.json")
-
-
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 10**400])
 def test_a_figure_is_finite_and_not_negative(value):
     with pytest.raises(ValueError, match="finite and >= 0"):
         figure(value)
 
 
-@pytest.mark.parametrize("field", ["peak", "best"])
-def test_a_product_that_never_ends_is_refused(field):
-    with pytest.raises(ValueError, match="above 0"):
-        dataclasses.replace(PRODUCT, **{field: figure(0.0)})
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"products": {}}, "lacks 'bf16'"),
-        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown products \['int8'\]"),
-        ({"bandwidth": figure(0.0)}, "bandwidth must be above 0"),
-        ({"passes": {"any": figure(0.0)}}, "any must be above 0"),
-        ({"processors": figure(0.5)}, "processors must be at least 1"),
+        ({"products": {}}, "must have 'bf16'"),
+        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown: \['int8'\]"),
+        ({"bandwidth": figure(0.0)}, r"above 0 \(not: \[.bandwidth.\]"),
+        ({"passes": {"any": figure(0.0)}}, r"not: \[.any.\]"),
+        (
+            {"products": {BF16: dataclasses.replace(PRODUCT, best=figure(0.0))}},
+            r"not: \[.bf16 best.\]",
+        ),
+        ({"processors": figure(0.5)}, "processors be at least 1"),
     ],
 )
 def test_a_device_that_cannot_be_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         dataclasses.replace(DEVICE, **changes)
-
-
-def test_long_lists_of_figures_are_shortened():
-    passes = {f"pass {i}": figure(1.0) for i in range(20)}
-    (line,) = dataclasses.replace(DEVICE, passes=passes).provenance()
-    assert line.endswith("21 more") and len(line) < 150
 
 
 H100 = DEVICES["H100"]
@@ -176,11 +147,6 @@ def test_names_are_found_in_any_case_and_devices_are_themselves():
 def test_an_unknown_device_lists_the_known_ones(name):
     with pytest.raises(ValueError, match=f"unknown device '{name}'; known: H100, .*measure_device"):
         find_device(name)
-
-
-def test_a_name_too_long_for_a_file_is_unknown():
-    with pytest.raises(ValueError, match="unknown device 'xxx"):
-        find_device("x" * 5000)
 
 
 KERNEL_OF_PASS = {

@@ -80,9 +80,9 @@ def test_float32_weights_are_converted_before_they_are_cast():
 @pytest.mark.parametrize(
     ("device", "said"),
     [
-        (None, "device=None is a NoneType; needed is the name of a device"),
-        (torch.device("cpu"), r"device=device\(type='cpu'\) is a device; needed"),
-        (0, "device=0 is a int"),
+        (None, "device must be a name .*, got None"),
+        (torch.device("cpu"), "device must be a name .*, got a device"),
+        (0, "device must be a name .*, got 0"),
     ],
 )
 def test_a_device_is_not_something_else(device, said):
@@ -106,8 +106,8 @@ def test_recipes_may_be_names_configs_or_a_mapping():
     [
         ([], "no recipe given; known: tensorwise"),
         (["rowwize"], "unknown recipe 'rowwize'; known recipes"),
-        ([3], "a name or a Float8LinearConfig, got 3"),
-        ({"mine": None}, "a name or a Float8LinearConfig, got None"),
+        ([3], "Float8LinearConfig, .*, got 3"),
+        ({"mine": None}, "Float8LinearConfig, .*, got None"),
         ({}, "no recipe given"),
     ],
 )
@@ -177,12 +177,6 @@ def test_bad_filters_are_refused_before_they_are_used(options, said):
         faster_layers("tensorwise", **options)
 
 
-@pytest.mark.parametrize("min_speedup", ["1.1", None, True])
-def test_a_threshold_is_a_number(min_speedup):
-    with pytest.raises(TypeError, match=f"min_speedup={min_speedup!r} must be a number"):
-        faster_layers("tensorwise", 16, min_speedup=min_speedup)
-
-
 H100, B200, MI300X = DEVICES["H100"], DEVICES["B200"], DEVICES["MI300X"]
 CPU = replace(H100, name="some CPU", arch="cpu")
 TENSORWISE, ROWWISE = RECIPES["tensorwise"], RECIPES["rowwise"]
@@ -214,43 +208,26 @@ def test_float8_layers_count_and_the_model_may_be_a_layer_itself():
     assert names_of(nn.Linear(16, 16)) == ["Linear"]
 
 
-def test_a_layer_remembers_its_dtype_and_whether_it_trains():
-    layer = nn.Linear(16, 16, dtype=torch.float16, device="meta").requires_grad_(False)
-    assert layers_of(layer, 16) == [Layer("Linear", Shape(16, 16, 16), torch.float16, False)]
-
-
-def test_shapes_may_be_given_instead():
-    shapes = [(8, 16, 32), Shape(1, 2, 3)]
-    assert [layer.shape for layer in layers_of(shapes, None)] == [Shape(8, 16, 32), Shape(1, 2, 3)]
-
-
 @pytest.mark.parametrize(
     ("model", "tokens", "said"),
     [
         (nn.Linear(4, 4), None, "tokens=None must be an integer >= 1"),
-        (nn.Linear(4, 4), 0, "tokens=0 must be an integer >= 1: rows"),
+        (nn.Linear(4, 4), 0, "tokens=0 must be an integer >= 1"),
         (nn.Linear(4, 4), 1.5, "tokens=1.5 must"),
         (nn.Linear(4, 4), True, "tokens=True must"),
         (nn.Linear(4, 4), 2**31, "tokens=2147483648 must"),
-        ((8, 16, 32), None, "a shape is .* got 8 in the list of shapes"),
+        ((8, 16, 32), None, "each shape must be .* got .8, 16, 32."),
         (nn.ReLU(), 16, "ReLU has no nn.Linear"),
         (nn.Sequential(OwnLinear(4, 4)), 16, "Sequential has no nn.Linear"),
-        ([(1, 2, 3)], 16, "tokens=16 beside shapes"),
-        ([], None, "no shapes given"),
-        ([(1, 2)], None, r"a shape is \(M, K, N\).*\(1, 2\)"),
-        ([(16, 0, 16)], None, "integers >= 1"),
+        ([(1, 2, 3)], 16, "and tokens=16"),
+        ([], None, "each shape must be"),
+        ([(1, 2)], None, r"each shape must be \(M, K, N\).*\(1, 2\)"),
+        ([(16, 0, 16)], None, "K=0 must be an integer >= 1"),
     ],
 )
 def test_bad_input_is_named(model, tokens, said):
     with pytest.raises(ValueError, match=said):
         layers_of(model, tokens)
-
-
-@pytest.mark.parametrize("model", ["gpt2", None, nn.Linear, 3])
-def test_a_model_is_a_module_or_shapes(model):
-    said = re.escape(f"model={model!r} must be a module")
-    with pytest.raises(TypeError, match=said):
-        layers_of(model, 16)
 
 
 # --- refusals

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from float8 import Blockwise
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate import roofline
-from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device, Figure
+from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device
 from float8.estimate.roofline import (
     Shape,
     Use,
     gemm_seconds,
-    kind_of_block,
     layer_seconds,
     passes_of_layer,
     saved_bytes,
@@ -68,12 +67,6 @@ def check_the_cube() -> None:
 
 def test_the_8192_cube_takes_what_it_takes_by_hand():
     check_the_cube()
-
-
-def test_a_product_in_high_precision_costs_what_it_costs():
-    _, expected = by_hand(3 + (3 + 5) + 3, 1 + 3 + 1, 0.99, float8_gemms=2)
-    plan = RECIPES["rowwise_with_gw_hp"].plan
-    assert layer_seconds(H100, CUBE, plan, Use()).total == pytest.approx(expected, rel=1e-9)
 
 
 PLANTED = {
@@ -172,16 +165,6 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
     assert speedup(M * times, without) >= speedup(M, without) * (1 - 1e-9)
 
 
-@given(SIZES, SIZES, SIZES, st.sampled_from(sorted(RECIPES)))
-def test_a_faster_memory_never_slows_a_layer(M, K, N, recipe):
-    shape, plan = Shape(M, K, N), RECIPES[recipe].plan
-    faster = replace(B200, bandwidth=Figure(9e12, "assumed: for this test"))
-    assert (
-        layer_seconds(faster, shape, plan, Use()).total
-        <= layer_seconds(B200, shape, plan, Use()).total
-    )
-
-
 def test_a_config_without_float8_is_nn_linear():
     off = CastConfig(ScalingType.DISABLED)
     plan = Float8LinearConfig(off, off, off).plan
@@ -243,7 +226,7 @@ def test_a_float32_weight_is_converted_in_forward_and_backward():
     "sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5), (1, True, 1), (2**30 + 1, 1, 1), (1, 1, 10**400)]
 )
 def test_a_shape_is_three_counts(sizes):
-    with pytest.raises(ValueError, match="integers >= 1"):
+    with pytest.raises(ValueError, match="must be an integer >= 1"):
         Shape(*sizes)
 
 
@@ -298,12 +281,6 @@ def test_every_use_moves_what_its_kernels_move(recipe):
     assert bytes_of(recipe, Use(weight_trains=False)) == frozen
 
 
-@pytest.mark.parametrize("count", [0, -1, 2.0, None, True, 2**30 + 1])
-def test_gradient_accumulation_is_a_count(count):
-    with pytest.raises(ValueError, match=f"gradient_accumulation={count}"):
-        Use(gradient_accumulation=count)
-
-
 def test_the_plan_decides_not_the_name():
     delayed = RECIPES["delayed"].cast_config_grad_output
     variant = replace(RECIPES["tensorwise"], cast_config_grad_output=delayed)
@@ -334,11 +311,6 @@ def test_every_pass_of_a_recipe_has_the_rate_of_its_kernel(recipe):
         *operands, _ = passes_of_layer(RECIPES[recipe].plan, use, False)
         names = {each.name for passes in operands for each in passes}
         assert names - {"fill"} <= set(KERNEL_RATES)
-
-
-def test_blocks_that_no_hardware_takes_count_as_lines():
-    assert kind_of_block((1, 64)) == "1x128"
-    assert kind_of_block((1, 32)) == "1x32"
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])

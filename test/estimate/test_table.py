@@ -84,18 +84,6 @@ def test_a_measured_device_says_that_some_figures_are_assumed():
     assert "Forward of one batch" in text
 
 
-def test_a_device_all_measured_assumes_nothing():
-    product = DEVICES["H100"].products["bf16"]
-    product = replace(product, peak=MEASURED, best=MEASURED, half_size=MEASURED)
-    products = dict.fromkeys(DEVICES["H100"].products, product)
-    device = replace(
-        DEVICES["H100"], arch="cpu", bandwidth=MEASURED, bandwidth_best=MEASURED, launch=MEASURED,
-        products=products, passes={}, processors=None,
-    )  # fmt: skip
-    text = str(estimate([(64,) * 3], device=device))
-    assert "assumed" not in text and "casts by plain PyTorch" in text
-
-
 def test_the_result_is_json_with_its_sources():
     result = estimate([(8192,) * 3, (64, 50, 64)], recipes=["delayed"])
     fields = json.loads(json.dumps(result.as_dict(), allow_nan=False))

@@ -61,14 +61,6 @@ def test_an_alarm_starts_at_the_kth_wrong_look_and_ends_at_the_kth_good_one(name
     assert (alarm.is_active, alarm.last, alarm.ended) == (False, 20 + 10 * k, 20 + 20 * k)
 
 
-def test_an_alarm_is_a_sentence_with_layer_operand_numbers_and_remedy():
-    (alarm,) = history(*[{"layer": "head", "saturated": 0.03}] * 3)
-    assert str(alarm).startswith("saturation: head, input. 3 % of its elements lie beyond")
-    assert "It has been so since step 0." in str(alarm)
-    assert "after_step" in str(alarm)
-    assert "the module itself" in str(history(*[{"layer": "", "saturated": 0.03}] * 3)[0])
-
-
 def test_single_looks_and_harmless_numbers_are_no_alarm():
     noisy = {"sqnr": 15.0}  # from the start: no fall
     gated = {"flushed": 0.107}  # of a healthy SwiGLU
@@ -87,14 +79,6 @@ def test_massive_saturation_is_an_alarm_at_the_first_look():
     assert not others
     assert (alarm.rule, alarm.first, alarm.started, alarm.ended) == ("saturation", 10, 10, 40)
     assert history({}, {"saturated": 0.09}, {}, {"saturated": 0.09}) == []
-
-
-def test_a_layer_that_is_not_called_changes_nothing():
-    bad = WRONG["saturation"]
-    (alarm,) = history(bad, None, bad, None, None, bad)
-    assert (alarm.first, alarm.started) == (0, 50)
-    (alarm,) = history(*[bad] * 3, {}, None, {}, None)
-    assert alarm.is_active
 
 
 def test_a_fall_is_measured_from_the_looks_before_it():

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from runs import ROW
 
-from float8.numerics.display import WIDTH, common_prefix, plot_casts, table_of_casts
+from float8.numerics.display import WIDTH, plot_casts, table_of_casts
 from float8.numerics.statistics import Histogram
 
 LONG = replace(
@@ -40,22 +40,6 @@ def test_inf_and_nan_are_said_though_no_number_shows_them():
     assert two in table_of_casts(rows, {})
     assert "One cast met inf or NaN: b, grad_output." in table_of_casts(rows[1:], {})
     assert "inf or NaN" not in table_of_casts([LONG], {})
-
-
-@pytest.mark.parametrize(
-    ("names", "prefix"),
-    [
-        (["a.b.c", "a.b.d"], "a.b."),
-        (["a.b", "a.bc"], "a."),
-        (["a.b"], ""),
-        (["a.b", "a.b"], ""),
-        (["a.b", "a"], ""),
-        (["", "a"], ""),
-        ([], ""),
-    ],
-)
-def test_what_all_names_begin_with(names, prefix):
-    assert common_prefix(names) == prefix
 
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -96,17 +80,3 @@ def test_each_panel_shows_shares_against_the_range(tmp_path, monkeypatch):
     assert shades == pytest.approx([left, math.log2(224)])
     assert "input, e4m3, 30.0 dB, 10.00% flushed, 20.00% saturated" in axes[0].get_title("left")
     assert "-inf dB, 4 inf or NaN, 1e-05 flushed" in axes[1].get_title("left")
-
-
-def test_the_last_bar_ends_at_the_amax(tmp_path, monkeypatch):
-    (axes,), _ = panels([replace(ROW, amax=2**0.5)], tmp_path / "x.svg", monkeypatch)
-    bars = [p for p in axes.patches if p.get_height() < 1]
-    assert [bar.get_width() for bar in bars] == pytest.approx([1, 1, 0.5])
-
-
-def test_many_rows_give_the_worst(tmp_path, monkeypatch):
-    axes, figure = panels([ROW] * 9, tmp_path / "x.svg", monkeypatch, title="GPT", top=5)
-    assert len(axes) == 5
-    assert figure.get_suptitle() == "GPT (5 worst of 9 casts)"
-    _, figure = panels([ROW] * 2, tmp_path / "y.svg", monkeypatch, title="GPT", top=2)
-    assert figure.get_suptitle() == "GPT"

@@ -13,7 +13,7 @@ from float8 import Float8LinearConfig, convert_to_float8_training, inspect
 from float8.granularity import WHOLE
 from float8.kernels.sqnr import sqnr
 from float8.numerics import inspection, statistics
-from float8.numerics.gradient_error import energies, project_gradient, project_input
+from float8.numerics.gradient_error import contracted, energies, probes
 from float8.numerics.statistics import Float8Matrix
 
 TOLERANCE = 1.5  # dB: the standard deviation of 16 projections of a matrix of rank 1
@@ -53,12 +53,13 @@ def test_a_transposed_operand_and_pieces_change_nothing(monkeypatch):
     x, g = torch.randn(70, 33, dtype=torch.float64), torch.randn(70, 21, dtype=torch.float64)
 
     def cast(a):
-        return Float8Matrix(a.to(torch.float8_e4m3fn), torch.full((1, 1), 0.5), (WHOLE, WHOLE))
+        data, scale = a.to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+        return Float8Matrix(data, scale, (WHOLE, WHOLE), a)
 
     def found(turns_x, turns_g):
         xs, gs = (x.t().contiguous() if turns_x else x), (g.t().contiguous() if turns_g else g)
-        projected = project_input(xs, cast(xs), turns_x)
-        return energies(project_gradient(gs, cast(gs), turns_g, projected))
+        projected = contracted(cast(xs), probes(33, None, x.device), turns_x)
+        return energies(contracted(cast(gs), projected, not turns_g))
 
     expected = found(False, False)
     monkeypatch.setitem(statistics._PIECE, "cpu", 99)
@@ -103,17 +104,17 @@ def test_a_loss_that_is_kept_keeps_no_projections(monkeypatch):
     kept = []
 
     def project(*args):
-        kept.append(project_input(*args))
+        kept.append(contracted(*args))
         return kept[-1]
 
-    monkeypatch.setattr(inspection, "project_input", project)
+    monkeypatch.setattr(inspection, "contracted", project)
     model = layers("tensorwise")
     with inspect(model):
         loss = model(torch.randn(64, 48).bfloat16()).sum()
         loss.backward()
     alive = [weakref.ref(each.exact) for each in kept]
     kept.clear()
-    assert len(alive) == 2 and not any(ref() is not None for ref in alive), loss
+    assert len(alive) == 4 and not any(ref() is not None for ref in alive), loss
 
 
 def test_zero_and_inf_have_no_ratio():

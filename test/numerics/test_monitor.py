@@ -182,20 +182,6 @@ def test_a_training_that_resumes_does_not_say_an_alarm_again(tmp_path, caplog):
     assert load_alarms(path) == monitor.alarms
 
 
-def test_a_file_of_version_1_has_the_alarms_of_its_snapshots(tmp_path):
-    path = tmp_path / "run.json"
-    looked_at(saturating(), 4, path=path)
-    expected, content = load_alarms(path), json.loads(path.read_text())
-    del content["alarms"]
-    content["version"] = 1
-    for snapshot in content["snapshots"]:
-        for row in snapshot["rows"]:
-            del row["gradient_sqnr"], row["sums"]["gradient"], row["sums"]["gradient_noise"]
-    path.write_text(json.dumps(content))
-    assert load_alarms(path) == expected != []
-    assert {row["gradient_sqnr"] for row in load_run(path)[0].rows()} == {None}
-
-
 # --- files that cannot be written
 
 

@@ -126,25 +126,6 @@ def test_no_part_is_wider_than_the_window_in_light_and_dark(show, width, dark):
     assert sizes == [164, 164]
 
 
-def test_paper_shows_all_findings_and_no_controls(show):
-    browser = show(width=964, dark=True)  # Letter, less the margins
-    browser.send("Emulation.setEmulatedMedia", media="print")
-    seen = (
-        "(name) => [...document.querySelectorAll(name)].filter((n) => n.checkVisibility()).length"
-    )
-    for name, count in (
-        ("#legend dt", 13),
-        (".toolbar", 0),
-        ("#health h3", 3),
-        ("details.cast", 92),
-    ):
-        assert browser.value(f"({seen})('{name}')") == count, name
-    assert browser.value(f"({seen})('.cast:not(.l0) .inside')") == 2, "those with a problem"
-    assert browser.value(f"({seen})('.cast.l0 .inside')") == 0
-    assert browser.value("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
-    browser.send("Emulation.setEmulatedMedia", media="")
-
-
 # --- colours
 
 

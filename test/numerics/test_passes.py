@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass
@@ -18,15 +17,14 @@ from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.granularity import Tensorwise
 from float8.numerics.passes import (
-    LayerObserver,
-    Noise,
+    Watcher,
     main_tensor,
     model_unchanged,
-    own_batch,
     run_model,
     run_pass,
     seed_everything,
     start_of_backward,
+    watched,
     with_gradient_hooks,
 )
 from float8.tensor import Float8Tensor
@@ -37,12 +35,6 @@ class Plain:
     name: str
     logits: Tensor
     loss: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    inside: UserDict
-    x: Tensor
 
 
 class Sum(nn.Module):
@@ -68,19 +60,6 @@ def test_a_batch_is_spread_over_the_arguments(batch, expected):
     assert torch.equal(run_model(Sum(), batch), expected)
 
 
-def test_an_own_batch_of_objects_shares_nothing_and_keeps_their_types():
-    batch = Frozen(UserDict(x=torch.ones(2)), torch.ones(2, requires_grad=True))
-    own = own_batch(batch)
-    assert isinstance(own, Frozen)
-    assert isinstance(own.inside, UserDict)
-    with torch.no_grad():
-        own.inside["x"] += own.x.zero_() + 1
-    own.x.sum().backward()
-    assert batch.x.grad is None
-    for x in (batch.x, batch.inside["x"]):
-        assert torch.equal(x, torch.ones(2))
-
-
 @pytest.mark.parametrize(
     "output",
     [
@@ -104,9 +83,7 @@ def test_the_main_tensor_is_the_first_that_is_no_scalar(output):
     ],
 )
 def test_backward_starts_from_the_loss_where_there_is_one(output):
-    start = start_of_backward(output, None, 0)
-    assert start.loss == 5.0
-    assert start.cotangent is None
+    assert start_of_backward(output, None, 0) == (torch.tensor(5.0), None)
 
 
 def test_without_a_loss_the_cotangent_is_random_and_follows_from_the_seed():
@@ -114,7 +91,8 @@ def test_without_a_loss_the_cotangent_is_random_and_follows_from_the_seed():
     gradients = []
     for seed in (1, 1, 2):
         state = torch.get_rng_state()
-        assert start_of_backward(x * 1, None, seed).backward()
+        start, cotangent = start_of_backward(x * 1, None, seed)
+        start.backward(cotangent)
         assert torch.equal(torch.get_rng_state(), state)
         gradients.append(x.grad)
         x.grad = None
@@ -180,14 +158,6 @@ class Keeps(nn.Module):
         return float(torch.rand((), generator=self.generator))
 
 
-def test_buffers_that_a_forward_makes_go_again():
-    model = Keeps()
-    with model_unchanged(model):
-        model()
-    assert model._buffers == {"filled_later": None}
-    assert not model._non_persistent_buffers_set
-
-
 def test_what_is_one_buffer_stays_one():
     model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
     model[1].running_mean = model[0].running_mean
@@ -218,53 +188,6 @@ def test_no_random_number_is_lost():
     assert draw(model) == expected
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_random_numbers_of_all_gpus_are_restored_and_cuda_is_not_initialised(monkeypatch, started):
-    """All GPUs are seeded, also for a model on the CPU."""
-    gpus = [torch.Generator().manual_seed(100 + i) for i in range(2)]
-    before, calls = [g.get_state() for g in gpus], []
-
-    def seed_all(seed):
-        calls.append(seed)
-        for g in gpus:
-            g.manual_seed(seed)
-
-    for name, fake in {
-        "is_initialized": lambda: started,
-        "device_count": lambda: 2,
-        "manual_seed_all": seed_all,
-        "get_rng_state": lambda device: gpus[device].get_state(),
-        "set_rng_state": lambda state, device: gpus[device].set_state(state),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    with model_unchanged(model := Keeps()):
-        seed_everything(3, model)
-    assert calls == ([3] if started else [])
-    for g, state in zip(gpus, before, strict=True):
-        assert torch.equal(g.get_state(), state)
-
-
-@pytest.mark.parametrize(
-    ("reference", "other", "expected"),
-    [
-        (torch.ones(3), torch.ones(3), math.inf),
-        (torch.ones(3), torch.tensor([1.0, math.nan, 1.0]), -math.inf),
-        (torch.ones(3), torch.tensor([1.0, math.inf, 1.0]), -math.inf),
-        (torch.ones(3), None, 0.0),
-        (torch.zeros(3), torch.zeros(3), None),
-        (None, torch.ones(3), None),
-        (None, None, None),
-        (torch.ones(3), torch.ones(4), None),
-        (torch.full((3,), 1e30), torch.full((3,), 1e30), math.inf),
-        (torch.full((2,), 1e30), torch.full((2,), 0.9e30), pytest.approx(20, rel=1e-5)),
-    ],
-)
-def test_noise_at_its_edges(reference, other, expected):
-    noise = Noise()
-    noise.add(reference, other)
-    assert noise.sqnr == expected
-
-
 class Shared(nn.Module):
     """A layer called twice, and an input that two layers read; recomputed on request."""
 
@@ -289,10 +212,17 @@ def test_an_observer_sees_every_call_once_and_its_own_layers_gradient(how):
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
     seen = {}
     layers = {"a": model.a, "b": model.b}
-    watch = LayerObserver(layers, lambda name, kind, t: seen.setdefault((name, kind), []).append(t))
+
+    class Watch(Watcher):
+        def leave(self, name, module, output):
+            seen.setdefault((name, "output"), []).append(output)
+
+        def see_grad_input(self, name, module, gradient):
+            seen.setdefault((name, "grad_input"), []).append(gradient)
+
     g = torch.randn(4, 16, dtype=torch.float64)
-    with watch.open():
-        found = run_pass(model, x, lambda out: (out * g).sum(), 0, watch)
+    with watched(layers, Watch()):
+        found = run_pass(model, x, lambda out: (out * g).sum(), 0)
     a, b = model.a.weight.detach(), model.b.weight.detach()
     assert [len(seen[key]) for key in (("a", "output"), ("b", "output"))] == [1, 2]
     assert len(seen["a", "grad_input"]) == 1

@@ -69,13 +69,6 @@ def test_a_gradient_that_flushes_without_a_loss_of_sqnr_weighs_less():
     assert (found.level, found.casts) == (BAD, tuple(reversed(worse)))
 
 
-def test_noise_is_said_where_nothing_else_explains_it():
-    saturated = replace(HEALTHY, saturated=0.005, sqnr=20.0)
-    assert [each.kind.one for each in problems_of([saturated])] == ["saturates"]
-    noisier = replace(saturated, sqnr=8.0)
-    assert [each.kind.one for each in problems_of([noisier])] == ["loses precision", "saturates"]
-
-
 def test_the_worst_kind_and_the_worst_row_come_first():
     rows = [replace(HEALTHY, layer=str(i), flushed=0.3 + i / 100, sqnr=20.0) for i in range(3)]
     rows.append(replace(HEALTHY, layer="small ones", flushed=0.6))

@@ -31,13 +31,6 @@ def test_a_file_gives_the_report_back(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 
-def test_rows_are_dictionaries_worst_first():
-    found = Report([ROW, WEIGHT]).rows()
-    assert [row["sqnr"] for row in found] == [20.0, 30.0]
-    assert found[1]["range"] == ROW.range
-    assert found[0]["histogram"] == {"lowest": -2, "counts": (1, 0, 8)}
-
-
 def test_scalars_reach_any_writer():
     class Writer:
         def __init__(self):
@@ -66,14 +59,6 @@ def test_static_scales_are_what_inference_takes():
     assert scales == {"0": 4.0 / 448}
     convert_to_float8_inference(model, static_scales=scales)
     assert model[0].config.cast_config_input.static_scale == 4.0 / 448
-
-
-def test_a_static_scale_is_that_of_all_that_the_layer_read():
-    given = replace(ROW, scaling="float8", sqnr=None, amax=8.0)
-    for rows in ([ROW, given], [given, ROW]):
-        assert Report(rows).static_scales() == {ROW.layer: 8.0 / 448}
-    with pytest.raises(ValueError, match="not finite"):
-        Report([given, replace(ROW, nonfinite=1)]).static_scales()
 
 
 def test_merged_reports_forget_what_one_of_them_saw():

@@ -30,10 +30,10 @@ def labels(scaling):
     return CastLabels("layer", "input", "output", "e4m3", scaling, "tensorwise")
 
 
-def row(x, coded, may_saturate=True, is_fixed=False):
+def row(x, coded, is_fixed=False):
     """The one row of one cast."""
     scaling = "float8" if x is None else "static" if is_fixed else "dynamic"
-    (found,) = statistics_of([(labels(scaling), measure_cast(x, coded, may_saturate))])
+    (found,) = statistics_of([(labels(scaling), measure_cast(coded._replace(source=x)))])
     return found
 
 
@@ -41,7 +41,7 @@ def cast(x, dtype, granularity, scale=None):
     block = granularity.block_of(x.shape)
     if scale is None:
         scale = kernels.scale_from_amax(kernels.amax(x, block), torch.finfo(dtype).max)
-    return Float8Matrix(kernels.cast(x, scale, block, dtype), scale, block)
+    return Float8Matrix(kernels.cast(x, scale, block, dtype), scale, block, x)
 
 
 def expected(x, coded):
@@ -129,15 +129,9 @@ def test_pieces_are_small_and_change_nothing(name, monkeypatch):
     x[200:, :] *= 100
     coded = cast(x, FORMATS[0], GRANULARITIES[name], None)
     monkeypatch.setitem(statistics._PIECE, "cpu", 700)
-    rows_of_pieces = [rows.stop - rows.start for rows, _ in statistics.pieces(coded)]
+    rows_of_pieces = [len(piece.exact) for piece in coded.pieces()]
     assert max(rows_of_pieces) <= max(700 // 70, coded.block[0])
     check(x, coded, name)
-
-
-def test_a_dynamic_scale_saturates_nothing_though_it_is_rounded():
-    for seed in range(40):
-        x = Case((3, 50), exponent=seed - 20, seed=seed).make()
-        assert row(x, cast(x, FORMATS[seed % 2], GRANULARITIES["rowwise"])).saturated == 0
 
 
 def test_staleness_counts_octaves_above_and_below_the_range():
@@ -160,15 +154,6 @@ def test_the_scale_of_a_row_of_zeros_is_no_scale():
     assert (all_zero.sqnr, all_zero.kurtosis, all_zero.flushed) == (math.inf, None, 0)
 
 
-def test_what_is_not_finite_is_counted_and_the_rest_measured():
-    x = torch.tensor([[1.0, math.inf, 2.0, math.nan]])
-    found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"], torch.full((1, 1), 0.5)))
-    assert (found.nonfinite, found.amax, found.sqnr) == (2, 2.0, math.inf)
-    lost = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))  # the scale is NaN
-    assert (lost.nonfinite, lost.sqnr) == (2, -math.inf)
-    assert math.isnan(lost.scale_max)
-
-
 @pytest.mark.parametrize("mean", [0, 1, 30, 200, 1e3, 1e4, 1e6])
 def test_a_kurtosis_is_right_or_not_given(mean):
     x = (Case((300, 300), torch.float32, seed=5).make().double() + mean).float()
@@ -184,7 +169,7 @@ def test_a_kurtosis_is_right_or_not_given(mean):
 def test_codes_alone_have_values_and_no_error():
     x = torch.randn(6, 40)
     coded = cast(x, FORMATS[0], GRANULARITIES["rowwise"])
-    values = oracle.values(*coded).float()
+    values = oracle.values(*coded[:3]).float()
     found, same = row(None, coded), row(values, coded)
     assert (found.flushed, found.saturated, found.sqnr) == (None, None, None)
     assert found.amax == pytest.approx(same.amax)
@@ -196,10 +181,10 @@ def test_calls_add_up_to_the_statistics_of_all_their_elements():
     parts = [torch.randn(8, 16) * 2.0**i for i in range(3)]
     scale = torch.full((1, 1), 0.01)
     tensorwise = GRANULARITIES["tensorwise"]
-    one, two, three = (measure_cast(x, cast(x, FORMATS[0], tensorwise, scale)) for x in parts)
+    one, two, three = (measure_cast(cast(x, FORMATS[0], tensorwise, scale)) for x in parts)
     (found,) = statistics_of([(labels("static"), one.plus(two).plus(three))])
     whole = torch.cat(parts)
-    at_once = row(whole, cast(whole, FORMATS[0], GRANULARITIES["tensorwise"], scale), True, True)
+    at_once = row(whole, cast(whole, FORMATS[0], GRANULARITIES["tensorwise"], scale), True)
     assert (found.calls, found.elements) == (3, whole.numel())
     assert (found.amax, found.histogram) == (at_once.amax, at_once.histogram)
     assert (found.saturated, found.flushed) == (at_once.saturated, at_once.flushed)
@@ -245,17 +230,6 @@ def test_a_device_measures_what_the_cpu_does(device):
     assert (there.nonfinite, there.zeros, there.amax) == (here.nonfinite, here.zeros, here.amax)
 
 
-def test_ratios_of_sums():
-    x = torch.tensor([1.0, 2.0, -3.0, 5.0], dtype=torch.float64)
-    sums = Sums(*(float((x**p).sum()) for p in (1, 2, 3, 4)), noise=0.39)
-    assert sums.sqnr(4) == pytest.approx(10 * math.log10(39 / 0.39))
-    central = x - x.mean()
-    assert sums.kurtosis(4) == pytest.approx(float((central**4).mean() / (central**2).mean() ** 2))
-    assert Sums(1.4, 0.98, 0.686, 0.4802, 0.0).kurtosis(2) is None  # twice 0.7
-    assert Sums(0.0, 0.0, 0.0, 0.0, 0.0).kurtosis(0) is None
-    assert Sums(0.0, 0.0, 0.0, 0.0, 0.0).sqnr(0) is None
-
-
 def test_merging_is_seeing_all_elements():
     other = replace(
         ROW, elements=30, calls=2, zeros=0, amax=5.0, scale_min=0.1, scale_max=0.4, flushed=0.3,
@@ -270,4 +244,6 @@ def test_merging_is_seeing_all_elements():
     assert found.histogram == Histogram(-4, (2, 2, 1, 0, 8))
     assert found.sums == Sums(2.0, 22.0, 6.0, 64.0, 0.04)
     assert found.sqnr == pytest.approx(10 * math.log10(22 / 0.04))
-    assert found.kurtosis == found.sums.kurtosis(37)
+    first, second, third, fourth = (total / 37 for total in found.sums[:4])
+    central = fourth - 4 * first * third + 6 * first**2 * second - 3 * first**4
+    assert found.kurtosis == pytest.approx(central / (second - first**2) ** 2)
