@@ -82,8 +82,8 @@ def from_te_recipe(
         kind = type(recipe).__name__
         if kind not in KINDS:
             raise ValueError(
-                f"{kind} has no counterpart in float8{did_you_mean(kind, KINDS)}; known: "
-                f"{', '.join(KINDS)}, or a mapping of arguments"
+                f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}, or a mapping of "
+                f"arguments{did_you_mean(kind, KINDS)}"
             )
         # Its own names begin with an underscore.
         settings = {name: value for name, value in vars(recipe).items() if name[0] != "_"}

@@ -94,7 +94,7 @@ def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) ->
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; ms_amp takes plain high-precision ones"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return "its weight has hooks, which ms_amp would lose; register them after it"
+        return "its weight has hooks, of another level or yours: register them after ms_amp"
     if not weight.requires_grad:
         return "the optimizer holds its weight, which requires no gradient"
     if level.weight == "float16":
