@@ -50,20 +50,18 @@ def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError if an argument is given under two names, or the settings are for another
     backend.
     """
-    found: dict[str, tuple[str, Any]] = {}
+    arguments: dict[str, Any] = {}
     for key, value in settings.items():
-        name = str(key).lower()
-        name = _NAMES.get(name, name)
-        if name in found:
-            raise ValueError(f"{name} is given twice: as {found[name][0]!r} and as {key!r}")
-        found[name] = key, value
-    arguments = {name: value for name, (_, value) in found.items()}
+        name = _NAMES.get(str(key).lower(), str(key).lower())
+        if name in arguments:
+            raise ValueError(f"{name} is given twice, as {key!r} and in another spelling")
+        arguments[name] = value
     own = {name: arguments.pop(name, None) for name in _OWN}
-    _check_backend(own["backend"])
-    if own["use_mxfp8_block_scaling"]:
+    if str(own["backend"] or "TE").upper() != "TE" or own["use_mxfp8_block_scaling"]:
         raise ValueError(
-            "use_mxfp8_block_scaling replaces the other settings: write "
-            'Float8LinearConfig.from_recipe_name("mxfp8") in their place'
+            "these settings are not of TransformerEngine's delayed scaling: use float8.ms_amp for "
+            "MSAMP's, Float8LinearConfig.from_torchao for AO's, and the recipe 'mxfp8' in place of "
+            "use_mxfp8_block_scaling"
         )
     if own["use_autocast_during_eval"] is False:
         warnings.warn(
@@ -72,18 +70,6 @@ def te_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
             stacklevel=3,
         )
     return arguments
-
-
-def _check_backend(backend: Any) -> None:
-    if backend is None or str(backend).upper() == "TE":
-        return
-    others = {
-        "AO": "its arguments are fields of Float8LinearConfig, and a config of torchao is for "
-        "Float8LinearConfig.from_torchao",
-        "MSAMP": "use float8.ms_amp",
-    }
-    instead = others.get(str(backend).upper(), "there is TE, AO and MSAMP")
-    raise ValueError(f"backend={backend!r} is not TransformerEngine's: {instead}")
 
 
 def evaluates_in_float8(config: Any) -> bool:
@@ -110,8 +96,7 @@ def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
     if not is_torchao_recipe(config):
         return None
     if config.module_filter_func is not None:
-        given: ModuleFilter = config.module_filter_func
-        return given
+        return config.module_filter_func  # type: ignore[no-any-return]
     names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
     return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
 

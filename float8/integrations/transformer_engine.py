@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any
 
 from float8.arguments import did_you_mean
 from float8.config import (
@@ -51,26 +51,6 @@ from float8.integrations.accelerate_settings import is_te_recipe, te_arguments
 
 Fields = dict[str, Any]  # of a Float8LinearConfig
 Arguments = dict[str, Any]  # of a recipe
-
-
-@overload
-def from_te_recipe(
-    cls: type[Float8LinearConfig],
-    *,
-    margin: int = 0,
-    interval: int = 1,
-    fp8_format: str | enum.Enum = "HYBRID",
-    amax_history_len: int = 1024,
-    amax_compute_algo: str = "max",
-    override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
-    **others: Any,
-) -> Float8LinearConfig: ...
-
-
-@overload
-def from_te_recipe(
-    cls: type[Float8LinearConfig], recipe: Any, **arguments: Any
-) -> Float8LinearConfig: ...
 
 
 # These have no defaults: an argument that is given beside a recipe must not contradict it.
@@ -101,63 +81,43 @@ def from_te_recipe(
     if not isinstance(given, Mapping):
         kind = type(recipe).__name__
         if kind not in KINDS:
-            why = REFUSED.get(kind, f"float8 does not know this recipe{did_you_mean(kind, KINDS)}")
-            known = f"recipes that are known: {', '.join(KINDS)}, or a mapping of arguments"
-            raise ValueError(f"{kind}: {why}; {known}")
+            raise ValueError(
+                f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}, or a mapping of "
+                f"arguments{did_you_mean(kind, KINDS)}"
+            )
         # Its own names begin with an underscore.
         settings = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
-    together = _together(kind, te_arguments(settings), te_arguments(arguments))
-    known_names, fields_of = KINDS[kind]
-    _check_names(kind, together, known_names)
-    for name in ("fp8_dpa", "fp8_mha"):
-        if together.get(name):
-            raise ValueError(
-                f"{name}={together[name]!r}: attention stays in high precision here; leave it out"
-            )
-    fields = fields_of(recipe, {name: v for name, v in together.items() if v is not None})
-    return cls(**fields)
-
-
-def _together(kind: str, given: Arguments, own: Arguments) -> Arguments:
-    for name in given.keys() & own.keys():
-        if given[name] is not None and own[name] is not None:
-            raise ValueError(
-                f"{name} is given twice: {given[name]!r} in the {kind} recipe and {own[name]!r} "
-                "beside it; give it once"
-            )
-    return {**given, **{name: value for name, value in own.items() if value is not None}}
-
-
-def _check_names(kind: str, arguments: Arguments, known: tuple[str, ...]) -> None:
-    for name, value in arguments.items():
-        if name in known:
-            continue
-        if name in OF_DELAYED and value is not None:
-            raise ValueError(
-                f"{name}={value!r} is about an amax history, and {kind} keeps none: its scales are "
-                f"dynamic. Leave {name} out, or use DelayedScaling"
-            )
+    own = {name: v for name, v in te_arguments(arguments).items() if v is not None}
+    together = {name: v for name, v in te_arguments(settings).items() if v is not None}
+    if twice := own.keys() & together.keys():
+        raise ValueError(f"{min(twice)} is given twice: in the {kind} recipe and beside it")
+    together |= own
+    known, fields_of = KINDS[kind]
+    if unknown := sorted(together.keys() - set(known)):
         raise TypeError(
-            f"unknown argument {name!r} of a TransformerEngine recipe ({kind}); known: "
-            f"{', '.join(known)}{did_you_mean(name, known)}"
+            f"unknown argument {unknown[0]!r} of {kind}; known: {', '.join(known)}"
+            f"{did_you_mean(unknown[0], known)}"
         )
+    for name, (supported, instead) in _ONLY.items():
+        if (value := together.get(name, supported)) != supported:
+            raise ValueError(f"{name}={value!r} has no counterpart in float8: {instead}")
+    return cls(**fields_of(recipe, together))
+
+
+# Arguments of which one value has a counterpart, and what to do about others.
+_ONLY = {
+    "fp8_dpa": (False, "attention stays in high precision"),
+    "fp8_mha": (False, "attention stays in high precision"),
+    "scaling_factor_compute_algo": (None, "scales follow from the documented formula only"),
+    "reduce_amax": (True, "for a scale per rank call after_step(model, group of this rank)"),
+    "enable_2d_quantization": (False, "MX blocks are 1x32; Float8BlockScaling has square ones"),
+}
 
 
 # --- what each recipe means
 
 
 def _delayed(recipe: Any, arguments: Arguments) -> Fields:
-    if (own := arguments.get("scaling_factor_compute_algo")) is not None:
-        raise ValueError(
-            f"scaling_factor_compute_algo={own!r}: scales follow from the documented formula only; "
-            "margin and CastConfig(scale_format=ScaleFormat.POWER_OF_TWO) are what can be chosen"
-        )
-    if not arguments.get("reduce_amax", True):
-        raise ValueError(
-            "reduce_amax=False: after_step(model) reduces amaxes over ranks; for a scale per rank "
-            "leave the argument out and call after_step(model, group) with a process group of "
-            "this rank only"
-        )
     history, cast = _history(arguments), CastConfig(ScalingType.DELAYED)
     fields = _operands((cast, cast, cast), arguments) | {"enable_amax_init": False}
     casts = [value for value in fields.values() if isinstance(value, CastConfig)]
@@ -168,23 +128,14 @@ def _delayed(recipe: Any, arguments: Arguments) -> Fields:
 
 def _history(arguments: Arguments) -> DelayedScalingConfig:
     algo = arguments.get("amax_compute_algo", "max")
-    if not isinstance(algo, str) or algo.lower() not in ("max", "most_recent"):
-        what = "a function is not supported" if callable(algo) else f"got {algo!r}"
-        raise ValueError(f"amax_compute_algo must be 'max' or 'most_recent'; {what}")
-    interval = _integer("interval", arguments.get("interval", 1))
+    interval = arguments.get("interval", 1)
     return DelayedScalingConfig(
-        history_len=_integer("amax_history_len", arguments.get("amax_history_len", 1024)),
-        amax_compute_algo=algo.lower(),
-        margin=_integer("margin", arguments.get("margin", 0)),
+        history_len=arguments.get("amax_history_len", 1024),
+        amax_compute_algo=algo.lower() if isinstance(algo, str) else algo,
+        margin=arguments.get("margin", 0),
         interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
         remember_nonfinite=True,
     )
-
-
-def _integer(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return value
 
 
 # Objects within the dynamic recipes: of the three casts, and of the three GEMMs.
@@ -222,11 +173,6 @@ def _blockwise(recipe: Any, arguments: Arguments) -> Fields:
 def _mx(recipe: Any, arguments: Arguments) -> Fields:
     if arguments.get("margin"):
         raise ValueError(f"margin={arguments['margin']!r}: MXFP8BlockScaling has none; leave it 0")
-    if arguments.get("enable_2d_quantization"):
-        raise ValueError(
-            "enable_2d_quantization=True: float8 has MX blocks of 1x32 only, no square ones; leave "
-            "it False, or use Float8BlockScaling, whose weights have blocks of 128x128"
-        )
     cast = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
     fields = _operands((cast,) * 3, {"fp8_format": "E4M3", **arguments})
     return {**fields, "gemm_config_output": GemmConfig()}
@@ -244,10 +190,7 @@ def _dynamic(
             )
         pow2 = quantiser.power_2_scale
         if is_pow2 is not None and pow2 != is_pow2:
-            raise ValueError(
-                f"{flag} and {name}.power_2_scale={pow2!r} contradict each other; "
-                "TransformerEngine itself reads the latter"
-            )
+            raise ValueError(f"{flag} and {name}.power_2_scale={pow2!r} contradict each other")
         scale_format = ScaleFormat.POWER_OF_TWO if pow2 else ScaleFormat.FLOAT32
         casts.append(CastConfig(granularity=granularity, scale_format=scale_format))
     return tuple(casts)
@@ -281,36 +224,26 @@ def _operands(casts: tuple[CastConfig, ...], arguments: Arguments) -> Fields:
 
 
 def _is_e4m3(fp8_format: Any) -> bool:
-    name = fp8_format.name if isinstance(fp8_format, enum.Enum) else fp8_format
-    formats = ("HYBRID", "E4M3")
-    if isinstance(name, str) and name.upper() in formats:
-        return name.upper() == "E4M3"
-    why = f"got {fp8_format!r}{did_you_mean(name, formats)}"
-    if isinstance(name, str) and name.upper() == "E5M2":
-        why = "E5M2 has 2 bits of mantissa, and no hardware multiplies E5M2 by E5M2"
-    raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3': {why}")
+    name = str(fp8_format.name if isinstance(fp8_format, enum.Enum) else fp8_format).upper()
+    if name not in ("HYBRID", "E4M3"):  # no hardware multiplies E5M2 by E5M2
+        raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3', got {fp8_format!r}")
+    return name == "E4M3"
 
 
 def _high_precision(arguments: Arguments) -> tuple[bool, bool, bool]:
     """Whether fprop, dgrad and wgrad run in high precision."""
-    override = arguments.get("override_linear_precision", False)
-    backward = arguments.get("backward_override")
-    if override is False:
-        override = (False, False, False)
+    override = arguments.get("override_linear_precision") or (False, False, False)
     flags = tuple(override) if isinstance(override, (tuple, list)) else ()
     if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
         raise TypeError(
             "override_linear_precision must be three booleans (fprop, dgrad, wgrad), True for a "
             f"GEMM in high precision, got {override!r}"
         )
+    backward = arguments.get("backward_override")
     if backward not in (None, "high_precision"):
-        raise ValueError(
-            f"backward_override={backward!r}: 'high_precision' or None; backward casts operands "
-            "from high precision, or multiplies them so"
-        )
+        raise ValueError(f"backward_override must be 'high_precision' or None, got {backward!r}")
     fprop, dgrad, wgrad = flags
-    is_override = backward is not None
-    return fprop, dgrad or is_override, wgrad or is_override
+    return fprop, dgrad or backward is not None, wgrad or backward is not None
 
 
 OF_DELAYED = (
@@ -329,10 +262,6 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, Arguments], Fields]]] = {
     "Float8CurrentScaling": (("use_power_2_scales", *_OF_DYNAMIC), _current),
     "Float8BlockScaling": (("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC), _blockwise),
     "MXFP8BlockScaling": (("margin", "enable_2d_quantization", *_OF_ALL), _mx),
-}
-REFUSED = {
-    "NVFP4BlockScaling": "4-bit formats are not supported",
-    "CustomRecipe": "quantizer factories are not supported; write a Float8LinearConfig",
 }
 
 Float8LinearConfig.from_te_recipe = classmethod(from_te_recipe)  # type: ignore[arg-type, assignment]

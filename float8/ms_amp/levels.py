@@ -17,7 +17,6 @@ from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import ModuleFilter
 from float8.distributed.gradients import Float8Gradients
 from float8.formats import E4M3
-from float8.kernels import is_sharded
 from float8.linear.float8_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
 
 
@@ -76,8 +75,7 @@ def plan_weights(
     plan = plan_conversion(model, config, module_filter_fn, "ms_amp", replaces_weights=True)
     if plan.config.enable_fsdp_float8_all_gather:
         raise ValueError(
-            "ms_amp: enable_fsdp_float8_all_gather=True is for FSDP2; convert, fully_shard the "
-            "model, then call ms_amp without a config"
+            "ms_amp: enable_fsdp_float8_all_gather=True is for FSDP2: convert, fully_shard, ms_amp"
         )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for fqn, layer in list(plan.layers.items()):
@@ -93,39 +91,17 @@ def plan_weights(
 
 
 def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) -> str | None:
-    if is_sharded(weight):
-        return "its weight is a DTensor; fully_shard the model, or use float8.optim by itself"
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; ms_amp takes plain high-precision ones"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return (
-            "its weight has hooks, which would not run on the Parameter that replaces it; "
-            "register them after ms_amp"
-        )
+        return "its weight has hooks, of another level or yours: register them after ms_amp"
     if not weight.requires_grad:
         return "the optimizer holds its weight, which requires no gradient"
-    return _refuses_float8(config) if level.weight == "float8" else _refuses_float16(weight)
-
-
-def _refuses_float16(weight: Tensor) -> str | None:
-    largest = weight.detach().abs().max() if weight.numel() else torch.zeros(())
-    limit = torch.finfo(torch.float16).max
-    if weight.device.type != "meta" and bool(largest > limit):
-        return f"its largest weight is {float(largest):g}, float16 ends at {limit:g}"
-    return None
-
-
-def _refuses_float8(config: Float8LinearConfig) -> str | None:
-    if (reason := refuses_resident(config)) is not None:
-        return reason
-    cast = config.plan.output.b
-    assert cast is not None
-    if (cast.block, cast.format) == (TENSORWISE, E4M3):
+    if level.weight == "float16":
         return None
-    return (
-        f"its config casts weights to {cast.format} with a scale for each {cast.block}; O3 is for "
-        "E4M3 with one scale per tensor"
-    )
+    cast, refusal = config.plan.output.b, refuses_resident(config)
+    is_tensorwise = cast is not None and (cast.block, cast.format) == (TENSORWISE, E4M3)
+    return refusal if refusal or is_tensorwise else "O3 is for E4M3 with one scale per tensor"
 
 
 def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:

@@ -67,6 +67,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
@@ -85,11 +86,6 @@ OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
     torch.optim.Adam: Adam,
     AdamW: AdamW,
     Adam: Adam,
-}
-# Arguments of msamp.initialize -> what to write.
-_OF_MS_AMP = {
-    "opt_level": 'float8 calls it level: ms_amp(model, optimizer, "O2")',
-    "use_te": "leave it out: layers are those of convert_to_float8_training",
 }
 # What groups of torch.optim have that is no hyperparameter, or that a level decides.
 _NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
@@ -134,10 +130,19 @@ def ms_amp(
 
     Raises:
         ValueError: unknown level, no layers, or layers, weights or options that do not fit.
-        TypeError: another optimizer, or arguments of other types.
-        RuntimeError: the model has a level already. Nothing has been changed after any of these.
+        TypeError: another optimizer, or arguments of other types. Nothing has been changed after
+            any of these.
     """
-    _check_arguments(model, optimizer, level, storage)
+    check_module(model, "ms_amp")
+    if not isinstance(level, str) or level not in LEVELS:
+        raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
+    if type(optimizer) not in OPTIMIZERS:
+        raise TypeError(
+            "ms_amp takes an AdamW or Adam, of torch.optim or float8.optim, not "
+            f"{type(optimizer).__name__}; for others use float8.optim by itself"
+        )
+    if (reason := _refuses_optimizer(optimizer) or _refuses_wrapper(model)) is not None:
+        raise ValueError(f"ms_amp: {reason}")
     row = LEVELS[level]
     if _is_wrapped(model):
         return _of_wrapped(model, optimizer, level, config, module_filter_fn, storage)
@@ -164,55 +169,19 @@ def ms_amp(
     return model, new
 
 
-def _check_arguments(
-    model: nn.Module, optimizer: torch.optim.Optimizer, level: str, storage: dict[str, Any]
-) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"ms_amp takes (model, optimizer, level), got {type(model).__name__} first")
-    for name, instead in _OF_MS_AMP.items():
-        if name in storage:
-            raise TypeError(f"ms_amp has no argument {name!r}; {instead}")
-    if level not in tuple(LEVELS):
-        raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
-    for module in model.modules():
-        if isinstance(done := getattr(module, "ms_amp", None), MsAmp):
-            raise RuntimeError(
-                f"ms_amp: the model has level {done.level} already; load its weights into a new "
-                "model to change it"
-            )
-    if type(optimizer) not in OPTIMIZERS:
-        raise TypeError(
-            "ms_amp takes an AdamW or Adam, of torch.optim or float8.optim, not "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}; for others convert the "
-            "model and use float8.optim and float8.optim.gradients by themselves"
-        )
-    reason = _refuses_optimizer(optimizer) or _refuses_wrapper(model)
-    for name in ("first_moment", "second_moment"):
-        if name in storage:
-            reason = f"the level decides the dtype of {name}; leave it out"
-    if reason is not None:
-        raise ValueError(f"ms_amp: {reason}")
-
-
 def _refuses_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """The reason why this optimizer cannot be replaced, or None."""
+    """What refers to the optimizer, and would be lost when it is replaced; or None."""
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
         return (
-            "an LR scheduler refers to the optimizer, which ms_amp replaces; build the scheduler "
-            "from the optimizer that ms_amp returns"
+            "an LR scheduler has the optimizer; build the scheduler from the one that is returned"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "differentiable=True is not supported by float8.optim"
     names = [
         f"_optimizer_{event}_{when}_hooks"
         for event in ("step", "state_dict", "load_state_dict")
         for when in ("pre", "post")
     ]
     if any(getattr(optimizer, name) for name in names):
-        return (
-            "the optimizer, which ms_amp replaces, has hooks, which would not run any more; "
-            "register them on the one that ms_amp returns"
-        )
+        return "the optimizer has hooks; register them on the one that ms_amp returns"
     return None
 
 
@@ -229,7 +198,7 @@ def _new_optimizer(
             params = list(zip(group["param_names"], params, strict=True))
         groups.append({**_carried(group), **storage, "params": params})
     moments: dict[str, Any] = {"first_moment": row.first_moment, "second_moment": row.second_moment}
-    defaults = _carried(old.defaults) | storage | moments  # of groups that are added later
+    defaults = _carried(old.defaults) | moments | storage  # of groups that are added later
     new = OPTIMIZERS[type(old)](groups, **defaults)
     if old.state:
         carried = {"state": old.state_dict()["state"]}
@@ -298,10 +267,7 @@ def _refuses_wrapper(model: nn.Module) -> str | None:
         if isinstance(module, FullyShardedDataParallel):
             return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
         if isinstance(module, DistributedDataParallel) and fqn:
-            return (
-                f"{fqn} is a DistributedDataParallel, which would not reduce the gradients of "
-                "replaced weights; give ms_amp the wrapper itself, before torch.compile"
-            )
+            return f"{fqn} is a DistributedDataParallel: give ms_amp the wrapper itself"
     return None
 
 
@@ -327,29 +293,19 @@ def _of_wrapped(
     layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
     if config is not None or module_filter_fn is not None or not layers:
         raise ValueError(
-            "ms_amp: layers cannot be converted once a distributed wrapper has taken the model; "
-            "call convert_to_float8_training with config and module_filter_fn first, then wrap, "
-            "then ms_amp without them"
+            "ms_amp: a distributed wrapper has taken the model: convert it first, with config and "
+            "module_filter_fn, then wrap it, then call ms_amp without them"
         )
-    if row.weight == "float8":
-        _check_gathered(layers)
+    if row.weight == "float8" and not all(
+        isinstance(getattr(layer.weight, "_local_tensor", None), ShardedWeight)
+        for layer in layers.values()
+    ):
+        raise ValueError(
+            "ms_amp: level O3 of a wrapped model is FSDP2 with weights gathered in float8: convert "
+            "with enable_fsdp_float8_all_gather=True before fully_shard, or take level O2"
+        )
     new = _new_optimizer(optimizer, row, {}, storage)
     state = float8_gradients(model)
     left = dict.fromkeys(layers, "a distributed wrapper owns its memory: it keeps its dtype")
     model.ms_amp = MsAmp(level, [], left, state)  # type: ignore[assignment]
     return model, new
-
-
-def _check_gathered(layers: dict[str, Any]) -> None:
-    plain = [
-        fqn
-        for fqn, layer in layers.items()
-        if not isinstance(getattr(layer.weight, "_local_tensor", None), ShardedWeight)
-    ]
-    if plain:
-        raise ValueError(
-            "ms_amp: level O3 of a wrapped model is FSDP2 with weights gathered in float8, and "
-            f"{len(plain)} of {len(layers)} layers (first: {plain[0]}) gather or replicate theirs "
-            "in high precision; convert with enable_fsdp_float8_all_gather=True before "
-            "fully_shard, or take level O2, which DistributedDataParallel can run too"
-        )

@@ -195,3 +195,10 @@ def test_compiled_codes_are_the_eager_ones():
     assert torch.equal(v2[0].float().isnan(), v1[0].float().isnan())
     assert torch.equal(v2[0].float() == 0, v1[0].float() == 0)
     torch.testing.assert_close(v2[2], v1[2], rtol=1e-5, atol=0)
+
+
+def test_an_element_that_float16_would_lose_keeps_its_sign():
+    x = torch.tensor([[1.0, 1e-20, -1e-20, 0.0]])
+    codes, scale = moments.encode(x, 4, torch.float16)
+    smallest = 2.0**-24 * scale.item()
+    assert moments.decode(codes, scale, 4)[0, 1:].tolist() == [smallest, -smallest, 0.0]
