@@ -13,8 +13,6 @@ Writes are found in three ways:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from float8.linear.float8_weight import version_of
@@ -24,9 +22,9 @@ class KnownAmax:
     """The largest magnitude of a whole weight, shared by all views of one rank's shard of it.
 
     ``amax`` is float32, one number per block, or None. It is not rounded to a compute dtype:
-    rounding is monotonic and may come later. It is the amax of ``source`` at version ``version``.
-    ``of_shard`` is that of this rank's shard alone, recorded by the optimizer that wrote the shard.
-    ``is_zero`` is True while the memory has contained nothing but zeros.
+    rounding is monotonic and may come later. ``is_of_shard`` says that it is that of this rank's
+    shard alone, which the optimizer recorded. ``is_zero`` is True while the memory has contained
+    nothing but zeros.
     """
 
     def __init__(self, is_zero: bool = False) -> None:
@@ -36,42 +34,26 @@ class KnownAmax:
     def forget(self) -> None:
         """Discard the amax, because the weight was written to."""
         self.amax: Tensor | None = None
-        self.of_shard: Tensor | None = None
-        self.source: Tensor | None = None
-        self.version = 0
-        self.owner_version: int | None = None
-        self.is_zero = False
+        self.is_zero = self.is_of_shard = False
 
-    def remember(self, amax: Tensor, source: Tensor, owner_version: int | None = None) -> None:
+    def remember(
+        self,
+        amax: Tensor,
+        source: Tensor,
+        owner_version: int | None = None,
+        is_of_shard: bool = False,
+    ) -> None:
         """Keep the amax of a stored tensor, with its version and that of the layer's parameters."""
         self.amax, self.source, self.version = amax, source, version_of(source)
-        self.of_shard = None  # it may be that of an earlier version
-        self.owner_version = owner_version
-
-    def remember_shard(self, amax: Tensor, source: Tensor, owner_version: int | None) -> None:
-        """Keep the amax of this rank's shard; that of the whole weight is unknown."""
-        self.remember(amax, source, owner_version)
-        self.amax, self.of_shard = None, amax
+        self.owner_version, self.is_of_shard = owner_version, is_of_shard
 
     def of(self, *owners: Tensor) -> Tensor | None:
         """``amax`` if neither the stored tensor nor its parameter was written to since; or None.
 
-        ``owners`` are the parameters of the layer, the tensor's own among them.
+        ``owners`` are the parameters of the layer, the tensor's own among them; without any, only
+        the stored tensor is compared.
         """
-        return self.amax if self._is_as_it_was(owners) else None
-
-    def shard_of(self, *owners: Tensor) -> Tensor | None:
-        """``of_shard`` under the conditions of `of`; or None."""
-        return self.of_shard if self._is_as_it_was(owners) else None
-
-    @property
-    def current(self) -> Tensor | None:
-        """``amax`` if the stored tensor was not written to since; or None."""
-        return self.amax if self._is_stored_as_it_was() else None
-
-    def _is_as_it_was(self, owners: Sequence[Tensor]) -> bool:
-        is_of_owners = self.owner_version in (None, sum(map(version_of, owners)))
-        return is_of_owners and self._is_stored_as_it_was()
-
-    def _is_stored_as_it_was(self) -> bool:
-        return self.source is not None and version_of(self.source) == self.version
+        if self.amax is None or version_of(self.source) != self.version:
+            return None
+        is_current = not owners or self.owner_version in (None, sum(map(version_of, owners)))
+        return self.amax if is_current else None

@@ -34,7 +34,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES, Float8LinearConfig
-from float8.distributed import float8_gather
+from float8.distributed import float8_gather, gathered_weights
 from float8.distributed.sharded_weight import ShardedWeight
 
 GATHERED = ("tensorwise", "delayed", "unit")
@@ -155,12 +155,13 @@ def test_a_write_forgets_the_amax(rank):
         assert torch.equal(weight.to_local().known_amax, amax_of(weight)), what
         for shard in (False, True):
             if shard:
-                weight._local_tensor.remember_shard(torch.ones(1, 1), weight._version)
+                known, plain = weight._local_tensor._known, weight._local_tensor.plain
+                known.remember(torch.ones(1, 1), plain, weight._version, is_of_shard=True)
             weight.grad = torch.randn_like(weight.detach())
             with torch.no_grad():
                 write(weight)
             assert weight.to_local().known_amax is None, what
-            assert weight.to_local().amax_of_shard(weight) is None, what
+            assert weight.to_local()._known.of(weight) is None, what
 
 
 @pytest.mark.ranks(2)
@@ -176,10 +177,11 @@ def test_the_optimizer_records_the_amaxes_of_shards(rank):
         for weight in weights:
             shard = weight.to_local()
             expected = shard.plain.abs().max() if shard.numel() else torch.zeros(())
-            assert torch.equal(shard.amax_of_shard(weight), expected.view(1, 1))
+            assert torch.equal(shard.recorded_amax(weight), expected.view(1, 1))
+        a_pass = AssertionError("a pass over the shards")
         with (
-            mock.patch.object(float8.kernels, "amaxes", side_effect=AssertionError("a pass")),
-            mock.patch.object(float8_gather, "amax_of_shard", side_effect=AssertionError("a pass")),
+            mock.patch.object(gathered_weights, "amax_of_shard", side_effect=a_pass),
+            mock.patch.object(float8_gather, "amax_of_shard", side_effect=a_pass),
         ):
             if precompute:
                 precompute_float8_dynamic_scale_for_fsdp(model)

@@ -101,7 +101,9 @@ FAULTS = {
     ),
     "a stale scale": (
         "gathered tensorwise",
-        functools.partial(mock.patch.object, sharded_weight, "_forget", lambda argument, value: 0),
+        functools.partial(
+            mock.patch.object, sharded_weight, "_note_writes", lambda argument, value: 0
+        ),
     ),
 }
 
