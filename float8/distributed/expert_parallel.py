@@ -92,8 +92,6 @@ class Float8ExpertParallel(ParallelStyle):
 def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
-        if "." in name:
-            return f"has the parameter {name} in a submodule; apply the style to the experts' own"
         if type(parameter) is not nn.Parameter:
             return (
                 f"has a {type(parameter).__name__} as {name}; apply the style once, before "
