@@ -40,7 +40,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from float8.config import Float8LinearConfig, check_config
-from float8.distributed.exchange import Ranks
 from float8.distributed.rank_comparison import Facts, compare_ranks, config_facts
 from float8.distributed.token_exchange import bytes_per_row, exchange, find_route, row_cast
 from float8.tensor.running_module import innermost_module
@@ -93,8 +92,6 @@ class Float8ExpertParallel(ParallelStyle):
 def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
-        if "." in name:
-            return f"has the parameter {name} in a submodule; apply the style to the experts' own"
         if type(parameter) is not nn.Parameter:
             return (
                 f"has a {type(parameter).__name__} as {name}; apply the style once, before "
@@ -117,8 +114,7 @@ class _Hooks:
     """What runs before and after the forward of one module; copies of the module share it."""
 
     def __init__(self, config: Float8LinearConfig | None, mesh: DeviceMesh, experts: int) -> None:
-        self.config, self.experts, self.ranks = config, experts, Ranks.of(mesh)
-        self.group = mesh.get_group()
+        self.config, self.experts, self.mesh = config, experts, mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
         return self
@@ -138,7 +134,7 @@ class _Hooks:
             x_cast = row_cast(plan.output.a, plan.grad_weight.b)
             g_cast = row_cast(plan.grad_input.a, plan.grad_weight.a)
         emulate, rows = config is not None and config.emulate, x_RD.shape[0]
-        route, counts_e = find_route(counts_E, rows, bytes_per_row(x_RD, x_cast), self.ranks)
+        route, counts_e = find_route(counts_E, rows, bytes_per_row(x_RD, x_cast), self.mesh)
         x_SD = exchange(x_RD[: sum(route.sent)], route, x_cast, emulate)
 
         def back(y_SD: Tensor) -> Tensor:
@@ -192,4 +188,4 @@ class _Hooks:
         facts: Facts = {"module": innermost_module(), "experts": str(self.experts)}
         facts["features"] = str(x.shape[1])
         facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
-        compare_ranks([self.group], {"expert parallelism": facts}, subject="experts")
+        compare_ranks([self.mesh.get_group()], {"expert parallelism": facts}, subject="experts")

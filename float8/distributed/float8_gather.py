@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import OperandCast, ScalingType
+from float8.config import OperandCast
 from float8.convert.conversion import own_config
 from float8.distributed.known_amax import KnownAmax
 from float8.distributed.rank_comparison import compare_layer, weights_of
@@ -74,13 +74,6 @@ def block_of(cast: OperandCast, weight: Tensor) -> Block:
     return cast.block if weight.dim() == 2 else (1, *cast.block)
 
 
-def needs_amax(cast: OperandCast, state: DelayedState | None) -> bool:
-    """Whether a weight's scale needs its amax: it is dynamic, or the first of a delayed cast."""
-    if cast.scaling_type is ScalingType.DELAYED:
-        return state is None or not state.ready
-    return cast.scaling_type is ScalingType.DYNAMIC
-
-
 def cast_shard(
     shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, dtype: torch.dtype, group: Any
 ) -> Pair:
@@ -95,25 +88,23 @@ def cast_shard(
     (cast, state), config = weight_cast(layer), own_config(layer)
     assert cast is not None
     assert config is not None
-    emulate, records = config.emulate, state is not None and layer.training
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
-    if needs_amax(cast, state):
-        amax = _amax_of_all(shard, known, layer, size, group).to(dtype).float()
-        if records:
-            assert state is not None
-            kernels.record_amax(state.current_amax, amax)
-        fmt = on_device(cast.format, rounded.device)
+    scale, block, amax = known_scale(cast, state, rounded), block_of(cast, shard), None
+    if scale is None:
+        fmt, amax = on_device(cast.format, rounded.device), _amax(shard, known, layer, size, group)
+        amax = amax.to(dtype).float()
         scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
-        own = scale[experts_here(shard, size, group)] if shard.dim() == 3 else scale
-        return _data_of(rounded, cast, own, emulate), scale
-    if records and rounded.numel():
-        data, scale = bind_and_cast(rounded, cast, state, record=True, emulate=emulate)
+    elif shard.dim() == 3:  # static: one per expert, all equal
+        scale = scale.expand(scale_shape(size, block))
+    if state is not None and layer.training:
+        recorded = kernels.amax(rounded, block) if amax is None else amax
+        kernels.record_amax(state.current_amax, recorded)
+    own = scale[experts_here(shard, size, group)] if shard.dim() == 3 else scale
+    if rounded.numel():
+        groups = EXPERTS if shard.dim() == 3 else ""
+        data, _ = bind_and_cast(rounded, cast, scale=own, emulate=config.emulate, groups=groups)
     else:
-        found = known_scale(cast, state, rounded)
-        assert found is not None
-        data, scale = _data_of(rounded, cast, found, emulate), found
-    if shard.dim() == 3:  # static: one per expert, all equal
-        scale = scale.expand(scale_shape(size, block_of(cast, shard)))
+        data = rounded.to(on_device(cast.format, rounded.device).dtype)
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
     return data, scale if state is None else scale.clone()
 
@@ -128,18 +119,15 @@ def experts_here(shard: Tensor, size: torch.Size, group: Any) -> slice:
 
 def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any) -> Tensor:
     """This rank's part of the amax of a whole weight; 0 for the experts of other ranks."""
-    block = block_of(cast, shard)
-    amax = kernels.amax(shard, block)
+    amax = kernels.amax(shard, block_of(cast, shard))
     if shard.dim() == 2:
         return amax
-    whole = amax.new_zeros(scale_shape(size, block))
+    whole = amax.new_zeros(scale_shape(size, block_of(cast, shard)))
     whole[experts_here(shard, size, group)] = amax
     return whole
 
 
-def _amax_of_all(
-    shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, group: Any
-) -> Tensor:
+def _amax(shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, group: Any) -> Tensor:
     weights, cast = weights_of(layer).values(), weight_cast(layer)[0]
     assert cast is not None
     amax = known.of(*weights)
@@ -147,10 +135,3 @@ def _amax_of_all(
         amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
         known.remember(amax, shard, sum(map(version_of, weights)))
     return amax
-
-
-def _data_of(x: Tensor, cast: OperandCast, scale: Tensor, emulate: bool) -> Tensor:
-    if not x.numel():
-        return torch.empty_like(x, dtype=on_device(cast.format, x.device).dtype)
-    groups = EXPERTS if x.dim() == 3 else ""
-    return bind_and_cast(x, cast, scale=scale, emulate=emulate, groups=groups)[0]

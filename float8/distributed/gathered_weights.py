@@ -42,39 +42,26 @@ compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from float8 import kernels
 from float8.arguments import check_module
-from float8.config import Float8LinearConfig, ScalingType
+from float8.config import Float8LinearConfig
 from float8.convert.conversion import own_config
-from float8.distributed.float8_gather import (
-    GatheredWeight,
-    amax_of_shard,
-    needs_amax,
-    weight_cast,
-)
-from float8.distributed.rank_comparison import (
-    LAYERS,
-    RANKS_OF_ONE_SCALE,
-    compare_model,
-    weights_of,
-)
+from float8.distributed.float8_gather import GatheredWeight, amax_of_shard, weight_cast
+from float8.distributed.rank_comparison import LAYERS, compare_model, sharding_groups, weights_of
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
-from float8.linear.float8_weight import TENSORWISE, version_of
-from float8.linear.layer import Float8Linear
+from float8.linear.float8_weight import TENSORWISE, as_parameter, version_of
 from float8.linear.registration import WeightRule, register_weight_rule
-from float8.linear.scaling import max_over_ranks
+from float8.linear.scaling import known_scale, max_over_ranks
 
 
+@torch.no_grad()
 def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     """Compute the scales of all weights that FSDP2 gathers in float8, with one all-reduce.
 
@@ -96,65 +83,31 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             message names the first layer.
     """
     check_module(model, "precompute_float8_dynamic_scale_for_fsdp")
-    layers = modules_by_name(model, LAYERS)
-    weights = [weight for _, layer in layers for weight in weights_of(layer).values()]
+    layers = [layer for _, layer in modules_by_name(model, LAYERS)]
+    weights: list[Any] = [weight for layer in layers for weight in weights_of(layer).values()]
     for mesh in dict.fromkeys(w.device_mesh for w in weights if hasattr(w, "device_mesh")):
         compare_model(model, mesh.get_all_groups())
-    by_ranks: dict[tuple[Any, str], list[Any]] = defaultdict(list)
-    seen: set[int] = set()
-    for _, layer in layers:
+    # Weights on the CPU (CPUOffloadPolicy) are reduced on the device of the mesh.
+    found: dict[tuple[Any, str], dict[Any, tuple[Tensor, int]]] = defaultdict(dict)
+    for layer in layers:
         cast, state = weight_cast(layer)
-        if cast is None or not needs_amax(cast, state):
-            continue
-        for weight in weights_of(layer).values():
-            local = getattr(weight, "_local_tensor", None)
-            if id(weight) not in seen and isinstance(local, ShardedWeight):
-                seen.add(id(weight))
-                by_ranks[_ranks_of(weight)].append((weight, layer, cast))
-    for (group, device_type), weights in by_ranks.items():
-        _agree(weights, group, device_type)
+        parameters: list[Any] = list(weights_of(layer).values())
+        for weight in parameters:
+            shard = getattr(weight, "_local_tensor", None)
+            if not isinstance(shard, ShardedWeight) or cast is None:
+                continue
+            if known_scale(cast, state, shard.plain) is None:
+                (group,), version = sharding_groups(weight), sum(map(version_of, parameters))
+                amax = amax_of_shard(shard.plain, cast, weight.shape, group)
+                found[group, weight.device_mesh.device_type][weight] = amax, version
+    for (group, device_type), amaxes in found.items():
+        own = torch.cat([amax.flatten() for amax, _ in amaxes.values()]).to(device_type)
+        of_all = max_over_ranks(own, group).split([amax.numel() for amax, _ in amaxes.values()])
+        for (weight, (amax, version)), whole in zip(amaxes.items(), of_all, strict=True):
+            weight._local_tensor.remember(whole.view(amax.shape).to(amax.device), version)
 
 
-def _ranks_of(weight: Any) -> tuple[Any, str]:
-    """The group over which a DTensor is sharded, and its device type for collectives."""
-    dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
-    assert len(dims) == 1, weight.placements
-    return weight.device_mesh.get_group(dims[0]), weight.device_mesh.device_type
-
-
-def _ranks_of_one_scale(layer: nn.Module) -> list[int] | None:
-    """The ranks that must have equal delayed scales for this layer, because each casts a shard."""
-    if not isinstance(layer, Float8Linear):
-        return None
-    cast, weight = layer.config.plan.output.b, layer.weight
-    if cast is None or cast.scaling_type is not ScalingType.DELAYED:
-        return None
-    if not isinstance(getattr(weight, "_local_tensor", None), ShardedWeight):
-        return None
-    return dist.get_process_group_ranks(_ranks_of(weight)[0])
-
-
-@torch.no_grad()
-def _agree(weights: list[Any], group: Any, device_type: str) -> None:
-    # Weights may be on the CPU (CPUOffloadPolicy), where NCCL cannot reach them.
-    own = _amaxes_of_shards(weights, group)
-    local = torch.cat([amax.flatten() for amax in own]).to(device_type)
-    all_found = max_over_ranks(local, group).split([amax.numel() for amax in own])
-    for (weight, layer, _), amax, found in zip(weights, own, all_found, strict=True):
-        version = sum(map(version_of, weights_of(layer).values()))
-        weight._local_tensor.remember(found.view(amax.shape).to(weight.device), version)
-
-
-def _amaxes_of_shards(weights: list[Any], group: Any) -> list[Tensor]:
-    """This rank's part of the amax of each weight; those of layers take one pass together."""
-    of_layers = [weight._local_tensor.plain for weight, _, _ in weights if weight.dim() == 2]
-    found = iter(kernels.amaxes(of_layers).view(-1, 1, 1) if of_layers else ())
-    return [
-        next(found)
-        if weight.dim() == 2
-        else amax_of_shard(weight._local_tensor.plain, cast, weight.shape, group)
-        for weight, _, cast in weights
-    ]
+# --- the rule of conversion
 
 
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
@@ -171,19 +124,16 @@ def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)
     plain: dict[str, str] = {}
-    swapped: dict[int, nn.Parameter] = {}
     for fqn, layer in layers.items():
         for weight in weights_of(layer).values():
             if isinstance(weight, ShardedWeight):
                 continue  # tied, and replaced with the first of its layers
-            reason = _stays_plain(layer, weight, places[id(weight)])
+            reason = _stays_plain(layer, weight, places[weight])
             if reason is not None:
                 plain[fqn] = reason
                 continue
-            swapped[id(weight)] = new = _of_type(weight, ShardedWeight(weight.detach()))
             mark_replaced(weight, fqn)
-            for module, name in places[id(weight)]:
-                module.register_parameter(name, new)
+            _replace(weight, ShardedWeight(weight.detach()), places[weight])
     return plain
 
 
@@ -201,60 +151,44 @@ def _stays_plain(
         return "its two GEMMs need casts along different dimensions, so they cannot share data"
     if cast.block != TENSORWISE and weight.dim() == 2:
         return f"shards may split its blocks of one scale, {cast.block}"
-    for module, _ in places:
-        if not isinstance(module, LAYERS):
-            return f"it is tied to a {type(module).__name__}, which does not read float8"
-    return None
+    others = [type(module).__name__ for module, _ in places if not isinstance(module, LAYERS)]
+    return f"it is tied to a {others[0]}, which does not read float8" if others else None
 
 
 def _unwrap(root: nn.Module) -> None:
     """Give the layers plain Parameters again."""
-    found = [place for places in _places(root).values() for place in places]
-    for module, name in found:
-        parameter: Any = module._parameters[name]
-        local = getattr(parameter, "_local_tensor", None)
-        if isinstance(local, ShardedWeight) or isinstance(parameter, GatheredWeight):
+    found = _places(root).items()
+    for parameter, ((module, name), *_) in found:
+        is_shard = _is_stored(parameter) and is_sharded(parameter)
+        if is_shard or isinstance(parameter, GatheredWeight):
             raise RuntimeError(
                 f"{type(module).__name__}.{name} is sharded by fully_shard and gathered in float8, "
                 "which cannot be undone: make a plain model and load get_model_state_dict(model) "
                 "into it"
             )
-    plain: dict[int, nn.Parameter] = {}
-    for module, name in found:
-        weight: Any = module._parameters[name]
-        if not isinstance(weight, ShardedWeight):
-            continue
-        if id(weight) not in plain:
-            plain[id(weight)] = new = _of_type(weight, weight.plain)
-            mark_replaced(weight, type(module).__name__)
-            unmark(new)
-        module.register_parameter(name, plain[id(weight)])
+    for parameter, places in found:
+        if isinstance(parameter, ShardedWeight):
+            mark_replaced(parameter, type(places[0][0]).__name__)
+            unmark(_replace(parameter, parameter.plain, places))
 
 
-def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def _places(root: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
     """The modules and names under which each Parameter of a model is registered."""
-    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = defaultdict(list)
     for module in root.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places[id(parameter)].append((module, name))
+                places[parameter].append((module, name))
     return places
 
 
-def _of_type(old: Tensor, data: Tensor) -> nn.Parameter:
-    """A Parameter of other data with the gradient and the attributes of ``old``."""
-    new = nn.Parameter(data, requires_grad=old.requires_grad)
+def _replace(old: Tensor, data: Tensor, places: list[tuple[nn.Module, str]]) -> nn.Parameter:
+    """Put a Parameter of other data, with the gradient and the attributes of ``old``, in places."""
+    new = as_parameter(old, data, old.requires_grad)
     new.grad = old.grad
-    for key, value in _attributes(old):
-        setattr(new, key, value)
+    for module, name in places:
+        module.register_parameter(name, new)
     return new
-
-
-def _attributes(x: Tensor) -> Iterator[tuple[str, Any]]:
-    # Left out: attributes of ShardedWeight itself, and methods bound to the old Parameter.
-    for key, value in vars(x).items():
-        if key not in ("_tensor", "_known", "_is_param") and not callable(value):
-            yield key, value
 
 
 def _as_plain(x: Tensor) -> Tensor:
@@ -287,7 +221,6 @@ def _with_local(x: Any, local: Tensor) -> Tensor:
     )
 
 
-RANKS_OF_ONE_SCALE.append(_ranks_of_one_scale)
 register_weight_rule(
     WeightRule(_refuses, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
 )

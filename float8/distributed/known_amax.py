@@ -46,13 +46,10 @@ class KnownAmax:
     def of(self, *owners: Tensor) -> Tensor | None:
         """``amax`` if neither the stored tensor nor its parameter was written to since; or None.
 
-        ``owners`` are the parameters of the layer, the tensor's own among them.
+        ``owners`` are the parameters of the layer, the tensor's own among them; without any, only
+        the stored tensor is compared.
         """
-        is_of_owners = self.owner_version in (None, sum(map(version_of, owners)))
-        return self.current if is_of_owners else None
-
-    @property
-    def current(self) -> Tensor | None:
-        """``amax`` if the stored tensor was not written to since; or None."""
-        is_as_it_was = self.source is not None and version_of(self.source) == self.version
-        return self.amax if is_as_it_was else None
+        if self.amax is None or version_of(self.source) != self.version:
+            return None
+        is_current = not owners or self.owner_version in (None, sum(map(version_of, owners)))
+        return self.amax if is_current else None

@@ -1,9 +1,14 @@
 """`ParallelLinear` and `Float8ParallelLinear`: a linear layer sharded over one mesh dimension.
 
 The styles of `float8.distributed.tensor_parallel` make them. Parameters are DTensors, as with
-torch's styles. Forward works on their local tensors, so that kernels see plain tensors. The layer's
-`Layout` says which tensors are gathered and summed. In high precision the layer runs the code of
-torch's own styles.
+torch's styles. The GEMMs read local tensors. DTensor moves inputs, outputs and gradients between
+ranks, with one exception: where all GEMMs of an operand read the same data, of one scale, it is
+cast before its gather. Two autograd functions do so, each the mirror of the other::
+
+    _CastAndGather     forward: cast, gather bytes        backward: sum and scatter
+    _SummedLinear      forward: sum and scatter           backward: cast, gather bytes
+
+In high precision the layer runs the code of torch's own styles.
 """
 
 from __future__ import annotations
@@ -12,35 +17,39 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from float8 import kernels
-from float8.distributed.exchange import (
-    Ranks,
-    as_local_summand,
-    as_replicated,
-    check_even,
-    check_mesh,
-    gather,
-    gather_input,
-    part_of,
-    summed_linear,
-    with_summed_gradient,
+from float8.distributed.rank_comparison import compare_layer
+from float8.granularity import WHOLE
+from float8.linear.autograd import (
+    Call,
+    Float8LinearFunction,
+    States,
+    as_matrix,
+    call_of,
+    gradients,
+    linear_in_float8,
+    refuse_double_backward,
 )
-from float8.distributed.rank_comparison import RANKS_OF_ONE_SCALE, compare_layer
-from float8.linear.autograd import States, call_of, linear_in_float8
-from float8.linear.bound_plan import plan_for
+from float8.linear.bound_plan import (
+    BoundCast,
+    BoundOperand,
+    BoundPlan,
+    plan_for,
+    without_autocast,
+)
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import max_over_ranks, sharded_state
+from float8.linear.scaling import DelayedState, cast_matrix, max_over_ranks, sharded_state
 from float8.tensor import Float8Tensor
+from float8.tensor.differentiable import differentiable
 
 COLWISE, ROWWISE = "colwise", "rowwise"
 
@@ -49,43 +58,150 @@ COLWISE, ROWWISE = "colwise", "rowwise"
 class Layout:
     """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
-    ``kind`` ``"colwise"`` shards out_features, ``"rowwise"`` in_features. The mesh has one
-    dimension. ``input`` is the placement of an input that is a plain tensor. ``use_local_output``
-    returns the output's local tensor.
+    ``kind`` ``"colwise"`` shards out_features, ``"rowwise"`` in_features, over the ``mesh`` of one
+    dimension, whose process group is ``group``. ``given`` is the placement of an input that is a
+    plain tensor. ``use_local_output`` returns the output's local tensor.
     """
 
     kind: str
     mesh: DeviceMesh
-    input: Placement
+    group: str
+    given: Placement
     output: Placement
     use_local_output: bool
-
-    def __post_init__(self) -> None:
-        if self.mesh.ndim != 1:
-            raise ValueError(
-                f"a tensor-parallel mesh has one dimension, got {self.mesh}; slice it by name, as "
-                'mesh["tp"]'
-            )
-        for name, placement in (("input_layouts", self.input), ("output_layouts", self.output)):
-            if not (placement.is_replicate() or placement.is_shard()):
-                raise ValueError(f"{name} must be Replicate() or Shard(dim), got {placement}")
-        object.__setattr__(self, "ranks", Ranks.of(self.mesh))
-
-    ranks: Ranks = None  # type: ignore[assignment]  # follows from the mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self  # immutable; copies of a model share the mesh
 
-    @property
-    def wanted_input(self) -> Placement:
-        """The placement in which the GEMM reads its input."""
-        return Replicate() if self.kind == COLWISE else Shard(-1)
+    def read(self, dims: int) -> Placement:
+        """The placement in which the GEMM reads an input of ``dims`` dimensions."""
+        return Replicate() if self.kind == COLWISE else Shard(dims - 1)
 
 
-def local(x: Any) -> Tensor:
-    """The local tensor of a parameter; its gradient is placed as the parameter is."""
-    result: Tensor = x.to_local() if isinstance(x, DTensor) else x
+# --- parts of tensors
+
+
+def placed(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None = None) -> DTensor:
+    """The DTensor of which x is this rank's part.
+
+    ``length`` is that of the sharded dimension over all ranks, whose parts may differ in size.
+    """
+    sizes: dict[str, Any] = {}
+    if length is not None:
+        shape = list(x.shape)
+        shape[placement.dim] = length  # type: ignore[attr-defined]
+        sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+    return DTensor.from_local(x, mesh, [placement], run_check=False, **sizes)
+
+
+def moved(x: DTensor, to: Placement) -> Tensor:
+    """The local tensor of x in another placement."""
+    result: Tensor = x.redistribute(placements=[to]).to_local()
     return result
+
+
+def gathers_in_float8(operand: BoundOperand) -> bool:
+    """Whether both GEMMs of an operand can read the same float8 data, cast on any rank."""
+    return operand.first is not None and operand.is_shared and operand.first.is_whole
+
+
+def _cast_and_gather(
+    x: Tensor,
+    how: BoundCast,
+    state: DelayedState | None,
+    record: bool,
+    mesh: DeviceMesh,
+    shard: Any,
+    length: int,
+) -> tuple[Tensor, Tensor]:
+    """Data and scale of a whole tensor, of which x is this rank's part, in high precision."""
+    state = sharded_state(state, mesh.get_group().group_name)
+    data, scale = cast_matrix(as_matrix(x), how, state, record, None)
+    bytes_ = data.reshape(x.shape).view(torch.uint8)  # gloo has no float8
+    whole = moved(placed(bytes_, mesh, shard, length), Replicate())
+    return whole.view(data.dtype), scale.clone()  # a delayed scale is a buffer, which sync changes
+
+
+class _CastAndGather(torch.autograd.Function):
+    """(carrier of the gradient, data, scale) of a whole tensor; each rank computes a summand of
+    its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+        data, scale = _cast_and_gather(x, *how)
+        ctx.mesh, ctx.shard = how[3:5]
+        ctx.mark_non_differentiable(data, scale)
+        return x.new_empty(()).expand(data.shape), data, scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return moved(placed(g, ctx.mesh, Partial()), ctx.shard), *(None,) * 6
+
+
+class _SummedLinear(torch.autograd.Function):
+    """This rank's part of the sum of ``x @ weight.T`` over ranks, with its GEMMs.
+
+    torch.compile traces a backward with gradients of the type of the forward's output. So it is one
+    function: the gathered gradient is a `Float8Tensor`, and no gradient of another function.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any
+    ) -> Tensor:
+        product = Float8LinearFunction.forward(ctx, x, w_NK, None, call)
+        ctx.parts = mesh, shard, product.shape[shard.dim]
+        return moved(placed(product, mesh, Partial()), shard)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_double_backward("Float8RowwiseParallel")
+        with without_autocast(g):
+            how = (ctx.plan.g.first, ctx.states[2], ctx.record, *ctx.parts)
+            data, scale = _cast_and_gather(g, *how)
+            whole = Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
+            grad_x, grad_w, _ = gradients(ctx, whole)
+        return grad_x, grad_w, None, None, None
+
+
+def gather_in_float8(
+    x: DTensor, operand: BoundOperand, state: DelayedState | None = None, record: bool = False
+) -> Tensor:
+    """The whole input that x is sharded of, as a `Float8Tensor`; its gradient is a summand.
+
+    ``operand`` is one that `gathers_in_float8`. A delayed cast has a ``state``, and records amaxes
+    if ``record`` is True.
+    """
+    shard: Any = x.placements[0]
+    how = (operand.first, state, record, x.device_mesh, shard, x.shape[shard.dim])
+    carrier, data, scale = _CastAndGather.apply(x.to_local(), *how)
+    return differentiable(carrier, data, None, scale)
+
+
+class _AsReplicated(torch.autograd.Function):
+    """Make a DTensor of a tensor that every rank has; the gradient stays one summand per rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.is_first = mesh.get_local_rank() == 0
+        return placed(x, mesh, Replicate())
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> tuple[Tensor, None]:
+        if g.placements[0].is_partial():
+            return g.to_local(), None
+        whole = moved(g, Replicate())  # the sum: count it once
+        return whole if ctx.is_first else torch.zeros_like(whole), None
+
+
+def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A DTensor of x, which every rank has; each rank's gradient of x is its own summand."""
+    result: Tensor = _AsReplicated.apply(x, mesh)
+    return result
+
+
+# --- the layers
 
 
 class ParallelLinear(nn.Linear):
@@ -113,15 +229,49 @@ class Float8ParallelLinear(Float8Linear):
 
         ``input`` (..., in_features) is a DTensor of any placement; or a plain tensor, this rank's
         part as ``input_layouts`` says. A `Float8Tensor` is not cast again. Raises the errors of
-        `Float8Linear`, and also refuses an input on another mesh and plain parts of unequal length.
+        `Float8Linear`, and also refuses an input on another mesh.
         """
         if self.high_precision:
             return self._plain_forward(input)
-        if isinstance(input, DTensor):
-            check_mesh(input, self.layout.mesh, self._name)
         if not torch.compiler.is_compiling():
             compare_layer(self, self.layout.mesh.get_group())
-        return self._colwise(input) if self.layout.kind == COLWISE else self._rowwise(input)
+        layout, is_colwise = self.layout, self.layout.kind == COLWISE
+        x, weight, wanted = self._read(input), local(self.weight), layout.output
+        if self.config.enable_pre_and_post_forward:
+            self._check_input(x, weight)
+            self._check_call(x, weight, plan_for(self.config, x))
+        if isinstance(wanted, Shard):
+            wanted = Shard(wanted.dim % x.dim())
+        states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
+        record = self.training and torch.is_grad_enabled()
+        call = call_of(self.config, x, states, record)
+        if is_colwise:
+            bias = None if self.bias is None else local(self.bias)
+            out = linear_in_float8(x, weight, bias, call)
+            columns = placed(out, layout.mesh, Shard(x.dim() - 1), self.weight.shape[0])
+            result = columns.redistribute(placements=[wanted])
+        else:
+            result = self._summed(x, weight, call, wanted)
+        return result.to_local() if layout.use_local_output else result
+
+    def _summed(self, x: Tensor, weight: Tensor, call: Call, wanted: Any) -> DTensor:
+        """The output of a rowwise layer: the sum of the ranks' products, and its bias."""
+        mesh, length, by_columns = self.layout.mesh, None, wanted == Shard(x.dim() - 1)
+        if wanted.is_shard():
+            length = self.weight.shape[0] if by_columns else x.shape[wanted.dim]
+        if wanted.is_shard() and gathers_in_float8(call.plan.g):
+            with without_autocast(x):
+                out: Tensor = _SummedLinear.apply(x, weight, call, mesh, wanted)
+        else:
+            product = linear_in_float8(x, weight, None, call)
+            out = moved(placed(product, mesh, Partial()), wanted)
+        if self.bias is not None:
+            here: Placement = Shard(0) if by_columns else Replicate()
+            is_summand = wanted.is_shard() and not by_columns  # the ranks have other tokens
+            bias: Any = self.bias.redistribute(placements=[here])  # type: ignore[attr-defined]
+            bias = bias.to_local(grad_placements=[Partial() if is_summand else here])
+            out = out + bias.to(out.dtype)
+        return placed(out, mesh, wanted, length)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return _in_high_precision(self, input)
@@ -132,188 +282,119 @@ class Float8ParallelLinear(Float8Linear):
         ``input`` and ``grad_output`` say whether this rank casts only a part of each. Of the weight
         it always does.
         """
-        x_state, w_state, g_state = self._states()
-        group = self.layout.ranks.group
-        return (
-            sharded_state(x_state, group) if input else x_state,
-            sharded_state(w_state, group),
-            sharded_state(g_state, group) if grad_output else g_state,
-        )
+        are_parts = zip(self._states(), (input, True, grad_output), strict=True)
+        group = self.layout.group
+        x, w, g = (sharded_state(state, group) if part else state for state, part in are_parts)
+        return x, w, g
 
-    @property
-    def _records(self) -> bool:
-        return self.training and torch.is_grad_enabled()
-
-    def _colwise(self, input: Tensor) -> Tensor:
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
-        x = self._whole(input)
-        self._check(x, weight)
-        states = self._states_of_parts(input=False, grad_output=True)
-        out = linear_in_float8(x, weight, bias, call_of(self.config, x, states, self._records))
-        return self._laid_out(out)
-
-    def _whole(self, input: Tensor) -> Tensor:
-        """The whole input of a colwise layer; its gradient is summed over ranks."""
+    def _read(self, input: Tensor) -> Tensor:
+        """The input as the GEMM reads it: whole if colwise, this rank's columns if rowwise."""
         layout = self.layout
-        if isinstance(input, DTensor):
-            if input.placements[0].is_partial():
-                input = input.redistribute(placements=[Replicate()])
-            placement: Placement = input.placements[0]
-            if placement.is_replicate():
-                return as_local_summand(input)
-            length = input.shape[placement.dim]  # type: ignore[attr-defined]
-            return self._gathered(input.to_local(), placement, length)
-        if layout.input.is_replicate():
-            return with_summed_gradient(input, layout.ranks)
-        if isinstance(input, Float8Tensor):
+        wanted, is_colwise = layout.read(input.dim()), layout.kind == COLWISE
+        if not isinstance(input, DTensor):
+            input = placed(input, layout.mesh, layout.given)
+        x: Any = input
+        placement: Any = x.placements[0]
+        if x.device_mesh != layout.mesh:
             raise ValueError(
-                f"{self._name}: the input is this rank's part in float8, with a scale of its own; "
-                "pass it in high precision, or use PrepareFloat8ModuleInput"
+                f"{self._name}: the input lies on {x.device_mesh}, the parallel plan is for "
+                f"{layout.mesh}; redistribute it, or pass its local tensor"
             )
-        dim = layout.input.dim  # type: ignore[attr-defined]
-        if self.config.enable_pre_and_post_forward:
-            check_even(input, dim, layout.ranks, self._name)
-        return self._gathered(input, layout.input, input.shape[dim] * layout.ranks.size)
-
-    def _gathered(self, part: Tensor, placement: Any, length: int) -> Tensor:
-        state, ranks = self._states()[0], self.layout.ranks
-        return gather_input(part, placement.dim, length, ranks, self.config, state, self._records)
-
-    def _rowwise(self, input: Tensor) -> Tensor:
-        weight, ranks, wanted = local(self.weight), self.layout.ranks, self.layout.output
-        x = self._part(input)
-        self._check(x, weight)
-        states = self._states_of_parts(input=True, grad_output=False)
-        scatter = wanted.dim % x.dim() if isinstance(wanted, Shard) else None
-        call = call_of(self.config, x, states, self._records)
-        out = summed_linear(x, weight, call, scatter, ranks)
-        if self.bias is not None:
-            bias = local(self.bias)
-            bias = bias if scatter is None else with_summed_gradient(bias, ranks)
-            bias = part_of(bias, 0, ranks) if scatter == out.dim() - 1 else bias
-            out = out + bias.to(out.dtype)
-        if self.layout.use_local_output:
-            return out
-        sizes = [*x.shape[:-1], self.weight.shape[0]]
-        return _placed(out, self.layout, wanted, sizes)
-
-    def _part(self, input: Tensor) -> Tensor:
-        """This rank's columns of a rowwise layer's input."""
-        layout = self.layout
-        if isinstance(input, DTensor):
-            if isinstance(input._local_tensor, Float8Tensor):
+        if isinstance(x._local_tensor, Float8Tensor):
+            if placement != wanted:
                 raise ValueError(
-                    f"{self._name}: a Float8RowwiseParallel layer takes no input from "
-                    "PrepareFloat8ModuleInput; use that with Float8ColwiseParallel layers only"
+                    f"{self._name}: the input is in float8 and placed {placement}, and the layer "
+                    f"reads {wanted}; pass it in high precision, or use PrepareFloat8ModuleInput "
+                    "before Float8ColwiseParallel layers"
                 )
-            return input.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
-        if layout.input in (Shard(-1), Shard(input.dim() - 1)):
-            return input
-        whole = DTensor.from_local(input, layout.mesh, [layout.input], run_check=False)
-        return whole.redistribute(placements=[Shard(input.dim() - 1)]).to_local()
+        else:
+            plan = plan_for(self.config, x._local_tensor)
+            x = x if x.dtype == plan.dtype else x.to(plan.dtype)
+            if is_colwise and placement.is_shard() and sends_in_float8(plan):
+                record = self.training and torch.is_grad_enabled()
+                return gather_in_float8(x, plan.x, self._states()[0], record)
+        grads = [Partial() if is_colwise else wanted]
+        whole: Tensor = x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
+        return whole
 
-    def _laid_out(self, out: Tensor) -> Tensor:
-        """A colwise layer's output with the placement that the style says."""
-        wanted, use_local, columns = self.layout.output, self.layout.use_local_output, out.dim() - 1
-        is_wanted = wanted in (Shard(-1), Shard(columns))
-        if is_wanted and use_local:
-            return out
-        sizes = [*out.shape[:-1], self.weight.shape[0]]
-        placed = _placed(out, self.layout, Shard(columns), sizes)
-        placed = placed if is_wanted else placed.redistribute(placements=[wanted])
-        return placed.to_local() if use_local else placed
+    # --- for `float8.numerics`
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
-        is_colwise, placement = self.layout.kind == COLWISE, self._placement(input)
+        is_colwise = self.layout.kind == COLWISE
         states = self._states_of_parts(
-            input=placement.is_shard() or not is_colwise,
+            input=self._placement(input).is_shard() or not is_colwise,
             grad_output=self.layout.output.is_shard() or is_colwise,
         )
-        x, weight = local(input) if is_colwise else self._part(input), local(self.weight)
-        return x, weight, states
+        return local(input) if is_colwise else self._read(input), local(self.weight), states
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
         placement: Any = self._placement(input)
         if self.layout.kind != COLWISE or not placement.is_shard():
             return super().local_factors(input, x_MK)
-        ranks, amaxes = self.layout.ranks, kernels.column_amaxes(x_MK)
+        amaxes = kernels.column_amaxes(x_MK)
         if placement.dim % input.dim() != input.dim() - 1:  # the ranks have other tokens
-            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, ranks.group))
+            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, self.layout.group))
             return factors_1K, factors_1K
-        factors_1K = kernels.smoothing_factors(gather(amaxes, 1, self.weight.shape[1], ranks))
-        return part_of(factors_1K, 1, ranks), factors_1K
+        mesh, columns = self.layout.mesh, Shard(1)
+        whole = moved(placed(amaxes, mesh, columns, self.weight.shape[1]), Replicate())
+        factors_1K = kernels.smoothing_factors(whole)
+        return moved(placed(factors_1K, mesh, Replicate()), columns), factors_1K
 
     def _placement(self, input: Tensor) -> Placement:
-        return input.placements[0] if isinstance(input, DTensor) else self.layout.input
+        return input.placements[0] if isinstance(input, DTensor) else self.layout.given
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""
         layout, last = self.layout, grad_output.dim() - 1
         read = Shard(last) if layout.kind == COLWISE else layout.output
         if not isinstance(grad_output, DTensor):
-            if read in (layout.output, Shard(last)) and layout.output in (read, Shard(-1)):
+            if layout.output in (read, Shard(-1)):
                 return grad_output
-            given = [layout.output]
-            grad_output = DTensor.from_local(grad_output, layout.mesh, given, run_check=False)
-        return grad_output.redistribute(placements=[read]).to_local()
-
-    def _check(self, input: Tensor, weight: Tensor) -> None:
-        if not self.config.enable_pre_and_post_forward:
-            return
-        self._check_input(input, weight)
-        self._check_call(input, weight, plan_for(self.config, input))
+            grad_output = placed(grad_output, layout.mesh, layout.output)
+        return moved(grad_output, read)
 
     @property
     def _place(self) -> str:
-        return f"{self._name}, on each of {self.layout.ranks.size} ranks"
+        return f"{self._name}, on each of {self.layout.mesh.size()} ranks"
 
     def extra_repr(self) -> str:
         """As `Float8Linear`, and the layout."""
         return f"{super().extra_repr()}, {_described(self.layout)}"
 
 
+def local(x: Any) -> Tensor:
+    """The local tensor of a parameter; its gradient is placed as the parameter is."""
+    result: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return result
+
+
+def sends_in_float8(plan: BoundPlan) -> bool:
+    """Whether an input is cast before its gather.
+
+    The factors of a smooth input need the amaxes of whole channels, before the cast.
+    """
+    return gathers_in_float8(plan.x) and not plan.smooth_input
+
+
 def _described(layout: Layout) -> str:
-    return f"{layout.kind} over {layout.ranks.size} ranks, {layout.input} -> {layout.output}"
-
-
-def _placed(out: Tensor, layout: Layout, placement: Placement, sizes: list[int]) -> DTensor:
-    """A DTensor of shape ``sizes``, whose local parts may differ in size."""
-    strides = [1] * len(sizes)
-    for dim in reversed(range(len(sizes) - 1)):
-        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
-    return DTensor.from_local(
-        out,
-        layout.mesh,
-        [placement],
-        run_check=False,
-        shape=torch.Size(sizes),
-        stride=tuple(strides),
-    )
+    return f"{layout.kind} over {layout.mesh.size()} ranks, {layout.given} -> {layout.output}"
 
 
 def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
     layout: Layout = layer.layout  # type: ignore[assignment]
+    mesh = layout.mesh
     if isinstance(input, Float8Tensor):
         input = input.dequantize()
     if isinstance(input, DTensor) and isinstance(input._local_tensor, Float8Tensor):
-        input = as_replicated(as_local_summand(input).dequantize(), layout.mesh)
-    given, wanted, output = (layout.input,), (layout.wanted_input,), (layout.output,)
-    x = ColwiseParallel._prepare_input_fn(given, wanted, layer, (input,), layout.mesh)
-    out = F.linear(x, layer.weight, layer.bias)
-    use_local = layout.use_local_output
-    return ColwiseParallel._prepare_output_fn(output, use_local, layer, out, layout.mesh)
+        input = as_replicated(input.to_local(grad_placements=[Partial()]).dequantize(), mesh)
+    given, wanted = (layout.given,), (layout.read(input.dim()),)
+    x = ColwiseParallel._prepare_input_fn(given, wanted, layer, (input,), mesh)
+    out, use_local = F.linear(x, layer.weight, layer.bias), layout.use_local_output
+    return ColwiseParallel._prepare_output_fn((layout.output,), use_local, layer, out, mesh)
 
 
-def _ranks_of_one_scale(module: nn.Module) -> list[int] | None:
-    """The ranks that must have equal delayed scales for this layer."""
-    if isinstance(module, Float8ParallelLinear) and module.config.uses_delayed_scaling:
-        return dist.get_process_group_ranks(module.layout.mesh.get_group())
-    return None
-
-
-RANKS_OF_ONE_SCALE.append(_ranks_of_one_scale)
 register_module_rule(
     ParallelLinear,
     ModuleRule(

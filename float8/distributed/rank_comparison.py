@@ -28,17 +28,14 @@ from torch import nn
 from float8.config import CastConfig, Float8LinearConfig
 from float8.convert.conversion import own_config
 from float8.experts.modules import Float8Experts
+from float8.kernels import is_sharded
 from float8.linear.delayed import DelayedCast, modules_by_name
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import FIRST_SYNC_CHECKS, WEIGHT_RULES, stacked_weights
+from float8.linear.registration import FIRST_SYNC_CHECKS, stacked_weights, stored_by
 
 LAYERS = (Float8Linear, Float8Experts)
 Facts = dict[str, str]  # of one layer: name of a property -> its value
 SAME_LAYERS = "Convert the same model with the same config on each of them"
-
-# (layer) -> the ranks that must have equal delayed scales for it, or None. Files of this package
-# append theirs.
-RANKS_OF_ONE_SCALE: list[Callable[[nn.Module], list[int] | None]] = []
 
 # Model or layer -> the names of the groups that compared it.
 _compared: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
@@ -133,16 +130,30 @@ def _compare_before_sync(
 
 
 def _error_of_missing_ranks(model: nn.Module, present: list[int]) -> str | None:
-    for fqn, module in model.named_modules():
-        for ranks_of_one_scale in RANKS_OF_ONE_SCALE:
-            ranks = ranks_of_one_scale(module)
-            if ranks is not None and not set(present).issuperset(ranks):
+    """The first layer of which another rank casts a part, with a delayed scale of its own."""
+    for fqn, layer in model.named_modules():
+        if not isinstance(layer, Float8Linear) or not layer.config.uses_delayed_scaling:
+            continue
+        weight, layout = layer.weight, getattr(layer, "layout", None)
+        if layout is not None:
+            groups = [layout.mesh.get_group()]
+        else:
+            groups = sharding_groups(weight) if stored_by(weight) and is_sharded(weight) else []
+        for group in groups:
+            ranks = dist.get_process_group_ranks(group)
+            if not set(present).issuperset(ranks):
                 return (
                     f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it and send each "
                     f"other float8 data of one scale, and sync takes ranks {sorted(present)} only: "
                     "its group must hold the ranks of tensor parallelism and of FSDP2's shards too"
                 )
     return None
+
+
+def sharding_groups(weight: Any) -> list[dist.ProcessGroup]:
+    """The groups over which a DTensor is sharded."""
+    dims = [dim for dim, placement in enumerate(weight.placements) if not placement.is_replicate()]
+    return [weight.device_mesh.get_group(dim) for dim in dims]
 
 
 FIRST_SYNC_CHECKS.append(_compare_before_sync)
@@ -183,8 +194,8 @@ def _layer_facts(layer: Any) -> Facts:
     assert config is not None
     facts |= config_facts(config)
     if config.enable_fsdp_float8_all_gather:
-        stored = [rule.is_stored(w) for w in weights_of(layer).values() for rule in WEIGHT_RULES]
-        facts["a weight that is gathered in float8"] = str(any(stored))
+        stored = any(stored_by(weight) for weight in weights_of(layer).values())
+        facts["a weight that is gathered in float8"] = str(stored)
     return facts
 
 

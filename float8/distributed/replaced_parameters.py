@@ -9,7 +9,6 @@ one raises.
 from __future__ import annotations
 
 import functools
-import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +20,6 @@ _GATHERING = (
     "has replaced by a Parameter of another type, so that it would step what the model does not "
     "use: convert (and shard) the whole model first, then build the optimizer from its parameters"
 )
-_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
@@ -31,7 +29,6 @@ def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
     Parameter, and the remedy.
     """
     setattr(old, _MARK, by.format(fqn or "the model"))
-    _checked.clear()
     _install_hook()
 
 
@@ -48,17 +45,10 @@ def _install_hook() -> None:
 
 def refuses_optimizer(optimizer: Optimizer) -> str | None:
     """The error message if the optimizer holds a replaced parameter, else None."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            message = getattr(parameter, _MARK, None)
-            if message is not None:
-                return str(message)
-    return None
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((vars(p)[_MARK] for p in parameters if hasattr(p, _MARK)), None)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer in _checked:
-        return
     if (message := refuses_optimizer(optimizer)) is not None:
         raise RuntimeError(message)
-    _checked.add(optimizer)

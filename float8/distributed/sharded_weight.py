@@ -22,11 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from float8.distributed.float8_gather import GatheredWeight, block_of, cast_shard, weight_cast
 from float8.distributed.known_amax import KnownAmax
-from float8.distributed.rank_comparison import LAYERS
 from float8.granularity import WHOLE, Block
 
 aten = torch.ops.aten
@@ -87,7 +86,7 @@ class ShardedWeight(Tensor):
     @property
     def known_amax(self) -> Tensor | None:
         """The largest magnitudes of the whole weight, float32, or None if they are unknown."""
-        return self._known.current
+        return None if self._known.is_of_shard else self._known.of()
 
     def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
         """Keep the largest magnitudes of the whole weight, float32, until the next write."""
@@ -104,13 +103,8 @@ class ShardedWeight(Tensor):
         K) or (E, N, K). ``module`` is the float8 layer that owns it. The compute dtype is
         ``mp_policy.param_dtype``.
         """
-        cast = weight_cast(module)[0] if isinstance(module, LAYERS) else None
-        if cast is None:
-            raise TypeError(
-                "a weight that is gathered in float8 belongs to a Float8Linear, not to a "
-                f"{type(module).__name__}; convert the whole model at once, or without "
-                "enable_fsdp_float8_all_gather"
-            )
+        cast = weight_cast(module)[0]
+        assert cast is not None
         block = block_of(cast, self)
         if set(block) - {1, WHOLE} and self.shape[1:] != outer_size[1:]:
             raise ValueError(
@@ -168,12 +162,8 @@ class ShardedWeight(Tensor):
         return repr((t.dtype, t.device, tuple(t.shape), t.stride(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
-        copied = _with_autograd(
-            ShardedWeight(self._tensor.detach().clone()),
-            self.requires_grad,
-            isinstance(self, nn.Parameter),
-        )
-        memo[id(self)] = copied
+        tensor, *rest = self.__reduce_ex__(2)[1]
+        memo[id(self)] = copied = _rebuild(tensor.clone(), *rest)
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         return copied
@@ -195,15 +185,17 @@ class ShardedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the stored tensors; views and copies are `ShardedWeight`s again."""
-        kwargs = kwargs or {}
-        plain_args, plain_kwargs = tree_map_only(ShardedWeight, _plain, (args, kwargs))
-        out = func(*plain_args, **plain_kwargs)
+        plain = tree_map_only(ShardedWeight, _plain, (args, kwargs or {}))
+        out = func(*plain[0], **plain[1])
         if func._schema.is_mutable:
-            _note_writes(func, args, kwargs)
-        elif func in _COPIES or func.is_view:
-            source = args[0]
-            known = source._known if func.is_view else _known_of_copy(func, source, out)
-            out = tree_map_only(Tensor, lambda t: ShardedWeight(t, known), out)
+            _note_writes(func, args, kwargs or {})
+        elif func.is_view:
+            out = tree_map_only(Tensor, lambda t: ShardedWeight(t, args[0]._known), out)
+        elif func in _NEW or func in _COPIES:
+            is_zero = func is aten.new_zeros.default
+            out = ShardedWeight(out, KnownAmax(is_zero))
+            if func in _COPIES and out.dtype == args[0].dtype:
+                _carry_amax(args[0], out)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -211,26 +203,14 @@ def _plain(x: ShardedWeight) -> Tensor:
     return x._tensor
 
 
-# Operations whose result may replace a ShardedWeight: padding, moves, copies, materialisation.
-_COPIES = {
-    aten.clone.default,
-    aten._to_copy.default,
-    aten._pin_memory.default,
-    aten.new_zeros.default,
-    aten.new_empty.default,
-    aten.empty_like.default,
-}
+# Operations whose result may replace a ShardedWeight: padding, materialisation; moves, copies.
+_NEW = {aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default}
+_COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
 
 
-def _known_of_copy(func: Any, source: ShardedWeight, out: Tensor) -> KnownAmax:
-    if func is aten.new_zeros.default:
-        return KnownAmax(is_zero=True)
-    if func in (aten.new_empty.default, aten.empty_like.default) or out.dtype != source.dtype:
-        return KnownAmax()
-    amax, known = source.known_amax, KnownAmax()
-    if amax is not None:
-        known.remember(amax.to(out.device), out, source._known.owner_version)
-    return known
+def _carry_amax(source: ShardedWeight, target: ShardedWeight) -> None:
+    if (amax := source.known_amax) is not None:
+        target.remember(amax.to(target.device), source._known.owner_version)
 
 
 def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -238,39 +218,23 @@ def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
     A copy into zeros keeps the amax of its source: FSDP2 pads shards in this way.
     """
-    if func is aten.copy_.default and isinstance(args[0], ShardedWeight):
-        target, source = args[:2]
-        amax = source.known_amax if isinstance(source, ShardedWeight) else None
-        was_zero = target._known.is_zero
-        target._known.forget()
-        if was_zero and amax is not None:
-            target.remember(amax.to(target.device), source._known.owner_version)
-        return
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        _forget(argument, value)
-    for argument in func._schema.arguments:
-        if argument.name in kwargs:
-            _forget(argument, kwargs[argument.name])
+    weights = [x for x in args[:2] if isinstance(x, ShardedWeight)]
+    pads = func is aten.copy_.default and len(weights) == 2 and weights[0]._known.is_zero
+    arguments = func._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    for a in arguments:
+        if a.alias_info is not None and a.alias_info.is_write:
+            for x in tree_leaves(given.get(a.name)):
+                if isinstance(x, ShardedWeight):
+                    x._known.forget()
+    if pads:
+        _carry_amax(weights[1], weights[0])
 
 
-def _forget(argument: Any, value: Any) -> None:
-    if argument.alias_info is None or not argument.alias_info.is_write:
-        return
-    for x in tree_flatten(value)[0]:
-        if isinstance(x, ShardedWeight):
-            x._known.forget()
-
-
-def _with_autograd(x: ShardedWeight, requires_grad: bool, is_parameter: bool) -> ShardedWeight:
-    if is_parameter:
-        return nn.Parameter(x, requires_grad)  # type: ignore[return-value]
-    x.requires_grad_(requires_grad)
-    return x
-
-
-def _rebuild(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> ShardedWeight:
+def _rebuild(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
     """Unpickle a ShardedWeight."""
-    return _with_autograd(ShardedWeight(tensor), requires_grad, is_parameter)
+    new = ShardedWeight(tensor)
+    return nn.Parameter(new, requires_grad) if is_parameter else new.requires_grad_(requires_grad)
 
 
 torch.serialization.add_safe_globals([ShardedWeight, _rebuild])

@@ -52,21 +52,18 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
-from float8.distributed.exchange import (
-    Ranks,
-    as_replicated,
-    check_even,
-    check_mesh,
-    gather_input,
-    sends_input_in_float8,
-)
 from float8.distributed.parallel_linear import (
     COLWISE,
     ROWWISE,
     Float8ParallelLinear,
     Layout,
     ParallelLinear,
+    as_replicated,
+    gather_in_float8,
+    placed,
+    sends_in_float8,
 )
+from float8.linear.bound_plan import plan_for
 from float8.linear.layer import Float8Linear
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
@@ -80,8 +77,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = _layout(COLWISE, self, device_mesh)
-        return _parallelized(module, self._partition_linear_fn, layout)
+        return _parallelized(module, COLWISE, self, device_mesh)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -92,36 +88,31 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        layout = _layout(ROWWISE, self, device_mesh)
-        return _parallelized(module, self._partition_linear_fn, layout)
+        return _parallelized(module, ROWWISE, self, device_mesh)
 
 
-def _layout(kind: str, style: Any, mesh: DeviceMesh) -> Layout:
-    (given,), (wanted,) = style.input_layouts, style.output_layouts
-    return Layout(kind, mesh, given, wanted, style.use_local_output)
+_PARALLEL: dict[type, type] = {nn.Linear: ParallelLinear, Float8Linear: Float8ParallelLinear}
 
 
-def _parallelized(module: nn.Module, partition: Any, layout: Layout) -> nn.Module:
-    plain_or_float8: dict[type, type] = {
-        nn.Linear: ParallelLinear,
-        Float8Linear: Float8ParallelLinear,
-    }
-    cls = plain_or_float8.get(type(module))
-    if cls is None:
+def _parallelized(module: Any, kind: str, style: Any, mesh: DeviceMesh) -> nn.Module:
+    if type(module) not in _PARALLEL:
         raise NotImplementedError(
-            f"Float8{layout.kind.capitalize()}Parallel parallelizes nn.Linear and Float8Linear, "
-            f"got {type(module).__name__}; give other modules torch's own style"
+            f"{type(style).__name__} parallelizes nn.Linear and Float8Linear, got "
+            f"{type(module).__name__}; give other modules torch's own style"
         )
     if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
         raise ValueError(
             f"{module.fqn or 'Float8Linear'}: enable_fsdp_float8_all_gather=True stores its weight "
-            "for FSDP2 alone; leave the option off for tensor-parallel layers, whose weights "
-            "fully_shard then gathers in high precision"
+            "for FSDP2 alone; leave the option off for tensor-parallel layers"
         )
-    partition("", module, layout.mesh)
+    (given,), (output,) = style.input_layouts, style.output_layouts
+    if output.is_partial():
+        raise ValueError(f"output_layouts must be Replicate() or Shard(dim), got {output}")
+    style._partition_linear_fn("", module, mesh)
     # The module stays the same object, with its hooks and names. FSDP2 does it this way too.
-    module.__class__ = cls
-    module.layout = layout  # type: ignore[assignment]
+    module.__class__ = _PARALLEL[type(module)]
+    group = mesh.get_group().group_name
+    module.layout = Layout(kind, mesh, group, given, output, style.use_local_output)
     return module
 
 
@@ -150,60 +141,29 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._prepared(module, args, kwargs, device_mesh)
+            self._config = _config_of_layers(module, self.fwd_config_submodule_fqn)
+            return self._prepare_input_kwarg_fn(args, kwargs, device_mesh)
 
         module.register_forward_pre_hook(hook, with_kwargs=True)
         return module
 
-    def _prepared(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        config = _config_of_layers(module, self.fwd_config_submodule_fqn)
-        if self.input_layouts is not None:
-            if len(args) != len(self.input_layouts):
-                raise ValueError(
-                    f"{type(module).__name__} was called with {len(args)} inputs, and "
-                    f"input_layouts names {len(self.input_layouts)}; write None for one that "
-                    "stays as it is"
-                )
-            desired = self.desired_input_layouts or ()
-            layouts = zip(args, self.input_layouts, desired, strict=True)
-            args = tuple(self._prepared_one(config, mesh, *each) for each in layouts)
-        given, wanted = self.input_kwarg_layouts, self.desired_input_kwarg_layouts
-        return args, {
-            name: self._prepared_one(config, mesh, value, given.get(name), wanted.get(name))
-            for name, value in kwargs.items()
-        }
-
-    def _prepared_one(
+    def _prepare_input_arg(
         self,
-        config: Float8LinearConfig | None,
+        input: Any,
         mesh: DeviceMesh,
-        x: Any,
-        given: Placement | None,
-        wanted: Placement | None,
+        input_layout: Placement | None,
+        desired_layout: Placement | None,
     ) -> Any:
-        if isinstance(x, DTensor):
-            given = None if given is None else x.placements[0]
-        if (
-            config is None
-            or not isinstance(given, Shard)
-            or not isinstance(wanted, Replicate)
-            or not isinstance(x, Tensor)
-            or not x.is_floating_point()
-        ):
-            return self._prepare_input_arg(x, mesh, given, wanted)
-        ranks, dim = Ranks.of(mesh), given.dim
-        if isinstance(x, DTensor):
-            check_mesh(x, mesh, "PrepareFloat8ModuleInput")
-            length, part = x.shape[dim], x.to_local()
-        else:
-            check_even(x, dim, ranks, "PrepareFloat8ModuleInput")
-            length, part = x.shape[dim] * ranks.size, x
-        whole = gather_input(
-            part, dim, length, ranks, config, sums_gradient=not self.use_local_output
-        )
-        return whole if self.use_local_output else as_replicated(whole, mesh)
+        config = self._config
+        if config is not None and isinstance(input, Tensor) and isinstance(input_layout, Shard):
+            x: Any = input if isinstance(input, DTensor) else placed(input, mesh, input_layout)
+            is_gathered = isinstance(x.placements[0], Shard) and desired_layout == Replicate()
+            if is_gathered and x.is_floating_point() and x.device_mesh == mesh:
+                plan = plan_for(config, x._local_tensor)
+                if sends_in_float8(plan):
+                    whole: Any = as_replicated(gather_in_float8(x.to(plan.dtype), plan.x), mesh)
+                    return whole.to_local() if self.use_local_output else whole
+        return super()._prepare_input_arg(input, mesh, input_layout, desired_layout)
 
 
 def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig | None:
@@ -222,4 +182,4 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
                 "reads this input in fwd_config_submodule_fqn"
             )
     is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED
-    return None if is_delayed or not sends_input_in_float8(first.plan) else first
+    return None if is_delayed else first

@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
-from float8.distributed.exchange import Ranks
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.bound_plan import compute_dtype
@@ -53,7 +53,9 @@ class Route(NamedTuple):
     group: str
 
 
-def find_route(counts_E: Tensor, rows: int, row_bytes: int, ranks: Ranks) -> tuple[Route, Tensor]:
+def find_route(
+    counts_E: Tensor, rows: int, row_bytes: int, mesh: DeviceMesh
+) -> tuple[Route, Tensor]:
     """Exchange the numbers of rows per expert, and the bytes of a row, which must be equal.
 
     ``counts_E`` has the number of this rank's rows for each expert, and ``rows`` is at least its
@@ -62,27 +64,28 @@ def find_route(counts_E: Tensor, rows: int, row_bytes: int, ranks: Ranks) -> tup
     this rank, (e,). Raises ValueError, on every rank, if the counts of one do not fit its rows, or
     if the bytes of rows differ.
     """
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
     counts = counts_E.to(torch.int64)
-    parts = counts.split(-(-counts.numel() // ranks.size))
+    parts = counts.split(-(-counts.numel() // ranks))
     lengths = [part.numel() + 1 for part in parts]
     is_bad = (counts.sum() > rows) | (counts < 0).any()
     form = torch.where(is_bad, -1, row_bytes).reshape(1)  # a rank that refuses tells the others
     message = torch.cat([piece for part in parts for piece in (part, form)])
-    here = lengths[ranks.rank]
-    table = _all_to_all(message, lengths, [here] * ranks.size, ranks.group).view(ranks.size, here)
+    here = lengths[rank]
+    table = _all_to_all(message, lengths, [here] * ranks, group).view(ranks, here)
     per_rank, forms = table[:, :-1], table[:, -1]
     numbers = [torch.stack([part.sum() for part in parts]), per_rank.sum(1), forms]
     sent, received, bytes_ = torch.stack(numbers).tolist()
-    if bytes_ != [row_bytes] * ranks.size:
+    if bytes_ != [row_bytes] * ranks:
         raise ValueError(
             f"{innermost_module()}: {rows} rows of {row_bytes} bytes and num_tokens_per_expert "
-            f"{counts_E.tolist()} on rank {ranks.rank} of the mesh, and rows of {bytes_} bytes on "
+            f"{counts_E.tolist()} on rank {rank} of the mesh, and rows of {bytes_} bytes on "
             "all (-1: its num_tokens_per_expert does not fit its rows). Give all ranks inputs of "
             "one size and dtype, and run float8.high_precision on all or none"
         )
-    expert = torch.arange(here - 1, device=counts.device).repeat(ranks.size)
+    expert = torch.arange(here - 1, device=counts.device).repeat(ranks)
     arrived = expert.repeat_interleave(per_rank.flatten(), output_size=sum(received))
-    route = Route(sent, received, arrived.argsort(stable=True), ranks.group)
+    route = Route(sent, received, arrived.argsort(stable=True), group)
     return route, per_rank.sum(0).to(counts_E.dtype)
 
 

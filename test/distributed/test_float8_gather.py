@@ -24,18 +24,6 @@ def cast_of(layer, dtype=torch.float32):
     return cast_shard(weight, KnownAmax(), layer, weight.shape, dtype, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "unit"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_shard_has_the_codes_of_the_whole(recipe, dtype):
-    layer = Float8Linear(32, 48, config=RECIPES[recipe])
-    for _ in range(2):  # the second time a delayed scale follows from the history
-        data, scale = cast_of(layer, dtype)
-        expected = layer.cast_weight(layer.weight.detach().to(dtype))
-        assert torch.equal(data.view(torch.uint8), expected.float8_data.view(torch.uint8))
-        assert torch.equal(scale, expected.scale)
-        sync_float8_amax_and_scale_history(layer)
-
-
 def test_training_records_the_amax_and_evaluation_does_not():
     layer = Float8Linear(32, 48, config=RECIPES["delayed"])
     peak = layer.weight.detach().abs().max()

@@ -1,7 +1,6 @@
 """Tensor-parallel layers on a fake process group: conversion, layouts and refusals."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -72,9 +71,6 @@ def test_only_linear_layers_are_parallelized(mesh):
 def test_layouts_that_mean_nothing_are_refused(mesh, style):
     with pytest.raises(ValueError, match="output_layouts must be Replicate"):
         _layer(mesh, style(output_layouts=Partial()))
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="one dimension"):
-        style()._apply(nn.Linear(32, 64), grid)
 
 
 def test_weights_that_fsdp_gathers_in_float8_are_refused(mesh):
@@ -90,7 +86,7 @@ def test_inputs_that_do_not_fit_are_refused_by_the_layers_name(mesh):
         model(torch.randn(4, 32))
     model = convert_to_float8_training(_layer(mesh, Float8ColwiseParallel(input_layouts=Shard(0))))
     x = Float8Tensor.from_high_precision(torch.randn(4, 32), torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="0: the input is this rank's part"):
+    with pytest.raises(ValueError, match="0: the input is in float8 and placed"):
         model(x)
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     with pytest.raises(ValueError, match="0: the input lies on"):
@@ -114,13 +110,3 @@ def test_readers_with_different_casts_are_named(mesh):
     parallelize_module(model, mesh, style)
     with pytest.raises(ValueError, match=r"\(q: dynamic tensorwise.*, k: dynamic rowwise"):
         model(torch.randn(2, 4, 32))
-    with pytest.raises(ValueError, match="called with 2 inputs, and input_layouts names 1"):
-        PrepareFloat8ModuleInput(
-            input_layouts=Shard(1), desired_input_layouts=Replicate(), fwd_config_submodule_fqn="q"
-        )._prepared(model, (1, 2), {}, mesh)
-
-
-def test_a_layer_can_be_pickled_without_its_mesh_being_copied(mesh):
-    layer = _layer(mesh, Float8ColwiseParallel())[0]
-    again = pickle.loads(pickle.dumps(layer.layout))
-    assert (again.kind, again.ranks) == (layer.layout.kind, layer.layout.ranks)

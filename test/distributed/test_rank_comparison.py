@@ -252,18 +252,6 @@ def gathered(x, group=None):
 
 
 @pytest.mark.ranks(2)
-def test_sync_reduces_in_the_order_of_the_names(rank):
-    """Ranks may register their layers in different orders."""
-    model, expected = delayed_model("bac" if rank == 1 else "abc"), delayed_model("abc")
-    for each in (model, expected):
-        trained(each)
-        sync_float8_amax_and_scale_history(each)
-    found = dict(model.named_buffers())
-    for name, buffer in expected.named_buffers():
-        assert torch.equal(*gathered(buffer)) and torch.equal(found[name], buffer), name
-
-
-@pytest.mark.ranks(2)
 def test_one_collective_for_all_histories(rank):
     """After the first call; a model without delayed casts needs no collective."""
     tensor_parallel = parallelize_module(
@@ -349,23 +337,3 @@ def test_a_rank_outside_of_the_group_gets_an_error(rank):
         return
     message = message_of(sync_float8_amax_and_scale_history, model, group, kind=ValueError)
     assert "not in the group" in message
-
-
-@pytest.mark.ranks(2)
-def test_amaxes_of_two_devices_take_one_collective(rank):
-    """The amaxes of one device stand in for those of two."""
-    reduced, found = delayed._reduced_over_ranks, []
-
-    def in_two_parts(currents, groups):
-        (amaxes,) = currents
-        halves = reduced(list(amaxes.split([2, len(amaxes) - 2])), groups)
-        assert len(halves) == 2
-        return [torch.cat(halves)]
-
-    for function in (reduced, in_two_parts):
-        model = delayed_model()
-        trained(model)
-        with mock.patch.object(delayed, "_reduced_over_ranks", function):
-            sync_float8_amax_and_scale_history(model)
-        found.append(buffers(model))
-    assert torch.equal(*found)

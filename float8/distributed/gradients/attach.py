@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,10 @@ from float8.arguments import check_module
 from float8.distributed.gradients.reduction import (
     TILE,
     all_reduce_mean,
-    check_gradient,
     reduce_scatter,
 )
 from float8.distributed.gradients.state import Float8Gradients, ScalingController
 from float8.formats import E4M3, Format
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FSDPModule
 
 
 def float8_gradients(
@@ -55,6 +50,8 @@ def float8_gradients(
     FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
     ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
     the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
+    Parameters that are only replicated (HSDP with shards of one rank, torch's ``replicate``) FSDP2
+    reduces without this reduce-scatter, in their own precision.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
     gradients on each rank; ``python benchmarks/bench_gradients.py``):
@@ -85,11 +82,9 @@ def float8_gradients(
         ``state_dict()`` in the checkpoint.
 
     Raises:
-        TypeError: the model is neither, or a gradient's dtype cannot be sent in float8.
+        TypeError: the model is neither. In backward: a gradient's dtype cannot be sent in float8.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
-        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile; a model that is
-            only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
-            reduces without the reduce-scatter.
+        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile.
     """
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
@@ -97,7 +92,9 @@ def float8_gradients(
         state = Float8Gradients(fmt, controller or ScalingController(), tile)
         _attach_to_ddp(model, state)
         return state
-    units = _fsdp2_units(model)
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise TypeError(
             f"float8_gradients: {type(model).__name__} reduces no gradients by itself; wrap it in "
@@ -108,56 +105,22 @@ def float8_gradients(
             "float8_gradients: FSDP2 reduces with one cast that cannot saturate, so a controller "
             "has nothing to do; leave it out"
         )
-    if _is_only_replicated(model):
-        raise ValueError(
-            "float8_gradients: this model is replicated, not sharded: FSDP2 all-reduces its "
-            "gradients in their own precision, and none would travel as float8. Shard it over more "
-            "than one rank, or wrap it in DistributedDataParallel"
-        )
     state = Float8Gradients(fmt, None, tile)
-    for name, unit in units:
-        comm = Float8ReduceScatter(state, name or "the root")
+    for unit in units:
+        comm = Float8ReduceScatter(state)
         unit.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # the protocol is enough
     return state
-
-
-def _fsdp2_units(model: nn.Module) -> list[tuple[str, FSDPModule]]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
-
-
-def _is_only_replicated(model: nn.Module) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    on_many = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
-    is_sharded = any(
-        not placement.is_replicate() and p.device_mesh.size(dim) > 1
-        for p in on_many
-        for dim, placement in enumerate(p.placements)
-    )
-    return bool(on_many) and not is_sharded
 
 
 # --- DDP
 
 
 def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> None:
-    """Register the hook; torch allows one per model, before the first backward.
-
-    Raises TypeError if a parameter's gradient cannot be sent as float8, and RuntimeError if ranks
-    have other settings.
-    """
-    trained = [
-        (name, p)
-        for name, p in model.module.named_parameters()
-        if p.requires_grad and name not in model.parameters_to_ignore
-    ]
-    for name, parameter in trained:
-        check_gradient(parameter, f"parameter {name!r}")
+    """Register the hook; torch allows one per model, before the first backward."""
     group = model.process_group
     state.compare_ranks(group)
-    state.prepare(trained[0][1].device, group.size())  # DDP refuses models that train nothing
+    trained = next(p for p in model.parameters() if p.requires_grad)
+    state.prepare(trained.device, group.size())
 
     # Without annotations: DDP compares them with types, and here they would be strings.
     def float8_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -172,7 +135,6 @@ def _reduce(
     group: dist.ProcessGroup,
 ) -> torch.futures.Future[Tensor]:
     gradient = bucket.buffer()
-    check_gradient(gradient, f"bucket {bucket.index()}")
     assert state.controller is not None
     with torch.no_grad(), _beside_backward(gradient.device):
         counts = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
@@ -212,13 +174,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class Float8ReduceScatter:
     """The reduce-scatter that FSDP2 calls instead of its own; the protocol is torch's.
 
-    ``state`` has format, tile and counts, and all units share it. ``unit`` is the name of one, for
-    messages.
+    ``state`` has format, tile and counts, and all units share it.
     """
 
-    def __init__(self, state: Float8Gradients, unit: str) -> None:
+    def __init__(self, state: Float8Gradients) -> None:
         self.state = state
-        self.unit = unit
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -242,12 +202,10 @@ class Float8ReduceScatter:
         and, in the first call, RuntimeError if ranks have other settings.
         """
         assert not async_op
-        check_gradient(input_tensor, f"FSDP2 unit {self.unit!r}")
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
-                f"float8_gradients: FSDP2 unit {self.unit!r} reduces with {op}, which hides its "
-                "factor; call set_force_sum_reduction_for_comms(True) beside "
-                "set_gradient_divide_factor(...)"
+                f"float8_gradients: FSDP2 reduces with {op}, which hides its factor; call "
+                "set_force_sum_reduction_for_comms(True) beside set_gradient_divide_factor(...)"
             )
         state, mean = self.state, op == dist.ReduceOp.AVG
         x_NC = input_tensor.view(group.size(), -1)

@@ -177,23 +177,18 @@ class Scattered(NamedTuple):
     nonfinite: Tensor
 
 
-def check_gradient(gradient: Tensor, what: str) -> None:
-    """Raise TypeError if a gradient is sparse, or no cast takes its dtype, such as float64."""
-    if gradient.dtype not in HIGH_PRECISION_DTYPES or gradient.is_sparse:
-        kind = "sparse" if gradient.is_sparse else str(gradient.dtype)
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        raise TypeError(
-            f"float8_gradients: {what} has {kind} gradients, and only dense gradients of {known} "
-            "can be sent in float8. Convert the parameters, or use the default reduction"
-        )
-
-
 def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:
     """Reduce-scatter a gradient: this rank's shard of the sum over ranks.
 
     Row r of ``x_NC``, this rank's gradient, is the shard of rank r of the N ranks of ``group``. For
-    ``tile`` see `TILE`.
+    ``tile`` see `TILE`. Raises TypeError if no cast takes the dtype of the gradient.
     """
+    if x_NC.dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        raise TypeError(
+            f"float8_gradients: a gradient is {x_NC.dtype}, and only {known} can be sent in "
+            "float8. Convert the parameters, or use the default reduction"
+        )
     fmt, rank = on_device(fmt, x_NC.device), group.rank()
     x_NTE = in_tiles(x_NC, tile)
     scale = shared_scale(max_over_ranks(amax(x_NTE), group), fmt)

@@ -53,15 +53,12 @@ class ScalingController:
         doubling_steps: int = 1000,
         ceiling: float | None = None,
     ) -> None:
-        bounded = math.isfinite(initial) and initial > 0 and (ceiling is None or ceiling >= initial)
-        if not bounded:
+        ceiling_fits = ceiling is None or ceiling >= initial
+        if not (0 < initial < math.inf and ceiling_fits and 0 <= threshold < 1 <= doubling_steps):
             raise ValueError(
-                f"ScalingController: needs 0 < initial <= ceiling, got {initial=}, {ceiling=}"
+                "ScalingController: needs 0 < initial <= ceiling, 0 <= threshold < 1 <= "
+                f"doubling_steps, got {initial=}, {ceiling=}, {threshold=}, {doubling_steps=}"
             )
-        if not 0 <= threshold < 1:
-            raise ValueError(f"ScalingController: threshold is a share in [0, 1), got {threshold}")
-        if doubling_steps < 1:
-            raise ValueError(f"ScalingController: doubling_steps={doubling_steps} is below 1")
         self.threshold = threshold
         self.growth = 2.0 ** (1.0 / doubling_steps)
         self.ceiling = ceiling
@@ -100,10 +97,10 @@ class ScalingController:
         """Copy mu from a `state_dict`, from any device.
 
         Raises:
-            ValueError: mu is missing, or no positive finite number.
+            ValueError: mu is no positive finite number.
         """
-        mu = state.get("mu")
-        if mu is None or not (torch.isfinite(mu).all() and (mu > 0).all()):
+        mu = state["mu"]
+        if not 0 < mu < math.inf:
             raise ValueError(f"ScalingController: a state needs a positive finite mu, got {mu}")
         self.mu.copy_(mu)
 
@@ -193,11 +190,8 @@ class Float8Gradients:
         """
         if group in self._compared:
             return
-        settings = {
-            "fmt": str(self.format),
-            "tile": str(self.tile),
-            "controller": repr(self.controller),
-        }
+        names = ("format", "tile", "controller")
+        settings = {name: str(getattr(self, name)) for name in names}
         compare_ranks(
             [group],
             {"float8_gradients": settings},
@@ -263,10 +257,9 @@ class Float8Gradients:
         state, its gradients would differ from those of the others.
 
         Raises:
-            ValueError: entries are missing, or mu is no positive finite number.
+            KeyError: an entry is missing.
+            ValueError: mu is no positive finite number.
         """
-        if missing := {"lost", "counts"} - state.keys():
-            raise ValueError(f"Float8Gradients: the state lacks {sorted(missing)}")
         if self.controller is not None:
             self.controller.load_state_dict(state)
         self._wait()

@@ -445,7 +445,7 @@ def test_a_gradient_scaler_skips_a_bad_gradient(rank):
 
 
 def _another_reduction():
-    comm, x = Float8ReduceScatter(Float8Gradients(), "2"), torch.zeros(8)
+    comm, x = Float8ReduceScatter(Float8Gradients()), torch.zeros(8)
     comm(x[:4], x, dist.group.WORLD, dist.ReduceOp.MAX)
 
 
@@ -456,15 +456,14 @@ def _arguments(one, other):
 
 DIFFER = "rank 0 and .* on rank 1.* same arguments on all"
 REFUSALS = {
-    "float64": (lambda: float8_gradients(ddp(torch.float64)), TypeError, "0.weight.*float64"),
+    "float64": (
+        lambda: reduced(gradients(8, torch.float64), 0), TypeError, "gradient is torch.float64",
+    ),
     "no wrapper": (lambda: float8_gradients(nn.Linear(4, 4)), TypeError, "Linear reduces no gradi"),
     "a controller of FSDP2": (
         lambda: float8_gradients(fsdp2(), controller=ScalingController()),
         ValueError,
         "cannot saturate",
-    ),
-    "replicas": (
-        lambda: float8_gradients(fsdp2((2, 1))), ValueError, "replicated, not sharded",
     ),
     "a maximum": (_another_reduction, ValueError, "set_force_sum_reduction_for_comms"),
     "formats": (lambda: _arguments({}, {"fmt": E5M2}), RuntimeError, DIFFER),
@@ -481,11 +480,3 @@ def test_what_cannot_be_reduced_is_refused(rank, what):
     call, kind, message = REFUSALS[what]
     with pytest.raises(kind, match=message):
         call()
-
-
-@pytest.mark.ranks(2)
-def test_parameters_that_ddp_ignores_may_have_any_dtype(rank):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
-    ignored = ["1.weight", "1.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    float8_gradients(DistributedDataParallel(model))
