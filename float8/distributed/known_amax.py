@@ -49,7 +49,7 @@ class KnownAmax:
         ``owners`` are the parameters of the layer, the tensor's own among them; without any, only
         the stored tensor is compared.
         """
-        if self.amax is None or version_of(self.source) != self.version:
+        if self.source is None or version_of(self.source) != self.version:
             return None
         is_current = not owners or self.owner_version in (None, sum(map(version_of, owners)))
         return self.amax if is_current else None

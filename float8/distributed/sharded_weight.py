@@ -86,7 +86,7 @@ class ShardedWeight(Tensor):
     @property
     def known_amax(self) -> Tensor | None:
         """The largest magnitudes of the whole weight, float32, or None if they are unknown."""
-        return None if self._known.is_of_shard else self._known.of()
+        return self._known.of()
 
     def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
         """Keep the largest magnitudes of the whole weight, float32, until the next write."""

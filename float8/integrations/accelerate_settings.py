@@ -96,7 +96,7 @@ def filter_of(config: Any, model: nn.Module) -> ModuleFilter | None:
     if not is_torchao_recipe(config):
         return None
     if config.module_filter_func is not None:
-        return config.module_filter_func  # type: ignore[no-any-return]
+        return config.module_filter_func
     names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
     return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
 

@@ -186,7 +186,8 @@ def cast_operand(
         found = plain.cast_plain(x_MK, scale, block, dtype, scale_format, *wanted)
         return Orientations(*found) if scale is None else _with_scale(found[0], found[2], scale)
     if kernel == "cast" and scale is not None:
-        return _with_scale(*ops.cast.default(x_MK, scale, dtype, *wanted, amax), scale)
+        data, data_t = ops.cast.default(x_MK, scale, dtype, *wanted, amax)
+        return _with_scale(data, data_t, scale)
     if kernel == "cast":
         data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, *wanted, amax)
         return _with_scale(data, data_t, scale)
