@@ -345,7 +345,7 @@ def test_a_scale_of_smooth_channels_is_none_of_the_input(tmp_path):
     tokens = [torch.randint(0, 32, (4, 16))]
     with float8.inspect(model) as report:
         model(tokens[0])
-    with pytest.raises(ValueError, match="q_proj: .*smooth_input=True multiplies"):
+    with pytest.raises(ValueError, match=r"q_proj: .*smooth_input=True multiplies"):
         report.static_scales()
     scales = float8.calibrate(model, tokens).static_scales()
     found = saved(model, tmp_path, ModelOpt(), input_scales=scales)
