@@ -50,8 +50,6 @@ def float8_gradients(
     FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
     ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
     the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
-    Parameters that are only replicated (HSDP with shards of one rank, torch's ``replicate``) FSDP2
-    reduces without this reduce-scatter, in their own precision.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
     gradients on each rank; ``python benchmarks/bench_gradients.py``):
@@ -84,7 +82,9 @@ def float8_gradients(
     Raises:
         TypeError: the model is neither. In backward: a gradient's dtype cannot be sent in float8.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
-        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile.
+        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile; a model that is
+            only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
+            reduces without the reduce-scatter.
     """
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
@@ -105,11 +105,29 @@ def float8_gradients(
             "float8_gradients: FSDP2 reduces with one cast that cannot saturate, so a controller "
             "has nothing to do; leave it out"
         )
+    if _is_only_replicated(model):
+        raise ValueError(
+            "float8_gradients: this model is replicated, not sharded: FSDP2 all-reduces its "
+            "gradients in their own precision. Shard it over more than one rank, or wrap it in "
+            "DistributedDataParallel"
+        )
     state = Float8Gradients(fmt, None, tile)
     for unit in units:
         comm = Float8ReduceScatter(state)
         unit.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # the protocol is enough
     return state
+
+
+def _is_only_replicated(model: nn.Module) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    on_many = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
+    is_sharded = any(
+        not placement.is_replicate() and p.device_mesh.size(dim) > 1
+        for p in on_many
+        for dim, placement in enumerate(p.placements)
+    )
+    return bool(on_many) and not is_sharded
 
 
 # --- DDP

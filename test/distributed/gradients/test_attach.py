@@ -465,6 +465,9 @@ REFUSALS = {
         ValueError,
         "cannot saturate",
     ),
+    "replicas": (
+        lambda: float8_gradients(fsdp2((2, 1))), ValueError, "replicated, not sharded",
+    ),
     "a maximum": (_another_reduction, ValueError, "set_force_sum_reduction_for_comms"),
     "formats": (lambda: _arguments({}, {"fmt": E5M2}), RuntimeError, DIFFER),
     "tiles": (lambda: _arguments({"tile": 32}, {}), RuntimeError, DIFFER),
