@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import logging
 import pickle
-import threading
 
 import pytest
 import torch
@@ -237,18 +236,13 @@ def test_experts_that_hold_linear_layers():
 # --- how it runs
 
 
-def test_high_precision_leaves_float8_also_in_backward_and_in_one_thread_only():
+def test_high_precision_leaves_float8_also_in_backward():
     plain, x = model(), tokens()
     expected = results(plain, x)
     converted = convert(copy.deepcopy(plain))
-    elsewhere = []
     with high_precision(converted):
         assert_same(results(converted, x), expected)
-        thread = threading.Thread(target=lambda: elsewhere.extend(results(converted, x)))
-        thread.start(), thread.join()
-    in_float8 = results(converted, x)
-    assert_same(elsewhere, in_float8)
-    assert_different(in_float8, expected)
+    assert_different(results(converted, x), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
