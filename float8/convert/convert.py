@@ -143,9 +143,9 @@ def high_precision(model: M) -> Iterator[M]:
     Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
     in float8 is multiplied in high precision as it came: rounded to float8.
 
-    It applies to the modules that the model has then, in all threads; contexts may nest and overlap.
-    The backward of a forward within it is in high precision too. With activation checkpointing,
-    which runs the forward again, call backward within it.
+    It applies to the modules that the model has then, in all threads; contexts may nest and
+    overlap. The backward of a forward within it is in high precision too. With activation
+    checkpointing, which runs the forward again, call backward within it.
 
     Args:
         model: a converted model, or any module.

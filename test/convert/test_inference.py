@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import io
 import pickle
 import weakref
@@ -155,13 +154,6 @@ def test_static_scales_are_used_and_checked_by_name():
     assert kept[2].config.cast_config_input.scaling_type is ScalingType.STATIC
 
 
-def test_recipe_unit_warns_of_weights_that_it_would_flush_for_good():
-    model = mlp()
-    model[0].weight.data *= 1e-3
-    with pytest.warns(UserWarning, match=r'"unit".*% of their weights flush to zero'):
-        convert_to_float8_inference(model, config=config_of("unit"))
-
-
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
@@ -300,15 +292,6 @@ def test_checkpoints_without_static_scales_leave_those_of_the_model():
     assert trained[0].cast_input.config.scaling_type is ScalingType.DYNAMIC
     with high_precision(model):
         mlp().load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("recipe", BLOCKS)
-def test_a_plain_checkpoint_is_quantised(recipe):
-    plain, x = mlp(), example()
-    model = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
-    model.load_state_dict(plain.state_dict())
-    expected = convert_to_float8_inference(plain, config=config_of(recipe))
-    assert_bitwise(model(x), expected(x))
 
 
 def without_scale(state):
@@ -495,17 +478,6 @@ def test_adapters_on_a_float8_base_train_as_on_a_plain_one(recipe):
     assert losses[-1] < 0.7 * losses[0]
     assert losses[-1] <= plain[-1] * 1.05
     assert_bitwise(model[0].base.weight.float8_data.view(torch.uint8), codes)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_adapters_of_peft_train():
-    import peft
-
-    model = peft.get_peft_model(
-        resident("rowwise", torch.float32), peft.LoraConfig(r=4, target_modules=["0", "2"])
-    )
-    losses = losses_of(model)
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_static_inputs_need_no_settings_of_the_history_that_they_replace():
