@@ -86,16 +86,16 @@ REFUSED = [
             lambda q, dtype: q.new_zeros(3, 3, dtype=dtype),
         )
     ),
-    (lambda q: q.new_zeros(5, 7, 2), r"\(5, 7, 2\).*the number of dimensions must stay"),
+    (lambda q: q.new_zeros(5, 7, 2), "the number of dimensions must stay"),
     *(
-        (lambda q, d=d: q.copy_(DELTA.to(d)), f"cannot copy {d} into a Float8Tensor")
+        (lambda q, d=d: q.copy_(DELTA.to(d)), f"cannot cast {d}")
         for d in (torch.float64, torch.int32, torch.complex64)
     ),
     (lambda q: q.copy_(DELTA[:5]), "expanded size"),
     (lambda q: torch.equal(q, DELTA), "dequantize"),
     (lambda q: torch.equal(DELTA, q), "dequantize"),
-    (lambda q: q.index_put_(ROWS, DELTA[0], accumulate=True), r"accumulate=True .* x\.copy_"),
-    (lambda q: q.index_put_(ROWS, DELTA[0].double()), r"cannot write torch\.float64 into"),
+    (lambda q: q.index_put_(ROWS, DELTA[0], accumulate=True), "accumulate=True"),
+    (lambda q: q.index_put_(ROWS, DELTA[0].double()), "cannot cast torch.float64"),
 ]
 
 
