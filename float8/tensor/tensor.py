@@ -264,10 +264,13 @@ class Float8Tensor(Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        raise NotImplementedError(
-            f"{func} is not defined for Float8Tensor; call .dequantize() on it first, and write "
-            "values into it with x.copy_(values), which casts them" + blame(args)
-        )
+        message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+        if func._schema.is_mutable:
+            message += (
+                " and write into it with x.copy_(values), which casts them. For merge_and_unload "
+                "of PEFT call float8.convert_from_float8_training(model) first"
+            )
+        raise NotImplementedError(message + blame(args))
 
 
 def blame(args: Sequence[Any]) -> str:

@@ -37,7 +37,7 @@ REFUSED = [
         "one scale per tensor",
     ),
     (partial(Cast, STATIC), ValueError, "needs a static_scale"),
-    (partial(Cast, static_scale=1.0), ValueError, "set scaling_type=ScalingType.STATIC"),
+    (partial(Cast, static_scale=1.0), ValueError, "this is ScalingType.DYNAMIC"),
     (partial(Cast, DELAYED, static_scale=1.0), ValueError, "this is ScalingType.DELAYED"),
     (partial(Cast, granularity=Blockwise(1, 32)), ValueError, "ScaleFormat.E8M0"),
     (partial(Cast, scale_format=ScaleFormat.E8M0_FLOOR), ValueError, "do not fit"),
@@ -47,10 +47,12 @@ REFUSED = [
         (partial(Cast, STATIC, static_scale=scale), ValueError, "finite and > 0")
         for scale in (0.0, -1.0, float("nan"), float("inf"), 1e-40, 1e39)
     ),
-    *((partial(Delayed, length), ValueError, "history_len") for length in (0, 1.5, True)),
+    *((partial(Delayed, length), ValueError, "history_len") for length in (0, -1)),
+    *((partial(Delayed, length), TypeError, "history_len") for length in (1.5, True)),
     (partial(Delayed, interval=0), ValueError, "interval"),
     (partial(Delayed, amax_compute_algo="mean"), ValueError, "most_recent"),
-    *((partial(Delayed, margin=margin), ValueError, "margin") for margin in (0.5, 33, -33)),
+    *((partial(Delayed, margin=margin), ValueError, "margin") for margin in (33, -33)),
+    (partial(Delayed, margin=0.5), TypeError, "margin"),
     *(
         (partial(kind, **{field.name: value}), TypeError, f"{field.name} must be True or False")
         for kind in (CastConfig, DelayedScalingConfig, Float8LinearConfig, GemmConfig)
