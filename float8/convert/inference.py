@@ -89,18 +89,14 @@ def convert_to_float8_inference(
     plan.check(_refused_weights(plan))
     plan.warn_of_fixed_scales()
     if static_scales is not None:
-        model = replace_children(model, {m: m.to_float() for m in _producers(model)})
+        modules: list[Any] = [m for m in model.modules() if isinstance(m, Float8Module)]
+        producers = [m for m in modules if not isinstance(m, Float8Linear)]  # norms and gates
+        model = replace_children(model, {m: m.to_float() for m in producers})
     model = plan.convert(model)
     _keep_float8_only(plan)
     hide_from_ddp(model)
     plan.finish(model)
     return model
-
-
-def _producers(model: nn.Module) -> list[Any]:
-    """The norms and gates of a model that return float8."""
-    modules = [m for m in model.modules() if isinstance(m, Float8Module)]
-    return [m for m in modules if not isinstance(m, Float8Linear)]
 
 
 def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan) -> None:

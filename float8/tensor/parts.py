@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,5 +81,6 @@ def _known_values(scale: Tensor) -> Tensor | None:
     """
     if is_e8m0(scale) or torch.compiler.is_compiling():
         return None
-    own = scale.to_local() if kernels.is_sharded(scale) else scale
+    own: Any = scale  # the part of this rank, if it is a DTensor
+    own = own.to_local() if kernels.is_sharded(scale) else own
     return own if type(own) is Tensor and own.device.type == "cpu" else None

@@ -102,12 +102,3 @@ def test_what_contradicts_itself_is_refused(call, error, words):
 def test_a_power_of_two_is_a_static_power_of_two_scale(scale):
     config = CastConfig(STATIC, static_scale=scale, scale_format=POW2)
     assert config.resolve(E4M3).static_scale == repr(scale)
-
-
-def test_replace_behaves_as_written_out():
-    row = CastConfig(granularity=Rowwise(), target_dtype=torch.float8_e4m3fn)
-    block = replace(row, granularity=Blockwise(1, 128), scale_format=POW2)
-    assert block == CastConfig(
-        granularity=Blockwise(1, 128), target_dtype=torch.float8_e4m3fn, scale_format=POW2
-    )
-    assert row.granularity == Rowwise()

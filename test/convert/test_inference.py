@@ -279,21 +279,6 @@ def test_static_scales_are_in_the_checkpoint(assign):
     assert_bitwise(empty(x), model(x))
 
 
-def test_checkpoints_without_static_scales_leave_those_of_the_model():
-    scales, x = {"0": 0.02, "2": 0.005}, example()
-    model = convert_to_float8_inference(mlp(), scales)
-    old = {k: v for k, v in model.state_dict().items() if not k.endswith("input_scale")}
-    for state in (old, mlp().state_dict()):
-        other = convert_to_float8_inference(mlp(seed=5), scales)
-        other.load_state_dict(state)
-        assert_bitwise(other(x), model(x))
-    trained = convert_to_float8_training(mlp(seed=5))  # which finds the scales of its inputs
-    trained.load_state_dict(model.state_dict())
-    assert trained[0].cast_input.config.scaling_type is ScalingType.DYNAMIC
-    with high_precision(model):
-        mlp().load_state_dict(model.state_dict())
-
-
 def without_scale(state):
     return {k: v for k, v in state.items() if k != "0.weight_scale"}
 
@@ -361,18 +346,15 @@ def test_the_state_of_high_precision_is_plain():
     assert_bitwise(convert_from_float8_training(model)[0].weight, state["0.weight"])
 
 
-def test_copies_pickles_and_dtypes_keep_the_bytes():
+def test_copies_and_dtypes_keep_the_bytes():
     model, x = resident("rowwise"), example()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_bitwise(twin(x), model(x))
-        assert not twin[0].weight.requires_grad
-        assert twin[0].weight.float8_data.data_ptr() != model[0].weight.float8_data.data_ptr()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert_bitwise(twin(x), model(x))
+    assert not twin[0].weight.requires_grad
     codes = model[0].weight.float8_data.view(torch.uint8).clone()
     for dtype in (torch.float16, torch.float32, torch.bfloat16):
-        model.to(dtype)
+        assert model.to(dtype)(x.to(dtype)).dtype == dtype
         assert_bitwise(model[0].weight.float8_data.view(torch.uint8), codes)
-        assert model[0].weight.dtype == dtype
-        assert model(x.to(dtype)).dtype == dtype
 
 
 def test_meta_models_convert_and_take_a_checkpoint():

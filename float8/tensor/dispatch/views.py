@@ -52,7 +52,8 @@ def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
 @implements(aten.permute.default)
 def _permute(func: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
     block = tuple(x.block[dim] for dim in dims)
-    return x._replace(x.float8_data.permute(dims), x.scale.permute(dims), block)
+    order = tuple(dims)
+    return x._replace(x.float8_data.permute(order), x.scale.permute(order), block)
 
 
 @implements(aten.t.default, aten.transpose.int)

