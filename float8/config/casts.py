@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from float8.arguments import check_bool, described
+from float8.arguments import check_bool, check_integer, described
 from float8.formats import Format, ScaleFormat, format_of
 from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
 
@@ -64,63 +64,43 @@ class CastConfig:
     static_scale: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scaling_type, ScalingType):
-            raise TypeError(_wrong_kind("scaling_type", "ScalingType", self.scaling_type))
-        if not isinstance(self.granularity, Granularity):
-            raise TypeError(_wrong_kind("granularity", "Granularity", self.granularity))
-        if not isinstance(self.scale_format, ScaleFormat):
-            raise TypeError(_wrong_kind("scale_format", "ScaleFormat", self.scale_format))
-        self._check_mx()
+        check_kind("scaling_type", self.scaling_type, ScalingType)
+        check_kind("granularity", self.granularity, Granularity)
+        check_kind("scale_format", self.scale_format, ScaleFormat)
         if self.target_dtype is not None:
             format_of(self.target_dtype)
-        if self.scaling_type in (ScalingType.DELAYED, ScalingType.STATIC):
-            self._check_tensorwise()
-        self._check_static_scale()
-
-    def _check_mx(self) -> None:
-        is_mx = self.granularity == _MX_BLOCK
-        if self.scaling_type is not ScalingType.DISABLED and is_mx != self.scale_format.is_e8m0:
+        is_mx, kind = self.granularity == _MX_BLOCK, self.scaling_type
+        if kind is not ScalingType.DISABLED and is_mx != self.scale_format.is_e8m0:
             raise ValueError(
                 f"granularity={self.granularity} and scale_format={self.scale_format} do not fit: "
-                "blocks of 1x32 have E8M0 scales, and no others have (OCP MX). Give "
-                "Blockwise(1, 32) with ScaleFormat.E8M0, or another granularity with "
+                "give Blockwise(1, 32) with ScaleFormat.E8M0 (OCP MX), or another granularity with "
                 "ScaleFormat.FLOAT32 or POWER_OF_TWO"
             )
-
-    def _check_tensorwise(self) -> None:
-        if self.granularity != Tensorwise():
+        is_static = kind is ScalingType.STATIC
+        if (is_static or kind is ScalingType.DELAYED) and self.granularity != Tensorwise():
             raise ValueError(
-                f"{self.scaling_type.value} scaling keeps one scale per tensor, got granularity "
+                f"{kind.value} scaling keeps one scale per tensor, got granularity "
                 f"{self.granularity}; use Tensorwise() or ScalingType.DYNAMIC"
             )
+        if is_static != (self.static_scale is not None):
+            raise ValueError(
+                f"static_scale={self.static_scale}, and this is {kind}: ScalingType.STATIC needs a "
+                "static_scale, such as 8 / 448 for values up to 8 in E4M3, and no other has one"
+            )
+        if self.static_scale is not None:
+            self._check_static_scale(self.static_scale)
 
-    def _check_static_scale(self) -> None:
-        is_static = self.scaling_type is ScalingType.STATIC
-        if is_static and self.static_scale is None:
-            raise ValueError(
-                "ScalingType.STATIC needs a static_scale, such as static_scale=8 / 448 for values "
-                "up to 8 in E4M3"
-            )
-        if not is_static and self.static_scale is not None:
-            raise ValueError(
-                f"static_scale={self.static_scale} belongs to ScalingType.STATIC, and this is "
-                f"{self.scaling_type}; set scaling_type=ScalingType.STATIC or leave the scale out"
-            )
-        if self.static_scale is None:
-            return
-        given: object = self.static_scale
-        if isinstance(given, bool) or not isinstance(given, numbers.Real):
-            raise TypeError(f"static_scale must be a float, got {described(self.static_scale)}")
+    def _check_static_scale(self, scale: float) -> None:
+        check_kind("static_scale", scale, numbers.Real)
         float32 = torch.finfo(torch.float32)
-        if not float32.tiny <= self.static_scale <= float32.max:  # or its reciprocal is infinite
+        if not float32.tiny <= scale <= float32.max:  # or its reciprocal is infinite
             raise ValueError(
                 "static_scale must be a float32 that is finite and > 0 (at least 2^-126), got "
-                f"{self.static_scale}"
+                f"{scale}"
             )
-        if self.scale_format is not ScaleFormat.FLOAT32 and math.frexp(self.static_scale)[0] != 0.5:
+        if self.scale_format is not ScaleFormat.FLOAT32 and math.frexp(scale)[0] != 0.5:
             raise ValueError(
-                f"scale_format={self.scale_format}, and static_scale={self.static_scale} is no "
-                "power of two"
+                f"scale_format={self.scale_format}, and static_scale={scale} is no power of two"
             )
 
     def resolve(self, default_format: Format) -> OperandCast | None:
@@ -199,7 +179,7 @@ class DelayedScalingConfig:
             that scales follow the other steps.
 
     Raises:
-        ValueError: a value that is out of its range; the message says which and what it may be.
+        TypeError, ValueError: a value of another type, or out of its range.
     """
 
     history_len: int = 16
@@ -209,24 +189,19 @@ class DelayedScalingConfig:
     remember_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        for name, count in (("history_len", self.history_len), ("interval", self.interval)):
-            if not _is_integer(count) or count < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {count!r}")
+        check_integer(self.history_len, "history_len", 1)
+        check_integer(self.interval, "interval", 1)
+        check_integer(self.margin, "margin", -MAX_MARGIN)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(
                 f"amax_compute_algo must be 'max' or 'most_recent', got {self.amax_compute_algo!r}"
             )
-        if not _is_integer(self.margin) or abs(self.margin) > MAX_MARGIN:
-            raise ValueError(
-                f"margin is an exponent of two, an integer within {MAX_MARGIN} of 0, "
-                f"got {self.margin!r}"
-            )
+        if self.margin > MAX_MARGIN:
+            raise ValueError(f"margin must be within {MAX_MARGIN} of 0, got {self.margin}")
         check_bool(self.remember_nonfinite, "remember_nonfinite")
 
 
-def _wrong_kind(name: str, kind: str, value: object) -> str:
-    return f"{name} must be a {kind}, got {described(value)}"
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless the field ``name`` of a config is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {described(value)}")

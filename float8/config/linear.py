@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from float8.arguments import check_bool, described, did_you_mean
-from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType, check_kind
 from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -136,15 +136,9 @@ class Float8LinearConfig:
             name: such as ``"tensorwise"``.
 
         Raises:
-            TypeError: not a string.
             ValueError: unknown name; the message suggests the nearest and lists the known ones.
         """
-        given: object = name
-        if not isinstance(given, str):
-            raise TypeError(f"a recipe is named by a string, got {described(given)}")
-        if name not in RECIPES:
-            raise ValueError(_unknown(name))
-        return deepcopy(RECIPES[name])
+        return deepcopy(check_config(name))
 
     def _resolve(self) -> LinearPlan:
         x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
@@ -182,8 +176,8 @@ class Float8LinearConfig:
 
     def _check_types(self) -> None:
         for name in ("output", "grad_input", "grad_weight"):
-            _check(f"gemm_config_{name}", getattr(self, f"gemm_config_{name}"), GemmConfig)
-        _check("delayed_scaling", self.delayed_scaling, DelayedScalingConfig)
+            check_kind(f"gemm_config_{name}", getattr(self, f"gemm_config_{name}"), GemmConfig)
+        check_kind("delayed_scaling", self.delayed_scaling, DelayedScalingConfig)
         for name in _FLAGS:
             check_bool(getattr(self, name), name)
 
@@ -195,10 +189,10 @@ class Float8LinearConfig:
             ("grad_output", "cast_config_grad_output_for_grad_weight"),
         ):
             first, second = getattr(self, f"cast_config_{operand}"), getattr(self, second_name)
-            _check(f"cast_config_{operand}", first, CastConfig)
+            check_kind(f"cast_config_{operand}", first, CastConfig)
             if second is None:
                 continue
-            _check(second_name, second, CastConfig)
+            check_kind(second_name, second, CastConfig)
             is_delayed = second.scaling_type is ScalingType.DELAYED
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
@@ -221,22 +215,12 @@ class Float8LinearConfig:
             fits = isinstance(cast.granularity, (Tensorwise, Rowwise))
             if fits and cast.scaling_type in known:
                 continue
-            way_out = f"set {name}=CastConfig(), or leave smooth_input out"
-            if not fits:
-                why = (
-                    "there an outlier reaches only the channels of its own block; smooth_input is "
-                    "for one scale per tensor or row"
-                )
-            elif cast.scaling_type is off:
-                why = "an input that no GEMM casts needs no factors"
-            elif "weight" in name.removesuffix("_for_grad_weight"):
-                why = (
-                    "the factors of each call are multiplied into the weight, so that its amax "
-                    "changes with the input and only a dynamic scale fits it"
-                )
-            else:
-                why = "the factors of each call bring every channel's amax into (0.5, 1]"
-            raise ValueError(f"smooth_input=True, and {name} is '{cast.summary}': {why}; {way_out}")
+            raise ValueError(
+                f"smooth_input=True, and {name} is '{cast.summary}': its factors are for inputs "
+                "with dynamic or delayed scales and weights with dynamic ones, by tensor or row; "
+                f"operands that no GEMM casts need none. Set {name}=CastConfig(), or leave "
+                "smooth_input out"
+            )
         if self.enable_fsdp_float8_all_gather:
             raise ValueError(
                 "smooth_input=True multiplies factors into the weight before its cast, and "
@@ -260,14 +244,6 @@ _FLAGS = (
 )
 
 
-def _check(name: str, value: object, wanted: type) -> None:
-    if isinstance(value, wanted):
-        return
-    raise TypeError(
-        f"{name} must be a {wanted.__name__}, got {described(value)}; leave it out for the default"
-    )
-
-
 def check_config(config: object, caller: str = "") -> Float8LinearConfig:
     """The config that a caller was given, or that of the recipe that it named.
 
@@ -283,19 +259,16 @@ def check_config(config: object, caller: str = "") -> Float8LinearConfig:
     where = f"{caller}: " if caller else ""
     if isinstance(config, Float8LinearConfig):
         return config
-    if isinstance(config, str):
-        if config not in RECIPES:
-            raise ValueError(where + _unknown(config))
+    if isinstance(config, str) and config in RECIPES:
         return RECIPES[config]
+    known = ", ".join(RECIPES)
+    if isinstance(config, str):
+        near = did_you_mean(config, RECIPES)
+        raise ValueError(f"{where}unknown recipe {config!r}; known recipes: {known}{near}")
     raise TypeError(
         f"{where}config must be a Float8LinearConfig, got {described(config)}; or give the name of "
-        f"a recipe, {', '.join(RECIPES)}"
+        f"a recipe, {known}"
     )
-
-
-def _unknown(name: str) -> str:
-    known = ", ".join(RECIPES)
-    return f"unknown recipe {name!r}; known recipes: {known}{did_you_mean(name, RECIPES)}"
 
 
 def recipe_of(config: Float8LinearConfig) -> str:

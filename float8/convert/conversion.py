@@ -18,15 +18,15 @@ import logging
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.backends import mha
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from float8.arguments import check_module, described
+from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
 from float8.convert.filters import (
@@ -38,7 +38,6 @@ from float8.convert.filters import (
 )
 from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
-from float8.formats import E4M3
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
@@ -52,14 +51,6 @@ from float8.linear.registration import (
 from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")
-
-# Modules that do not call all of their own linear layers.
-_BYPASSES: dict[type[nn.Module], str] = {
-    nn.MultiheadAttention: "nn.MultiheadAttention multiplies by its weights itself and stays in "
-    "high precision; write q, k, v and output projections as nn.Linear to convert them",
-    nn.TransformerEncoderLayer: "nn.TransformerEncoderLayer has a fused inference path that goes "
-    "around its float8 layers; torch.backends.mha.set_fastpath_enabled(False) avoids it",
-}
 
 NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
@@ -146,33 +137,28 @@ class ConversionPlan:
 
         ``further`` has names with the reason why the caller refuses the layer, or None.
         """
-        problems: list[tuple[str, str | None]] = []
+        problems = [*further]
         for fqn, layer in self.plain_layers.items():
             config, rule = self.configs[fqn], _rule_of(layer)
             problems.append((fqn, rule.refuses(layer, config)))
             if config.enable_fsdp_float8_all_gather and not rule.stacked:
                 problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
-        found = [(fqn, reason) for fqn, reason in (*problems, *further) if reason is not None]
+        found = [(fqn, reason) for fqn, reason in problems if reason is not None]
         if found:
-            raise ValueError(
-                "\n  ".join(
-                    ["nothing was converted, because some layers cannot be:", *folded(found)]
-                )
-            )
+            lines = ["nothing was converted, because some layers cannot be:", *folded(found)]
+            raise ValueError("\n  ".join(lines))
 
     def warn_of_fixed_scales(self) -> None:
         """Warn of recipe ``unit``, whose scale of 1 moves no tensor into the format's range."""
         layers = self.plain_layers
-        scaled = {f: m for f, m in layers.items() if not _rule_of(m).unit_scaled}
-        if self.config != RECIPES["unit"] or not scaled:
-            return
-        _warn_user(
-            f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
-            f"(first: {named(next(iter(scaled)))}) are not unit-scaled"
-            f"{_flushed([w for m in scaled.values() for w in _weights(m)])}; gradients are smaller "
-            "yet. Build the model from float8.unit_scaling's layers, transform it with unit_scale "
-            "and float8 of float8.unit_scaling.transforms, or take a dynamic recipe"
-        )
+        scaled = [fqn for fqn, m in layers.items() if not _rule_of(m).unit_scaled]
+        if self.config == RECIPES["unit"] and scaled:
+            _warn_user(
+                f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
+                f"(first: {named(scaled[0])}) are not unit-scaled: small weights and gradients "
+                "flush to zero. Build the model from float8.unit_scaling's layers, transform it "
+                "with its unit_scale, or take a dynamic recipe"
+            )
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Replace the layers that are not in float8 yet.
@@ -236,16 +222,10 @@ def plan_conversion(
     """
     check_module(model, caller, argument)
     found = Float8LinearConfig() if config is None else check_config(config, caller)
-    if module_filter_fn is not None and not callable(module_filter_fn):
-        raise TypeError(
-            f"{caller}: module_filter_fn must be callable, got {described(module_filter_fn)}; to "
-            'skip layers by name use float8.filters.skip_names("lm_head")'
-        )
     for check in MODEL_CHECKS:
         if (why := check(model)) is not None:
             raise ValueError(f"nothing was converted: {why}")
-    plan = ConversionPlan(caller, found, module_filter_fn)
-    plan.config_is_given = config is not None
+    plan = ConversionPlan(caller, found, module_filter_fn, config_is_given=config is not None)
     is_wanted = module_filter_fn or all_of()
     routers = routers_of(model)
     for fqn, module in model.named_modules():
@@ -298,57 +278,53 @@ def _left_alone(
         what = "a Float8Linear" if isinstance(module, Float8Linear) else "in float8"
         kept = "; its weights stay in high precision" if replaces_weights else ""
         return f"it is {what} already" + (other if own != plan.config else "") + kept
-    if rule is not None:
-        why = _why_not_these_experts(plan, replaces_weights) if rule.stacked else None
-        return why or runs_something_else(module, fqn)
-    if isinstance(module, nn.Linear):
-        return _why_not_this_linear(module)
-    return next(
-        (why for kind, why in _BYPASSES.items() if isinstance(module, kind)), _holds_weights(module)
-    )
-
-
-def _why_not_these_experts(plan: ConversionPlan, replaces_weights: bool) -> str | None:
-    if replaces_weights:
+    if rule is None:
+        reasons = (reason for is_one, reason in _NO_LAYERS if is_one(module))
+        return next((reason.format(type(module).__name__) for reason in reasons), None)
+    if rule.stacked and replaces_weights:
         return f"{plan.caller} takes the weights of linear layers, and none of experts"
-    return NO_HISTORY if plan.config.uses_delayed_scaling else None
+    if rule.stacked and plan.config.uses_delayed_scaling:
+        return NO_HISTORY
+    return runs_something_else(module, fqn)
 
 
-def _why_not_this_linear(module: nn.Linear) -> str:
-    """The reason why a subclass of ``nn.Linear`` without a rule stays."""
-    if type(module) is NonDynamicallyQuantizableLinear:
-        return "nn.MultiheadAttention does not call it, and multiplies by its weight itself"
-    return (
-        f"its type is {type(module).__name__}, not nn.Linear: its own forward may not be "
-        "that of a linear layer (float8.convert.register_linear_type says that it is)"
-    )
-
-
-def _holds_weights(module: nn.Module) -> str | None:
-    """The reason why the matrices of a module that is no linear layer stay, or None."""
-    name = type(module).__name__
-    if name == "Conv1D" and getattr(module, "nf", None) is not None:  # of Transformers
-        return (
-            "its type is Conv1D, not nn.Linear: its weight is transposed, and stays in high "
-            "precision"
-        )
-    if name.endswith("Experts") and stacked_weights(module):
-        return (
-            f"its type is {name}: products with the stacked weights of experts stay in high "
-            "precision (float8.register_experts converts a type that calls grouped_mm)"
-        )
-    return None
+# Modules without a rule that multiply by matrices, or go around their linear layers -> why they
+# stay; {} is the type's name. The first row that fits is taken.
+_NO_LAYERS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda m: type(m) is NonDynamicallyQuantizableLinear,
+        "nn.MultiheadAttention does not call it, and multiplies by its weight itself",
+    ),
+    (
+        lambda m: isinstance(m, nn.Linear),
+        "its type is {}, not nn.Linear: its own forward may not be that of a linear layer "
+        "(float8.convert.register_linear_type says that it is)",
+    ),
+    (
+        lambda m: isinstance(m, nn.MultiheadAttention),
+        "nn.MultiheadAttention multiplies by its weights itself and stays in high precision; write "
+        "q, k, v and output projections as nn.Linear to convert them",
+    ),
+    (
+        lambda m: isinstance(m, nn.TransformerEncoderLayer),
+        "nn.TransformerEncoderLayer has a fused inference path that goes around its float8 layers; "
+        "torch.backends.mha.set_fastpath_enabled(False) avoids it",
+    ),
+    (
+        lambda m: type(m).__name__ == "Conv1D" and hasattr(m, "nf"),  # of Transformers
+        "its type is {}, not nn.Linear: its weight is transposed, and stays in high precision",
+    ),
+    (
+        lambda m: type(m).__name__.endswith("Experts") and bool(stacked_weights(m)),
+        "its type is {}: products with the stacked weights of experts stay in high precision "
+        "(float8.register_experts converts a type that calls grouped_mm)",
+    ),
+)
 
 
 def _rule_of(layer: nn.Module) -> ModuleRule:
     """The rule of a layer that a plan has taken."""
-    rule = rule_of(layer)
-    assert rule is not None
-    return rule
-
-
-def _weights(layer: Any) -> list[Tensor]:
-    return list(stacked_weights(layer).values()) if _rule_of(layer).stacked else [layer.weight]
+    return cast(ModuleRule, rule_of(layer))
 
 
 def odd_sizes(module: nn.Module, config: Float8LinearConfig) -> str | None:
@@ -371,59 +347,31 @@ def runs_something_else(module: nn.Module, fqn: str) -> str | None:
 
 def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
     """Name -> reason, of the layers whose weight something else reads in high precision."""
-    places: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
-    found: dict[str, str] = {}
+    readers: dict[int, list[str]] = defaultdict(list)  # id of a parameter -> why it is read
+    chosen = set(layers.values())
     for fqn, module in model.named_modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places[id(parameter)].append((fqn, module, name))
-        if isinstance(module, nn.TransformerEncoderLayer):
-            found |= _read_by_the_fast_path(fqn, layers)
-    chosen = set(layers.values())
-    return found | {
-        fqn: f"its weight is also {other}.{name} ({type(module).__name__}), which reads it in high "
-        "precision: untie the two to convert it"
-        for fqn, layer in layers.items()
-        for other, module, name in places[id(layer.weight)]
-        if module not in chosen or name != "weight"
-    }
-
-
-def _read_by_the_fast_path(encoder_layer: str, layers: dict[str, Any]) -> dict[str, str]:
-    if not torch.backends.mha.get_fastpath_enabled():
-        return {}
-    reason = (
-        "in eval mode nn.TransformerEncoderLayer reads its weight itself, and cannot read float8; "
-        "torch.backends.mha.set_fastpath_enabled(False) before the conversion lets the layer run"
-    )
-    names = [f"{encoder_layer}.{n}".removeprefix(".") for n in ("linear1", "linear2")]
-    return {fqn: reason for fqn in names if fqn in layers}
-
-
-def _flushed(weights: list[Tensor]) -> str:
-    """The fractions of weights that E4M3 flushes or coarsens at a scale of 1; meta has none."""
-    weights = [w.detach() for w in weights if w.device.type != "meta" and w.numel()]
-    if not weights:
-        return ""
-    zero = sum(int(((w != 0) & (w.abs() <= E4M3.smallest_subnormal / 2)).sum()) for w in weights)
-    coarse = sum(int((w.abs() < torch.finfo(E4M3.dtype).smallest_normal).sum()) for w in weights)
-    total = sum(w.numel() for w in weights)
-    return (
-        f": {zero / total:.1%} of their weights flush to zero and {coarse / total:.1%} lose "
-        "precision as subnormals"
-    )
+            if module not in chosen or name != "weight":
+                readers[id(parameter)].append(
+                    f"its weight is also {fqn}.{name} ({type(module).__name__}), which reads it in "
+                    "high precision: untie the two to convert it"
+                )
+        if isinstance(module, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
+            for layer in (module.linear1, module.linear2):
+                readers[id(layer.weight)].append(
+                    "in eval mode nn.TransformerEncoderLayer reads its weight itself; call "
+                    "torch.backends.mha.set_fastpath_enabled(False) before the conversion"
+                )
+    found = ((fqn, readers[id(layer.weight)]) for fqn, layer in layers.items())
+    return {fqn: reasons[-1] for fqn, reasons in found if reasons}
 
 
 def _warn_user(message: str) -> None:
     """Warn, with the line that called the library."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_own(frame.f_globals):
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith("float8."):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
-
-
-def _is_own(namespace: dict[str, Any]) -> bool:
-    return str(namespace.get("__name__")).partition(".")[0] == "float8"
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.arguments import check_integer, described, did_you_mean
+from float8.arguments import check_type, did_you_mean
 from float8.linear.registration import stacked_weights
 
 __all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]
@@ -36,43 +36,24 @@ NO_REASON = "module_filter_fn returned False"
 
 
 @dataclass(frozen=True)
-class _SkipNames:
-    """A filter whose patterns a conversion can compare with the layers that there are."""
-
-    patterns: tuple[str, ...]
-
-    def __call__(self, module: nn.Module, fqn: str) -> bool:
-        return not any(_matches(pattern, fqn) for pattern in self.patterns)
-
-    def reason(self, module: nn.Module, fqn: str) -> str:
-        pattern = next(p for p in self.patterns if _matches(p, fqn))
-        return f"left out by skip_names({pattern!r})"
-
-
-@dataclass(frozen=True)
-class _AllOf:
-    """A filter that asks several."""
-
-    filters: tuple[ModuleFilter, ...]
-
-    def __call__(self, module: nn.Module, fqn: str) -> bool:
-        return all(f(module, fqn) for f in self.filters)
-
-
-@dataclass(frozen=True)
 class _Because:
-    """A filter that tells the conversion report why it returns False."""
+    """A filter that tells the conversion report why it leaves a layer out.
 
-    accepts: ModuleFilter
+    Attributes:
+        reason: (module, its name) -> why it is left out, or None to convert it.
+        patterns: those of `skip_names`, which a conversion compares with the layers that there are.
+    """
+
     reason: Reason
+    patterns: tuple[str, ...] = ()
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
-        return self.accepts(module, fqn)
+        return self.reason(module, fqn) is None
 
 
 def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
     """Give a filter its ``reason``, which is called for layers that the filter leaves out."""
-    return _Because(accepts, reason)
+    return _Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
 
 
 def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
@@ -80,9 +61,8 @@ def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str 
 
     Each filter is called once, also within `all_of`: a user's may count or record its calls.
     """
-    if isinstance(module_filter_fn, _AllOf):
-        reasons = (why_not(f, module, fqn) for f in module_filter_fn.filters)
-        return next((reason for reason in reasons if reason is not None), None)
+    if isinstance(module_filter_fn, _Because):
+        return module_filter_fn.reason(module, fqn)
     if module_filter_fn(module, fqn):
         return None
     # A user's callable may have an attribute of this name that means something else.
@@ -105,14 +85,14 @@ def skip_names(*patterns: str) -> ModuleFilter:
     Raises:
         TypeError: a pattern is not a string.
     """
-    given: tuple[object, ...] = patterns
-    for pattern in given:
-        if not isinstance(pattern, str):
-            way_out = ""
-            if isinstance(pattern, (list, tuple, set)):
-                way_out = "; unpack them: skip_names(*names)"
-            raise TypeError(f"skip_names takes strings, got {described(pattern)}{way_out}")
-    return _SkipNames(patterns)
+    for pattern in patterns:
+        check_type(pattern, str, "skip_names", "each pattern", "a string, as in skip_names(*names)")
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        found = next((p for p in patterns if _matches(p, fqn)), None)
+        return None if found is None else f"left out by skip_names({found!r})"
+
+    return _Because(reason, patterns)
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
@@ -121,7 +101,6 @@ def min_size(weight_elements: int) -> ModuleFilter:
     Args:
         weight_elements: ``in_features * out_features`` of the smallest layer to convert.
     """
-    check_integer(weight_elements, "min_size: weight_elements", 0)
     return with_reason(
         lambda module, fqn: _elements(module) >= weight_elements,
         lambda module, fqn: (
@@ -137,8 +116,6 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
         in_features: of the smallest layer to convert.
         out_features: of the smallest layer to convert.
     """
-    check_integer(in_features, "min_features: in_features", 0)
-    check_integer(out_features, "min_features: out_features", 0)
     return with_reason(
         lambda module, fqn: all(
             in_features <= K and out_features <= N for K, N in _features(module)
@@ -154,11 +131,7 @@ def divisible_by(multiple: int = 16) -> ModuleFilter:
 
     Args:
         multiple: what ``in_features`` and ``out_features`` must be multiples of.
-
-    Raises:
-        TypeError, ValueError: ``multiple`` is no integer of at least 1.
     """
-    check_integer(multiple, "divisible_by: multiple", 1)
     return with_reason(
         lambda module, fqn: all(size % multiple == 0 for s in _features(module) for size in s),
         lambda module, fqn: f"{_sizes(module)}: not multiples of {multiple}",
@@ -170,16 +143,13 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
 
     Args:
         filters: called in this order, until one returns False.
-
-    Raises:
-        TypeError: a filter cannot be called.
     """
-    for each in filters:
-        if not callable(each) or isinstance(each, type):
-            raise TypeError(
-                f"all_of takes filters, called as filter(module, name), got {described(each)}"
-            )
-    return _AllOf(filters)
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        reasons = (why_not(f, module, fqn) for f in filters)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    return _Because(reason, sum((f.patterns for f in filters if isinstance(f, _Because)), ()))
 
 
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
@@ -189,14 +159,10 @@ def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[s
     has no patterns.
     """
     names = list(names)
-    if isinstance(module_filter_fn, _AllOf):
-        each = [unmatched_patterns(f, names) for f in module_filter_fn.filters]
-        return [pattern for found in each for pattern in found]
-    if not isinstance(module_filter_fn, _SkipNames):
-        return []
+    patterns = module_filter_fn.patterns if isinstance(module_filter_fn, _Because) else ()
     return [
         f"{pattern!r}{_near(pattern, names)}"
-        for pattern in module_filter_fn.patterns
+        for pattern in patterns
         if not any(_matches(pattern, name) for name in names)
     ]
 

@@ -36,7 +36,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.convert.folding import folded
-from float8.kernels import family_of, is_sharded
+from float8.kernels import family_of
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import refuses_call
@@ -89,7 +89,9 @@ def convert_to_float8_inference(
     plan.check(_refused_weights(plan))
     plan.warn_of_fixed_scales()
     if static_scales is not None:
-        model = replace_children(model, {m: m.to_float() for m in _producers(model)})
+        modules: list[Any] = [m for m in model.modules() if isinstance(m, Float8Module)]
+        producers = [m for m in modules if not isinstance(m, Float8Linear)]  # norms and gates
+        model = replace_children(model, {m: m.to_float() for m in producers})
     model = plan.convert(model)
     _keep_float8_only(plan)
     hide_from_ddp(model)
@@ -97,19 +99,8 @@ def convert_to_float8_inference(
     return model
 
 
-def _producers(model: nn.Module) -> list[Any]:
-    """The norms and gates of a model that return float8."""
-    modules = [m for m in model.modules() if isinstance(m, Float8Module)]
-    return [m for m in modules if not isinstance(m, Float8Linear)]
-
-
 def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan) -> None:
     """Have the layers of a plan cast their inputs with these scales, by name."""
-    if not isinstance(scales, Mapping):
-        raise TypeError(
-            "static_scales must map layer names to the scales of their inputs, as "
-            f'{{"layers.0.proj": 0.02}}, got a {type(scales).__name__}'
-        )
     problems = [(fqn, "it has no scale") for fqn in plan.layers if fqn not in scales]
     for fqn, scale in scales.items():
         if fqn not in plan.layers:
@@ -141,40 +132,18 @@ def _refused_weights(plan: ConversionPlan) -> Iterator[tuple[str, str | None]]:
 
 
 def _refuses_weight(layer: Any, config: Float8LinearConfig) -> str | None:
-    weight: Tensor = layer.weight
     if config.enable_fsdp_float8_all_gather:
         return (
             "enable_fsdp_float8_all_gather=True is for weights that train; frozen float8 weights "
             "are not gathered. Leave it at False"
         )
-    is_plain = type(weight) in (Tensor, nn.Parameter) and not is_sharded(weight)
-    if not is_plain and not is_resident(weight):
-        return (
-            f"its weight is a {type(weight).__name__}; convert plain weights, before any "
-            "distributed wrapper"
-        )
-    return (
-        refuses_resident(config)
-        or _refuses_values(layer)
-        or refuses_device(weight, config, weight.device)
-    )
-
-
-def _refuses_values(layer: nn.Module) -> str | None:
-    """The reason why a layer's weight has no float8 copy, or None."""
     weight = layer._parameters.get("weight")
-    if weight is None:
+    if weight is None or not (type(weight) is nn.Parameter or is_resident(weight)):
         return (
-            "its weight is computed by a hook, as those of torch.nn.utils.prune and weight_norm "
-            "do; make it a Parameter first (prune.remove, remove_weight_norm)"
+            f"its weight is no plain Parameter, but a {type(layer.weight).__name__}: convert "
+            "before any distributed wrapper, and after prune.remove or remove_weight_norm"
         )
-    if type(weight) is not nn.Parameter or is_sharded(weight) or not weight.numel():
-        return None
-    with torch.no_grad():
-        ends = torch.stack(torch.aminmax(weight))
-    if weight.device.type != "meta" and not bool(ends.isfinite().all()):
-        return "its weight has NaN or inf, which would spread to every value with the same scale"
-    return None
+    return refuses_resident(config) or refuses_device(weight, config, weight.device)
 
 
 def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
@@ -207,7 +176,7 @@ def hide_from_ddp(model: nn.Module) -> None:
 
 def _keep_float8_only(plan: ConversionPlan) -> None:
     """Replace the weights of converted layers by frozen float8 ones, each freed before the next."""
-    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old ones too: ids stay theirs
+    new: dict[int, nn.Parameter] = {}  # by the old one's id; layers may share a weight
     for fqn, layer in plan.layers.items():
         config, old = plan.configs[fqn], layer.weight
         if config != layer.config:
@@ -217,9 +186,6 @@ def _keep_float8_only(plan: ConversionPlan) -> None:
             continue
         if id(old) not in new:
             float8_data = to_resident(old, config, layer.casts[1].state)
-            tied = sum(other.weight is old for other in plan.layers.values()) > 1
-            layer.weight = as_parameter(old, float8_data, requires_grad=False)
-            if tied:
-                new[id(old)] = layer.weight, old
-        layer.weight = new[id(old)][0] if id(old) in new else layer.weight
+            new[id(old)] = as_parameter(old, float8_data, requires_grad=False)
+        layer.weight = new[id(old)]
         layer.cached_weight = None

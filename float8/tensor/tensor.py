@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
-from float8.arguments import check_tensors, check_type, described
-from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
+from float8.arguments import described
+from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
-from float8.tensor.parts import check_parts, given_scale, has_no_values, is_e8m0
+from float8.tensor.parts import check_high_precision, check_parts, given_scale, is_e8m0
 from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
@@ -79,7 +79,6 @@ class Float8Tensor(Tensor):
         data_t: Tensor | None = None,
     ) -> Float8Tensor:
         """See the class."""
-        check_tensors("Float8Tensor", data=data, scale=scale)
         # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
@@ -129,22 +128,12 @@ class Float8Tensor(Tensor):
             scale_format: which numbers a computed scale may be.
 
         Raises:
-            TypeError: x is no tensor of a high-precision dtype, scale is of another dtype, or an
-                argument is of another type.
+            TypeError: x is of no high-precision dtype, or scale of another dtype.
             ValueError: scale has the wrong shape or is not finite and > 0.
         """
-        caller = "Float8Tensor.from_high_precision"
-        check_tensors(caller, x=x)
-        such_as = "a ScaleFormat, such as ScaleFormat.E8M0"
-        check_type(scale_format, ScaleFormat, caller, "scale_format", such_as)
-        granularity = Tensorwise() if granularity is None else granularity
-        such_as = "a Granularity, such as Rowwise()"
-        check_type(granularity, Granularity, caller, "granularity", such_as)
-        if x.dtype not in HIGH_PRECISION_DTYPES:
-            known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
-            raise TypeError(f"cannot cast {x.dtype} to float8: convert it to one of {known} first")
+        check_high_precision(x)
         fmt = format_of(format_or_dtype)
-        block = granularity.block_of(x.shape)
+        block = (granularity or Tensorwise()).block_of(x.shape)
         if scale is None:
             amax = kernels.amax(x.detach(), block)
             scale_tensor = kernels.scale_from_amax(amax, fmt.max, scale_format.value)
@@ -236,9 +225,7 @@ class Float8Tensor(Tensor):
         """Raise an error: FSDP2 calls it to gather a parameter, and gathers no float8 ones."""
         raise NotImplementedError(NOT_SHARDED)
 
-    def fsdp_post_all_gather(self, *_: Any, **__: Any) -> Any:
-        """As `fsdp_pre_all_gather`: FSDP2 asks for both."""
-        raise NotImplementedError(NOT_SHARDED)
+    fsdp_post_all_gather = fsdp_pre_all_gather  # FSDP2 asks for both
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
         copy = self._replace(self.float8_data.detach().clone(), self.scale.detach().clone())
@@ -248,13 +235,9 @@ class Float8Tensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
-        scale = (
-            f"scale={self.scale.item():.6g}"
-            if self.scale.numel() == 1
-            and self.scale.device.type != "meta"
-            and not has_no_values(self)
-            else f"scale of shape {tuple(self.scale.shape)}"
-        )
+        scale = f"scale of shape {tuple(self.scale.shape)}"
+        if self.scale.numel() == 1 and type(self.scale) is Tensor and not self.is_meta:
+            scale = f"scale={self.scale.item():.6g}"
         return (
             f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self.block}, {scale}, "
             f"dtype={self.dtype}, device='{self.device}'"
@@ -281,27 +264,13 @@ class Float8Tensor(Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        raise NotImplementedError(_not_defined(func, args) + blame(args))
-
-
-def _not_defined(func: Any, args: Sequence[Any]) -> str:
-    schema = getattr(func, "_schema", None)
-    for argument, value in zip(schema.arguments if schema else (), args, strict=False):
-        is_written = argument.alias_info is not None and argument.alias_info.is_write
-        if is_written and any(isinstance(x, Float8Tensor) for x in tree_leaves(value)):
-            return (
-                f"{func} is not defined for Float8Tensor; to write into a Float8Tensor x, compute "
-                "the new values from x.dequantize() and write them with x.copy_(values), which "
-                "casts them. For weights of a model, as PEFT's merge_and_unload changes them, call "
-                "float8.convert_from_float8_training(model) first"
+        message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+        if func._schema.is_mutable:
+            message += (
+                " and write into it with x.copy_(values), which casts them. For merge_and_unload "
+                "of PEFT call float8.convert_from_float8_training(model) first"
             )
-    if getattr(func, "namespace", "") in ("c10d", "_c10d_functional"):
-        return (
-            f"{func}: collectives take no Float8Tensor; gather x.dequantize(), or the bytes "
-            "x.float8_data.view(torch.uint8) and x.scale. Redistribute a DTensor before its cast: "
-            "Float8Tensor.from_high_precision(dtensor.redistribute(...), ...)"
-        )
-    return f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
+        raise NotImplementedError(message + blame(args))
 
 
 def blame(args: Sequence[Any]) -> str:
@@ -321,15 +290,11 @@ def blame(args: Sequence[Any]) -> str:
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function as the implementation of aten overloads on Float8Tensor.
 
-    The function is called as ``f(func, *args, **kwargs)``. Registering an overload twice is an
-    error: an op has one implementation.
+    The function is called as ``f(func, *args, **kwargs)``.
     """
 
     def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        for func in funcs:
-            if func in OP_TABLE:
-                raise ValueError(f"{func} is already implemented by {OP_TABLE[func].__name__}")
-            OP_TABLE[func] = implementation
+        OP_TABLE.update(dict.fromkeys(funcs, implementation))
         return implementation
 
     return register

@@ -12,7 +12,6 @@ from plans import (
     B128,
     DELAYED,
     E8M0,
-    FLOAT32,
     MX,
     POW2,
     ROW,
@@ -82,13 +81,6 @@ def test_one_delayed_operand_needs_sync(operand):
 # --- a config is a value
 
 
-def test_a_shared_cast_is_as_three_written_out():
-    assert Float8LinearConfig() == RECIPES["tensorwise"]
-    shared = CastConfig(scale_format=POW2)
-    three = [CastConfig(scale_format=POW2) for _ in range(3)]
-    assert Float8LinearConfig(shared, shared, shared).plan == Float8LinearConfig(*three).plan
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_replacing_a_cast_resolves_anew(recipe):
     config = RECIPES[recipe]
@@ -139,15 +131,3 @@ def test_a_recipe_is_a_copy_down_to_its_parts(recipe):
     object.__setattr__(config.plan.grad_input, "a", "changed")
     assert RECIPES[recipe] == before == Float8LinearConfig.from_recipe_name(recipe)
     assert RECIPES[recipe].plan == before.plan
-
-
-def test_default_parts_are_shared_by_no_two_configs():
-    one, other = Float8LinearConfig(), Float8LinearConfig()
-    object.__setattr__(one.cast_config_input, "scale_format", POW2)
-    object.__setattr__(one.cast_config_weight, "scale_format", E8M0)
-    assert other.cast_config_input.scale_format is FLOAT32
-    assert CastConfig().scale_format is FLOAT32
-    parts = [getattr(one, f.name) for f in fields(one) if f.init]
-    others = [getattr(other, f.name) for f in fields(other) if f.init]
-    shared = [a for a, b in zip(parts, others, strict=True) if a is b]
-    assert all(isinstance(value, bool | None) for value in shared)

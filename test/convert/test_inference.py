@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import io
 import pickle
 import weakref
@@ -155,13 +154,6 @@ def test_static_scales_are_used_and_checked_by_name():
     assert kept[2].config.cast_config_input.scaling_type is ScalingType.STATIC
 
 
-def test_recipe_unit_warns_of_weights_that_it_would_flush_for_good():
-    model = mlp()
-    model[0].weight.data *= 1e-3
-    with pytest.warns(UserWarning, match=r'"unit".*% of their weights flush to zero'):
-        convert_to_float8_inference(model, config=config_of("unit"))
-
-
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
@@ -287,30 +279,6 @@ def test_static_scales_are_in_the_checkpoint(assign):
     assert_bitwise(empty(x), model(x))
 
 
-def test_checkpoints_without_static_scales_leave_those_of_the_model():
-    scales, x = {"0": 0.02, "2": 0.005}, example()
-    model = convert_to_float8_inference(mlp(), scales)
-    old = {k: v for k, v in model.state_dict().items() if not k.endswith("input_scale")}
-    for state in (old, mlp().state_dict()):
-        other = convert_to_float8_inference(mlp(seed=5), scales)
-        other.load_state_dict(state)
-        assert_bitwise(other(x), model(x))
-    trained = convert_to_float8_training(mlp(seed=5))  # which finds the scales of its inputs
-    trained.load_state_dict(model.state_dict())
-    assert trained[0].cast_input.config.scaling_type is ScalingType.DYNAMIC
-    with high_precision(model):
-        mlp().load_state_dict(model.state_dict())
-
-
-@pytest.mark.parametrize("recipe", BLOCKS)
-def test_a_plain_checkpoint_is_quantised(recipe):
-    plain, x = mlp(), example()
-    model = convert_to_float8_inference(mlp(seed=5), config=config_of(recipe))
-    model.load_state_dict(plain.state_dict())
-    expected = convert_to_float8_inference(plain, config=config_of(recipe))
-    assert_bitwise(model(x), expected(x))
-
-
 def without_scale(state):
     return {k: v for k, v in state.items() if k != "0.weight_scale"}
 
@@ -378,18 +346,15 @@ def test_the_state_of_high_precision_is_plain():
     assert_bitwise(convert_from_float8_training(model)[0].weight, state["0.weight"])
 
 
-def test_copies_pickles_and_dtypes_keep_the_bytes():
+def test_copies_and_dtypes_keep_the_bytes():
     model, x = resident("rowwise"), example()
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert_bitwise(twin(x), model(x))
-        assert not twin[0].weight.requires_grad
-        assert twin[0].weight.float8_data.data_ptr() != model[0].weight.float8_data.data_ptr()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert_bitwise(twin(x), model(x))
+    assert not twin[0].weight.requires_grad
     codes = model[0].weight.float8_data.view(torch.uint8).clone()
     for dtype in (torch.float16, torch.float32, torch.bfloat16):
-        model.to(dtype)
+        assert model.to(dtype)(x.to(dtype)).dtype == dtype
         assert_bitwise(model[0].weight.float8_data.view(torch.uint8), codes)
-        assert model[0].weight.dtype == dtype
-        assert model(x.to(dtype)).dtype == dtype
 
 
 def test_meta_models_convert_and_take_a_checkpoint():
@@ -495,17 +460,6 @@ def test_adapters_on_a_float8_base_train_as_on_a_plain_one(recipe):
     assert losses[-1] < 0.7 * losses[0]
     assert losses[-1] <= plain[-1] * 1.05
     assert_bitwise(model[0].base.weight.float8_data.view(torch.uint8), codes)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_adapters_of_peft_train():
-    import peft
-
-    model = peft.get_peft_model(
-        resident("rowwise", torch.float32), peft.LoraConfig(r=4, target_modules=["0", "2"])
-    )
-    losses = losses_of(model)
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_static_inputs_need_no_settings_of_the_history_that_they_replace():

@@ -54,10 +54,6 @@ def inference(scales=None, config=None):
     return lambda m: convert_to_float8_inference(m, scales, config=config)
 
 
-def value(x):
-    return lambda m: m[2].weight.data[3, 4].fill_(x)
-
-
 def plain(model):
     """Leave the model as it is."""
 
@@ -70,12 +66,10 @@ VALUE_ERRORS = [
     (plain, inference(config=NO_OUTPUT), "0: its output GEMM runs in high precision"),
     (plain, inference(config=NO_GRAD_INPUT), "0: its grad_input GEMM runs in high precision"),
     (plain, inference(config=TWO_FORMATS), "0: .*[eE]5[mM]2"),
-    (value(math.nan), inference(), "2: its weight has NaN or inf"),
-    (value(-math.inf), inference(config=RECIPES["blockwise"]), "2: its weight has NaN or inf"),
     (
         lambda m: prune.l1_unstructured(m[2], "weight", 0.5),
         inference(),
-        r"2: its weight is computed by a hook.*prune\.remove",
+        r"2: its weight is no plain Parameter.*prune\.remove",
     ),
     (plain, inference({"0": 1.0, "2": 1.0}, ROWWISE), "static scales are for tensorwise"),
     (training(ROWWISE), inference({"0": 1.0, "2": 1.0}), "static scales are for tensorwise"),
@@ -93,9 +87,7 @@ VALUE_ERRORS = [
 ]
 TYPE_ERRORS = [
     (plain, training(CastConfig()), "config must be a Float8LinearConfig, got a CastConfig"),
-    (plain, training(None, "head"), r"skip_names\(\"lm_head\"\)"),
     (plain, inference(config=7), "config must be"),
-    (plain, inference(0.5), "static_scales must map layer names.*got a float"),
 ]
 
 
@@ -146,15 +138,10 @@ def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        *(
-            (lambda bad=bad: f.skip_names(bad), TypeError, r"takes strings, got a.*skip_names\(\*")
-            for bad in (["a", "b"], ("a",), {"a"})
-        ),
-        (lambda: f.divisible_by(0), ValueError, "multiple must be an integer >= 1, got 0"),
-        (lambda: f.divisible_by(-16), ValueError, "multiple must be an integer >= 1, got -16"),
+        (lambda: f.skip_names(["a", "b"]), TypeError, r"string, as in skip_names\(\*names\)"),
         *(
             (lambda bad=bad: register_linear_type(bad), TypeError, "a subclass of nn.Linear, got")
-            for bad in (nn.Conv2d, nn.Linear(1, 1), "Linear")
+            for bad in (nn.Conv2d, nn.Linear(1, 1))
         ),
         (lambda: register_linear_type(nn.Linear), ValueError, "already has a conversion rule"),
     ],

@@ -37,15 +37,3 @@ def test_a_module_is_named_from_the_outermost_one():
 
 def test_outside_of_modules_there_is_none():
     assert innermost_module() == ""
-
-
-def test_an_object_that_is_no_module_is_passed_over():
-    class Caller:
-        def __init__(self, callee):
-            self.callee = callee
-
-        def call(self):
-            return self.callee()
-
-    assert Caller(Asks()).call() == "Asks"
-    assert Caller(innermost_module).call() == ""

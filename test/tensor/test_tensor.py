@@ -179,15 +179,13 @@ def test_what_is_wrong_is_refused_in_words(run, error, words):
         run()
 
 
-def test_a_new_operation_is_one_registration_and_has_one_implementation():
+def test_a_new_operation_is_one_registration():
     func = torch.ops.aten.neg.default
     assert func not in OP_TABLE
     try:
         implements(func)(lambda func, x: x.dequantize().neg())
         q = example()
         assert_bitwise(-q, -q.dequantize())
-        with pytest.raises(ValueError, match=r"aten\.neg\.default is already implemented"):
-            implements(func)(lambda *args: None)
     finally:
         OP_TABLE.pop(func, None)
 

@@ -17,54 +17,34 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
+from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, scale_shape
-from float8.tensor.parts import is_e8m0
+from float8.tensor.parts import check_high_precision, is_e8m0
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
 
 
-@implements(aten.detach.default, aten.alias.default)
-def _detach(func: Any, x: Float8Tensor) -> Float8Tensor:
-    return x._replace(func(x.float8_data), func(x.scale))
-
-
-@implements(aten.clone.default)
-def _clone(
-    func: Any, x: Float8Tensor, *, memory_format: torch.memory_format = torch.preserve_format
+@implements(
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+)
+def _of_both(
+    func: Any, x: Float8Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any
 ) -> Float8Tensor:
-    return x._replace(x.float8_data.clone(memory_format=memory_format), x.scale.clone())
-
-
-@implements(aten._to_copy.default)
-def _to_copy(
-    func: Any,
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    memory_format: torch.memory_format = torch.preserve_format,
-    **_: Any,
-) -> Float8Tensor:
-    _check_dtype(func, dtype)
-    data = func(
-        x.float8_data, device=device, non_blocking=non_blocking, memory_format=memory_format
+    """The same op of the data and of the scale. ``dtype`` is what the result stands for."""
+    return x._replace(
+        func(x.float8_data, *args, **kwargs), func(x.scale, *args, **kwargs), dtype=dtype
     )
-    scale = func(x.scale, device=device, non_blocking=non_blocking)
-    return x._replace(data, scale, dtype=dtype)
 
 
 @implements(aten.is_pinned.default)
 def _is_pinned(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> bool:
     pinned: bool = func(x.float8_data, *args, **kwargs)
     return pinned
-
-
-@implements(aten._pin_memory.default)
-def _pin_memory(func: Any, x: Float8Tensor, *args: Any, **kwargs: Any) -> Float8Tensor:
-    return x._replace(*(func(part, *args, **kwargs) for part in (x.float8_data, x.scale)))
 
 
 @implements(aten.copy_.default)
@@ -102,13 +82,8 @@ def _index_put_(
     if not isinstance(x, Float8Tensor):
         return func(x, indices, plain, accumulate)
     if accumulate:
-        raise NotImplementedError(
-            f"{func} with accumulate=True does not write into a Float8Tensor x: compute the sums "
-            "from x.dequantize() and write them with x.copy_(sums), which casts them"
-        )
-    if plain.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
-        raise TypeError(f"cannot write {plain.dtype} into a Float8Tensor: convert it to {known}")
+        raise NotImplementedError(f"{func} of a Float8Tensor x has no accumulate=True: use x.copy_")
+    check_high_precision(plain)
     scale = aten.index.Tensor(_scale_of_each_element(x), indices)
     plain = plain.to(x.device).expand(scale.shape)
     codes = kernels.cast(plain, scale, (1,) * plain.dim(), x.float8_data.dtype)
@@ -139,9 +114,7 @@ def is_part(x: Float8Tensor) -> bool:
 def _cast_like(
     destination: Float8Tensor, source: Tensor, scale: Tensor | None = None
 ) -> Float8Tensor:
-    if source.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
-        raise TypeError(f"cannot copy {source.dtype} into a Float8Tensor: convert it to {known}")
+    check_high_precision(source)
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination.block
     if scale is None:
@@ -150,50 +123,24 @@ def _cast_like(
     return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
 
 
-@implements(aten.empty_like.default, aten.zeros_like.default)
-def _like(
-    func: Any,
-    x: Float8Tensor,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    memory_format: torch.memory_format = torch.preserve_format,
-    **_: Any,
-) -> Float8Tensor:
-    _check_dtype(func, dtype)
-    data = func(x.float8_data.view(torch.uint8), device=device, memory_format=memory_format)
-    scale = torch.ones_like(x.scale, device=device)
-    return x._replace(data.view(x.float8_data.dtype), scale, dtype=dtype)
-
-
-@implements(aten.new_empty.default, aten.new_zeros.default)
+@implements(
+    aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default
+)
 def _new(
     func: Any,
     x: Float8Tensor,
-    size: Sequence[int],
-    *,
+    *size: Sequence[int],
     dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> Float8Tensor:
-    _check_dtype(func, dtype)
-    if len(size) != x.dim():
+    data = func(x.float8_data.view(torch.uint8), *size, **kwargs).view(x.float8_data.dtype)
+    if data.dim() != x.dim():
         raise ValueError(
-            f"{func} of shape {tuple(size)} from a Float8Tensor with block {x.block}: the number "
-            "of dimensions must stay, because the block has one extent for each"
+            f"{func} from a Float8Tensor with block {x.block}: the number of dimensions must stay, "
+            f"got shape {tuple(data.shape)}"
         )
-    data = func(x.float8_data.view(torch.uint8), size, device=device).view(x.float8_data.dtype)
-    scale = x.scale.new_ones(scale_shape(size, x.block), device=device)
+    scale = x.scale.new_ones(scale_shape(data.shape, x.block), device=data.device)
     return x._replace(data, scale, dtype=dtype)
-
-
-def _check_dtype(func: Any, dtype: torch.dtype | None) -> None:
-    if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
-        raise TypeError(
-            f"{func}: a Float8Tensor can stand for {known}, not {dtype}; for another dtype call "
-            ".dequantize() first"
-        )
 
 
 @implements(aten.is_same_size.default)

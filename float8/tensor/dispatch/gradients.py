@@ -12,7 +12,7 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,22 +34,15 @@ def _zero_(func: Any, x: Float8Tensor) -> Float8Tensor:
     return x
 
 
-@implements(aten.mul_.Tensor, aten.mul_.Scalar)
-def _mul_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
+@implements(aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar)
+def _scale_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
+    """``x.mul_(factor)`` and ``x.div_(factor)``."""
     if not isinstance(x, Float8Tensor) or isinstance(factor, Float8Tensor):
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
+    change = torch.mul if func in (aten.mul_.Tensor, aten.mul_.Scalar) else torch.div
     if not _is_for_the_scale(x, factor):
-        return x.copy_(x.dequantize(torch.float32) * factor)
-    return _with_scale(x, x.scale * factor)
-
-
-@implements(aten.div_.Tensor, aten.div_.Scalar)
-def _div_(func: Any, x: Tensor, divisor: Tensor | float) -> Tensor:
-    if not isinstance(x, Float8Tensor) or isinstance(divisor, Float8Tensor):
-        raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
-    if not _is_for_the_scale(x, divisor):
-        return x.copy_(x.dequantize(torch.float32) / divisor)
-    return _with_scale(x, x.scale / divisor)
+        return x.copy_(change(x.dequantize(torch.float32), factor))
+    return _with_scale(x, change(x.scale, factor))
 
 
 def _is_for_the_scale(x: Float8Tensor, factor: Tensor | float) -> bool:
@@ -99,28 +92,19 @@ def _foreach_norm(
     return [torch.linalg.vector_norm(x, order, dtype=dtype) for x in tensors]
 
 
-@implements(aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar)
-def _foreach_mul_(func: Any, tensors: Sequence[Tensor], factor: Tensor | float) -> None:
+_IN_PLACE: dict[Any, Callable[..., Any]] = {
+    aten._foreach_mul_.Tensor: Tensor.mul_,
+    aten._foreach_mul_.Scalar: Tensor.mul_,
+    aten._foreach_clamp_min_.Scalar: lambda x, least: x.clamp_(min=least),
+    aten._foreach_clamp_max_.Scalar: lambda x, most: x.clamp_(max=most),
+    aten._foreach_zero_.default: Tensor.zero_,
+}
+
+
+@implements(*_IN_PLACE)
+def _foreach_(func: Any, tensors: Sequence[Tensor], *args: Any) -> None:
     for x in tensors:
-        x.mul_(factor)
-
-
-@implements(aten._foreach_clamp_min_.Scalar)
-def _foreach_clamp_min_(func: Any, tensors: Sequence[Tensor], least: float) -> None:
-    for x in tensors:
-        x.clamp_(min=least)
-
-
-@implements(aten._foreach_clamp_max_.Scalar)
-def _foreach_clamp_max_(func: Any, tensors: Sequence[Tensor], most: float) -> None:
-    for x in tensors:
-        x.clamp_(max=most)
-
-
-@implements(aten._foreach_zero_.default)
-def _foreach_zero_(func: Any, tensors: Sequence[Tensor]) -> None:
-    for x in tensors:
-        x.zero_()
+        _IN_PLACE[func](x, *args)
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default)

@@ -22,35 +22,30 @@ aten = torch.ops.aten
 
 @implements(aten.mm.default)
 def _mm(func: Any, a: Tensor, b: Tensor) -> Tensor:
-    return _product(func, a, b, None)
+    return _addmm(func, None, a, b)
 
 
 @implements(aten.addmm.default)
 def _addmm(
-    func: Any, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+    func: Any, bias: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
-    if beta != 1 or alpha != 1:
-        raise ValueError(f"{func} of Float8Tensors has beta and alpha of 1, got {beta}, {alpha}")
-    return _product(func, a, b, bias)
-
-
-def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor):
-        raise _mixed(func, a, b)
-    if isinstance(bias, Float8Tensor):
-        raise TypeError(f"{func}: the bias is a Float8Tensor; call .dequantize() on it first")
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+    is_float8 = [isinstance(x, Float8Tensor) for x in (a, b, bias)]
+    if not isinstance(a, Float8Tensor) or not isinstance(b, Float8Tensor) or is_float8[2]:
+        kinds = ["a Float8Tensor" if each else "a Tensor" for each in is_float8]
         raise ValueError(
-            f"{func}: shapes {tuple(a.shape)} and {tuple(b.shape)} do not multiply; expected "
-            "(M, K) and (K, N)"
+            f"{func}: the left operand is {kinds[0]}, the right operand {kinds[1]}, the bias "
+            f"{kinds[2]}; float8 multiplies float8 only, with a plain bias. Cast the plain one "
+            "with Float8Tensor.from_high_precision, or call .dequantize() on the other"
+            + blame((a, b))
         )
-    if a.dtype != b.dtype:  # a ValueError: of a TypeError, a @ b would show its own text only
-        raise ValueError(
-            f"{func}: the operands stand for {a.dtype} and {b.dtype}; convert one with .to(dtype)"
-        )
-    if bias is not None and bias.shape != b.shape[1:]:
-        raise ValueError(
-            f"{func}: the bias has shape {tuple(bias.shape)}, expected {tuple(b.shape[1:])}"
+    shapes = [tuple(x.shape) for x in (a, b, bias) if x is not None]
+    fits = len(shapes[0]) == len(shapes[1]) == 2 and shapes[0][1] == shapes[1][0]
+    fits_bias = len(shapes) == 2 or shapes[2] == shapes[1][1:]
+    if not fits or not fits_bias or a.dtype != b.dtype or beta != 1 or alpha != 1:
+        raise ValueError(  # of a TypeError, a @ b would show its own text only
+            f"{func}: shapes (a, b and bias) {shapes}, dtypes {a.dtype} and {b.dtype}, beta={beta} "
+            f"and alpha={alpha} do not multiply; expected (M, K), (K, N) and (N,) of one dtype, "
+            "and 1, 1"
         )
     return kernels.scaled_mm(
         a.float8_data,
@@ -61,17 +56,4 @@ def _product(func: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         transpose_block(b.block),
         bias,
         out_dtype=a.dtype,
-    )
-
-
-def _mixed(func: Any, a: Tensor, b: Tensor) -> ValueError:
-    names = [
-        f"{name} is a {type(x).__name__}({x.dtype}, {tuple(x.shape)})"
-        for name, x in (("the left operand", a), ("the right operand", b))
-    ]
-    return ValueError(
-        f"{func}: {names[0]}, {names[1]}; float8 multiplies float8 only. Cast the plain one with "
-        "Float8Tensor.from_high_precision, or call .dequantize() on the other; where it comes from "
-        "RMSNormCast, LayerNormCast or SwiGLUCast, convert the layer that reads it, or use the "
-        "plain norm or gate" + blame((a, b))
     )

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.tensor.tensor import NOT_SHARDED, Float8Tensor, blame, implements
+from float8.tensor.tensor import Float8Tensor, blame, implements
 
 aten = torch.ops.aten
 
@@ -47,28 +46,22 @@ def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
     raise ValueError(
         f"cannot view a Float8Tensor of shape {before} and block {x.block} as {after}: its "
         f"dimensions {first} to {end - 1} share scales and must stay; call .dequantize() first"
-        + (f". {NOT_SHARDED}" if len(after) == 1 else "")
-    )
-
-
-@implements(aten.t.default)
-def _t(func: Any, x: Float8Tensor) -> Float8Tensor:
-    return x._replace(x.float8_data.t(), x.scale.t(), x.block[::-1])
-
-
-@implements(aten.transpose.int)
-def _transpose(func: Any, x: Float8Tensor, dim0: int, dim1: int) -> Float8Tensor:
-    block = list(x.block)
-    block[dim0], block[dim1] = block[dim1], block[dim0]
-    return x._replace(
-        x.float8_data.transpose(dim0, dim1), x.scale.transpose(dim0, dim1), tuple(block)
     )
 
 
 @implements(aten.permute.default)
 def _permute(func: Any, x: Float8Tensor, dims: Sequence[int]) -> Float8Tensor:
     block = tuple(x.block[dim] for dim in dims)
-    return x._replace(func(x.float8_data, dims), func(x.scale, dims), block)
+    order = tuple(dims)
+    return x._replace(x.float8_data.permute(order), x.scale.permute(order), block)
+
+
+@implements(aten.t.default, aten.transpose.int)
+def _transpose(func: Any, x: Float8Tensor, dim0: int = 0, dim1: int = -1) -> Float8Tensor:
+    dims = list(range(x.dim()))
+    if dims:
+        dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    return _permute(func, x, dims)
 
 
 @implements(aten.unsqueeze.default)
@@ -101,7 +94,6 @@ def _slice(
         raise ValueError(
             f"cannot slice [{start}:{end}:{step}] along dim {dim} of a Float8Tensor with block "
             f"{x.block}: bounds must be multiples of {extent}; call .dequantize() first"
-            + (f". {NOT_SHARDED}" if isinstance(x, torch.nn.Parameter) else "")
         )
     return x._replace(data, func(x.scale, dim, start // extent, -(-end // extent)))
 
@@ -119,68 +111,39 @@ def _select(func: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
     return x._replace(func(x.float8_data, dim, index), func(x.scale, dim, scale_index), block)
 
 
-@implements(aten.split.Tensor)
-def _split(func: Any, x: Float8Tensor, size: int, dim: int = 0) -> list[Float8Tensor]:
-    total = x.shape[dim]
-    if size < 1 and total:
-        raise ValueError(f"{func}: split_size must be positive, got {size}")
-    return [
-        _slice(aten.slice.Tensor, x, dim, start, min(start + size, total))
-        for start in range(0, max(total, 1), max(size, 1))
-    ]
-
-
-@implements(aten.split_with_sizes.default)
-def _split_with_sizes(
-    func: Any, x: Float8Tensor, sizes: Sequence[int], dim: int = 0
+@implements(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(
+    func: Any, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[Float8Tensor]:
-    if sum(sizes) != x.shape[dim]:
-        raise ValueError(f"{func}: sizes {list(sizes)} do not sum to {x.shape[dim]}, dim {dim}")
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [
-        _slice(aten.slice.Tensor, x, dim, end - size, end)
-        for size, end in zip(sizes, ends, strict=True)
-    ]
+    parts, start = [], 0
+    for data in func(x.float8_data, sizes, dim):
+        end = start + data.shape[dim]
+        parts.append(_slice(aten.slice.Tensor, x, dim, start, end))
+        start = end
+    return parts
 
 
 @implements(aten.cat.default)
-def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Float8Tensor:
-    first = tensors[0]
-    assert isinstance(first, Float8Tensor) or any(isinstance(t, Float8Tensor) for t in tensors)
-    for t in tensors:
-        if not isinstance(t, Float8Tensor) or not isinstance(first, Float8Tensor):
-            raise TypeError(
-                "cannot cat a Float8Tensor with a plain tensor "
-                f"({[type(t).__name__ for t in tensors]}); call .dequantize() on the "
-                "Float8Tensors first" + blame(tensors)
-            )
-        if (t.block, t.format, t.dtype) != (first.block, first.format, first.dtype):
-            raise ValueError(f"cannot cat Float8Tensors of different kinds: {first!r} and {t!r}")
-    parts = [t for t in tensors if isinstance(t, Float8Tensor)]
-    dim = dim % parts[0].dim()
-    # cat is not defined for float8 dtypes everywhere; it is for bytes.
-    data = func([t.float8_data.view(torch.uint8) for t in parts], dim).view(
-        parts[0].float8_data.dtype
-    )
-    extent = parts[0].block[dim]
-    if extent == WHOLE:
-        return parts[0]._replace(data, _common_scale(parts, dim))
-    if any(t.shape[dim] % extent for t in parts[:-1]):
-        raise ValueError(
-            f"cannot cat along dim {dim}: {[t.shape[dim] for t in parts]} are not multiples of the "
-            f"block {extent}; call .dequantize() first"
+def _cat(func: Any, tensors: Sequence[Float8Tensor], dim: int = 0) -> Float8Tensor:
+    kinds = [(t.block, t.format, t.dtype) if isinstance(t, Float8Tensor) else None for t in tensors]
+    if len(set(kinds)) > 1:
+        raise TypeError(
+            f"cannot cat Float8Tensors of different kinds, or with plain tensors ({kinds}); call "
+            ".dequantize() on them first" + blame(tensors)
         )
-    return parts[0]._replace(data, func([t.scale for t in parts], dim))
-
-
-def _common_scale(parts: list[Float8Tensor], dim: int) -> Tensor:
-    """The scale of tensors that share it along ``dim``: equal in all of them, or there is none."""
-    scale = parts[0].scale
-    for t in parts[1:]:
-        if t.scale is not scale and not torch.equal(t.scale, scale):
-            raise ValueError(
-                f"cannot cat along dim {dim}, which shares one scale per tensor: the scales differ "
-                f"({scale.flatten()[:4].tolist()} and {t.scale.flatten()[:4].tolist()}); call "
-                ".dequantize() first, or cast all parts with one scale"
-            )
-    return scale
+    first = tensors[0]
+    # cat is not defined for float8 dtypes everywhere; it is for bytes.
+    data = func([t.float8_data.view(torch.uint8) for t in tensors], dim)
+    extent = first.block[dim]
+    if extent == WHOLE:
+        fits = all(t.scale is first.scale or torch.equal(t.scale, first.scale) for t in tensors)
+        scale = first.scale
+    else:
+        fits = not any(t.shape[dim] % extent for t in tensors[:-1])
+        scale = func([t.scale for t in tensors], dim)
+    if not fits:
+        raise ValueError(
+            f"cannot cat along dim {dim} of Float8Tensors with block {first.block}: the parts must "
+            "have equal scales, or sizes that are multiples of the block; call .dequantize() first"
+        )
+    return first._replace(data.view(first.float8_data.dtype), scale)

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import E5M2, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
-from float8.tensor.tensor import OP_TABLE
 
 SHAPE = (6, 24)
 GRANULARITIES = {
@@ -200,28 +199,3 @@ def test_every_operation_compiles_in_one_graph(name):
     for op, expected in every(example(name)).items():
         assert_same_float8(compiled[op], expected, (op, name))
         assert_consistent(compiled[op], cases[op].dtype, (op, name))
-
-
-def test_every_registered_operation_is_in_these_tables(monkeypatch):
-    gradients = "float8.tensor.dispatch.gradients"  # test_gradients.py
-    seen = {
-        func for func, implementation in OP_TABLE.items() if implementation.__module__ == gradients
-    }
-    for func, implementation in list(OP_TABLE.items()):
-
-        def recording(called, *args, _inner=implementation, _func=func, **kwargs):
-            seen.add(_func)
-            return _inner(called, *args, **kwargs)
-
-        monkeypatch.setitem(OP_TABLE, func, recording)
-    for name in GRANULARITIES:
-        for case in allowed(name).values():
-            case.run(example(name))
-    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}  # test_matmul.py
-    collectives = {func for func in OP_TABLE if "c10d" in func.namespace}
-    not_seen = {str(func) for func in OP_TABLE if func not in seen | products | collectives}
-    # The first is what a compiled reshape becomes; the others are in test_copies.py.
-    others = {"aten.equal.default", "aten.is_same_size.default"}
-    others |= {"aten.is_pinned.default", "aten._pin_memory.default"}
-    writes = {"aten.index_put_.default", "aten.masked_fill_.Scalar"}
-    assert not_seen <= {"aten._unsafe_view.default", *others, *writes}

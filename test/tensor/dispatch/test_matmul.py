@@ -97,7 +97,7 @@ def test_a_product_has_a_shape_on_meta_and_on_fake_tensors():
 
 
 BIAS = torch.ones(9).bfloat16()
-MIXED = "the left operand is a {}Tensor.*the right operand is a {}Tensor.*from_high_precision.*dequ"
+MIXED = "the left operand is a {}Tensor, the right operand a {}Tensor.*from_high_precision.*dequ"
 REFUSED = [
     *(
         (run, MIXED.format(*("", "Float8") if left else ("Float8", "")))
@@ -114,17 +114,19 @@ REFUSED = [
             else (lambda a, b, op=op: op(a, b.dequantize())),
         )
     ),
-    (lambda a, b: a @ b.t(), r"\(17, 40\).*\(9, 40\) do not multiply"),
-    (lambda a, b: F.linear(a, b[:10].t()), "do not multiply"),
-    (lambda a, b: a @ b.float(), r"torch.bfloat16 and torch.float32.*\.to\(dtype\)"),
-    (lambda a, b: torch.addmm(BIAS, a, b, beta=2), "beta and alpha of 1, got 2"),
-    (lambda a, b: torch.addmm(BIAS, a, b, alpha=3), "1, 3"),
-    (lambda a, b: torch.addmm(BIAS.expand(17, 9), a, b), r"bias has shape \(17, 9\), expected"),
-    (lambda a, b: torch.addmm(BIAS[0], a, b), r"bias has shape \(\)"),
-    (
-        lambda a, b: F.linear(a, b.t(), operand((9,), "tensorwise")),
-        "the bias is a Float8Tensor",
+    *(
+        (run, "do not multiply; expected")
+        for run in (
+            lambda a, b: a @ b.t(),
+            lambda a, b: F.linear(a, b[:10].t()),
+            lambda a, b: a @ b.float(),
+            lambda a, b: torch.addmm(BIAS, a, b, beta=2),
+            lambda a, b: torch.addmm(BIAS, a, b, alpha=3),
+            lambda a, b: torch.addmm(BIAS.expand(17, 9), a, b),
+            lambda a, b: torch.addmm(BIAS[0], a, b),
+        )
     ),
+    (lambda a, b: F.linear(a, b.t(), operand((9,), "tensorwise")), "the bias a Float8Tensor"),
     (lambda a, b: (e5m2 := operand((17, 40), fmt=E5M2)) @ e5m2.t(), "multiplies E5M2 by E5M2"),
 ]
 
