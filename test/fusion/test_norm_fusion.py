@@ -251,7 +251,10 @@ def test_a_blocks_type_declares_for_every_model():
         register_norm_pairs(Block, PAIRS)
     broken = Block()
     del broken.v
-    assert "its pairs, of Block: the model has no layer" in fuse(broken).skipped[""]
+    assert (
+        "its pairs, of Block: norm pair 'norm1': the model has no layer 'v'"
+        in fuse(broken).skipped[""]
+    )
     assert dict(fuse(converted(), {"norm1": "q"}).fused)["norm1"] == ["q"]
 
 
@@ -310,11 +313,10 @@ def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
 @pytest.mark.parametrize(
     ("pairs", "error", "message"),
     [
-        ({"norm3": "up"}, ValueError, "no norm 'norm3'; did you mean"),
-        ({"norm2": "upp"}, ValueError, "no layer .of norm2. 'upp'; did you mean 'up'"),
-        ({"norm2": "*"}, ValueError, "more stars"),
+        ({"norm3": "up"}, ValueError, "no norm 'norm3'"),
+        ({"norm2": "upp"}, ValueError, "no layer 'upp'"),
+        ({"norm2": "*"}, ValueError, r"no layer '\*'"),
         (["norm2"], TypeError, "pairs must map"),
-        ({"norm2": [1]}, TypeError, "names"),
     ],
 )
 def test_refuses_pairs_that_mean_nothing(pairs, error, message):
@@ -324,14 +326,16 @@ def test_refuses_pairs_that_mean_nothing(pairs, error, message):
     assert type(model.norm1) is nn.LayerNorm
 
 
-def test_refuses_within_high_precision():
+def test_high_precision_of_a_fused_model_is_the_plain_model():
     model = converted()
-    with high_precision(model), pytest.raises(ValueError, match=r"outside of float8\.high_prec"):
-        fuse(model)
-    fuse(model)
     x = torch.randn(2, 16, D)
+    fuse(model)
     with high_precision(model):
         assert_bitwise(model(x).detach(), convert_from_float8_training(copy.deepcopy(model))(x))
+    again = converted()
+    with high_precision(again):  # layers dequantise what the norms cast
+        fuse(again)
+        assert again(x).isfinite().all()
 
 
 # --- other norms
