@@ -164,12 +164,6 @@ class NormCast(_Producer):
     bias: Any
     eps: Any
 
-    def __init__(
-        self, *args: Any, config: Float8LinearConfig | str | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._set_up(config, None if self.weight is None else self.weight.device)
-
     @classmethod
     def from_float(
         cls: type[N],
@@ -233,6 +227,19 @@ class RMSNormCast(NormCast, nn.RMSNorm):
     plain_type = nn.RMSNorm
     bias = None
 
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | str | None = None,
+    ) -> None:
+        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
+        self._set_up(config, device)
+
 
 class LayerNormCast(NormCast, nn.LayerNorm):
     """``nn.LayerNorm`` over the last dimension, in float8; parameters and checkpoints are its own.
@@ -252,6 +259,20 @@ class LayerNormCast(NormCast, nn.LayerNorm):
     op = LAYER_NORM
     plain = "nn.LayerNorm"
     plain_type = nn.LayerNorm
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        config: Float8LinearConfig | str | None = None,
+    ) -> None:
+        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self._set_up(config, device)
 
 
 class SwiGLU(nn.Module):
