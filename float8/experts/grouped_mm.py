@@ -19,20 +19,14 @@ from torch import Tensor
 
 from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
-from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.autograd import (
-    NO_FACTORS,
-    STATELESS,
-    Call,
-    Factors,
-    Float8LinearFunction,
-)
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
 from float8.linear.bound_plan import autocasts, plan_for, without_autocast
 from float8.linear.float8_weight import of_experts
 from float8.linear.refusals import (
     REFUSES_SMOOTH_EXPERTS,
     refuses_experts,
     refuses_float8_input,
+    refuses_input,
 )
 from float8.tensor import Float8Tensor
 
@@ -66,71 +60,44 @@ def grouped_mm(
             and does not fit the config; or the device does not run one of its products.
     """
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
-    _check("grouped_mm", x, w, offs, config)
-    return grouped_mm_in_float8(x, w, offs, config)
-
-
-def grouped_mm_in_float8(
-    x: Tensor,
-    w: Tensor,
-    offs: Tensor,
-    config: Float8LinearConfig,
-    factors: Factors = NO_FACTORS,
-) -> Tensor:
-    """`grouped_mm` of arguments that were checked, with the factors of unit scaling."""
+    _check(x, w, offs, config)
     plan = plan_for(config, x, grouped=True)
-    if plan.on_gpu:
-        reason = refuses_experts(plan, torch.is_grad_enabled(), w.shape)
-        if reason is not None:
-            raise ValueError(f"grouped_mm: {reason}")
+    reason = refuses_experts(plan, torch.is_grad_enabled(), w.shape) if plan.on_gpu else None
     if isinstance(x, Float8Tensor):
         needs_grad_weight = w.requires_grad and torch.is_grad_enabled()
-        if (reason := refuses_float8_input(x, plan, needs_grad_weight)) is not None:
-            raise ValueError(f"grouped_mm: {reason}")
+        reason = reason or refuses_float8_input(x, plan, needs_grad_weight)
+    if reason is not None:
+        raise ValueError(f"grouped_mm: {reason}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
-    call = Call(plan, STATELESS, False, weight, factors, torch.is_grad_enabled())
+    call = Call(plan, STATELESS, False, weight, NO_FACTORS, torch.is_grad_enabled())
     with without_autocast(x):
         out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out
 
 
-def _check(name: str, x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:
+def _check(x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:
     """Raise unless the arguments fit each other; the values of offs are checked by the casts."""
-    check_tensors(name, x=x, w=w, offs=offs)
+    check_tensors("grouped_mm", x=x, w=w, offs=offs)
     if config.uses_delayed_scaling:
         raise ValueError(
-            f"{name}: a delayed config keeps a history of amaxes per operand, and experts have "
+            "grouped_mm: a delayed config keeps a history of amaxes per operand, and experts have "
             'none; take a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
         )
     if config.smooth_input:
-        raise ValueError(f"{name}: {REFUSES_SMOOTH_EXPERTS}")
-    if x.dim() != 2 or w.dim() != 3 or offs.dim() != 1:
+        raise ValueError(f"grouped_mm: {REFUSES_SMOOTH_EXPERTS}")
+    fits = x.dim() == 2 and w.dim() == 3 and offs.shape == w.shape[:1]
+    if not fits or x.shape[1] != w.shape[1]:
         raise ValueError(
-            f"{name}: x must be (T, K), w (E, K, N) and offs (E,), got {tuple(x.shape)}, "
-            f"{tuple(w.shape)} and {tuple(offs.shape)}"
+            f"grouped_mm: x must be (T, K), w (E, K, N) and offs (E,), got {tuple(x.shape)}, "
+            f"{tuple(w.shape)} and {tuple(offs.shape)}; for a weight (E, N, K) pass weight.mT"
         )
     if offs.dtype != torch.int32:
-        raise TypeError(f"{name}: offs is {offs.dtype}, expected torch.int32: offs.to(torch.int32)")
+        raise TypeError(f"grouped_mm: offs is {offs.dtype}: pass offs.to(torch.int32)")
     if w.device != x.device or offs.device != x.device:
         raise ValueError(
-            f"{name}: x is on {x.device}, w on {w.device} and offs on {offs.device}; move them to "
-            "one device"
+            f"grouped_mm: x is on {x.device}, w on {w.device} and offs on {offs.device}; move them "
+            "to one device"
         )
-    if offs.shape[0] != w.shape[0]:
-        raise ValueError(
-            f"{name}: offs has {offs.shape[0]} ends, but w has {w.shape[0]} experts; give one end "
-            "per expert"
-        )
-    if x.shape[1] != w.shape[1]:
-        raise ValueError(
-            f"{name}: x has K={x.shape[1]}, but w has K={w.shape[1]}: w must be (E, K, N). For a "
-            "weight (E, N, K) pass weight.mT"
-        )
-    if x.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        raise TypeError(f"{name}: x is {x.dtype}; float8 is cast from {known}")
-    if x.dtype != w.dtype and not autocasts(x.device.type):
-        raise TypeError(
-            f"{name}: x is {x.dtype} and w is {w.dtype}; convert one of them or use torch.autocast"
-        )
+    if (error := refuses_input(x, w, autocasts(x.device.type))) is not None:
+        raise type(error)(f"grouped_mm: {error}")

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from float8.arguments import described
+from float8.arguments import check_function, described
 from float8.config import Float8LinearConfig
 from float8.experts.grouped_mm import grouped_mm
 from float8.kernels import is_sharded
@@ -77,9 +77,8 @@ def register_experts(experts_type: type[nn.Module], forward: Forward | None = No
             "register_experts: experts_type must be a subclass of nn.Module, got "
             f"{described(experts_type)}"
         )
-    if forward is not None and not callable(forward):
-        raise TypeError(f"register_experts: forward must be callable, got {described(forward)}")
-    forward = forward or experts_type.forward
+    forward = experts_type.forward if forward is None else forward
+    check_function(forward, "register_experts", "forward")
     if _forward_of(experts_type) not in (None, forward) or issubclass(experts_type, nn.Linear):
         raise ValueError(f"register_experts: {experts_type.__name__} has a conversion already")
     _REGISTERED[experts_type] = forward
@@ -122,15 +121,14 @@ class Float8Experts(Float8Module):
         with products:
             result = self.float8_forward(*args, **kwargs)
         if products.count == 0:
-            self._tell_of_no_products()
+            if torch.compiler.is_compiling():
+                raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
+            if self not in _told:
+                _told.add(self)
+                logger.warning(
+                    "%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8
+                )
         return result
-
-    def _tell_of_no_products(self) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
-        if self not in _told:
-            _told.add(self)
-            logger.warning("%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8)
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = self._parameters.items()
@@ -229,17 +227,12 @@ class _GroupedProducts(TorchFunctionMode):
                 f"{given}: float8 multiplies tokens (T, K) by weights (E, K, N) with offs. Leave "
                 "the module out by module_filter_fn"
             )
-        y = self._in_float8(x, w, offs)
-        return y if out_dtype is None else y.to(out_dtype)
-
-    def _in_float8(self, x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         config = self.experts.float8_config
-        if torch.compiler.is_compiling():
-            return grouped_mm(x, w, offs, config)
         try:
-            return grouped_mm(x, w, offs, config)
+            y = grouped_mm(x, w, offs, config)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{self.experts._name}: {error}") from error
+        return y if out_dtype is None else y.to(out_dtype)
 
 
 _told: weakref.WeakSet[Float8Experts] = weakref.WeakSet()

@@ -1,241 +1,190 @@
-"""The autograd functions behind `float8.fusion.producers`: forward in float8, plain backward.
+"""The autograd function behind `float8.fusion.producers`: forward in float8, plain backward.
 
-A norm or gate computes in float32, rounds once to the compute dtype and casts. A GPU does that in
-one kernel; elsewhere plain PyTorch does. The function's results are a carrier, which has the shape
-and the gradient of the result but no memory, and the parts of the float8 tensor;
-`float8.tensor.differentiable` joins them.
+A norm or gate computes in float32, rounds once to the compute dtype and casts by the plan of the
+layers that read the result. A GPU does that in one kernel; elsewhere plain PyTorch does. The
+function's results are a carrier, which has the shape and the gradient of the result but no memory,
+and the parts of the float8 tensor; `float8.tensor.differentiable` joins them.
+
+Each producer is named by its op. Its inputs are a matrix and two more tensors or None: x, weight
+and bias of a norm, gate and up of SwiGLU.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import OperandCast
-from float8.formats import ScaleFormat, on_device
+from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.scaling import DelayedState, amax_to_record, bind_and_cast, known_scale
+from float8.linear.bound_plan import BoundPlan
+from float8.linear.scaling import DelayedState, cast_matrix, constant
 from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
 from float8.tensor.differentiable import differentiable
 
-_WHOLE = (WHOLE, WHOLE)
+RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
+# op -> its arguments -> y in float32, and what backward needs beside the inputs
+_DEFINITIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
+    RMS_NORM: definition.rms_norm,
+    LAYER_NORM: definition.layer_norm,
+    SWIGLU: lambda gate, up: (definition.swiglu(gate, up),),
+}
+Inputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-class OutputCast(NamedTuple):
-    """The cast of one call's result."""
+class Output(NamedTuple):
+    """How one call casts its result."""
 
-    cast: OperandCast
+    plan: BoundPlan  # of the layers that read it
     state: DelayedState | None
     record: bool
     transpose: bool  # whether a backward may want the transpose
-    dtype: torch.dtype  # the compute dtype
     by_kernel: bool
-    smooth: bool = False  # with a factor per channel, see `float8.linear.smoothing`
-
-    def kernel_arguments(self, x: Tensor) -> tuple[Any, ...]:
-        """The arguments that the ops share, from the scale on: None where it is dynamic."""
-        scale = known_scale(self.cast, self.state, x)
-        amax = amax_to_record(self.cast, self.state, self.record)
-        return scale, *self._formats(x), amax
-
-    def smooth_arguments(self, x: Tensor, amaxes_1K: Tensor) -> tuple[Any, ...]:
-        """The same of a smooth result, whose channels have these amaxes; and its factors.
-
-        The amax of what is cast follows from theirs: there is no other pass, and none records it.
-        """
-        factors_1K = kernels.smoothing_factors(amaxes_1K)
-        largest = kernels.amax(amaxes_1K * factors_1K, _WHOLE)
-        if (amax := amax_to_record(self.cast, self.state, self.record)) is not None:
-            kernels.record_amax(amax, largest)
-        scale = known_scale(self.cast, self.state, x)
-        if scale is None:
-            fmt = on_device(self.cast.format, x.device)
-            scale = kernels.scale_from_amax(largest, fmt.max, self.cast.scale_format.value)
-        return scale, *self._formats(x), None, factors_1K
-
-    def _formats(self, x: Tensor) -> tuple[Any, ...]:
-        dtype = on_device(self.cast.format, x.device).dtype
-        power_of_two = self.cast.scale_format is not ScaleFormat.FLOAT32
-        return self.dtype, dtype, power_of_two, self.transpose
-
-    def in_plain_torch(self, y32_MK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The float8 data of float32 values, no transpose, and the scale."""
-        y_MK = y32_MK.to(self.dtype)
-        factors_1K = smoothing_factors(y_MK) if self.smooth else None
-        if factors_1K is not None:
-            y_MK = smoothed(y_MK, factors_1K)
-        data, scale = bind_and_cast(y_MK, self.cast, self.state, self.record, emulate=True)
-        # A clone, because a delayed scale is a buffer, which sync changes.
-        scale = scale.clone() if factors_1K is None else channel_scales(scale, factors_1K)
-        return data, data.new_empty((0, 0)), scale
 
 
-def _results(
-    ctx: Any, x: Tensor, size: int, out: OutputCast, parts: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
-    """The carrier of (..., size), and the data, transpose and scale, which have no gradient."""
-    ctx.mark_non_differentiable(*parts)
-    return x.new_empty((), dtype=out.dtype).expand((*x.shape[:-1], size)), *parts
+def produce(op: str, inputs: Inputs, eps: float, out: Output) -> Tensor:
+    """The result of a norm or gate as a `Float8Tensor`; differentiable.
+
+    ========== ==================================================================
+    RMS_NORM   ``x / sqrt(mean(x^2) + eps) * weight``
+    LAYER_NORM ``(x - mean) / sqrt(variance + eps) * weight + bias``
+    SWIGLU     ``silu(gate) * up``; without up, gate is (..., 2 F) and holds both
+    ========== ==================================================================
+    """
+    carrier, data, data_t, scale = _Produce.apply(*inputs, op, eps, out)
+    transposed = data_t if out.by_kernel and out.transpose else None
+    return differentiable(carrier, data, transposed, scale, out.plan.smooth_input)
 
 
-class _NormCast(torch.autograd.Function):
-    """A layer norm if ``centred``, else an RMS norm, which has no bias."""
+def _arguments(op: str, inputs: Inputs, eps: float) -> tuple[Any, ...]:
+    """The arguments that op and definition share."""
+    x, second, third = inputs
+    x_MK = as_matrix(x)
+    if op == SWIGLU:
+        return x_MK.chunk(2, 1) if second is None else (x_MK, as_matrix(second))
+    return (x_MK, second, eps) if op == RMS_NORM else (x_MK, second, third, eps)
 
+
+class _Produce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
+        second: Tensor | None,
+        third: Tensor | None,
+        op: str,
         eps: float,
-        centred: bool,
-        out: OutputCast,
+        out: Output,
     ) -> tuple[Tensor, ...]:
-        x_MK = as_matrix(x)
-        arguments = (x_MK, weight, bias, eps) if centred else (x_MK, weight, eps)
-        if out.by_kernel:
-            ops = torch.ops.float8
-            op = ops.layer_norm_cast.default if centred else ops.rms_norm_cast.default
-            found = op(*arguments, *out.kernel_arguments(x))
-            parts, statistics = found[:3], found[3:]
-        else:
-            norm = definition.layer_norm if centred else definition.rms_norm
-            y32, *statistics = norm(*arguments)
-            parts = out.in_plain_torch(y32)
-        ctx.save_for_backward(x, weight, bias, *statistics)
-        return _results(ctx, x, x.shape[-1], out, parts)
+        arguments = _arguments(op, (x, second, third), eps)
+        by = _run_op if out.by_kernel else _run_plain
+        data, data_t, scale, *statistics = by(op, arguments, out)
+        ctx.save_for_backward(x, second, third, *statistics)
+        ctx.op, ctx.by_kernel = op, out.by_kernel
+        ctx.mark_non_differentiable(data, data_t, scale)
+        shape = (*x.shape[:-1], data.shape[1])
+        return x.new_empty((), dtype=out.plan.dtype).expand(shape), data, data_t, scale
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, bias, *mean, rstd = ctx.saved_tensors
-        refuse_double_backward("LayerNormCast" if mean else "RMSNormCast")
-        grad_x, grad_w, grad_b = _norm_backward(
-            as_matrix(g),
-            as_matrix(x),
-            weight,
-            bias,
-            mean[0] if mean else None,
-            rstd,
-            ctx.needs_input_grad[:3],
-        )
-        grad_x = None if grad_x is None else grad_x.reshape(x.shape)
-        return grad_x, grad_w, grad_b, None, None, None
+    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Any, ...]:
+        refuse_double_backward(ctx.op)
+        x, second, third, *statistics = ctx.saved_tensors
+        g_MK, gradient = as_matrix(g), definition.swiglu_backward
+        if ctx.by_kernel:
+            gradient = torch.ops.float8.swiglu_backward.default
+        grads: tuple[Tensor | None, ...]
+        if ctx.op == SWIGLU:
+            gate_and_up = _arguments(SWIGLU, (x, second, third), 0.0)
+            both = gradient(g_MK, *gate_and_up)
+            grads = (both, None, None) if second is None else (*both.chunk(2, 1), None)
+        else:
+            grads = _norm_backward(g_MK, as_matrix(x), second, third, *statistics)
+        pairs = zip(grads, (x, second, third), strict=True)
+        shaped = (None if grad is None else grad.reshape(like.shape) for grad, like in pairs)
+        return *shaped, None, None, None
+
+
+def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
+    """Data, transpose, scale and statistics, from the kernels of a GPU."""
+    plan, how, state, x = out.plan, out.plan.x.first, out.state, arguments[0]
+    assert how is not None
+    amax = scale = None
+    if how.static is not None:
+        scale = constant(how.static, x)
+    elif state is not None:
+        amax = state.current_amax if out.record else None
+        scale = state.scale.reshape(1, 1) if state.ready else None
+    cast = (plan.dtype, how.dtype, how.scale_format != ScaleFormat.FLOAT32.value, out.transpose)
+    called = getattr(torch.ops.float8, op).default
+    if not plan.smooth_input:
+        found: tuple[Tensor, ...] = called(*arguments, scale, *cast, amax)
+        return found
+    # The amax of what is cast follows from those of its columns, so no cast records it.
+    amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype)
+    factors_1K = kernels.smoothing_factors(amaxes_1K)
+    largest = kernels.amax(amaxes_1K * factors_1K, how.block)
+    if amax is not None:
+        kernels.record_amax(amax, largest)
+    if scale is None:
+        scale = kernels.scale_from_amax(largest, how.largest, how.scale_format)
+    data, data_t, scale = called(*arguments, scale, *cast, None, factors_1K)
+    return data, data_t, channel_scales(scale, factors_1K)
+
+
+def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
+    """The same in plain PyTorch; the transpose is empty, since readers take a view."""
+    y32_MK, *statistics = _DEFINITIONS[op](*arguments)
+    y_MK, how = y32_MK.to(out.plan.dtype), out.plan.x.first
+    if out.plan.smooth_input:
+        factors_1K = smoothing_factors(y_MK)
+        data, scale = cast_matrix(smoothed(y_MK, factors_1K), how, out.state, out.record)
+        scale = channel_scales(scale, factors_1K)
+    else:
+        data, scale = cast_matrix(y_MK, how, out.state, out.record)
+        scale = scale.clone()  # a delayed scale is a buffer, which sync changes
+    return data, data.new_empty((0, 0)), scale, *statistics
 
 
 def _norm_backward(
-    g_MK: Tensor,
-    x_MK: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    rstd: Tensor,
-    needs: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of x, weight and bias; of an RMS norm if there is no mean.
+    g_MK: Tensor, x_MK: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor
+) -> tuple[Tensor | None, ...]:
+    """The gradients of x, weight and bias; of an RMS norm if the statistics have no mean.
 
     On a GPU torch's own kernels compute them where all dtypes are equal.
     """
+    *mean, rstd = statistics
     one_dtype = all(t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias))
     if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
         aten, x_MK, g_MK = torch.ops.aten, x_MK.contiguous(), g_MK.contiguous()
-        size = [x_MK.shape[1]]
-        if mean is None:
+        size, needs = [x_MK.shape[1]], [True, weight is not None, bias is not None]
+        if not mean:
             rms_backward = aten._fused_rms_norm_backward.default
-            return *rms_backward(g_MK, x_MK, size, rstd, weight, list(needs[:2])), None
+            return *rms_backward(g_MK, x_MK, size, rstd, weight, needs[:2]), None
         backward = aten.native_layer_norm_backward.default
-        return backward(g_MK, x_MK, size, mean, rstd, weight, bias, list(needs))
+        grads: tuple[Tensor, ...] = backward(g_MK, x_MK, size, *mean, rstd, weight, bias, needs)
+        return grads
     g32, x32 = g_MK.to(torch.float32), x_MK.to(torch.float32)
-    normed = (x32 if mean is None else x32 - mean) * rstd
-    grad_x = grad_w = grad_b = None
-    if bias is not None and needs[2]:
+    normed = (x32 - mean[0] if mean else x32) * rstd
+    grad_w = grad_b = None
+    if bias is not None:
         grad_b = g32.sum(0).to(bias.dtype)
     if weight is not None:
-        grad_w = (g32 * normed).sum(0).to(weight.dtype) if needs[1] else None
+        grad_w = (g32 * normed).sum(0).to(weight.dtype)
         g32 = g32 * weight.to(torch.float32)
-    if needs[0]:
-        along = (g32 * normed).mean(1, keepdim=True)
-        centred = g32 if mean is None else g32 - g32.mean(1, keepdim=True)
-        grad_x = (rstd * (centred - normed * along)).to(x_MK.dtype)
-    return grad_x, grad_w, grad_b
-
-
-class _SwiGLUCast(torch.autograd.Function):
-    """The result for gate and up; or for one tensor that contains both, without ``up``."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, out: OutputCast) -> tuple[Tensor, ...]:
-        gate_MF, up_MF = _gate_and_up(gate, up)
-        ops = torch.ops.float8
-        if out.by_kernel and out.smooth:
-            amaxes_1F = ops.swiglu_amaxes.default(gate_MF, up_MF, out.dtype)
-            arguments = out.smooth_arguments(gate, amaxes_1F)
-            *data, scale = ops.swiglu_cast.default(gate_MF, up_MF, *arguments)
-            parts = (*data, channel_scales(scale, arguments[-1]))
-        elif out.by_kernel:
-            parts = ops.swiglu_cast.default(gate_MF, up_MF, *out.kernel_arguments(gate))
-        else:
-            parts = out.in_plain_torch(definition.swiglu(gate_MF, up_MF))
-        ctx.save_for_backward(gate, up)
-        ctx.by_kernel = out.by_kernel
-        return _results(ctx, gate, gate_MF.shape[1], out, parts)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        refuse_double_backward("SwiGLUCast")
-        gate, up = ctx.saved_tensors
-        by_kernel = ctx.by_kernel
-        gradient = (
-            torch.ops.float8.swiglu_backward.default if by_kernel else definition.swiglu_backward
-        )
-        both = gradient(as_matrix(g), *_gate_and_up(gate, up))
-        if up is None:
-            return both.reshape(gate.shape), None, None
-        grad_gate, grad_up = both.chunk(2, 1)
-        return grad_gate.reshape(gate.shape), grad_up.reshape(up.shape), None
-
-
-def _gate_and_up(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    if up is not None:
-        return as_matrix(gate), as_matrix(up)
-    gate, up = as_matrix(gate).chunk(2, 1)
-    return gate, up
-
-
-def _joined(results: tuple[Tensor, ...], out: OutputCast) -> Tensor:
-    carrier, data, data_t, scale = results
-    transposed = data_t if out.by_kernel and out.transpose else None
-    return differentiable(carrier, data, transposed, scale, out.smooth)
-
-
-def rms_norm_cast(x: Tensor, weight: Tensor | None, eps: float, out: OutputCast) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight``, (..., K), as a `Float8Tensor`; differentiable."""
-    return _joined(_NormCast.apply(x, weight, None, eps, False, out), out)
-
-
-def layer_norm_cast(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, out: OutputCast
-) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``, (..., K), as a `Float8Tensor`."""
-    return _joined(_NormCast.apply(x, weight, bias, eps, True, out), out)
-
-
-def swiglu_cast(gate: Tensor, up: Tensor | None, out: OutputCast) -> Tensor:
-    """``silu(gate) * up``, (..., F), as a `Float8Tensor`; differentiable.
-
-    Without ``up``, gate is (..., 2 F) and holds both.
-    """
-    return _joined(_SwiGLUCast.apply(gate, up, out), out)
+    along = (g32 * normed).mean(1, keepdim=True)
+    centred = g32 - g32.mean(1, keepdim=True) if mean else g32
+    return (rstd * (centred - normed * along)).to(x_MK.dtype), grad_w, grad_b
 
 
 def runs_kernel(device: torch.device, emulate: bool) -> bool:
     """Whether the fused kernels run on this device; their ops are registered then."""
-    if not kernels.runs_kernel(device, _WHOLE, emulate):
+    if not kernels.runs_kernel(device, (WHOLE, WHOLE), emulate):
         return False
     _load()
     return True

@@ -41,7 +41,7 @@ readers in one graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,30 +51,18 @@ from torch import Tensor, nn
 from float8.arguments import check_module, described
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
-from float8.fusion.norm_readers import Pairs, declared_readers, next_in_sequential
+from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.linear.delayed import DelayedCast, keep_ddp_from_broadcasting
 from float8.linear.layer import Float8Linear
-from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")
+Attributes = Callable[[nn.Module], dict[str, Any]]
 
-
-@dataclass(frozen=True)
-class NormRule:
-    """How a norm's type is fused.
-
-    ``cast_type`` is the type that it becomes. ``attributes(norm)`` returns the attributes of
-    torch's norm that it lacks.
-    """
-
-    cast_type: type[NormCast]
-    attributes: Callable[[nn.Module], dict[str, Any]] | None = None
-
-
-NORM_RULES: dict[type[nn.Module], NormRule] = {
-    nn.RMSNorm: NormRule(RMSNormCast),
-    nn.LayerNorm: NormRule(LayerNormCast),
+# A norm's type -> the type that it becomes, and the attributes of torch's norm that it lacks.
+NORM_RULES: dict[type[nn.Module], tuple[type[NormCast], Attributes | None]] = {
+    nn.RMSNorm: (RMSNormCast, None),
+    nn.LayerNorm: (LayerNormCast, None),
 }
 
 
@@ -100,7 +88,7 @@ def register_norm(
         found = {"normalized_shape": shape, "eps": eps(norm), "elementwise_affine": True}
         return found if hasattr(norm, "bias") else found | {"bias": None}
 
-    NORM_RULES[norm_type] = NormRule(cast_type, attributes)
+    NORM_RULES[norm_type] = cast_type, attributes
 
 
 @dataclass
@@ -135,44 +123,31 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
         the fused norms, and the reasons why the others were not fused; both are logged too.
 
     Raises:
-        TypeError: pairs that are no mapping of names to names.
-        ValueError: pairs that name no module, or the model is within ``high_precision``; nothing
-            has been changed then.
+        TypeError: pairs that are no mapping.
+        ValueError: pairs that name no module; nothing has been changed then.
     """
-    _check(model, pairs)
+    check_module(model, "fuse_norms")
+    if pairs is not None and not hasattr(pairs, "items"):
+        raise TypeError(
+            f"pairs must map norms to the layers that read them, got {described(pairs)}"
+        )
     modules = dict(model.named_modules())
-    declared, problems = declared_readers(model, pairs or {})
+    readers, problems = readers_of_norms(model, pairs or {}, _may_be_norm)
     fusion = NormFusion(skipped=problems)
-    readers = next_in_sequential(model) | declared
     for fqn, norm in modules.items():
-        if not _may_be_norm(norm) and fqn not in declared:
+        if not _may_be_norm(norm) and fqn not in readers:
             continue
-        layers = readers.get(fqn)
-        reason = _refuses_norm(fqn, norm) or _refuses_readers(fqn, norm, layers, modules)
-        if reason is not None:
-            fusion.skipped[fqn] = reason
-        elif layers is not None:
-            _fuse(model, fqn, norm, [modules[name] for name in layers])
-            fusion.fused.append((fqn, layers))
+        layers = {name: modules[name] for name in readers.get(fqn, [])}
+        problem = next(filter(None, _problems(fqn, norm, layers, modules)), None)
+        if problem is not None:
+            fusion.skipped[fqn] = problem
+        else:
+            _fuse(model, fqn, norm, list(layers.values()))
+            fusion.fused.append((fqn, list(layers)))
     if any(isinstance(module, DelayedCast) for module in model.modules()):
         keep_ddp_from_broadcasting(model)
     logger.info("%s", fusion)
     return fusion
-
-
-def _check(model: nn.Module, pairs: object) -> None:
-    check_module(model, "fuse_norms")
-    if pairs is not None and not hasattr(pairs, "items"):
-        raise TypeError(
-            f"pairs must map norms to the layers that read them, got {described(pairs)}; for "
-            'example {"layers.*.norm": ["layers.*.attention.q", "layers.*.attention.k"]}'
-        )
-    for fqn, module in model.named_modules():
-        if isinstance(module, Float8Module) and module.high_precision:
-            raise ValueError(
-                f"{fqn or 'the model'} runs in high precision now: call fuse_norms outside of "
-                "float8.high_precision(model)"
-            )
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -184,65 +159,54 @@ def _may_be_norm(module: nn.Module) -> bool:
     )
 
 
-def _refuses_norm(fqn: str, norm: nn.Module) -> str | None:
-    """The reason why this module cannot return float8 to any reader, or None."""
+def _problems(
+    fqn: str, norm: nn.Module, layers: dict[str, Any], modules: dict[str, nn.Module]
+) -> Iterator[str | None]:
+    """The reasons why the norm cannot return float8 to these layers; what follows one may fail."""
     if isinstance(norm, NormCast):
-        return "it writes float8 already"
+        yield "it writes float8 already"
     if type(norm) not in NORM_RULES:
-        return (
+        yield (
             f"its type is {type(norm).__name__}, not nn.RMSNorm or nn.LayerNorm; if it computes "
             "the same, declare it with float8.fusion.register_norm"
         )
-    if len(_attributes(norm)["normalized_shape"]) != 1:
-        return "it normalises more than the last dimension"
+    attributes = NORM_RULES[type(norm)][1]
+    size = (attributes(norm) if attributes else vars(norm))["normalized_shape"]
+    if len(size) != 1:
+        yield "it normalises more than the last dimension"
     if norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks:
-        return "it has hooks, which would see a Float8Tensor"
+        yield "it has hooks, which would see a Float8Tensor"
     weight = norm._parameters.get("weight")
     if weight is not None and type(weight) not in (Tensor, nn.Parameter):
-        return f"its weight is a {type(weight).__name__}; fuse before sharding the model"
-    return runs_something_else(norm, fqn)
-
-
-def _attributes(norm: nn.Module) -> dict[str, Any]:
-    attributes = NORM_RULES[type(norm)].attributes
-    return norm.__dict__ if attributes is None else attributes(norm)
-
-
-def _refuses_readers(
-    fqn: str, norm: nn.Module, layers: list[str] | None, modules: dict[str, nn.Module]
-) -> str | None:
-    """The reason why these layers cannot read the norm's result in float8, or None."""
-    if layers is None:
+        yield f"its weight is a {type(weight).__name__}; fuse before sharding the model"
+    yield runs_something_else(norm, fqn)
+    if not layers:
         block, _, name = fqn.rpartition(".")
-        return (
+        yield (
             f"the layers that read it are not declared: pass pairs={{{fqn!r}: [names of layers]}}, "
             f"or call float8.fusion.register_norm_pairs({type(modules[block]).__name__}, "
             f"{{{name!r}: [names in the block]}})"
         )
-    for name in layers:
-        if (reason := _refuses_reader(norm, name, modules[name])) is not None:
-            return reason
-    first: Any = modules[layers[0]]
-    for name in layers[1:]:
-        other: Any = modules[name]
-        if _input_cast(other.config) != _input_cast(first.config):
-            return f"{layers[0]} and {name} read it, and cast their inputs by different configs"
-    return None
+    casts: dict[str, tuple[object, ...]] = {}
+    for name, layer in layers.items():
+        yield from _problems_of_reader(name, layer, *size)
+        casts[name] = _input_cast(layer.config)
+        (first, cast), *_ = casts.items()
+        if casts[name] != cast:
+            yield f"{first} and {name} read it, and cast their inputs by different configs"
 
 
-def _refuses_reader(norm: nn.Module, name: str, layer: nn.Module) -> str | None:
+def _problems_of_reader(name: str, layer: Any, size: int) -> Iterator[str]:
     if type(layer) is not Float8Linear:
-        return f"{name} reads it, a {type(layer).__name__}, not a Float8Linear"
+        yield f"{name} reads it, a {type(layer).__name__}, not a Float8Linear"
     if layer._forward_hooks or layer._forward_pre_hooks:
-        return f"{name} reads it and has forward hooks, which would see a Float8Tensor"
+        yield f"{name} reads it and has forward hooks, which would see a Float8Tensor"
     if (reason := runs_something_else(layer, name)) is not None:
-        return f"{name} reads it: {reason}"
+        yield f"{name} reads it: {reason}"
     if (reason := refuses_config(layer.config)) is not None:
-        return f"{name} reads it, and a norm {reason}"
-    size = _attributes(norm)["normalized_shape"][0]
+        yield f"{name} reads it, and a norm {reason}"
     if layer.in_features != size:
-        return f"{name} has in_features={layer.in_features}, the norm {size}: it cannot read it"
-    return None
+        yield f"{name} has in_features={layer.in_features}, the norm {size}: it cannot read it"
 
 
 def _input_cast(config: Float8LinearConfig) -> tuple[object, ...]:
@@ -257,9 +221,9 @@ def _input_cast(config: Float8LinearConfig) -> tuple[object, ...]:
 
 
 def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> None:
-    rule = NORM_RULES[type(norm)]
-    attributes = None if rule.attributes is None else rule.attributes(norm)
-    cast = rule.cast_type.from_float(norm, layers[0].config, fqn, attributes)
+    cast_type, attributes = NORM_RULES[type(norm)]
+    given = None if attributes is None else attributes(norm)
+    cast = cast_type.from_float(norm, layers[0].config, fqn, given)
     cast.evaluates_in_high_precision = layers[0].evaluates_in_high_precision
     replace_children(model, {norm: cast})
     if isinstance(cast.cast_output, DelayedCast):

@@ -45,22 +45,26 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.fusion.autograd import (
-    OutputCast,
-    layer_norm_cast,
-    rms_norm_cast,
+    LAYER_NORM,
+    RMS_NORM,
+    SWIGLU,
+    Inputs,
+    Output,
+    produce,
     runs_kernel,
-    swiglu_cast,
 )
 from float8.granularity import WHOLE
-from float8.linear.bound_plan import compute_dtype
+from float8.linear.bound_plan import plan_for
 from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
-_WHOLE = (WHOLE, WHOLE)
-_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output")
+_OWN_ATTRIBUTES = (
+    *("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output"),
+    *("plain_type", "added"),
+)
 N = TypeVar("N", bound="NormCast")
 
 
@@ -72,7 +76,7 @@ def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | N
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if config.smooth_input and not by_gate:
         return "finds no factors of channels, and the config has smooth_input=True"
-    if cast is not None and cast.block == _WHOLE and config.plan.reuses_input:
+    if cast is not None and cast.block == (WHOLE, WHOLE) and config.plan.reuses_input:
         return None
     again = f", for grad_weight '{second.summary}'" if second is not None else ""
     return (
@@ -84,19 +88,22 @@ def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | N
 class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
+    op: ClassVar[str]
     plain: ClassVar[str]  # the module to use instead if this one does not fit
+    plain_type: type[nn.Module]  # the type that `to_float` returns
+    added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
     cast_output: Cast
     fqn: str
 
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
-        config = check_config("tensorwise" if config is None else config, type(self).__name__)
-        if (reason := refuses_config(config, isinstance(self, SwiGLUCast))) is not None:
-            raise ValueError(
-                f"{type(self).__name__} {reason}: use {self.plain} and let Float8Linear cast its "
-                "input"
-            )
-        self.config = config
-        self.fqn = fqn
+        name = fqn or type(self).__name__
+        config = check_config("tensorwise" if config is None else config, name)
+        reason = refuses_config(config, isinstance(self, SwiGLUCast))
+        if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
+            reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
+        if reason is not None:
+            raise ValueError(f"{name} {reason}: use {self.plain}, and Float8Linear casts its input")
+        self.config, self.fqn = config, fqn
         self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         cast = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
@@ -107,11 +114,11 @@ class _Producer(Float8Module):
         self._modules.pop("cast_output", None)
         self.__dict__["cast_output"] = cast  # no child of this module
 
-    def _as_plain(self, cls: Any) -> Any:
-        """A ``cls`` with the parameters, buffers, hooks and attributes of this module."""
-        plain = with_state_of(self, cls)
+    def to_float(self) -> Any:
+        """The plain module, of its own type; parameters, hooks and attributes are shared."""
+        plain = with_state_of(self, self.plain_type)
         plain._modules.pop("cast_output", None)
-        for name in _OWN_ATTRIBUTES:
+        for name in (*_OWN_ATTRIBUTES, *self.added):
             plain.__dict__.pop(name, None)
         return plain
 
@@ -120,27 +127,9 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _with_name(self, y: Tensor) -> Tensor:
-        """y with the name of this module, for the errors of ops that take no float8."""
-        if not torch.compiler.is_compiling():
-            y.made_by = self._name  # type: ignore[attr-defined]
-        return y
-
-    def _output(self, x: Tensor) -> OutputCast:
-        """The cast of this call's result, which is computed from x."""
-        cast, grad = self.config.plan.output.a, torch.is_grad_enabled()
-        assert cast is not None
-        return OutputCast(
-            cast,
-            self.cast_output.state,
-            self.training and grad,
-            grad,
-            compute_dtype(x),
-            runs_kernel(x.device, self.config.emulate),
-            self.config.smooth_input,
-        )
-
-    def _check_input(self, x: Tensor) -> None:
+    def _produce(self, inputs: Inputs, eps: float = 0.0) -> Tensor:
+        """The result in float8, with the name of this module, for ops that take no float8."""
+        x, grad = inputs[0], torch.is_grad_enabled()
         if x.dtype not in HIGH_PRECISION_DTYPES or isinstance(x, Float8Tensor):
             found = "a Float8Tensor" if isinstance(x, Float8Tensor) else x.dtype
             known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
@@ -151,28 +140,29 @@ class _Producer(Float8Module):
                 f"{self._name}: input is on {x.device}, cast_output on "
                 f"{state.scale.device}; move the module, from meta with to_empty(device=...)"
             )
+        by_kernel = runs_kernel(x.device, self.config.emulate)
+        plan = plan_for(self.config, x)
+        out = Output(plan, state, self.training and grad, grad, by_kernel)
+        y = produce(self.op, inputs, eps, out)
+        if not torch.compiler.is_compiling():
+            y.made_by = self._name  # type: ignore[attr-defined]
+        return y
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        cast = self.cast_output
-        is_child = "cast_output" in self._modules
+        cast = self._modules.get("cast_output")
         has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
-        if has_history or not is_child or not isinstance(cast, DelayedCast):
-            return
-        # A checkpoint without histories: the history starts anew.
-        weight = state_dict.get(prefix + "weight")
-        if weight is not None:
-            cast.start_beside(weight)
-        else:
-            cast.reset_parameters()
+        if isinstance(cast, DelayedCast) and not has_history:
+            cast.start_beside(state_dict.get(prefix + "weight", cast.scale))
 
 
 class NormCast(_Producer):
     """Abstract: a norm over the last dimension, in float8."""
 
-    plain_type: type[nn.Module]  # the type that `to_float` returns
     normalized_shape: tuple[int, ...]
-    added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
+    weight: Any
+    bias: Any
+    eps: Any
 
     @classmethod
     def from_float(
@@ -199,24 +189,8 @@ class NormCast(_Producer):
         self: N = with_state_of(norm, cls)
         if attributes is not None:
             self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
-        weight = self._parameters.get("weight")
-        self._set_up(config, None if weight is None else weight.device, fqn)
+        self._set_up(config, None if self.weight is None else self.weight.device, fqn)
         return self
-
-    def to_float(self) -> Any:
-        """The plain norm; the inverse of `from_float`, parameters shared."""
-        plain = self._as_plain(self.plain_type)
-        for name in (*self.added, "plain_type", "added"):
-            plain.__dict__.pop(name, None)
-        return plain
-
-    def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
-        if len(self.normalized_shape) != 1:
-            raise ValueError(
-                f"{fqn or type(self).__name__}: normalized_shape is {tuple(self.normalized_shape)};"
-                f" a GEMM reads rows, so it must be the last dimension alone. Use {self.plain}"
-            )
-        super()._set_up(config, device, fqn)
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x: (..., K) -> a `Float8Tensor` (..., K).
@@ -226,14 +200,11 @@ class NormCast(_Producer):
         """
         if self.high_precision:
             return self.plain_type.forward(self, x)
-        self._check_input(x)
-        if x.dim() == 0 or x.shape[-1] != self.normalized_shape[0]:
+        if x.shape[-1:] != self.normalized_shape:
             expected = f"(..., {self.normalized_shape[0]})"
             raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
-        return self._with_name(self._normed(x))
-
-    def _normed(self, x: Tensor) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return self._produce((x, self.weight, self.bias), eps)
 
 
 class RMSNormCast(NormCast, nn.RMSNorm):
@@ -251,8 +222,10 @@ class RMSNormCast(NormCast, nn.RMSNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
+    op = RMS_NORM
     plain = "nn.RMSNorm"
     plain_type = nn.RMSNorm
+    bias = None
 
     def __init__(
         self,
@@ -264,14 +237,8 @@ class RMSNormCast(NormCast, nn.RMSNorm):
         *,
         config: Float8LinearConfig | str | None = None,
     ) -> None:
-        if eps is not None:
-            _check_eps(self, eps)
         nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
         self._set_up(config, device)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return rms_norm_cast(x, self.weight, eps, self._output(x))
 
 
 class LayerNormCast(NormCast, nn.LayerNorm):
@@ -289,6 +256,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
+    op = LAYER_NORM
     plain = "nn.LayerNorm"
     plain_type = nn.LayerNorm
 
@@ -303,19 +271,8 @@ class LayerNormCast(NormCast, nn.LayerNorm):
         *,
         config: Float8LinearConfig | str | None = None,
     ) -> None:
-        _check_eps(self, eps)
         nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self._set_up(config, device)
-
-    def _normed(self, x: Tensor) -> Tensor:
-        return layer_norm_cast(x, self.weight, self.bias, self.eps, self._output(x))
-
-
-def _check_eps(norm: nn.Module, eps: object) -> None:
-    if not isinstance(eps, (int, float)):
-        raise TypeError(
-            f"{type(norm).__name__}: eps must be a number, got {eps!r}; config is a keyword"
-        )
 
 
 class SwiGLU(nn.Module):
@@ -344,7 +301,9 @@ class SwiGLUCast(_Producer):
         ValueError: an input cast that is not tensorwise.
     """
 
+    op = SWIGLU
     plain = "F.silu(gate) * up"
+    plain_type = SwiGLU
 
     def __init__(
         self,
@@ -353,10 +312,6 @@ class SwiGLUCast(_Producer):
     ) -> None:
         super().__init__()
         self._set_up(config, device)
-
-    def to_float(self) -> SwiGLU:
-        """The plain gate."""
-        return self._as_plain(SwiGLU)
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """``silu(gate) * up``: two (..., F), or one (..., 2 F) -> a `Float8Tensor` (..., F).
@@ -367,19 +322,14 @@ class SwiGLUCast(_Producer):
             up: of gate's shape and dtype.
 
         Raises:
-            TypeError: not float32, bfloat16 or float16, or two dtypes.
-            ValueError: shapes that differ, or an odd last dimension.
+            TypeError: not float32, bfloat16 or float16.
+            ValueError: shapes or dtypes that differ, or an odd last dimension.
         """
         if self.high_precision:
             return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
-        self._check(gate, up)
-        return self._with_name(swiglu_cast(gate, up, self._output(gate)))
-
-    def _check(self, gate: Tensor, up: Tensor | None) -> None:
-        self._check_input(gate)
-        if up is None and (gate.dim() == 0 or gate.shape[-1] % 2):
-            raise ValueError(f"SwiGLUCast: gate and up have no halves in {tuple(gate.shape)}")
-        if up is not None and up.dtype != gate.dtype:
-            raise TypeError(f"SwiGLUCast: gate is {gate.dtype} and up {up.dtype}; convert one")
-        if up is not None and (up.shape != gate.shape or gate.dim() == 0):
-            raise ValueError(f"SwiGLUCast: gate is {tuple(gate.shape)} and up {tuple(up.shape)}")
+        other = gate if up is None else up
+        is_odd = up is None and gate.shape[-1] % 2 == 1
+        if is_odd or (other.shape, other.dtype) != (gate.shape, gate.dtype):
+            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (gate, up) if t is not None)
+            raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
+        return self._produce((gate, up, None))

@@ -236,13 +236,17 @@ def test_experts_that_hold_linear_layers():
 # --- how it runs
 
 
-def test_high_precision_leaves_float8_also_in_backward():
-    plain, x = model(), tokens()
-    expected = results(plain, x)
-    converted = convert(copy.deepcopy(plain))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_high_precision_leaves_float8_also_in_backward_and_compiled(compiled):
+    plain, x = Experts().bfloat16(), tokens()
+    expected = results(plain, x, ENDS)
+    converted = run = convert(copy.deepcopy(plain))
+    if compiled:
+        run = torch.compile(converted, fullgraph=True, backend="aot_eager")
+    in_float8 = results(run, x, ENDS)
     with high_precision(converted):
-        assert_same(results(converted, x), expected)
-    assert_different(results(converted, x), expected)
+        assert_same(results(run, x, ENDS), expected)
+    assert_different(in_float8, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -281,16 +285,6 @@ def test_compiled_to_the_same_bits_whatever_the_routing():
             assert_same(results(compiled, x), results(converted, x), seed)
 
 
-def test_compiled_experts_leave_float8_too():
-    converted, x = convert(model())[0].experts, tokens()
-    compiled = torch.compile(converted, fullgraph=True, backend="aot_eager")
-    in_float8 = results(compiled, x, ENDS)
-    with high_precision(converted):
-        plain = results(compiled, x, ENDS)
-        assert_bitwise(plain[0], converted(x, ENDS))
-    assert_different(in_float8, plain)
-
-
 # --- which modules
 
 
@@ -324,13 +318,6 @@ def test_the_library_s_filters_read_stacked_weights(chosen, reason):
     assert ("0.experts" in done.converted) == (reason is None)
     assert reason is None or reason in done.skipped["0.experts"]
     assert done.unmatched_patterns == []
-
-
-def test_min_features_of_weights_that_are_transposed():
-    turned = Experts()
-    turned.is_transposed = True
-    assert filters.min_features(96, 0)(Experts(), "") is False
-    assert "in_features=96, out_features=32" in filters.min_features(200).reason(turned, "")
 
 
 def test_a_delayed_recipe_leaves_experts_and_says_so():
@@ -375,7 +362,7 @@ REFUSED = [
         r"0\.experts: up: weight is torch.float64",
     ),
     (call(ENDS.long()), TypeError, r"mine: grouped_mm: offs is torch.int64"),
-    (call(ENDS[:3]), ValueError, r"mine: .*3 ends"),
+    (call(ENDS[:3]), ValueError, r"mine: .*\(3,\)"),
     (call(None), ValueError, r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"),
     (lambda: float8.register_experts(Other), ValueError, "Other has a conversion already"),
     (
@@ -406,24 +393,6 @@ def test_what_replaces_weights_leaves_experts_and_says_so():
     assert why == "it is in float8 already; its weights stay in high precision"
     assert isinstance(frozen[0].experts, Float8Experts)
     assert frozen(x).isfinite().all()
-
-
-def test_cached_weights_change_no_bits_of_experts():
-    converted, x = convert(model()), tokens()
-    expected = results(converted, x)
-    with float8.cached_weights(converted):
-        assert_same(results(converted, x), expected)
-
-
-def test_tools_that_watch_linear_layers_pass_experts_by():
-    converted, x = convert(model()), tokens().detach()
-    loss = lambda y: y.square().mean()  # noqa: E731
-    with float8.inspect(converted) as report:
-        loss(converted(x)).backward()
-    assert {cast.layer for cast in report.casts} == {"0.shared_expert"}
-    assert report.skipped == {"0.experts": "the casts of experts are not watched"}
-    assert len(float8.compare(converted, x, loss_fn=loss).layers) == 1
-    float8.find_nan(converted, x, loss_fn=loss)
 
 
 def test_fake_modules_are_converted():

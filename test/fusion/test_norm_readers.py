@@ -5,9 +5,13 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from float8.fusion.norm_readers import next_in_sequential, resolved
+from float8.fusion.norm_readers import readers_of_norms, resolved
 
 D = 8
+
+
+def next_in_sequential(model):
+    return readers_of_norms(model, {}, lambda module: True)[0]
 
 
 def test_the_next_module_of_a_sequence_reads_the_one_before_it():

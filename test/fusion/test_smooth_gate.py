@@ -25,7 +25,6 @@ from float8 import (
     ScalingType,
     SwiGLUCast,
     convert_to_float8_training,
-    fuse_norms,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
@@ -166,9 +165,3 @@ def test_what_is_not_finite_stays_so(bad):
 def test_a_gate_with_factors_and_its_reader_need_each_other(call, words):
     with pytest.raises(ValueError, match=words):
         call()
-
-
-def test_norms_are_left_alone():
-    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 32))
-    found = fuse_norms(convert_to_float8_training(model, config=SMOOTH))
-    assert type(model[0]) is nn.RMSNorm and "smooth_input=True" in str(found)

@@ -382,13 +382,12 @@ def _definition(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
-    mean = None
+    weight, bias, eps, _ = norm
     if norm.is_centred:
-        y32, mean, rstd = definition.layer_norm(x, norm.weight, norm.bias, norm.eps)
+        y32, mean, rstd = definition.layer_norm(x, weight, bias, eps)
     else:
-        y32, rstd = definition.rms_norm(x, norm.weight, norm.eps)
-    written = define(y32.to(compute_dtype), scale, dtype, power_of_two, True, cols, amax)
-    return *written, mean, rstd
+        (y32, rstd), mean = definition.rms_norm(x, weight, eps), None
+    return *define(y32.to(compute_dtype), scale, dtype, power_of_two, True, cols, amax), mean, rstd
 
 
 def _fake(
@@ -399,41 +398,28 @@ def _fake(
     return *new_outputs(x, dtype, True, cols), mean if norm.is_centred else None, rstd
 
 
-def _of_rms_norm(function: Callable[..., Outputs]) -> Callable[..., Any]:
-    """``function``, with the arguments and the results of `rms_norm_cast`."""
+def _register(name: str, is_centred: bool) -> Any:
+    """The op of one norm; an RMS norm has no argument ``bias`` and no result ``mean``."""
 
-    def called(x: Tensor, weight: Tensor | None, eps: float, *arguments: Any) -> Any:
-        data, data_t, scale, _, rstd = function(x, Norm(weight, None, eps, False), *arguments)
-        return data, data_t, scale, rstd
+    def as_op(function: Callable[..., Outputs]) -> Callable[..., Any]:
+        def called(x: Tensor, weight: Tensor | None, *arguments: Any) -> Any:
+            bias, eps, *cast = arguments if is_centred else (None, *arguments)
+            *written, mean, rstd = function(x, Norm(weight, bias, eps, is_centred), *cast)
+            return (*written, mean, rstd) if is_centred else (*written, rstd)
 
-    return called
+        return called
+
+    bias, mean = ("Tensor? bias, ", "Tensor mean, ") if is_centred else ("", "")
+    return register(
+        f"{name}(Tensor x, Tensor? weight, {bias}float eps, Tensor? scale, "
+        "ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
+        "Tensor(a!)? amax=None) -> "
+        f"(Tensor data, Tensor data_t, Tensor scale_out, {mean}Tensor rstd)",
+        kernel=as_op(_launch),
+        definition=as_op(_definition),
+        fake=as_op(_fake),
+    )
 
 
-def _of_layer_norm(function: Callable[..., Outputs]) -> Callable[..., Any]:
-    """``function``, with the arguments and the results of `layer_norm_cast`."""
-
-    def called(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *arguments: Any
-    ) -> Any:
-        return function(x, Norm(weight, bias, eps, True), *arguments)
-
-    return called
-
-
-_CAST = (
-    "Tensor? scale, ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
-    "Tensor(a!)? amax=None) -> (Tensor data, Tensor data_t, Tensor scale_out, "
-)
-rms_norm_cast = register(
-    f"rms_norm_cast(Tensor x, Tensor? weight, float eps, {_CAST}Tensor rstd)",
-    kernel=_of_rms_norm(_launch),
-    definition=_of_rms_norm(_definition),
-    fake=_of_rms_norm(_fake),
-)
-layer_norm_cast = register(
-    "layer_norm_cast(Tensor x, Tensor? weight, Tensor? bias, float eps, "
-    f"{_CAST}Tensor mean, Tensor rstd)",
-    kernel=_of_layer_norm(_launch),
-    definition=_of_layer_norm(_definition),
-    fake=_of_layer_norm(_fake),
-)
+rms_norm_cast = _register("rms_norm_cast", is_centred=False)
+layer_norm_cast = _register("layer_norm_cast", is_centred=True)
