@@ -123,7 +123,6 @@ class BoundGemm:
     Attributes:
         a, b: the casts of its operands; None if it runs in high precision.
         name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
-        is_plain: whether plain PyTorch multiplies.
         refusal: the reason why no GEMM multiplies, or None.
         out_dtype: the dtype of the result.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
@@ -133,7 +132,6 @@ class BoundGemm:
         "a",
         "align",
         "b",
-        "is_plain",
         "name",
         "out_dtype",
         "pad",
@@ -163,10 +161,9 @@ class BoundGemm:
                 self.align = kernels.group_alignment(self.name)
             else:
                 self.name, self.refusal = kernels.gemm_for(*what)
-        self.is_plain = self.name == kernels.PLAIN
         for cast in (a, b):
             if cast is not None:
-                cast.swizzled = bool(self.name) and not self.is_plain
+                cast.swizzled = self.name not in ("", kernels.PLAIN)
 
 
 class BoundPlan:

@@ -282,13 +282,6 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
     return None
 
 
-def amax_to_record(cast: OperandCast, state: DelayedState | None, record: bool) -> Tensor | None:
-    """The buffer into which a cast writes the amax of its operand, or None."""
-    if state is None or not record or cast.scaling_type is not ScalingType.DELAYED:
-        return None
-    return state.current_amax
-
-
 def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
     """``scale * factor`` for a scale of ``how``; a static one launches no kernel."""
     if how.static is None:
