@@ -1,7 +1,7 @@
 """The layer on its kernels' path, on a CPU: the ops of CUDA tensors, with their references.
 
-`kernels.runs_kernel` decides per cast whether the op of ``float8/kernels/gpu/`` runs. Patched to
-say yes, CPU tensors go the way of CUDA ones: both orientations from one op, the amax recorded by
+The table `KERNELS` says which op of ``float8/kernels/gpu/`` casts. With the rows of a GPU, CPU
+tensors go the way of CUDA ones: both orientations from one op, the amax recorded by
 it, the weight cast again for its columns alone. Every op has its reference on a CPU, so all bits
 must be those of the plain path, in eager mode and compiled, where the ops are opaque.
 """

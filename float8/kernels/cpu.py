@@ -1,8 +1,8 @@
 """The ops of ``definition.py`` on a CPU: the same bits, several times faster.
 
 `amax`, `cast`, `dequantize` and `scaled_mm` have a form of their own here; tensors of other devices
-get the definition. ``plain.py`` makes ops of them, so torch.compile never traces this file, and no
-DTensor gets here. All other names are the definition's.
+get the definition. ``plain.py`` makes ops of them, which torch.compile does not look into and
+DTensors do not reach. All other names are the definition's.
 
 An op takes several passes over its operand. A large one is cut in parts (`_parts`), so that every
 pass after the first finds its part in the processor's L2 cache: two to four times faster.
@@ -52,7 +52,7 @@ __all__ = [
     "swiglu_backward",
 ]
 
-_SMALL = 8192  # elements below which, in eager mode, fewer calls beat faster passes
+_SMALL = 8192  # elements below which fewer calls beat faster passes
 _PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
 
 

@@ -324,7 +324,8 @@ def _cast_weight_again(
     w_NK = _to(w_NK, ctx.plan.dtype)
     if factors_1K is not None and operand.second is not None:
         w_NK = smoothed(w_NK, inverse(factors_1K))
-    # Forward has recorded the amax, unless it did not cast the weight.
+    # A shared cast was recorded in forward. A delayed second cast that differs from the first is
+    # refused by the config, so any other is the only cast of the weight.
     record = ctx.record and not operand.is_shared
     scales = (None, transposed_scale(w_scale) if operand.is_shared else w_scale)
     return cast_operand(w_NK, operand, ctx.states[1], record, False, True, scales)[1]

@@ -152,8 +152,6 @@ def cast_operand(
 ) -> tuple[Pair, Pair]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
-    No argument has a default: torch.compile guards on defaults.
-
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
     recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
     whether each of the two casts of ``operand`` is needed. ``scales`` are known ones of the two.
@@ -165,11 +163,12 @@ def cast_operand(
     if isinstance(x, Float8Tensor):
         pair = (x.float8_data, x.scale)
         return pair, transposed(pair)
-    if first and operand.is_shared and (a is None or a.kernel is None):
+    assert a is not None or not (operand.is_shared or operand.is_same)
+    if first and operand.is_shared and (a.kernel is None or kernels.is_sharded(x)):
         pair = cast_matrix(x, a, state, record, scales[0])
         return pair, transposed(pair)
     if operand.is_same:
-        assert a is not None
+        assert not (first and second) or scales[0] is None or a.is_whole  # one scale for both
         both = _cast(x, a, state, record, scales[0] if first else scales[1], first, second)
         return both[:2], both[2:]
     nothing = (x, None)

@@ -80,8 +80,9 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     x = torch.zeros(LARGE, dtype=torch.bfloat16, device="cuda")
     x[-64:] = torch.randn(64, LARGE[1], device="cuda").bfloat16()
     for block in (WHOLE, ROW, BY_128, SQUARE):
+        kernel = kernels.kernel_for(kernels.family_of(x.device), block)
         got = kernels.cast_operand(
-            x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
+            kernel, x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
         )
         assert not got.data[:-64].view(torch.uint8).count_nonzero()
         rows = 64 if block[0] == 1 else 1  # of scales
@@ -93,8 +94,9 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
             assert_bitwise(scale, expected_scale, block, "scales")
             assert_bitwise(data, expected, block)
         del got
-    a, a_scale, *_ = kernels.cast_operand(x, BY_128, E4M3, scale_format=POWER_OF_TWO)
-    b, b_scale, *_ = kernels.cast_operand(x[-128:], BY_128, E4M3, scale_format=POWER_OF_TWO)
+    how = BY_128, E4M3, POWER_OF_TWO
+    a, a_scale, *_ = kernels.cast_operand("cast_blockwise", x, *how)
+    b, b_scale, *_ = kernels.cast_operand("cast_blockwise", x[-128:], *how)
     out = blockwise_mm(a, a_scale, b, b_scale, 1, 1, None, torch.bfloat16)
     parts = a[-64:], a_scale[-64:], b, b_scale
     exact = definition.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)
