@@ -206,9 +206,9 @@ def test_the_filter_takes_experts_by_the_time_of_all_their_products():
     experts = Experts(8192, 8192, 8)
     assert many(experts, "moe") and not few(experts, "moe")
     model = nn.ModuleDict({"moe": experts})
-    rows = estimate(model, 2**17, "B200", "mxfp8", experts_per_token=2).rows
+    rows = estimate(model, 16, "B200", "mxfp8", experts_per_token=2).rows
     plain, mx = sum(r.bf16_s for r in rows), sum(r.recipes["mxfp8"].seconds.total for r in rows)
-    assert many.reason(experts, "moe") == f"its predicted speed-up on B200 is {plain / mx:.2f}x"
+    assert few.reason(experts, "moe") == f"its predicted speed-up on B200 is {plain / mx:.2f}x"
 
 
 def test_what_grouped_gemms_refuse_is_not_predicted(monkeypatch):

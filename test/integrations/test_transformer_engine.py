@@ -157,7 +157,7 @@ REFUSED = {
     "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "recipe 'mxfp8'"),
     "torchao": ({"backend": "AO", "pad_inner_dim": True}, ValueError, "from_torchao for AO"),
     "ms-amp": ({"backend": "msamp", "x": "O2"}, ValueError, r"use float8\.ms_amp"),
-    "text as a number": ({"margin": "1"}, ValueError, "margin"),
+    "text as a number": ({"margin": "1"}, TypeError, "margin"),
     "no interval": ({"interval": 0}, ValueError, "interval must be an integer >= 1, got 0"),
     "a margin beyond all": ({"margin": 40}, ValueError, "margin .* within 32 of 0, got 40"),
     "one override": ({"override_linear_precision": True}, TypeError, "fprop, dgrad, wgrad"),

@@ -134,7 +134,9 @@ def check_float8_weights_are_refused(rank: int, folder: str) -> None:
         frozen = convert_to_float8_inference(
             nn.Sequential(nn.Linear(32, 48)), config=config_of(recipe)
         )
-        with pytest.raises((NotImplementedError, ValueError), match=r"fully_shard \(FSDP2\) does"):
+        with pytest.raises(
+            (NotImplementedError, ValueError), match=r"dequantize|fully_shard|Float8Tensor"
+        ):
             fully_shard(frozen)(torch.randn(4, 32))
     frozen = load(Block(seed=3), folder, "float8")
     expected = frozen(TOKENS)
