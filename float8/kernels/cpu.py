@@ -2,7 +2,7 @@
 
 `amax`, `cast`, `dequantize` and `scaled_mm` have a form of their own here; tensors of other devices
 get the definition. ``plain.py`` makes ops of them, which torch.compile does not look into and
-DTensors do not reach. All other names are the definition's.
+DTensors do not reach.
 
 An op takes several passes over its operand. A large one is cut in parts (`_parts`), so that every
 pass after the first finds its part in the processor's L2 cache: two to four times faster.
@@ -22,34 +22,16 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition, e8m0
-from float8.kernels.definition import (
-    MIN_SCALE,
-    in_blocks,
-    layer_norm,
-    reciprocal,
-    record_amax,
-    rms_norm,
-    scale_from_amax,
-    swiglu,
-    swiglu_backward,
-)
+from float8.kernels.definition import in_blocks, reciprocal, scale_from_amax
 
 __all__ = [
-    "MIN_SCALE",
     "amax",
     "cast",
     "cast_dynamic",
     "decode",
     "dequantize",
-    "dequantized_mm",
-    "layer_norm",
-    "reciprocal",
-    "record_amax",
-    "rms_norm",
     "scale_from_amax",
     "scaled_mm",
-    "swiglu",
-    "swiglu_backward",
 ]
 
 _SMALL = 8192  # elements below which fewer calls beat faster passes

@@ -175,16 +175,9 @@ def cast_plain(
 
 
 def _scaled_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_block: Any, b_block: Any, *others: Any
 ) -> Tensor:
-    arguments = a, a_scale, b, b_scale, tuple(a_block), tuple(b_block), bias, out_dtype
+    arguments = a, a_scale, b, b_scale, tuple(a_block), tuple(b_block), *others
     if not torch.is_autocast_enabled(a.device.type):
         return cpu.scaled_mm(*arguments)
     # AOTAutograd traces a backward under the autocast of its forward, eager code runs it without.
@@ -192,17 +185,8 @@ def _scaled_mm(
         return cpu.scaled_mm(*arguments)
 
 
-def _scaled_mm_fake(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+def _scaled_mm_fake(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=others[-1])
 
 
 _scaled_mm_op = _register(
@@ -213,16 +197,7 @@ _scaled_mm_op = _register(
 )
 
 
-def scaled_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`definition.scaled_mm`, on every device."""
+def scaled_mm(a_MK: Tensor, *others: Any) -> Tensor:
+    """`definition.scaled_mm`, whose arguments these are, on every device."""
     run = definition.scaled_mm if is_sharded(a_MK) else _scaled_mm_op
-    return run(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
+    return run(a_MK, *others)

@@ -44,7 +44,6 @@ from float8.linear.scaling import (
     Pair,
     cast_matrix,
     cast_operand,
-    cast_tokens,
     constant,
     multiply_scale,
     transposed_scale,
@@ -158,8 +157,8 @@ def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor
     g_MN = as_matrix(g)
     g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
     if needs_x or needs_w:
-        g8_MN, g8_NM = _cast_both(
-            g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, offs
+        g8_MN, g8_NM = cast_operand(
+            g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, (None, None), offs
         )
     if needs_x:
         factor_x = factor_x() if callable(factor_x) else factor_x
@@ -262,24 +261,12 @@ def _cast_input(
         plain_KM = x_MK.t() if plan.x.second is None else None
         x_MK = smoothed(x_MK, factors_1K)
     second = needs_w and plain_KM is None
-    x8_MK, x8_KM = _cast_both(x_MK, plan.x, call.states[0], call.record, True, second, offs)
+    x8_MK, x8_KM = cast_operand(
+        x_MK, plan.x, call.states[0], call.record, True, second, (None, None), offs
+    )
     if plain_KM is not None:
         x8_KM = plain_KM, None
     return x8_MK, x8_KM if needs_w else (None, None), factors_1K
-
-
-def _cast_both(
-    x: Tensor,
-    operand: BoundOperand,
-    state: DelayedState | None,
-    record: bool,
-    first: bool,
-    second: bool,
-    offs: Tensor | None,
-) -> tuple[Pair, Pair]:
-    if offs is not None:
-        return cast_tokens(x, operand, offs, first, second)
-    return cast_operand(x, operand, state, record, first, second, (None, None))
 
 
 def _transposed_groups(data_TK: Tensor, operand: BoundOperand, offs: Tensor) -> Tensor:
@@ -328,7 +315,7 @@ def _cast_weight_again(
     # refused by the config, so any other is the only cast of the weight.
     record = ctx.record and not operand.is_shared
     scales = (None, transposed_scale(w_scale) if operand.is_shared else w_scale)
-    return cast_operand(w_NK, operand, ctx.states[1], record, False, True, scales)[1]
+    return cast_operand(w_NK, operand, ctx.states[1], record, False, True, scales, None)[1]
 
 
 def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:

@@ -236,7 +236,7 @@ def cast_weight(
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
         w_NK, w_KN = cast_operand(
-            source.to(plan.dtype), plan.w, state, state is not None, True, True, scales
+            source.to(plan.dtype), plan.w, state, state is not None, True, True, scales, None
         )
     return Float8Weight(w_NK, w_KN, plan.dtype, amax, source=weight)
 

@@ -149,25 +149,29 @@ def cast_operand(
     first: bool,
     second: bool,
     scales: Scales,
+    offs: Tensor | None,
 ) -> tuple[Pair, Pair]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
     recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
     whether each of the two casts of ``operand`` is needed. ``scales`` are known ones of the two.
+    ``offs`` has the ends of groups of tokens, for grouped GEMMs, or is None.
 
     Returns the pair for x and the pair for its transpose; what one that is not needed has is
     unspecified. Where no kernel writes both, the second is a view of the first if they share data.
     """
+    if offs is not None:
+        return _cast_groups(x, operand, offs, first, second)
     a, b = operand.first, operand.second
     if isinstance(x, Float8Tensor):
         pair = (x.float8_data, x.scale)
         return pair, transposed(pair)
-    assert a is not None or not (operand.is_shared or operand.is_same)
-    if first and operand.is_shared and (a.kernel is None or kernels.is_sharded(x)):
+    is_plain = a is not None and (a.kernel is None or kernels.is_sharded(x))
+    if first and operand.is_shared and is_plain:
         pair = cast_matrix(x, a, state, record, scales[0])
         return pair, transposed(pair)
-    if operand.is_same:
+    if a is not None and operand.is_same:
         assert not (first and second) or scales[0] is None or a.is_whole  # one scale for both
         both = _cast(x, a, state, record, scales[0] if first else scales[1], first, second)
         return both[:2], both[2:]
@@ -181,7 +185,7 @@ def cast_operand(
     )
 
 
-def cast_tokens(
+def _cast_groups(
     x: Tensor, operand: BoundOperand, offs: Tensor, first: bool, second: bool
 ) -> tuple[Pair, Pair]:
     """`cast_operand` of tokens in groups, whose ends are ``offs``; see `float8.kernels.groups`."""
@@ -243,7 +247,15 @@ def _cast(
         scale = constant(how.static, x) if scale is None else scale
     elif state is not None:
         amax = state.current_amax if how.is_delayed and record else None
-        scale = _scale_of_state(x, how, state) if scale is None else scale
+        if scale is None and how.is_delayed and state.ready:
+            scale = state.scale.reshape(1, 1)
+        elif scale is None and how.is_whole and state.group is not None:
+            found = kernels.amax(x, how.block)
+            if amax is not None:
+                kernels.record_amax(amax, found)
+                amax = None
+            found = max_over_ranks(found, state.group)
+            scale = kernels.scale_from_amax(found, how.largest, how.scale_format)
     return kernels.cast_operand(
         how.kernel,
         x,
@@ -256,16 +268,6 @@ def _cast(
         amax,
         how.swizzled,
     )
-
-
-def _scale_of_state(x: Tensor, how: BoundCast, state: DelayedState) -> Tensor | None:
-    """The scale from past steps, or from the amax over a group; None if the kernel computes it."""
-    if how.is_delayed and state.ready:
-        return state.scale.reshape(1, 1)
-    if not how.is_whole or state.group is None:
-        return None
-    found = max_over_ranks(kernels.amax(x, how.block), state.group)
-    return kernels.scale_from_amax(found, how.largest, how.scale_format)
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
