@@ -24,7 +24,7 @@ import torch
 from float8.config import RECIPES, Float8LinearConfig
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, on_family
 from float8.kernels.scaled_mm import CPU, SUPPORT
-from float8.linear.bound_plan import BoundPlan
+from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -136,20 +136,17 @@ class Notes:
 
 def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = False) -> str:
     """By which GEMMs a device runs a recipe, in which dtypes; numbers of `Notes` for the others."""
-    weight = torch.empty(64, 64, device="meta")
     runs: dict[str, list[str]] = {}
     reasons: set[int] = set()
     for dtype in sorted(HIGH_PRECISION_DTYPES, key=list(SHORT).index):
-        plan = BoundPlan(config.plan, family, dtype, config.emulate, False, False, grouped)
-        gemms = [plan.output, plan.grad_input, plan.grad_weight]
-        if grouped:
-            reason = next((f"grouped: {g.refusal}" for g in gemms if g.refusal is not None), None)
-        else:
-            reason = refuses_call(config, weight, 64, dtype, family, grad=True)
+        plan = bind(config.plan, family, dtype, grouped)
+        reason = refuses_call(plan, (64, 64), 64, grad=True)
+        if grouped and reason is not None:
+            reason = f"grouped: {reason.partition(': ')[2]}"
         if reason is not None:
             reasons.add(notes.number(reason, family, dtype))
             continue
-        names = dict.fromkeys(gemm.name for gemm in gemms if gemm.a is not None)
+        names = dict.fromkeys(gemm.name for gemm in plan.gemms if gemm.a is not None)
         runs.setdefault(" and ".join(names), []).append(SHORT[dtype])
     parts = [f"{name}: {_all(dtypes)}" for name, dtypes in runs.items()] or ["refused"]
     numbers = ", ".join(str(number) for number in sorted(reasons))
@@ -202,7 +199,7 @@ def casts() -> str:
     rows = []
     for family in (CPU, *SUPPORT):
         with torch_for(CUDA_VERSIONS[-1]):
-            plan = BoundPlan(RECIPES["rowwise"].plan, family, torch.bfloat16, False, False, False)
+            plan = bind(RECIPES["rowwise"].plan, family, torch.bfloat16)
         kernel = plan.x.first is not None and plan.x.first.kernel is not None
         formats = [f"`{str(on_family(f, family).dtype).removeprefix('torch.')}`" for f in FORMATS]
         rows.append(

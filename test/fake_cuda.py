@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
-from float8.linear import bound_plan
-from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors, Float8LinearFunction
+from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
+from float8.linear.layer import function_of
+from float8.linear.plan import BOUND, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState
 
 F32 = torch.float32
@@ -44,8 +45,8 @@ def fake_cuda(arch: str, mode: FakeTensorMode | None = None) -> ExitStack:
     """FakeTensors on a GPU of this architecture, whose constants are there already."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
-    stack.callback(bound_plan._bound_once.cache_clear)
-    bound_plan._bound_once.cache_clear()
+    stack.callback(BOUND.clear)
+    BOUND.clear()
     stack.enter_context(mode or FakeTensorMode())
     stack.enter_context(torch.no_grad())
     scale = empty(1, 1, dtype=F32)
@@ -77,8 +78,9 @@ def step(
     states: Any = STATELESS
     if config.uses_delayed_scaling:
         states = tuple(DelayedState(empty(dtype=F32), empty(dtype=F32), True) for _ in range(3))
-    plan = bound_plan.plan_for(config, x, grouped=offs is not None)
+    plan = plan_for(config, x.device, compute_dtype(x), offs is not None)
     ctx = Context(True, True, bias is not None, False, False)
     call = Call(plan, states, offs is None, weight, factors, saves=True)
-    out = Float8LinearFunction.forward(ctx, x, w, bias, call, offs)
-    return Results(out, *Float8LinearFunction.backward(ctx, g)[:3], ctx.saved_tensors)
+    function, groups = function_of(plan), () if offs is None else (offs,)
+    out = function.forward(ctx, x, w, bias, call, *groups)
+    return Results(out, *function.backward(ctx, g)[:3], ctx.saved_tensors)

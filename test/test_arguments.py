@@ -138,9 +138,7 @@ CALLS = {
     "accurate_layers": [
         (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n by:?")
     ],
-    "cached_weights": [
-        (f.cached_weights, {"model": converted}, "model in_place dtype:? scales_only")
-    ],
+    "cached_weights": [(f.cached_weights, {"model": converted}, "model in_place dtype:?")],
     "calibrate": [
         (
             f.calibrate,

@@ -34,7 +34,7 @@ from float8.kernels.casts import KERNELS
 from float8.kernels.grouped_mm import grouped_gemm_for
 from float8.kernels.groups import GROUP_KERNELS
 from float8.kernels.scaled_mm import CPU
-from float8.linear import bound_plan
+from float8.linear.plan import BOUND
 
 for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):
     importlib.import_module(f"float8.kernels.gpu.{file}")
@@ -47,9 +47,9 @@ CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
 def kernel_path():
     """Casts by the Triton kernels' ops, whose CPU implementation is the definition."""
     with mock.patch.dict(KERNELS, {CPU: KERNELS["sm_90"]}):
-        bound_plan._bound_once.cache_clear()
+        BOUND.clear()
         yield
-    bound_plan._bound_once.cache_clear()
+    BOUND.clear()
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from float8.activations.autograd import (
 )
 from float8.activations.copies import OUTPUT
 from float8.linear.autograd import as_matrix
-from float8.linear.bound_plan import autocasts
+from float8.linear.plan import autocasts
 
 aten = torch.ops.aten
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import enum
 import math
 import numbers
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from float8.arguments import check_bool, check_integer, described
 from float8.formats import Format, ScaleFormat, format_of
-from float8.granularity import Block, Blockwise, Granularity, Tensorwise, transpose_block
+from float8.granularity import WHOLE, Block, Blockwise, Granularity, Tensorwise, transpose_block
 
 MAX_MARGIN = 32
 """The largest magnitude of `DelayedScalingConfig.margin`, far above any format's headroom."""
@@ -143,13 +143,25 @@ _SHORT = {ScaleFormat.POWER_OF_TWO: "pow2"}
 class OperandCast:
     """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
 
+    What is below the first line was added by `float8.linear.plan.bind`, which names the device.
+
     Args:
         scaling_type: the source of the scale.
         format: the float8 format.
-        block: the extent per dimension that shares a scale; -1 is the whole dimension.
+        block: the extent per dimension that shares a scale; -1 is the whole dimension. Of experts
+            (E, N, K), after a 1.
         scale_format: which numbers scales may be.
         static_scale: the digits of a float, or None. torch.compile makes an input of every float
             that it meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
+        kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        swizzled: whether tensor cores read the scales, for which E8M0 ones are swizzled.
+
+    Attributes:
+        dtype, largest: of the format, its dtype and largest finite value.
+        scales: the value of ``scale_format``. (torch.compile guards on members of an enum.)
+        static: the static scale as a float.
+        is_whole: whether one scale serves the whole matrix.
+        is_delayed: whether its scale follows from past steps.
     """
 
     scaling_type: ScalingType
@@ -157,10 +169,38 @@ class OperandCast:
     block: Block
     scale_format: ScaleFormat = ScaleFormat.FLOAT32
     static_scale: str | None = None
+    # Two casts of one operand may differ in these, and write the same bytes.
+    kernel: str | None = field(default=None, repr=False, compare=False)
+    swizzled: bool = field(default=False, repr=False, compare=False)
+    # Read at each call, so computed once.
+    dtype: torch.dtype = field(init=False, repr=False, compare=False)
+    largest: float = field(init=False, repr=False, compare=False)
+    scales: str = field(init=False, repr=False, compare=False)
+    static: float | None = field(init=False, repr=False, compare=False)
+    is_whole: bool = field(init=False, repr=False, compare=False)
+    is_delayed: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        static = None if self.static_scale is None else float(self.static_scale)
+        set_fields(
+            self,
+            dtype=self.format.dtype,
+            largest=self.format.max,
+            scales=self.scale_format.value,
+            static=static,
+            is_whole=self.block[-2:] == (WHOLE, WHOLE),
+            is_delayed=self.scaling_type is ScalingType.DELAYED,
+        )
 
     def transposed(self) -> OperandCast:
         """The same cast, stated for the matrix's transpose."""
-        return replace(self, block=transpose_block(self.block))
+        return replace(self, block=(*self.block[:-2], *transpose_block(self.block[-2:])))
+
+
+def set_fields(frozen: object, **values: object) -> None:
+    """Set fields of a frozen dataclass, in its ``__post_init__``."""
+    for name, value in values.items():
+        object.__setattr__(frozen, name, value)
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,18 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from float8.arguments import check_bool, described, did_you_mean
-from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType, check_kind
-from float8.config.plan import GemmConfig, LinearPlan, gemm, key_of_plan, same_bytes
+from float8.config.casts import (
+    CastConfig,
+    DelayedScalingConfig,
+    ScalingType,
+    check_kind,
+    set_fields,
+)
+from float8.config.plan import GemmConfig, LinearPlan, gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
+
+PLANS: dict[str, LinearPlan] = {}  # `Float8LinearConfig.key` -> its plan
 
 
 def _fast() -> GemmConfig:
@@ -56,7 +64,7 @@ class Float8LinearConfig:
 
     Attributes:
         plan: the three GEMMs and their casts.
-        key: a string that stands for the plan, ``emulate`` and ``pad_inner_dim``.
+        key: a string that stands for the plan: equal for equal ones, and quick to compare.
         uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
             called.
 
@@ -100,10 +108,9 @@ class Float8LinearConfig:
         if self.smooth_input:
             self._check_smooth_input()
         plan = self._resolve()
-        object.__setattr__(self, "plan", plan)
-        object.__setattr__(self, "key", key_of_plan(plan, self.emulate, self.pad_inner_dim))
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
-        object.__setattr__(self, "uses_delayed_scaling", delayed)
+        set_fields(self, plan=plan, uses_delayed_scaling=delayed, key=repr(plan))
+        PLANS.setdefault(self.key, plan)
         if not delayed and self.delayed_scaling != DelayedScalingConfig():
             raise ValueError(
                 f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, "
@@ -164,15 +171,8 @@ class Float8LinearConfig:
             (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
             self.gemm_config_grad_weight,
         )
-        return LinearPlan(
-            output,
-            grad_input,
-            grad_weight,
-            reuses_input=same_bytes(output.a, grad_weight.b),
-            reuses_weight=same_bytes(output.b, grad_input.b),
-            reuses_grad_output=same_bytes(grad_input.a, grad_weight.a),
-            smooth_input=self.smooth_input,
-        )
+        flags = self.smooth_input, self.emulate, self.pad_inner_dim
+        return LinearPlan(output, grad_input, grad_weight, *flags)
 
     def _check_types(self) -> None:
         for name in ("output", "grad_input", "grad_weight"):

@@ -7,10 +7,12 @@ that GEMM reads. ``None`` in place of an `OperandCast` means high precision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from float8.arguments import check_bool
-from float8.config.casts import OperandCast
+from float8.config.casts import OperandCast, set_fields
 from float8.formats import E5M2, Format
 from float8.granularity import WHOLE
 
@@ -39,56 +41,114 @@ class Gemm:
     Args:
         a, b: the casts of the operands; both None where the product is in high precision.
         use_fast_accum: see `GemmConfig`.
+        name: on a device, the GEMM that multiplies, see `float8.kernels.gemm_for`.
+        refusal: the reason why no GEMM of the device multiplies, or None.
+        out_dtype: the dtype of the result.
+        align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
+        pad: see `LinearPlan`.
     """
 
     a: OperandCast | None
     b: OperandCast | None
     use_fast_accum: bool = False
+    name: str = ""
+    refusal: str | None = None
+    out_dtype: torch.dtype = torch.float32
+    align: int = 1
+    pad: bool = False
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The two casts of an operand, each stated in the orientation of the GEMM that reads it.
+
+    Args:
+        first: for the GEMM that contracts along the operand's rows; None for high precision.
+        second: for the GEMM that contracts along its columns, stated for the transpose; or None.
+        align: the multiple to which the transposed orientation of tokens pads each group.
+
+    Attributes:
+        is_same: whether both casts have one block, each in its own orientation: one op casts both.
+        is_shared: whether the second GEMM reads the transpose of the first GEMM's data.
+    """
+
+    first: OperandCast | None
+    second: OperandCast | None
+    align: int = 1
+    is_same: bool = field(init=False)
+    is_shared: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        first, second = self.first, self.second
+        is_cast = first is not None and second is not None
+        set_fields(
+            self,
+            is_same=is_cast and first == second,
+            is_shared=is_cast and first.transposed() == second,  # type: ignore[union-attr]
+        )
+
+
+GEMM_NAMES = ("output", "grad_input", "grad_weight")
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """The three GEMMs of a layer, and which second uses share the first use's bytes.
+    """The three GEMMs of a layer and their casts: what a config asks for.
 
-    For M tokens, K input features and N output features:
+    `float8.linear.plan.plan_for` binds it to a device and a dtype, and adds what the last five
+    arguments and the fields of its casts and GEMMs say. For M tokens, K input features and N output
+    features:
 
     Args:
         output: a = x_MK, b = w_NK.
         grad_input: a = g_MN, b = w_KN.
         grad_weight: a = g_NM, b = x_KM.
-        reuses_input: x_KM of grad_weight is the transpose of the float8 x_MK of output.
-        reuses_weight: w_KN of grad_input is the transpose of the float8 w_NK of output.
-        reuses_grad_output: g_NM of grad_weight is the transpose of grad_input's g_MN.
-        smooth_input: x and w are multiplied by factors before their casts.
+        smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
+        emulate: plain PyTorch casts and multiplies on every device.
+        pad: sizes that are no multiple of 16 are padded where a GEMM needs it.
+        family: the device family, see `float8.kernels.family_of`.
+        dtype: the compute dtype, of the operands before their casts and of the results.
+        is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        on_gpu: whether tensor cores multiply.
+
+    Attributes:
+        gemms: the three GEMMs, in the order of `GEMM_NAMES`.
+        x, w, g: the casts of input, weight and grad_output.
+        has_delayed: whether any cast is delayed.
+        is_tiled: whether some scale serves a block, neither one element nor a whole dimension.
     """
 
     output: Gemm
     grad_input: Gemm
     grad_weight: Gemm
-    reuses_input: bool
-    reuses_weight: bool
-    reuses_grad_output: bool
     smooth_input: bool = False
+    emulate: bool = False
+    pad: bool = False
+    family: str = ""
+    dtype: torch.dtype = torch.float32
+    is_grouped: bool = False
+    on_gpu: bool = False
+    gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
+    x: Operand = field(init=False, repr=False, compare=False)
+    w: Operand = field(init=False, repr=False, compare=False)
+    g: Operand = field(init=False, repr=False, compare=False)
+    has_delayed: bool = field(init=False, repr=False, compare=False)
+    is_tiled: bool = field(init=False, repr=False, compare=False)
 
-
-_PLANS: dict[str, tuple[LinearPlan, bool, bool]] = {}
-
-
-def key_of_plan(plan: LinearPlan, emulate: bool, pad: bool) -> str:
-    """A string that stands for a plan and how it runs: equal for equal ones, quick to compare."""
-    key = repr((plan, emulate, pad))
-    _PLANS.setdefault(key, (plan, emulate, pad))
-    return key
-
-
-def plan_of_key(key: str) -> tuple[LinearPlan, bool, bool]:
-    """The inverse of `key_of_plan`: the plan, ``emulate`` and ``pad``."""
-    return _PLANS[key]
-
-
-def same_bytes(first: OperandCast | None, second: OperandCast | None) -> bool:
-    """Whether the second use of an operand reads the transpose of the first use's bytes."""
-    return first is not None and second is not None and first.transposed() == second
+    def __post_init__(self) -> None:
+        output, grad_input, grad_weight = self.output, self.grad_input, self.grad_weight
+        align = grad_weight.align  # the only GEMM that reads transposed tokens
+        gemms = output, grad_input, grad_weight
+        casts = [c for gemm in gemms for c in (gemm.a, gemm.b) if c is not None]
+        set_fields(
+            self,
+            gemms=gemms,
+            x=Operand(output.a, grad_weight.b, align),
+            w=Operand(output.b, grad_input.b),
+            g=Operand(grad_input.a, grad_weight.a, align),
+            has_delayed=any(cast.is_delayed for cast in casts),
+            is_tiled=any(extent not in (1, WHOLE) for cast in casts for extent in cast.block),
+        )
 
 
 def gemm(

@@ -39,6 +39,7 @@ from float8.convert.folding import folded
 from float8.kernels import family_of
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
+from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call
 from float8.linear.static_input import set_input_cast, with_static_input
 from float8.linear.switch import Float8Module
@@ -153,7 +154,8 @@ def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.dev
     """
     # One token in bfloat16: each call checks what depends on its batch.
     family = family_of(device)
-    return refuses_call(config, weight, 1, torch.bfloat16, family, grad=False)
+    plan = bind(config.plan, family, torch.bfloat16)
+    return refuses_call(plan, weight.shape, 1, grad=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:

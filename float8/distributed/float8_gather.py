@@ -21,9 +21,9 @@ from float8.distributed.known_amax import KnownAmax
 from float8.distributed.rank_comparison import compare_layer, weights_of
 from float8.formats import on_device
 from float8.granularity import Block, scale_shape
-from float8.linear.bound_plan import EXPERTS
 from float8.linear.float8_weight import version_of
 from float8.linear.layer import Float8Linear
+from float8.linear.plan import EXPERTS
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 

@@ -147,7 +147,7 @@ def _stays_plain(
         return "it is a DTensor already, as expert parallelism makes it"
     if cast is None or plan.grad_input.b is None:
         return "a product with it runs in high precision"
-    if not plan.reuses_weight:
+    if not plan.w.is_shared:
         return "its two GEMMs need casts along different dimensions, so they cannot share data"
     if cast.block != TENSORWISE and weight.dim() == 2:
         return f"shards may split its blocks of one scale, {cast.block}"

@@ -25,26 +25,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from float8 import kernels
+from float8.config import LinearPlan, OperandCast
+from float8.config.plan import Operand
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import (
     Call,
-    Float8LinearFunction,
     States,
     as_matrix,
-    call_of,
-    gradients,
-    linear_in_float8,
     refuse_double_backward,
 )
-from float8.linear.bound_plan import (
-    BoundCast,
-    BoundOperand,
-    BoundPlan,
-    plan_for,
-    without_autocast,
-)
-from float8.linear.layer import Float8Linear
+from float8.linear.layer import Float8Linear, function_of, linear_in_float8
+from float8.linear.plan import compute_dtype, plan_for, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import DelayedState, cast_matrix, max_over_ranks, sharded_state
@@ -100,14 +92,14 @@ def moved(x: DTensor, to: Placement) -> Tensor:
     return result
 
 
-def gathers_in_float8(operand: BoundOperand) -> bool:
+def gathers_in_float8(operand: Operand) -> bool:
     """Whether both GEMMs of an operand can read the same float8 data, cast on any rank."""
     return operand.first is not None and operand.is_shared and operand.first.is_whole
 
 
 def _cast_and_gather(
     x: Tensor,
-    how: BoundCast,
+    how: OperandCast,
     state: DelayedState | None,
     record: bool,
     mesh: DeviceMesh,
@@ -150,7 +142,7 @@ class _SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any
     ) -> Tensor:
-        product = Float8LinearFunction.forward(ctx, x, w_NK, None, call)
+        product = function_of(call.plan).forward(ctx, x, w_NK, None, call)
         ctx.parts = mesh, shard, product.shape[shard.dim]
         return moved(placed(product, mesh, Partial()), shard)
 
@@ -158,15 +150,16 @@ class _SummedLinear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         refuse_double_backward("Float8RowwiseParallel")
         with without_autocast(g):
-            how = (ctx.plan.g.first, ctx.states[2], ctx.record, *ctx.parts)
+            call = ctx.call
+            how = (call.plan.g.first, call.states[2], call.record, *ctx.parts)
             data, scale = _cast_and_gather(g, *how)
             whole = Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
-            grad_x, grad_w, _ = gradients(ctx, whole)
+            grad_x, grad_w, _ = function_of(call.plan).gradients(ctx, whole)
         return grad_x, grad_w, None, None, None
 
 
 def gather_in_float8(
-    x: DTensor, operand: BoundOperand, state: DelayedState | None = None, record: bool = False
+    x: DTensor, operand: Operand, state: DelayedState | None = None, record: bool = False
 ) -> Tensor:
     """The whole input that x is sharded of, as a `Float8Tensor`; its gradient is a summand.
 
@@ -239,12 +232,14 @@ class Float8ParallelLinear(Float8Linear):
         x, weight, wanted = self._read(input), local(self.weight), layout.output
         if self.config.enable_pre_and_post_forward:
             self._check_input(x, weight)
-            self._check_call(x, weight, plan_for(self.config, x))
+        plan = plan_for(self.config, x.device, compute_dtype(x))
+        if self.config.enable_pre_and_post_forward:
+            self._check_call(x, weight, plan)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
-        record = self.training and torch.is_grad_enabled()
-        call = call_of(self.config, x, states, record)
+        grad = torch.is_grad_enabled()
+        call = Call(plan, states, self.training and grad, saves=grad)
         if is_colwise:
             bias = None if self.bias is None else local(self.bias)
             out = linear_in_float8(x, weight, bias, call)
@@ -308,7 +303,7 @@ class Float8ParallelLinear(Float8Linear):
                     "before Float8ColwiseParallel layers"
                 )
         else:
-            plan = plan_for(self.config, x._local_tensor)
+            plan = plan_for(self.config, x.device, compute_dtype(x._local_tensor))
             x = x if x.dtype == plan.dtype else x.to(plan.dtype)
             if is_colwise and placement.is_shard() and sends_in_float8(plan):
                 record = self.training and torch.is_grad_enabled()
@@ -370,7 +365,7 @@ def local(x: Any) -> Tensor:
     return result
 
 
-def sends_in_float8(plan: BoundPlan) -> bool:
+def sends_in_float8(plan: LinearPlan) -> bool:
     """Whether an input is cast before its gather.
 
     The factors of a smooth input need the amaxes of whole channels, before the cast.

@@ -37,9 +37,9 @@ from float8.estimate.roofline import (
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
 from float8.kernels.cublas import ALIGNMENT
-from float8.linear.bound_plan import BoundPlan
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import refuses_call, refuses_experts, refuses_layer
+from float8.linear.plan import bind
+from float8.linear.refusals import refuses_call, refuses_layer
 from float8.linear.registration import rule_of, stacked_weights
 
 Recipe = str | Float8LinearConfig
@@ -147,12 +147,8 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
             )
         # float32 parameters are assumed to run under autocast to bfloat16.
         dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
-        if layer.shape.E is None:
-            reason = refuses_call(config, weight, M, dtype, device.arch, use.training)
-        else:
-            pad = config.pad_inner_dim
-            plan = BoundPlan(config.plan, device.arch, dtype, False, pad, False, grouped=True)
-            reason = refuses_experts(plan, use.training, (layer.shape.E, K, N))
+        plan = bind(config.plan, device.arch, dtype, grouped=layer.shape.E is not None)
+        reason = refuses_call(plan, (N, K), M, use.training)
     missing = sorted(set(kinds_of_plan(config.plan, use).values()) - set(device.products))
     if reason is None and missing:
         reason = f"{device.name} has no figures for {' and '.join(missing)} GEMMs"

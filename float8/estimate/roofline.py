@@ -233,15 +233,15 @@ def passes_of_layer(
     by = REFERENCE if emulates else COMPILER if compiled else KERNELS
     trains = use.training and use.weight_trains
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _casts(plan.output.a, second_x, plan.reuses_input, by)
-    g = _casts(plan.grad_input.a, second_g, plan.reuses_grad_output, by) if use.training else []
+    x = _casts(plan.output.a, second_x, plan.x.is_shared, by)
+    g = _casts(plan.grad_input.a, second_g, plan.g.is_shared, by) if use.training else []
     first_w, second_w = plan.output.b, plan.grad_input.b if use.training else None
     convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
     if use.caches_weight(plan):
-        w = convert + _casts(first_w, plan.grad_input.b, plan.reuses_weight, by)
+        w = convert + _casts(first_w, plan.grad_input.b, plan.w.is_shared, by)
         return x, w, g, 1 / use.gradient_accumulation
     backward = _casts(None, second_w, False, by)
-    if plan.reuses_weight:  # and forward's scale
+    if plan.w.is_shared:  # and forward's scale
         backward = backward[-1:]
     w = convert + _casts(first_w, None, False, by)
     return x, w + (convert + backward if use.training else []), g, 1.0
@@ -457,7 +457,7 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
     elements = shape.M * shape.K if use.weight_trains else 0
     if plan is None:
         return READ * elements
-    if plan.reuses_weight and plan.output.b is not None:
+    if plan.w.is_shared and plan.output.b is not None:
         scales = prod(scale_shape((shape.N, shape.K), plan.output.b.block))
         kept += shape.weights * _scale_bytes(plan.output.b) * scales
     if elements and (cast := plan.grad_weight.b) is not None:

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
-from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Float8LinearFunction
-from float8.linear.bound_plan import autocasts, plan_for, without_autocast
+from float8.linear.autograd import Call, Float8LinearFunction
 from float8.linear.float8_weight import of_experts
+from float8.linear.plan import autocasts, compute_dtype, plan_for, without_autocast
 from float8.linear.refusals import (
     REFUSES_SMOOTH_EXPERTS,
-    refuses_experts,
+    refuses_call,
     refuses_float8_input,
     refuses_input,
 )
@@ -61,16 +61,15 @@ def grouped_mm(
     """
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
     _check(x, w, offs, config)
-    plan = plan_for(config, x, grouped=True)
-    reason = refuses_experts(plan, torch.is_grad_enabled(), w.shape) if plan.on_gpu else None
+    plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
+    reason = refuses_call(plan, w.shape, x.shape[0], grad, w.requires_grad)
     if isinstance(x, Float8Tensor):
-        needs_grad_weight = w.requires_grad and torch.is_grad_enabled()
-        reason = reason or refuses_float8_input(x, plan, needs_grad_weight)
+        reason = reason or refuses_float8_input(x, plan, w.requires_grad and grad)
     if reason is not None:
         raise ValueError(f"grouped_mm: {reason}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
-    call = Call(plan, STATELESS, False, weight, NO_FACTORS, torch.is_grad_enabled())
+    call = Call(plan, weight=weight, saves=grad)
     with without_autocast(x):
         out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.config import LinearPlan
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.bound_plan import BoundPlan
 from float8.linear.scaling import DelayedState, cast_matrix, constant
 from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
 from float8.tensor.differentiable import differentiable
@@ -41,7 +41,7 @@ Inputs = tuple[Tensor, Tensor | None, Tensor | None]
 class Output(NamedTuple):
     """How one call casts its result."""
 
-    plan: BoundPlan  # of the layers that read it
+    plan: LinearPlan  # of the layers that read it
     state: DelayedState | None
     record: bool
     transpose: bool  # whether a backward may want the transpose
@@ -120,7 +120,7 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
     elif state is not None:
         amax = state.current_amax if out.record else None
         scale = state.scale.reshape(1, 1) if state.ready else None
-    cast = (plan.dtype, how.dtype, how.scale_format != ScaleFormat.FLOAT32.value, out.transpose)
+    cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
     called = getattr(torch.ops.float8, op).default
     if not plan.smooth_input:
         found: tuple[Tensor, ...] = called(*arguments, scale, *cast, amax)
@@ -132,7 +132,7 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
     if amax is not None:
         kernels.record_amax(amax, largest)
     if scale is None:
-        scale = kernels.scale_from_amax(largest, how.largest, how.scale_format)
+        scale = kernels.scale_from_amax(largest, how.largest, how.scales)
     data, data_t, scale = called(*arguments, scale, *cast, None, factors_1K)
     return data, data_t, channel_scales(scale, factors_1K)
 

@@ -54,10 +54,10 @@ from float8.fusion.autograd import (
     runs_kernel,
 )
 from float8.granularity import WHOLE
-from float8.linear.bound_plan import plan_for
 from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
+from float8.linear.plan import compute_dtype, plan_for
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -76,7 +76,7 @@ def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | N
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if config.smooth_input and not by_gate:
         return "finds no factors of channels, and the config has smooth_input=True"
-    if cast is not None and cast.block == (WHOLE, WHOLE) and config.plan.reuses_input:
+    if cast is not None and cast.block == (WHOLE, WHOLE) and config.plan.x.is_shared:
         return None
     again = f", for grad_weight '{second.summary}'" if second is not None else ""
     return (
@@ -141,7 +141,7 @@ class _Producer(Float8Module):
                 f"{state.scale.device}; move the module, from meta with to_empty(device=...)"
             )
         by_kernel = runs_kernel(x.device, self.config.emulate)
-        plan = plan_for(self.config, x)
+        plan = plan_for(self.config, x.device, compute_dtype(x))
         out = Output(plan, state, self.training and grad, grad, by_kernel)
         y = produce(self.op, inputs, eps, out)
         if not torch.compiler.is_compiling():

@@ -38,6 +38,7 @@ _SMALL = 8192  # elements below which fewer calls beat faster passes
 _PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
 
 
+@functools.cache
 def _is_tiled(block: Block) -> bool:
     """Whether a block is neither one element nor all of some dimension."""
     return block.count(WHOLE) + block.count(1) < len(block)

@@ -6,16 +6,15 @@ Legend: M tokens, K ``in_features``, N ``out_features``; x_MK input, w_NK weight
     grad_input_MK  = g_MN @ w_KN.T       backward
     grad_weight_NK = g_NM @ x_KM.T       backward
 
-Each GEMM reads its operands with the contraction last, cast as the layer's `BoundPlan` says. Two
+Each GEMM reads its operands with the contraction last, cast as the layer's `LinearPlan` says. Two
 GEMMs that read one operand share its data where the plan allows it. If a GEMM runs in high
 precision, its casts return the operand unchanged.
 
 For backward, forward saves the input in float8, in the orientation that grad_weight reads: one byte
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
-casts the weight again, with forward's scale where both casts are the same.
-
-With ``smooth_input``, x_MK and w_NK are multiplied by factors of their columns before their casts,
-and the gradients likewise after their GEMMs (`float8.linear.smoothing`); forward saves K factors.
+casts the weight again, with forward's scale where both casts are the same. A weight that is in
+float8 before the call is not cast: `float8.linear.float8_weight`. Inputs and weights that are
+multiplied by factors before their casts: `float8.linear.smoothing`.
 
 With ``offs``, the ends of groups of tokens, the same three GEMMs are grouped, one group per expert:
 w_NK is w_ENK, and grad_weight contracts the tokens of each group (`float8.experts`).
@@ -28,6 +27,7 @@ FSDP see ordinary tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,20 +35,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig
-from float8.granularity import scale_shape
-from float8.linear.bound_plan import BoundGemm, BoundOperand, BoundPlan, plan_for, without_autocast
-from float8.linear.float8_weight import Float8Weight
+from float8.config import Gemm, LinearPlan
+from float8.linear.float8_weight import Float8Weight, Reads, weight_of_backward, weight_of_forward
+from float8.linear.plan import without_autocast
 from float8.linear.scaling import (
+    NOTHING,
     DelayedState,
     Pair,
-    cast_matrix,
     cast_operand,
-    constant,
+    cast_tokens,
     multiply_scale,
-    transposed_scale,
 )
-from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -63,36 +60,25 @@ STATELESS: States = (None, None, None)
 LOSES_GRADIENTS = torch.__version__ < torch.torch_version.TorchVersion("2.13")
 
 
+@dataclass(eq=False, slots=True)  # torch.compile would guard on each field of a NamedTuple
 class Call:
     """The parameters of one call of a layer, except its three tensors.
 
-    ``states`` are those of the delayed casts of input, weight and grad_output, None for others;
-    ``record`` says whether they record amaxes. ``weight`` is the weight in float8 if it was cast
-    before this call, else None. Unit scaling multiplies the three products by ``factors``.
-    ``saves`` says whether gradients are enabled, so that a backward may follow.
+    Args:
+        plan: see `plan_for`.
+        states: those of the delayed casts of input, weight and grad_output, None for others.
+        record: whether delayed casts record amaxes.
+        weight: the weight in float8 if it was cast before this call, else None.
+        factors: what unit scaling multiplies the three products by.
+        saves: whether gradients are enabled, so that a backward may follow.
     """
 
-    # Not a NamedTuple: torch.compile would guard on each of its fields.
-    __slots__ = ("factors", "plan", "record", "saves", "states", "weight")
-
-    def __init__(
-        self,
-        plan: BoundPlan,
-        states: States,
-        record: bool,
-        weight: Float8Weight | None,
-        factors: Factors,
-        saves: bool,
-    ) -> None:
-        self.plan, self.states, self.record = plan, states, record
-        self.weight, self.factors, self.saves = weight, factors, saves
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    """(..., K) -> (M, K), also where M or K is 0."""
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    plan: LinearPlan
+    states: States = STATELESS
+    record: bool = False
+    weight: Float8Weight | None = None
+    factors: Factors = NO_FACTORS
+    saves: bool = False
 
 
 class Float8LinearFunction(torch.autograd.Function):
@@ -112,78 +98,65 @@ class Float8LinearFunction(torch.autograd.Function):
         With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
         """
         plan = call.plan
-        needs_x = call.saves and ctx.needs_input_grad[0]
-        needs_w = call.saves and ctx.needs_input_grad[1]
-        x8_MK, x8_KM, factors_1K = _cast_input(x, call, needs_w, offs)
-        w8_NK, saved_w = _cast_weight(w_NK, call, factors_1K)
-        # Rounding to the compute dtype first makes autocast, DDP and FSDP cast the same bits.
-        bias = None if bias_N is None else bias_N.to(plan.dtype)
-        out_MN = product(plan.output, x8_MK, w8_NK, bias, call.factors[0], offs)
-        # Delayed scales too: autograd then detects a sync between forward and backward.
-        scales = [state.scale for state in call.states if state] if plan.has_delayed else []
-        saved_w = saved_w if needs_x else (None, None)
-        ctx.save_for_backward(*x8_KM, *saved_w, offs, factors_1K, *scales)
-        # The call itself is not kept: FSDP2 may free the memory of its weight after the forward.
-        ctx.plan, ctx.states, ctx.record, ctx.factors = plan, call.states, call.record, call.factors
-        weight = call.weight
-        ctx.is_cast = weight is not None and weight.has_data and not weight.is_cast_again
-        ctx.scales_grad = call.weight is not None and call.weight.scales_grad
-        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, w_NK.dtype
-        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
-        if x.dim() != 2 or (LOSES_GRADIENTS and torch.compiler.is_compiling()):
-            # As with nn.Linear, the result is not a view of another tensor.
-            shape = (*x.shape[:-1], w_NK.shape[-2])
-            out_MN = torch.ops.aten._unsafe_view.default(out_MN, shape)
-        return out_MN
+        x8_MK, x8_KM = input_in_float8(x, call, needs(ctx, call, 1), offs)
+        w8_NK, w_saved = weight_of_forward(
+            to(w_NK, plan.dtype), call.weight, plan.w, call.states[1], call.record
+        )
+        out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0], offs)
+        if call.weight is None:
+            w_saved = w_NK, w_saved[1]  # not its copy in the compute dtype
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs)
+        return in_shape_of(x, out_MN)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """See `gradients`."""
-        if torch.is_grad_enabled():
-            refuse_double_backward("grouped_mm" if ctx.plan.is_grouped else "Float8Linear")
+        """grad_input, grad_weight and grad_bias, each None if it is not needed."""
+        refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
         with without_autocast(g):
-            return (*gradients(ctx, g), None, None)
+            return (*Float8LinearFunction.gradients(ctx, g), None, None)
+
+    @staticmethod
+    def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `backward`."""
+        x_KM, x_scale, w, w_scale, offs = saved_by(ctx)[:5]
+        if ctx.reads is Reads.HIGH_PRECISION and w is not None:
+            w = to(w, ctx.call.plan.dtype)
+        products = products_of_backward(ctx, as_matrix(g), (x_KM, x_scale), w, w_scale, offs)
+        return as_arguments(ctx, *products)
 
 
-def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The backward: grad_input, grad_weight and grad_bias, each None if it is not needed."""
-    plan: BoundPlan = ctx.plan
-    are_checked = plan.has_delayed and not torch.compiler.is_compiling()
-    saved = _checked_tensors(ctx) if are_checked else ctx.saved_tensors
-    x_KM, x_scale, w, w_scale, offs, factors_1K = saved[:6]
+def products_of_backward(
+    ctx: Any,
+    g_MN: Tensor,
+    x8_KM: Pair,
+    w: Any,
+    w_scale: Any,
+    offs: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """grad_input (M, K), grad_weight (N, K) and grad_bias (N,), each None if it is not needed."""
+    call, plan = ctx.call, ctx.call.plan
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    factor_x, factor_w = ctx.factors[1:]
     grad_x = grad_w = grad_bias = None
-    g_MN = as_matrix(g)
-    g_scaled = g_MN * w_scale if needs_x and ctx.scales_grad else g_MN
+    w8_KN, g_scaled = NOTHING, g_MN
+    if needs_x:
+        w8_KN, g_scaled = weight_of_backward(
+            w, w_scale, ctx.reads, plan, call.states[1], call.record, g_MN
+        )
     if needs_x or needs_w:
         g8_MN, g8_NM = cast_operand(
-            g_scaled, plan.g, ctx.states[2], ctx.record, needs_x, needs_w, (None, None), offs
+            g_scaled, plan.g, call.states[2], call.record, needs_x, needs_w, offs=offs
         )
     if needs_x:
-        factor_x = factor_x() if callable(factor_x) else factor_x
-        w8_KN = (w, w_scale) if ctx.is_cast else _cast_weight_again(ctx, w, w_scale, factors_1K)
-        if ctx.scales_grad:  # g was multiplied by the weight's scales before its cast
-            assert plan.grad_input.b is not None
-            w8_KN = (w, w_scale.new_ones(scale_shape(w.shape, plan.grad_input.b.block)))
-        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor_x, offs)
-        if factors_1K is not None and plan.w.second is not None:
-            grad_x = grad_x * factors_1K.to(grad_x.dtype)
-        grad_x = _to(grad_x, ctx.x_dtype).reshape(ctx.x_shape)
+        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, called(call.factors[1]), offs)
     if needs_w:
-        grad_w = product(plan.grad_weight, g8_NM, (x_KM, x_scale), None, factor_w, offs)
-        if factors_1K is not None and plan.x.second is not None:
-            grad_w = grad_w * inverse(factors_1K).to(grad_w.dtype)
-        # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
-        grad_w = grad_w if ctx.w_dtype is torch.float16 else _to(grad_w, ctx.w_dtype)
+        grad_w = product(plan.grad_weight, g8_NM, x8_KM, None, call.factors[2], offs)
     if needs_bias:
-        grad_bias = g_MN.sum(0)
-        grad_bias = (grad_bias if factor_w is None else grad_bias * factor_w).to(ctx.bias_dtype)
+        grad_bias = times(g_MN.sum(0), call.factors[2])
     return grad_x, grad_w, grad_bias
 
 
 def product(
-    gemm: BoundGemm,
+    gemm: Gemm,
     a: Pair,
     b: Pair,
     bias: Tensor | None = None,
@@ -198,127 +171,110 @@ def product(
     """
     if gemm.a is None or gemm.b is None:
         if offs is None:
-            out = F.linear(a[0], b[0], bias)
-        else:
-            out = kernels.multiply_groups_plainly(a[0], b[0], offs)
-        return out if factor is None else out * factor
-    a_data, a_scale = a
-    if gemm.refusal is not None and 0 not in (*a_data.shape, *b[0].shape):
+            return times(F.linear(a[0], b[0], bias), factor)
+        return times(kernels.multiply_groups_plainly(a[0], b[0], offs), factor)
+    (a_data, a_scale), (b_data, b_scale) = a, b
+    if gemm.refusal is not None and 0 not in (*a_data.shape, *b_data.shape):
         raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
-    after = factor if a_scale.dtype != torch.float32 else None
-    if factor is not None and after is None:
-        a_scale = multiply_scale(a_scale, gemm.a, factor)
-        bias = None if bias is None else bias * factor
+    if factor is not None and a_scale.dtype == torch.float32:  # E8M0 scales hold no factor
+        a_scale, bias, factor = multiply_scale(a_scale, gemm.a, factor), times(bias, factor), None
+    name, fast, pad = gemm.name, gemm.use_fast_accum, gemm.pad
+    blocks = gemm.a.block, gemm.b.block
     if offs is not None:
-        blocks = (gemm.a.block, gemm.b.block)
         out = kernels.multiply_groups(
-            gemm.name, a_data, a_scale, *b, offs, *blocks, gemm.out_dtype, gemm.align,
-            gemm.use_fast_accum, gemm.pad,
+            name, a_data, a_scale, b_data, b_scale, offs, *blocks, gemm.out_dtype, gemm.align, fast, pad
         )  # fmt: skip
-        return out if after is None else out * after
-    out = kernels.multiply(
-        gemm.name,
-        a_data,
-        a_scale,
-        *b,
-        gemm.a.block,
-        gemm.b.block,
-        bias,
-        gemm.out_dtype,
-        gemm.use_fast_accum,
-        gemm.pad,
-    )
-    return out if after is None else out * after  # E8M0 scales hold no factor
+    else:
+        out = kernels.multiply(
+            name, a_data, a_scale, b_data, b_scale, *blocks, bias, gemm.out_dtype, fast, pad
+        )
+    return times(out, factor)
 
 
-def _to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    # Tensor.to takes a microsecond even if the dtype is the same.
+# --- operands
+
+
+def input_in_float8(
+    x: Tensor, call: Call, needs_w: bool, offs: Tensor | None = None
+) -> tuple[Pair, Pair]:
+    """x_MK for the output, and x_KM for grad_weight if that is needed, else `NOTHING`."""
+    operand = call.plan.x
+    if not isinstance(x, Float8Tensor):
+        x_MK = to(as_matrix(x), call.plan.dtype)
+        both = cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w, offs=offs)
+        return both if needs_w else (both[0], NOTHING)
+    data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
+    if not needs_w:
+        return (data, scale), NOTHING
+    if offs is not None and operand.align > 1:  # through bfloat16, which is exact: the bits stay
+        values = data.to(torch.bfloat16)
+        data_t = cast_tokens(values, operand.first, operand, offs, False, True, scale=1.0)[1][0]
+    return (data, scale), (data.t() if data_t is None else data_t, scale.t())
+
+
+def bias_of(bias_N: Tensor | None, call: Call) -> Tensor | None:
+    """The bias, rounded to the compute dtype: autocast, DDP and FSDP then add the same bits."""
+    return None if bias_N is None else to(bias_N, call.plan.dtype)
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """(..., K) -> (M, K), also where M or K is 0."""
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+def in_shape_of(x: Tensor, out_MN: Tensor) -> Tensor:
+    """(M, N) -> (..., N), for x of shape (..., K); no view of another tensor, as of nn.Linear."""
+    if x.dim() == 2 and not (LOSES_GRADIENTS and torch.compiler.is_compiling()):
+        return out_MN
+    return torch.ops.aten._unsafe_view.default(out_MN, (*x.shape[:-1], out_MN.shape[-1]))
+
+
+def to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a dtype; `Tensor.to` takes a microsecond even if the dtype is the same."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
-_Saved = tuple[Tensor | None, Tensor | None]
+def times(x: Any, factor: float | None) -> Any:
+    """``x * factor``; None stands for no tensor, and for no factor."""
+    return x if x is None or factor is None else x * factor
 
 
-def _cast_input(
-    x: Tensor, call: Call, needs_w: bool, offs: Tensor | None
-) -> tuple[Pair, _Saved, Tensor | None]:
-    """x_MK for the output, x_KM for backward if grad_weight is needed, and the smooth factors."""
-    plan, factors_1K = call.plan, None
-    if isinstance(x, Float8Tensor):
-        data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
-        if plan.smooth_input:
-            scale, factors_1K = split(scale)
-        if not needs_w:
-            return (data, scale), (None, None), factors_1K
-        if offs is not None and plan.x.align > 1:
-            data_t = _transposed_groups(data, plan.x, offs)
-        saved = (data.t() if data_t is None else data_t, scale.t())
-        return (data, scale), saved, factors_1K
-    x_MK = _to(as_matrix(x), plan.dtype)
-    plain_KM = None  # read by a GEMM in high precision
-    if plan.smooth_input:
-        factors_1K = smoothing_factors(x_MK)
-        plain_KM = x_MK.t() if plan.x.second is None else None
-        x_MK = smoothed(x_MK, factors_1K)
-    second = needs_w and plain_KM is None
-    x8_MK, x8_KM = cast_operand(
-        x_MK, plan.x, call.states[0], call.record, True, second, (None, None), offs
-    )
-    if plain_KM is not None:
-        x8_KM = plain_KM, None
-    return x8_MK, x8_KM if needs_w else (None, None), factors_1K
+def called(factor: float | Callable[[], float] | None) -> float | None:
+    """A factor, or what it returns."""
+    return factor() if callable(factor) else factor
 
 
-def _transposed_groups(data_TK: Tensor, operand: BoundOperand, offs: Tensor) -> Tensor:
-    """The transpose of tensorwise float8 data, with the groups padded; see `kernels.groups`."""
-    how = operand.first
-    assert how is not None
-    values, one = data_TK.to(torch.bfloat16), constant(1.0, data_TK)  # exact, so the bits stay
-    return kernels.cast_tokens(
-        how.kernel, values, offs, how.block, how.dtype, how.scale_format, one, operand.align,
-        row_major=False, transposed=True,
-    ).data_t  # fmt: skip
+# --- what backward has of forward
 
 
-def _cast_weight(w_NK: Tensor, call: Call, factors_1K: Tensor | None) -> tuple[Pair, _Saved]:
-    """w_NK for the output, and for backward: w_KN, or w_NK in high precision and its scale."""
-    weight, state, how = call.weight, call.states[1], call.plan.w.first
-    if weight is not None and weight.has_data:
-        if call.record and weight.amax is not None and state is not None:
-            kernels.record_amax(state.current_amax, weight.amax)
-        return weight.row_major, weight.transposed
-    scale, scale_t = (None, None) if weight is None else (weight.row_major[1], weight.transposed[1])
-    source = _to(w_NK, call.plan.dtype)
-    if factors_1K is not None:
-        source = smoothed(source, inverse(factors_1K))
-    w8 = cast_matrix(source, how, state, call.record, scale)
-    return w8, (w_NK, w8[1] if call.plan.w.is_shared else scale_t)
+def needs(ctx: Any, call: Call, index: int) -> bool:
+    """Whether a backward may need the gradient of an argument of forward."""
+    return call.saves and ctx.needs_input_grad[index]
 
 
-def _cast_weight_again(
-    ctx: Any, w_NK: Tensor, w_scale: Tensor | None, factors_1K: Tensor | None
-) -> Pair:
-    """w_KN, cast in backward; with forward's scale if both casts are the same.
-
-    ``w_scale`` is that scale, or else the scale of the second cast if it is known; or None.
-    ``factors_1K`` are those of a smooth input, or None.
-    """
-    operand = ctx.plan.w
-    if w_NK.dtype.itemsize == 1:  # a resident weight whose scales grad_input cannot read
-        assert w_scale is not None
-        w_NK = kernels.dequantize(w_NK, w_scale, operand.first.block, ctx.plan.dtype)
-        w_scale = None
-    w_NK = _to(w_NK, ctx.plan.dtype)
-    if factors_1K is not None and operand.second is not None:
-        w_NK = smoothed(w_NK, inverse(factors_1K))
-    # A shared cast was recorded in forward. A delayed second cast that differs from the first is
-    # refused by the config, so any other is the only cast of the weight.
-    record = ctx.record and not operand.is_shared
-    scales = (None, transposed_scale(w_scale) if operand.is_shared else w_scale)
-    return cast_operand(w_NK, operand, ctx.states[1], record, False, True, scales, None)[1]
+def save(
+    ctx: Any,
+    call: Call,
+    arguments: tuple[Tensor, Tensor, Tensor | None],
+    x8_KM: Pair,
+    w_saved: Pair,
+    *others: Tensor | None,
+) -> None:
+    """Save operands and ``others`` for `saved_by`, and the dtypes for `as_arguments`."""
+    # Delayed scales too: autograd then detects a sync between forward and backward.
+    scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
+    w_saved = w_saved if needs(ctx, call, 0) else NOTHING
+    ctx.save_for_backward(*x8_KM, *w_saved, *others, *scales)
+    ctx.reads = Reads.HIGH_PRECISION if call.weight is None else call.weight.reads
+    # Without the weight: FSDP2 may free its memory after the forward.
+    ctx.call = Call(call.plan, call.states, call.record, None, call.factors)
+    x, w, bias = arguments
+    ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
 
-def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
+def saved_by(ctx: Any) -> tuple[Tensor, ...]:
     """The saved tensors; raises, with the remedy, if a scale or weight changed after forward."""
     try:
         return ctx.saved_tensors
@@ -332,26 +288,17 @@ def _checked_tensors(ctx: Any) -> tuple[Tensor, ...]:
         ) from error
 
 
-def call_of(
-    config: Float8LinearConfig,
-    input: Tensor,
-    states: States = STATELESS,
-    record: bool = False,
-    factors: Factors = NO_FACTORS,
-) -> Call:
-    """The `Call` for this input, with a weight in high precision; autocast is respected."""
-    plan = plan_for(config, input)
-    return Call(plan, states, record, None, factors, torch.is_grad_enabled())
-
-
-def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """``input @ weight.T + bias`` as the call says; autocast is respected.
-
-    ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
-    `Float8Tensor` as input is not cast again.
-    """
-    with without_autocast(input):
-        return Float8LinearFunction.apply(input, weight, bias, call, None)
+def as_arguments(
+    ctx: Any, grad_x: Tensor | None, grad_w: Tensor | None, grad_bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients in the shapes and dtypes of the arguments of forward."""
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    return (
+        None if grad_x is None else to(grad_x, x_dtype).reshape(ctx.x_shape),
+        # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
+        grad_w if grad_w is None or w_dtype is torch.float16 else to(grad_w, w_dtype),
+        None if grad_bias is None else to(grad_bias, bias_dtype),
+    )
 
 
 def refuse_double_backward(name: str) -> None:

@@ -37,20 +37,24 @@ What a checkpoint has of a resident weight: `float8.linear.resident_state`.
 
 from __future__ import annotations
 
+import enum
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig
+from float8 import kernels
+from float8.config import Float8LinearConfig, LinearPlan
+from float8.config.plan import Operand
 from float8.granularity import WHOLE, scale_shape
-from float8.linear.bound_plan import BoundPlan
 from float8.linear.scaling import (
     DelayedState,
     Pair,
-    Scales,
     bind_and_cast,
+    cast_matrix,
     cast_operand,
+    transposed_scale,
 )
 from float8.tensor import Float8Tensor
 
@@ -63,52 +67,47 @@ TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 
 
+class Reads(enum.Enum):
+    """What backward has of a weight, and how grad_input reads it.
+
+    Attributes:
+        HIGH_PRECISION: w_NK and forward's scale of it, if both casts share one: it casts again.
+        FLOAT8: data and scale of w_KN.
+        SCALES_GRAD: the data of w_KN, and scales (1, N) along the contraction, which multiply
+            grad_output before its cast.
+        DEQUANTIZED: data and scale of w_NK: it is dequantised, and cast again.
+    """
+
+    HIGH_PRECISION = enum.auto()
+    FLOAT8 = enum.auto()
+    SCALES_GRAD = enum.auto()
+    DEQUANTIZED = enum.auto()
+
+
+@dataclass(eq=False, slots=True)
 class Float8Weight:
     """A weight in float8, in the orientations of both GEMMs that read it.
 
     Args:
-        row_major: data and scale of w_NK, for the output. Without data, a layer casts its weight
-            with this scale, where it is not None.
-        transposed: data and scale of w_KN, for grad_input; or of w_NK, see ``is_cast_again``.
+        row_major: data and scale of w_NK, for the output.
+        transposed: data and scale for grad_input, as ``reads`` says.
+        reads: how grad_input reads it.
         dtype: the dtype to which the weight was rounded before its cast; None if the data does not
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
-        scales_grad: the scales of ``transposed`` run along the contraction of grad_input, so
-            backward multiplies grad_output by them before its cast.
-        is_cast_again: backward dequantises ``transposed``, which is w_NK, and casts it.
         source: the high-precision weight that was cast, or None.
     """
 
-    __slots__ = (
-        "amax",
-        "dtype",
-        "is_cast_again",
-        "row_major",
-        "scales_grad",
-        "source",
-        "transposed",
-        "version",
-    )
+    row_major: Pair
+    transposed: Pair
+    reads: Reads = Reads.FLOAT8
+    dtype: torch.dtype | None = None
+    amax: Tensor | None = None
+    source: Tensor | None = None
+    version: int = 0
 
-    def __init__(
-        self,
-        row_major: Pair,
-        transposed: Pair,
-        dtype: torch.dtype | None = None,
-        amax: Tensor | None = None,
-        scales_grad: bool = False,
-        source: Tensor | None = None,
-        is_cast_again: bool = False,
-    ) -> None:
-        self.row_major, self.transposed, self.dtype = row_major, transposed, dtype
-        self.amax, self.scales_grad, self.source = amax, scales_grad, source
-        self.is_cast_again = is_cast_again
-        self.version = 0 if source is None else version_of(source)
-
-    @property
-    def has_data(self) -> bool:
-        """Whether the weight is in float8; otherwise only scales are known."""
-        return self.row_major[0] is not None
+    def __post_init__(self) -> None:
+        self.version = 0 if self.source is None else version_of(self.source)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether the source is this weight and its version counter is unchanged."""
@@ -120,12 +119,66 @@ class Float8Weight:
         return [x for x in stored if x is not None]
 
 
+def weight_of_forward(
+    w_NK: Tensor,
+    weight: Float8Weight | None,
+    operand: Operand,
+    state: DelayedState | None,
+    record: bool,
+) -> tuple[Pair, Pair]:
+    """Data and scale of w_NK for the output, and what backward is to have of it: see `Reads`.
+
+    ``w_NK`` is in the compute dtype. It is cast unless ``weight`` has it in float8 already. For
+    ``state`` and ``record`` see `float8.linear.scaling.cast_matrix`.
+    """
+    if weight is None:
+        w8_NK = cast_matrix(w_NK, operand.first, state, record)
+        return w8_NK, (w_NK, w8_NK[1] if operand.is_shared else None)
+    if record and weight.amax is not None and state is not None:
+        kernels.record_amax(state.current_amax, weight.amax)
+    return weight.row_major, weight.transposed
+
+
+def weight_of_backward(
+    w: Tensor,
+    scale: Tensor | None,
+    reads: Reads,
+    plan: LinearPlan,
+    state: DelayedState | None,
+    record: bool,
+    g_MN: Tensor,
+) -> tuple[Pair, Tensor]:
+    """Data and scale of w_KN for grad_input, and grad_output as it is to be cast.
+
+    ``w`` and ``scale`` are what `weight_of_forward` returned for backward, ``w`` in the compute
+    dtype where it is not in float8.
+    """
+    operand = plan.w
+    if reads is Reads.FLOAT8:
+        return (w, scale), g_MN
+    if reads is Reads.SCALES_GRAD:
+        assert scale is not None
+        assert operand.second is not None
+        ones = scale.new_ones(scale_shape(w.shape, operand.second.block))
+        return (w, ones), g_MN * scale
+    if reads is Reads.DEQUANTIZED:
+        assert scale is not None
+        assert operand.first is not None
+        w, scale = kernels.dequantize(w, scale, operand.first.block, plan.dtype), None
+    # A shared cast was recorded in forward. A delayed second cast that differs from the first is
+    # refused by the config, so any other is the only cast of the weight.
+    record = record and not operand.is_shared
+    scale = transposed_scale(scale)
+    w8_KN = cast_operand(w, operand, state, record, first=False, scale=scale)[1]
+    return w8_KN, g_MN
+
+
 def version_of(x: Tensor) -> int:
     """The version counter of x, which writes through ``.data`` skip; 0 for inference tensors."""
     return 0 if x.is_inference() else x._version
 
 
-def float8_weight(layer: Any, plan: BoundPlan) -> Float8Weight | None:
+def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     """The weight of a layer in float8, if it is in float8 before this call; else None.
 
     ``layer`` is a `Float8Linear`. Its ``cached_weight`` is used only if the weight has not changed.
@@ -154,12 +207,12 @@ def cached_tensor(layer: Any) -> Float8Tensor | None:
     delayed or static cast where there is one. The data is the cache's own memory. The next step
     replaces it; with ``in_place`` it overwrites it.
 
-    Returns None without a cached weight, with scales alone, and where the weight was written to or
+    Returns None without a cached weight, and where the weight was written to or
     replaced since its cast; see `float8.linear.weight_cache`. None also where the scales are in the
     layout of MX GEMMs on a GPU.
     """
     cached = layer.cached_weight
-    if cached is None or not cached.has_data or not cached.is_of(layer.weight):
+    if cached is None or not cached.is_of(layer.weight):
         return None
     (data, scale), cast = cached.row_major, layer.config.plan.output.b
     if scale.dim() != data.dim():  # swizzled, see `float8.kernels.cublas`
@@ -169,7 +222,7 @@ def cached_tensor(layer: Any) -> Float8Tensor | None:
         return Float8Tensor(data, scale.clone(), cast.block, layer.weight.dtype)
 
 
-def _refuses_plan(weight: Float8Tensor, plan: BoundPlan) -> str | None:
+def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
     if plan.smooth_input:
         return f"its weight is a Float8Tensor, {_KEEPS_FACTORS_OUT}"
@@ -186,20 +239,20 @@ def _refuses_plan(weight: Float8Tensor, plan: BoundPlan) -> str | None:
     )
 
 
-def _of_float8_tensor(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
+def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     """A resident or gathered weight in both orientations; nothing is copied."""
     data, scale, second = weight.float8_data, weight.scale, plan.w.second
     assert second is not None
     if scale.dtype != torch.float32:
-        return Float8Weight((data, scale), (data, scale), is_cast_again=True)
+        return Float8Weight((data, scale), (data, scale), Reads.DEQUANTIZED)
     scale_t = scale.t()
     if weight.block == TENSORWISE and not second.is_whole:
         scale_t = scale.expand(scale_shape(data.t().shape, second.block))
-    is_rowwise = weight.block == ROWWISE
-    return Float8Weight((data, scale), (data.t(), scale_t), scales_grad=is_rowwise)
+    reads = Reads.SCALES_GRAD if weight.block == ROWWISE else Reads.FLOAT8
+    return Float8Weight((data, scale), (data.t(), scale_t), reads)
 
 
-def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
+def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     """The gathered weights of experts (E, N, K) in both orientations; nothing is copied.
 
     Raises ValueError if they are not in the form in which both GEMMs read them.
@@ -218,13 +271,12 @@ def of_experts(weight: Float8Tensor, plan: BoundPlan) -> Float8Weight:
 
 
 def cast_weight(
-    weight: Tensor, plan: BoundPlan, state: DelayedState | None, scales: Scales = (None, None)
+    weight: Tensor, plan: LinearPlan, state: DelayedState | None
 ) -> Float8Weight | None:
     """A high-precision weight (N, K), rounded to the compute dtype and cast for both GEMMs.
 
-    The amax is not recorded in ``state``, that of a delayed cast: each forward records it.
-    ``scales`` are those of the two casts, from `scales_of_weights`. Returns None if a GEMM that
-    reads the weight runs in high precision.
+    The amax is not recorded in ``state``, that of a delayed cast: each forward records it. Returns
+    None if a GEMM that reads the weight runs in high precision.
     """
     if plan.w.first is None or plan.w.second is None:
         return None
@@ -235,21 +287,8 @@ def cast_weight(
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        w_NK, w_KN = cast_operand(
-            source.to(plan.dtype), plan.w, state, state is not None, True, True, scales, None
-        )
-    return Float8Weight(w_NK, w_KN, plan.dtype, amax, source=weight)
-
-
-def scales_alone(weight: Tensor, plan: BoundPlan, scales: Scales) -> Float8Weight | None:
-    """The known scales of the two casts of a weight, without data; None if none is known.
-
-    ``weight`` is in high precision; ``scales`` come from `scales_of_weights`.
-    """
-    first, second = scales
-    if first is None and second is None:
-        return None
-    return Float8Weight((None, first), (None, second), plan.dtype, source=weight)  # type: ignore[arg-type]
+        w_NK, w_KN = cast_operand(source.to(plan.dtype), plan.w, state, state is not None)
+    return Float8Weight(w_NK, w_KN, Reads.FLOAT8, plan.dtype, amax, weight)
 
 
 # --- resident weights

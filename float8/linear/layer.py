@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.arguments import check_tensors, check_type
-from float8.config import Float8LinearConfig, check_config
+from float8.config import Float8LinearConfig, LinearPlan, check_config
 from float8.formats import E4M3, E5M2
 from float8.kernels import is_sharded
-from float8.kernels.scaled_mm import ALIGNMENT
 from float8.linear.autograd import (
+    NO_FACTORS,
+    STATELESS,
     Call,
     Factors,
+    Float8LinearFunction,
     States,
-    call_of,
-    linear_in_float8,
 )
-from float8.linear.bound_plan import BoundPlan, autocasts, plan_for
 from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import (
@@ -33,7 +32,8 @@ from float8.linear.float8_weight import (
     float8_weight,
     is_resident,
 )
-from float8.linear.onnx_graph import linear_in_onnx, refuses_onnx, weight_in_onnx
+from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
+from float8.linear.plan import autocasts, compute_dtype, plan_for, without_autocast
 from float8.linear.refusals import (
     REFUSES_SCRIPT,
     REFUSES_SHARDED_BLOCKS,
@@ -45,7 +45,7 @@ from float8.linear.refusals import (
 )
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
-from float8.linear.smoothing import smoothing_factors
+from float8.linear.smoothing import SmoothLinearFunction, smoothing_factors
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -143,23 +143,18 @@ class Float8Linear(Float8Module, nn.Linear):
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
-        if self.config.enable_pre_and_post_forward:
+        is_checked = self.config.enable_pre_and_post_forward
+        if is_checked:
             self._check_input(input, self.weight)
-        plan = plan_for(self.config, input, False)
-        if self.config.enable_pre_and_post_forward:
+        plan = plan_for(self.config, input.device, compute_dtype(input))
+        if is_checked:
             self._check_call(input, self.weight, plan)
-        if plan.to_onnx:
-            return self._forward_in_onnx(input, plan)
+        if to_onnx():
+            return linear_in_onnx(self, input, plan)
         weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
         record = self.training and grad
         call = Call(plan, self._states(), record, weight, self._factors(input), grad)
         return linear_in_float8(input, self.weight, self.bias, call)
-
-    def _forward_in_onnx(self, input: Tensor, plan: BoundPlan) -> Tensor:
-        if (reason := refuses_onnx(self.weight, input, plan)) is not None:
-            raise ValueError(f"{self._name}: {reason}")
-        state, factor = self._states()[0], self._factors(input)[0]
-        return linear_in_onnx(input, self.weight, self.bias, plan, state, factor)
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -169,17 +164,15 @@ class Float8Linear(Float8Module, nn.Linear):
         weight = self.weight
         if not isinstance(weight, Float8Tensor):
             return weight
-        if torch.compiler.is_compiling() and torch.onnx.is_in_onnx_export():
-            return weight_in_onnx(weight)
-        return weight.dequantize()
+        return weight_in_onnx(weight) if to_onnx() else weight.dequantize()
 
     def _factors(self, input: Tensor) -> Factors:
         """The factors of the three products of this call."""
-        return None, None, None
+        return NO_FACTORS
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
-            return None, None, None
+            return STATELESS
         x_cast, w_cast, g_cast = self.casts
         return x_cast.state, w_cast.state, g_cast.state
 
@@ -218,7 +211,7 @@ class Float8Linear(Float8Module, nn.Linear):
         if error is not None:
             raise type(error)(f"{self._name}: {error}")
 
-    def _check_call(self, input: Tensor, weight: Tensor, plan: BoundPlan) -> None:
+    def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
         grad = torch.is_grad_enabled()
         if isinstance(input, Float8Tensor):
@@ -227,13 +220,9 @@ class Float8Linear(Float8Module, nn.Linear):
                 raise ValueError(f"{self._name}: {reason}")
         if plan.is_tiled and is_sharded(weight):
             raise ValueError(f"{self._name}: {REFUSES_SHARDED_BLOCKS}")
-        if not plan.on_gpu:
-            return
-        N, K = weight.shape
-        tokens = input.numel() // max(K, 1)
-        is_odd = grad and weight.requires_grad and tokens % ALIGNMENT != 0
-        if plan.has_refusal or (plan.is_aligned and (is_odd or K % ALIGNMENT or N % ALIGNMENT)):
-            reason = refuses_call(self.config, weight, tokens, plan.dtype, plan.family, grad)
+        if plan.on_gpu:
+            tokens = input.numel() // max(weight.shape[1], 1)
+            reason = refuses_call(plan, weight.shape, tokens, grad, weight.requires_grad)
             if reason is not None:
                 raise ValueError(f"{self._place}: {reason}")
 
@@ -361,6 +350,22 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
     return new
 
 
+def function_of(plan: LinearPlan) -> Any:
+    """The autograd function of a layer: its ``forward``, and ``gradients``, what backward runs."""
+    return SmoothLinearFunction if plan.smooth_input else Float8LinearFunction
+
+
+def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """``input @ weight.T + bias`` as the call says; autocast is respected.
+
+    ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
+    `Float8Tensor` as input is not cast again.
+    """
+    with without_autocast(input):
+        result: Tensor = function_of(call.plan).apply(input, weight, bias, call)
+    return result
+
+
 def float8_linear(
     input: Tensor,
     weight: Tensor,
@@ -398,9 +403,9 @@ def float8_linear(
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
     if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
         raise type(error)(f"float8_linear: {error}")
-    call = call_of(config, input)
+    plan, grad = plan_for(config, input.device, compute_dtype(input)), torch.is_grad_enabled()
     if isinstance(input, Float8Tensor):
-        needs_grad_weight = weight.requires_grad and torch.is_grad_enabled()
-        if (reason := refuses_float8_input(input, call.plan, needs_grad_weight)) is not None:
+        reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
+        if reason is not None:
             raise ValueError(f"float8_linear: {reason}")
-    return linear_in_float8(input, weight, bias, call)
+    return linear_in_float8(input, weight, bias, Call(plan, saves=grad))

@@ -38,9 +38,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8.config import LinearPlan, OperandCast
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block
-from float8.linear.bound_plan import BoundCast, BoundPlan
 from float8.linear.scaling import DelayedState, constant
 from float8.tensor import Float8Tensor
 
@@ -48,29 +48,30 @@ OPSET = 21  # the first one with blocks, and with an output_dtype
 _E4M3 = 17  # onnx.TensorProto.FLOAT8E4M3FN
 
 
-def linear_in_onnx(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    plan: BoundPlan,
-    state: DelayedState | None,
-    factor: float | None,
-) -> Tensor:
-    """The output of a layer, as nodes of the ONNX graph that is being traced.
+def to_onnx() -> bool:
+    """Whether torch.onnx.export traces."""
+    return torch.onnx.is_in_onnx_export()
 
-    ``input`` is (..., K), ``weight`` (N, K) in float8; the result is (..., N) in the compute dtype.
-    ``state`` is that of the input's delayed cast, or None. Unit scaling multiplies the output by
-    ``factor``.
+
+to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo takes it for False
+
+
+def linear_in_onnx(layer: Any, input: Tensor, plan: LinearPlan) -> Tensor:
+    """The output of a `Float8Linear`, as nodes of the ONNX graph that is being traced.
+
+    ``input`` is (..., K); the result is (..., N) in the compute dtype. Raises ValueError if the
+    layer cannot be part of an ONNX file.
     """
-    cast = plan.output.a
-    assert isinstance(weight, Float8Tensor)
-    assert cast is not None  # a weight is kept in float8 only where this product reads it
+    weight, cast, factor = layer.weight, plan.output.a, layer._factors(input)[0]
+    if (reason := _refuses(weight, input, cast)) is not None:
+        raise ValueError(f"{layer._name}: {reason}")
+    assert cast is not None
     x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
-    scale = _scale(x_MK, cast, state)
+    scale = _scale(x_MK, cast, layer._states()[0])
     x8_MK = _quantize(x_MK, scale, cast.block)
     w_NK = _dequantize(weight.float8_data, weight.scale, weight.block)
     out = F.linear(_dequantize(x8_MK, scale, cast.block), w_NK)
-    out = out if bias is None else out + bias.to(plan.dtype).float()
+    out = out if layer.bias is None else out + layer.bias.to(plan.dtype).float()
     out = out if factor is None else out * factor
     return out.to(plan.dtype).reshape(*input.shape[:-1], weight.shape[0])
 
@@ -88,7 +89,7 @@ def weight_in_onnx(weight: Float8Tensor) -> Tensor:
     return _dequantize(weight.float8_data, weight.scale, weight.block).to(weight.dtype)
 
 
-def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
+def _refuses(weight: Tensor, input: Tensor, cast: OperandCast | None) -> str | None:
     """The reason why a layer cannot be part of an ONNX file, or None."""
     if not isinstance(weight, Float8Tensor):
         return (
@@ -101,7 +102,6 @@ def refuses_onnx(weight: Tensor, input: Tensor, plan: BoundPlan) -> str | None:
             "torch.onnx.export does not take inputs that a norm or gate returns in float8; export "
             "the model without float8.fuse_norms"
         )
-    cast = plan.output.a
     formats = (weight.float8_data.dtype, None if cast is None else cast.dtype)
     if weight.scale.dtype != torch.float32 or formats != (E4M3.dtype, E4M3.dtype):
         return (
@@ -139,7 +139,7 @@ def _node(
     return out
 
 
-def _scale(x_MK: Tensor, cast: BoundCast, state: DelayedState | None) -> Tensor:
+def _scale(x_MK: Tensor, cast: OperandCast, state: DelayedState | None) -> Tensor:
     """The scale of an input, of shape ``ceil(x.shape / block)``."""
     if cast.static is not None:
         return constant(cast.static, x_MK)
@@ -147,7 +147,7 @@ def _scale(x_MK: Tensor, cast: BoundCast, state: DelayedState | None) -> Tensor:
         return state.scale.reshape(1, 1)
     amax = _amax(x_MK, cast.block)
     scale = (amax * (1.0 / cast.largest)).clamp(min=2.0**-126)
-    if cast.scale_format == ScaleFormat.FLOAT32.value:
+    if cast.scales == ScaleFormat.FLOAT32.value:
         return scale
     # To the nearest power of two, by the split of Veltkamp and Dekker, and up: ONNX cannot read
     # bits. In float64 nothing overflows and every step is exact.

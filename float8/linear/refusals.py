@@ -7,23 +7,18 @@ can name the layer, its sizes and the way out instead of the kernel's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from float8 import kernels
 from float8.arguments import described
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
+from float8.config.plan import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE
-from float8.kernels.scaled_mm import (
-    ALIGNMENT,
-    CPU,
-    refuses_device,
-    refuses_granularity,
-    refuses_sizes,
-)
-from float8.linear.bound_plan import BoundCast, BoundGemm, BoundPlan
+from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
 
@@ -54,7 +49,7 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
         return REFUSES_SMOOTH_EXPERTS
     if config.emulate:
         return None
-    for name, gemm in _gemms(config.plan):
+    for name, gemm in zip(GEMM_NAMES, config.plan.gemms, strict=True):
         if gemm.a is not None and gemm.b is not None:
             reason = refuses_granularity(gemm.a.block, gemm.b.block)
             if reason is not None:
@@ -98,15 +93,26 @@ def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError |
 
 
 def refuses_float8_input(
-    input: Float8Tensor, plan: BoundPlan, needs_grad_weight: bool
+    input: Float8Tensor, plan: LinearPlan, needs_grad_weight: bool
 ) -> str | None:
     """The reason why an input that is in float8 already does not fit a plan, or None."""
-    cast = plan.x.first
+    cast, dims = plan.x.first, input.dim()
     if cast is None:
         return "input is a Float8Tensor, but this config keeps inputs in high precision"
-    reason = (_refuses_smooth if plan.smooth_input else _refuses_granularity)(input, cast)
-    if reason is not None:
-        return reason
+    expected, block = (1,) * (dims - len(cast.block)) + cast.block, tuple(input.block)
+    fits = block == expected or (cast.is_whole and set(block) == {WHOLE})
+    how = "Cast it so, or pass input.dequantize()"
+    if plan.smooth_input:
+        expected = (WHOLE,) * (dims - 1) + (1,)
+        fits = cast.is_whole and block == expected
+        how = (
+            "smooth_input=True takes that of a SwiGLUCast of the same config, or input.dequantize()"
+        )
+    if not fits or input.float8_data.dtype != cast.dtype:
+        return (
+            f"input is a Float8Tensor in {input.format} with block {block}; this config reads "
+            f"{format_of(cast.dtype)} with block {expected} (-1: the whole dimension). {how}"
+        )
     if plan.is_grouped and cast.swizzled and is_e8m0(input.scale):
         return (
             "input is a Float8Tensor, and the grouped GEMM of MX formats reads the scales of each "
@@ -123,119 +129,52 @@ def refuses_float8_input(
     return None
 
 
-def _refuses_granularity(input: Float8Tensor, cast: BoundCast) -> str | None:
-    """The reason why a float8 input is not what this cast returns, or None."""
-    expected = (1,) * (input.dim() - len(cast.block)) + cast.block
-    is_whole = cast.is_whole and all(extent == WHOLE for extent in input.block)
-    if input.float8_data.dtype == cast.dtype and (input.block == expected or is_whole):
-        return None
-    return (
-        f"input is a Float8Tensor in {input.format} with block {input.block}; this config "
-        f"casts inputs to {format_of(cast.dtype)} with block {expected} (-1: the whole "
-        "dimension). Cast it so, or pass input.dequantize()"
-    )
-
-
-def _refuses_smooth(input: Float8Tensor, cast: BoundCast) -> str | None:
-    """The reason why a float8 input is no smooth one, or None."""
-    expected = (WHOLE,) * (input.dim() - 1) + (1,)
-    if cast.is_whole and (input.float8_data.dtype, input.block) == (cast.dtype, expected):
-        return None
-    return (
-        f"input is a Float8Tensor in {input.format} with block {input.block}; this config has "
-        f"smooth_input=True, which takes inputs in high precision, or in {format_of(cast.dtype)} "
-        "with one scale per channel, as SwiGLUCast of the same tensorwise config returns them"
-    )
-
-
-def _gemms(plan: LinearPlan) -> tuple[tuple[str, Gemm], ...]:
-    return (
-        ("output", plan.output),
-        ("grad_input", plan.grad_input),
-        ("grad_weight", plan.grad_weight),
-    )
-
-
 def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> int:
     """What in_features and out_features must be multiples of on GPUs; 1 where any sizes run.
 
     ``stacked`` says whether they are those of experts, with stacked weights.
     """
-    gemms = [gemm for _, gemm in _gemms(config.plan) if gemm.a is not None and gemm.b is not None]
+    gemms = [gemm for gemm in config.plan.gemms if gemm.a is not None]
     if config.pad_inner_dim or config.emulate or not gemms:
         return 1
-    return _multiple_of_experts(gemms) if stacked else ALIGNMENT
+    return max(_multiple(gemm, stacked) for gemm in gemms)
 
 
-def _multiple_of_experts(gemms: Iterable[Gemm | BoundGemm]) -> int:
-    casts = [cast for gemm in gemms for cast in (gemm.a, gemm.b)]
-    has_mx = any(cast is not None and cast.block[-1] == 32 for cast in casts)
-    return 32 if has_mx else ALIGNMENT
-
-
-def refuses_experts(plan: BoundPlan, grad: bool, *shapes: Sequence[int]) -> str | None:
-    """The reason why a GPU does not run one of the grouped GEMMs with experts, or None.
-
-    ``plan`` is bound for groups. ``grad`` says whether a backward may follow. ``shapes`` are those
-    of the stacks of matrices, (E, N, K) or (E, K, N).
-    """
-    gemms = {"output": plan.output, "grad_input": plan.grad_input, "grad_weight": plan.grad_weight}
-    for name, gemm in gemms.items():
-        if gemm.refusal is not None and (name == "output" or grad):
-            return f"{name}: {gemm.refusal}"
-    if not plan.on_gpu or plan.output.pad:
-        return None
-    multiple = _multiple_of_experts(gemms.values())
-    for shape in shapes:
-        if any(size % multiple for size in shape[1:]):
-            return (
-                f"experts of {shape[1]} by {shape[2]} features are no multiples of {multiple}, "
-                f"which {plan.family} needs: pad them, set pad_inner_dim=True, or leave these "
-                "experts out with module_filter_fn"
-            )
-    return None
+def _multiple(gemm: Gemm, grouped: bool) -> int:
+    """Of which number the contraction of a GEMM and the columns of its result are multiples."""
+    is_mx = gemm.a is not None and gemm.a.block[-1] == 32
+    return 32 if grouped and is_mx else ALIGNMENT
 
 
 def refuses_call(
-    config: Float8LinearConfig,
-    weight: Tensor,
-    tokens: int,
-    dtype: torch.dtype,
-    family: str,
-    grad: bool,
+    plan: LinearPlan, weight: Sequence[int], tokens: int, grad: bool, grad_weight: bool = True
 ) -> str | None:
-    """The reason why a device cannot run one call of a layer, or None: plain PyTorch runs any.
+    """The reason why a device does not run one of the products of a call, or None.
 
-    ``tokens`` are the rows of the input, over all leading dimensions. ``dtype`` is the compute
-    dtype, and ``family`` is that of `float8.kernels.family_of`. ``grad`` says whether a backward
-    may follow.
+    ``weight`` is its shape, (N, K), or (E, N, K) or (E, K, N) of experts; ``tokens`` are the rows
+    of the input, over all leading dimensions. ``grad`` says whether a backward may follow, and
+    ``grad_weight`` whether the weight needs its gradient.
     """
-    if family == CPU or config.emulate:
-        return None
-    out_features, in_features = weight.shape
-    sizes = {  # GEMM -> (contraction, columns)
-        "output": (in_features, out_features),
-        "grad_input": (out_features, in_features),
-        "grad_weight": (tokens, in_features),
-    }
-    for name, gemm in _gemms(config.plan):
-        if gemm.a is None or gemm.b is None or (name != "output" and not grad):
+    N, K = weight[-2:]
+    # A grouped GEMM gets its groups of tokens padded.
+    contraction_and_columns = (K, N), (N, K), (0 if plan.is_grouped else tokens, K)
+    are_run = True, grad, grad and grad_weight
+    for name, gemm, sizes, is_run in zip(
+        GEMM_NAMES, plan.gemms, contraction_and_columns, are_run, strict=True
+    ):
+        if gemm.a is None or not is_run or not plan.on_gpu:
             continue
-        if name == "grad_weight" and not weight.requires_grad:
+        if gemm.refusal is not None:
+            return f"{name}: {gemm.refusal}"
+        multiple = _multiple(gemm, plan.is_grouped)
+        if plan.pad or not (plan.is_grouped or kernels.is_aligned(gemm.name)):
             continue
-        product = (family, gemm.a.block, gemm.b.block, dtype)
-        if (reason := refuses_device(*product)) is not None:
-            return f"{name}: {reason}"
-        reason = refuses_sizes(*product, *sizes[name])
-        if reason is not None and not config.pad_inner_dim:
-            is_of_the_batch = name == "grad_weight" and tokens % ALIGNMENT != 0
-            way_out = (
-                f"pad the batch to a multiple of {ALIGNMENT} tokens"
-                if is_of_the_batch
-                else "filter the layer out with module_filter_fn"
-            )
+        if any(size % multiple for size in sizes):
+            is_of_the_batch = name == "grad_weight" and tokens % multiple != 0
+            pad = f"pad the batch to a multiple of {multiple} tokens"
+            way_out = pad if is_of_the_batch else "filter the layer out with module_filter_fn"
             return (
-                f"{name} GEMM of {tokens} tokens, in_features={in_features}, "
-                f"out_features={out_features}: {reason}; {way_out} or set pad_inner_dim=True"
+                f"{name} GEMM of {tokens} tokens, in_features={K}, out_features={N}: contraction "
+                f"or columns are no multiple of {multiple}; {way_out} or set pad_inner_dim=True"
             )
     return None

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
+from float8.config.plan import Operand
 from float8.formats import Format, format_of, on_device
-from float8.linear.bound_plan import BoundCast, BoundOperand
+from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
 
 
@@ -101,7 +102,7 @@ class Cast:
 
 
 Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
-Scales = tuple[Tensor | None, Tensor | None]  # of an operand's two casts; None computes it
+NOTHING: Pair = (None, None)  # type: ignore[assignment]
 
 
 def bind_and_cast(
@@ -114,13 +115,14 @@ def bind_and_cast(
     groups: str = "",
 ) -> Pair:
     """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
-    how = BoundCast(cast, kernels.family_of(x.device), emulate, groups=groups)
+    how = bind_cast(cast, kernels.family_of(x.device), emulate, groups)
+    load_kernels(how)
     return cast_matrix(x, how, state, record, scale)
 
 
 def cast_matrix(
     x: Tensor,
-    how: BoundCast | None,
+    how: OperandCast | None,
     state: DelayedState | None = None,
     record: bool = False,
     scale: Tensor | None = None,
@@ -136,86 +138,119 @@ def cast_matrix(
     Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
     precision, x and None.
     """
-    if how is None:
-        return x, None
-    return _cast(x, how, state, record, scale, True, False)[:2]
+    return (x, None) if how is None else _cast(x, how, state, record, scale)[:2]
 
 
 def cast_operand(
     x: Tensor,
-    operand: BoundOperand,
-    state: DelayedState | None,
-    record: bool,
-    first: bool,
-    second: bool,
-    scales: Scales,
-    offs: Tensor | None,
+    operand: Operand,
+    state: DelayedState | None = None,
+    record: bool = False,
+    first: bool = True,
+    second: bool = True,
+    scale: Tensor | None = None,
+    offs: Tensor | None = None,
 ) -> tuple[Pair, Pair]:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
     recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
-    whether each of the two casts of ``operand`` is needed. ``scales`` are known ones of the two.
-    ``offs`` has the ends of groups of tokens, for grouped GEMMs, or is None.
+    whether each of the two casts of ``operand`` is needed. ``scale`` is known where only the second
+    is. ``offs`` has the ends of groups of tokens, for grouped GEMMs, or is None.
 
     Returns the pair for x and the pair for its transpose; what one that is not needed has is
     unspecified. Where no kernel writes both, the second is a view of the first if they share data.
     """
-    if offs is not None:
-        return _cast_groups(x, operand, offs, first, second)
     a, b = operand.first, operand.second
     if isinstance(x, Float8Tensor):
         pair = (x.float8_data, x.scale)
         return pair, transposed(pair)
-    is_plain = a is not None and (a.kernel is None or kernels.is_sharded(x))
-    if first and operand.is_shared and is_plain:
-        pair = cast_matrix(x, a, state, record, scales[0])
+    if offs is not None:
+        return _cast_groups(x, operand, offs, first, second)
+    if first and operand.is_shared and (a.kernel is None or kernels.is_sharded(x)):  # type: ignore[union-attr]
+        pair = cast_matrix(x, a, state, record)
         return pair, transposed(pair)
     if a is not None and operand.is_same:
-        assert not (first and second) or scales[0] is None or a.is_whole  # one scale for both
-        both = _cast(x, a, state, record, scales[0] if first else scales[1], first, second)
+        both = _cast(x, a, state, record, scale, first, second)
         return both[:2], both[2:]
-    nothing = (x, None)
+    # An amax is recorded once: by the first cast, or by the second if there is no first.
+    is_recorded = first and a is not None
     return (
-        cast_matrix(x, a, state, record, scales[0]) if first else nothing,
-        # An amax is recorded once: by the first cast, or by the second if there is no first.
-        cast_matrix(x.mT, b, state, record and not (first and a is not None), scales[1])
-        if second
-        else nothing,
+        cast_matrix(x, a, state, record) if first else NOTHING,
+        cast_matrix(x.mT, b, state, record and not is_recorded, scale) if second else NOTHING,
+    )
+
+
+def _cast(
+    x: Tensor,
+    how: OperandCast,
+    state: DelayedState | None,
+    record: bool,
+    scale: Tensor | None,
+    row_major: bool = True,
+    transpose: bool = False,
+) -> kernels.Orientations:
+    is_recorded = record and how.is_delayed and state is not None
+    amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
+    scale = known_scale(how, state, x) if scale is None else scale
+    if scale is None and how.is_whole and state is not None and state.group is not None:
+        found = kernels.amax(x, how.block)
+        if amax is not None:
+            kernels.record_amax(amax, found)
+            amax = None
+        found = max_over_ranks(found, state.group)
+        scale = kernels.scale_from_amax(found, how.largest, how.scales)
+    return kernels.cast_operand(
+        how.kernel,
+        x,
+        how.block,
+        how.dtype,
+        how.scales,
+        scale,
+        row_major,
+        transpose,
+        amax,
+        how.swizzled,
     )
 
 
 def _cast_groups(
-    x: Tensor, operand: BoundOperand, offs: Tensor, first: bool, second: bool
+    x: Tensor, operand: Operand, offs: Tensor, first: bool, second: bool
 ) -> tuple[Pair, Pair]:
     """`cast_operand` of tokens in groups, whose ends are ``offs``; see `float8.kernels.groups`."""
     if operand.is_shared and operand.align == 1:  # no padding: a view
-        row_major = _cast_tokens(x, operand.first, operand.align, offs, True, False)[0]
+        row_major = cast_tokens(x, operand.first, operand, offs, transposed=False)[0]
         return row_major, transposed(row_major)
     if operand.is_same:
-        return _cast_tokens(x, operand.first, operand.align, offs, first, second)
+        return cast_tokens(x, operand.first, operand, offs, first, second)
     return (
-        _cast_tokens(x, operand.first, operand.align, offs, first, False)[0],
-        _cast_tokens(x, operand.second, operand.align, offs, False, second)[1],
+        cast_tokens(x, operand.first, operand, offs, first, False)[0],
+        cast_tokens(x, operand.second, operand, offs, False, second)[1],
     )
 
 
-def _cast_tokens(
-    x: Tensor, how: BoundCast | None, align: int, offs: Tensor, row_major: bool, transposed: bool
+def cast_tokens(
+    x: Tensor,
+    how: OperandCast | None,
+    operand: Operand,
+    offs: Tensor,
+    row_major: bool = True,
+    transposed: bool = True,
+    scale: float | None = None,
 ) -> tuple[Pair, Pair]:
-    if how is None:
+    """Cast tokens in groups, and their transpose with padded groups; ``scale`` is one of all."""
+    if how is None or not (row_major or transposed):
         return (x, None), (x.t(), None)
-    if not (row_major or transposed):
-        return (x, None), (x, None)
+    scale = how.static if scale is None else scale
     both = kernels.cast_tokens(
         how.kernel,
         x,
         offs,
         how.block,
         how.dtype,
-        how.scale_format,
-        None if how.static is None else constant(how.static, x),
-        align,
+        how.scales,
+        None if scale is None else constant(scale, x),
+        operand.align,
         row_major,
         transposed,
     )
@@ -233,61 +268,21 @@ def transposed_scale(scale: Tensor | None) -> Tensor | None:
     return scale if scale is None or scale.numel() == 1 else scale.mT
 
 
-def _cast(
-    x: Tensor,
-    how: BoundCast,
-    state: DelayedState | None,
-    record: bool,
-    scale: Tensor | None,
-    row_major: bool,
-    transpose: bool,
-) -> kernels.Orientations:
-    amax = None
-    if how.static is not None:
-        scale = constant(how.static, x) if scale is None else scale
-    elif state is not None:
-        amax = state.current_amax if how.is_delayed and record else None
-        if scale is None and how.is_delayed and state.ready:
-            scale = state.scale.reshape(1, 1)
-        elif scale is None and how.is_whole and state.group is not None:
-            found = kernels.amax(x, how.block)
-            if amax is not None:
-                kernels.record_amax(amax, found)
-                amax = None
-            found = max_over_ranks(found, state.group)
-            scale = kernels.scale_from_amax(found, how.largest, how.scale_format)
-    return kernels.cast_operand(
-        how.kernel,
-        x,
-        how.block,
-        how.dtype,
-        how.scale_format,
-        scale,
-        row_major,
-        transpose,
-        amax,
-        how.swizzled,
-    )
-
-
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:
     """The scale of a static cast, or of a delayed one that has a scale; None for a dynamic scale.
 
-    ``x`` is the operand, or a tensor on its device. For ``cast`` and ``state`` see `bind_and_cast`.
+    ``x`` is the operand, or a tensor on its device. For ``cast`` and ``state`` see `cast_matrix`.
     """
-    if cast.static_scale is not None:
-        return constant(float(cast.static_scale), x)
-    is_delayed = cast.scaling_type is ScalingType.DELAYED
-    if is_delayed and state is not None and state.ready:
+    if cast.static is not None:
+        return constant(cast.static, x)
+    if cast.is_delayed and state is not None and state.ready:
         return state.scale.reshape(1, 1)
     return None
 
 
-def multiply_scale(scale: Tensor, how: BoundCast, factor: float) -> Tensor:
+def multiply_scale(scale: Tensor, how: OperandCast, factor: float) -> Tensor:
     """``scale * factor`` for a scale of ``how``; a static one launches no kernel."""
-    if how.static is None:
-        return scale * factor
-    return constant(how.static * factor, scale)
+    return scale * factor if how.static is None else constant(how.static * factor, scale)
 
 
 def constant(value: float, like: Tensor) -> Tensor:

@@ -24,10 +24,31 @@ t and s, but for one power of two that both share and that no code depends on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.linear.autograd import (
+    Call,
+    as_arguments,
+    as_matrix,
+    bias_of,
+    in_shape_of,
+    input_in_float8,
+    needs,
+    product,
+    products_of_backward,
+    refuse_double_backward,
+    save,
+    saved_by,
+    to,
+)
+from float8.linear.float8_weight import weight_of_forward
+from float8.linear.plan import without_autocast
+from float8.linear.scaling import NOTHING, Pair, cast_operand
+from float8.tensor import Float8Tensor
 
 
 def smoothing_factors(x_MK: Tensor) -> Tensor:
@@ -68,3 +89,58 @@ def split(scales_1K: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((bits[:, :1] & 0x7FFFFF) | (120 << 23)).view(torch.float32)
     factors = ((247 - ((bits >> 23) & 0xFF)).clamp(min=1) << 23).view(torch.float32)
     return torch.where(scales_1K[:, :1].isfinite(), scale, torch.nan), factors
+
+
+class SmoothLinearFunction(torch.autograd.Function):
+    """`Float8LinearFunction` of ``x * s`` and ``w / s``; its gradients by s and 1 / s."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
+        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype; saves K factors."""
+        plan, needs_w = call.plan, needs(ctx, call, 1)
+        x8_MK, x8_KM, factors_1K = _smooth_input(x, call, needs_w)
+        source = smoothed(to(w_NK, plan.dtype), inverse(factors_1K))
+        w8_NK, w_saved = weight_of_forward(source, None, plan.w, call.states[1], call.record)
+        out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0])
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, (w_NK, w_saved[1]), None, factors_1K)
+        return in_shape_of(x, out_MN)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """grad_input, grad_weight and grad_bias, each None if it is not needed."""
+        refuse_double_backward("Float8Linear")
+        with without_autocast(g):
+            return (*SmoothLinearFunction.gradients(ctx, g), None)
+
+    @staticmethod
+    def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """See `backward`."""
+        plan = ctx.call.plan
+        x_KM, x_scale, w, w_scale, _, factors_1K = saved_by(ctx)[:6]
+        w = None if w is None else to(w, plan.dtype)
+        if w is not None and plan.w.second is not None:
+            w = smoothed(w, inverse(factors_1K))
+        products = products_of_backward(ctx, as_matrix(g), (x_KM, x_scale), w, w_scale, None)
+        grad_x, grad_w, grad_bias = products
+        if grad_x is not None and plan.w.second is not None:
+            grad_x = grad_x * factors_1K.to(grad_x.dtype)
+        if grad_w is not None and plan.x.second is not None:
+            grad_w = grad_w * inverse(factors_1K).to(grad_w.dtype)
+        return as_arguments(ctx, grad_x, grad_w, grad_bias)
+
+
+def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, Pair, Tensor]:
+    """``x * s`` for the output and, transposed, for grad_weight, as its cast returns it; and s."""
+    operand, state = call.plan.x, call.states[0]
+    if isinstance(x, Float8Tensor):
+        x8_MK, x8_KM = input_in_float8(x, call, needs_w)
+        scale, factors_1K = split(x8_MK[1])
+        return (x8_MK[0], scale), (x8_KM[0], scale) if needs_w else NOTHING, factors_1K
+    x_MK = to(as_matrix(x), call.plan.dtype)
+    factors_1K = smoothing_factors(x_MK)
+    second = needs_w and operand.second is not None
+    x8_MK, x8_KM = cast_operand(
+        smoothed(x_MK, factors_1K), operand, state, call.record, True, second
+    )
+    plain = (x_MK.t(), None) if needs_w else NOTHING  # for a product in high precision
+    return x8_MK, x8_KM if second else plain, factors_1K

@@ -13,22 +13,9 @@ accumulation the same weight is cast for every microbatch. Inside
 each weight is cast when it changes, for both GEMMs that read it, and forward and backward read the
 cached data. The cache takes two bytes per weight element while the context is open.
 
-With ``scales_only=True`` it keeps the scales of dynamic tensorwise weights alone, four bytes each.
-Each forward and each backward then casts its weight in one read, where a dynamic cast takes two for
-the first of them. Per weight element in bfloat16, of a step with n microbatches:
+Per weight element in bfloat16, a step with n microbatches moves 6 bytes in place of 8 n.
 
-======================= =================== ================
-weights                 bytes moved         memory
-======================= =================== ================
-not cached              8 n                 0
-``scales_only=True``    2 + 6 n             0
-cached                  2 + 4               2
-======================= =================== ================
-
-The scale of a dynamic tensorwise weight follows from its amax. One pass over all weights together
-finds the amaxes (see `float8.linear.weight_scales`).
-
-Weights are cast again (with ``scales_only``: their scales are found again) after
+Weights are cast again after
 
 - a step of any optimizer that holds one of them (by a hook);
 - ``sync_float8_amax_and_scale_history(model)``, where the cast is delayed: together with
@@ -36,7 +23,7 @@ Weights are cast again (with ``scales_only``: their scales are found again) afte
 - ``load_state_dict`` into the layer;
 - ``refresh()`` of the `WeightCache`.
 
-In eager mode a layer does not use its cached weight or scales if
+In eager mode a layer does not use its cached weight if
 
 - the weight was written in another way that increases its version counter: ``copy_``, the steps
   within an LBFGS step, an optimizer with its own fp32 masters;
@@ -47,8 +34,7 @@ Such a layer casts its weight as without a cache, until the weight is cast again
 that leave the version counter unchanged need ``refresh()``: writes to ``.data``,
 ``model.to(dtype)`` and back, averaging wrappers that write after the inner optimizer's step. In
 compiled code, every write that is not in the first list needs it. Without it the layer multiplies
-the old weight. With ``scales_only`` it multiplies the new one with the old scale: magnitudes above
-the old amax saturate (on a CPU with torch before 2.13 they may become NaN).
+the old weight.
 
 The cache has the layers that the model has when the context opens.
 
@@ -65,6 +51,7 @@ import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,18 +59,12 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
+from float8.config import LinearPlan
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.bound_plan import BoundPlan, autocasts, compute_dtype, plan_on
-from float8.linear.float8_weight import (
-    Float8Weight,
-    cast_weight,
-    is_resident,
-    scales_alone,
-)
+from float8.linear.float8_weight import cast_weight, is_resident
 from float8.linear.layer import Float8Linear
+from float8.linear.plan import autocasts, compute_dtype, plan_for
 from float8.linear.registration import AFTER_SYNC
-from float8.linear.scaling import Scales
-from float8.linear.weight_scales import scales_of_weights
 
 
 class WeightCache:
@@ -93,17 +74,10 @@ class WeightCache:
         model: the weights of its Float8Linears are cached.
         in_place: write new data into the old memory.
         dtype: the compute dtype, if it is known.
-        scales_only: keep scales, and no data.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        in_place: bool,
-        dtype: torch.dtype | None,
-        scales_only: bool = False,
-    ) -> None:
-        self.in_place, self.scales_only = in_place, scales_only
+    def __init__(self, model: nn.Module, in_place: bool, dtype: torch.dtype | None) -> None:
+        self.in_place = in_place
         # layer -> the dtype that autocast rounds its weight to; None is the weight's own dtype
         self.dtypes: dict[Float8Linear, torch.dtype | None] = {
             layer: dtype or _autocast_dtype(layer.weight)
@@ -118,28 +92,21 @@ class WeightCache:
 
     def cast(self, layers: Sequence[Float8Linear]) -> None:
         """Cast the weights of some layers again."""
-        plans = [self.plan_of(layer) for layer in layers]
-        weights = [(layer.weight, plan) for layer, plan in zip(layers, plans, strict=True)]
-        scales = scales_of_weights(weights)
-        for layer, plan, of_layer in zip(layers, plans, scales, strict=True):
-            self._cast(layer, plan, of_layer)
+        for layer in layers:
+            self._cast(layer)
 
-    def plan_of(self, layer: Float8Linear) -> BoundPlan:
+    def plan_of(self, layer: Float8Linear) -> LinearPlan:
         """The plan by which a layer's weight is cast."""
         weight = layer.weight
-        return plan_on(layer.config, weight.device, self.dtypes[layer] or weight.dtype)
+        return plan_for(layer.config, weight.device, self.dtypes[layer] or weight.dtype)
 
-    def _cast(self, layer: Float8Linear, plan: BoundPlan, scales: Scales) -> None:
-        weight, old = layer.weight, layer.cached_weight
-        new: Float8Weight | None
-        if self.scales_only:
-            new = scales_alone(weight, plan, scales)
-        else:
-            new = cast_weight(weight, plan, layer.casts[1].state, scales)
+    def _cast(self, layer: Float8Linear) -> None:
+        weight, old, plan = layer.weight, layer.cached_weight, self.plan_of(layer)
+        new = cast_weight(weight, plan, layer.casts[1].state)
         if self.in_place and new is not None and old is not None:
             for kept, fresh in zip(old.tensors(), new.tensors(), strict=True):
                 kept.copy_(fresh)
-            new = Float8Weight(old.row_major, old.transposed, plan.dtype, old.amax, source=weight)
+            new = replace(old, source=weight)
         layer.cached_weight = new
 
     def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
@@ -161,7 +128,6 @@ def cached_weights(
     model: nn.Module,
     in_place: bool = False,
     dtype: torch.dtype | None = None,
-    scales_only: bool = False,
 ) -> Iterator[WeightCache]:
     """Cast the weights of ``model`` when they change instead of when they are used.
 
@@ -172,9 +138,6 @@ def cached_weights(
             is captured by hand inside the context needs it, because it always reads that memory.
         dtype: the compute dtype, needed if autocast is entered inside the context. By default the
             dtype of autocast when the context opens, or else each weight's own dtype.
-        scales_only: keep no float8 data, only the scales of dynamic tensorwise weights. It takes no
-            memory, and each cast then reads its weight once. Weights of other granularities are
-            cast as without it.
 
     Yields:
         the `WeightCache`; its ``refresh()`` is for writes to weights that no hook sees.
@@ -186,11 +149,10 @@ def cached_weights(
     """
     check_module(model, "cached_weights")
     check_bool(in_place, "cached_weights: in_place")
-    check_bool(scales_only, "cached_weights: scales_only")
     if dtype is not None and dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(each) for each in HIGH_PRECISION_DTYPES)
         raise TypeError(f"cached_weights: dtype must be one of {known}, got {described(dtype)}")
-    cache = WeightCache(model, in_place, dtype, scales_only)
+    cache = WeightCache(model, in_place, dtype)
     if not any(isinstance(module, Float8Linear) for module in model.modules()):
         warnings.warn(
             f"cached_weights: {type(model).__name__} has no float8 layer, so nothing is cached; "

@@ -55,7 +55,7 @@ from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
 from float8.formats import Format, on_device
 from float8.granularity import WHOLE
-from float8.linear.bound_plan import compute_dtype
+from float8.linear.plan import compute_dtype
 from float8.numerics.display import simple_table
 from float8.numerics.passes import Watcher, model_unchanged, own_batch, run_model, watched
 

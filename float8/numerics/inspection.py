@@ -55,9 +55,9 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, States, as_matrix
-from float8.linear.bound_plan import autocasts, compute_dtype, plan_on
-from float8.linear.float8_weight import float8_weight, is_resident
+from float8.linear.float8_weight import Reads, float8_weight, is_resident
 from float8.linear.layer import Float8Linear
+from float8.linear.plan import autocasts, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
 from float8.numerics.gradient_error import Products, contracted, energies, probes
@@ -391,8 +391,8 @@ def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> list[_Use]:
     """
     output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
     both = output.a is not None and output.b is not None
-    read_x, read_w = needs_w and not plan.reuses_input, needs_x and not plan.reuses_weight
-    read_g = needs_w and not (needs_x and grad_input.a is not None and plan.reuses_grad_output)
+    read_x, read_w = needs_w and not plan.x.is_shared, needs_x and not plan.w.is_shared
+    read_g = needs_w and not (needs_x and grad_input.a is not None and plan.g.is_shared)
     found = [
         ("input", "output", output.a if both else None, False),
         ("weight", "output", output.b if both else None, False),
@@ -408,8 +408,10 @@ def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
     """The scales of a resident weight that multiply the gradient before its cast, if any do."""
     if not is_resident(layer.weight):
         return None
-    weight = float8_weight(layer, plan_on(layer.config, layer.weight.device, dtype))
-    return weight.transposed[1] if weight is not None and weight.scales_grad else None
+    weight = float8_weight(layer, plan_for(layer.config, layer.weight.device, dtype))
+    return (
+        weight.transposed[1] if weight is not None and weight.reads is Reads.SCALES_GRAD else None
+    )
 
 
 def _as_matrix_in_float8(x: Float8Tensor) -> Float8Matrix:

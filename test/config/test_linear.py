@@ -65,7 +65,7 @@ def test_a_recipe_is_the_three_gemms_that_its_row_says(recipe):
     plan = Float8LinearConfig.from_recipe_name(recipe).plan
     expected, reuses, fast = PLANS[recipe]
     assert casts_of(plan) == expected
-    assert (plan.reuses_input, plan.reuses_weight, plan.reuses_grad_output) == reuses
+    assert (plan.x.is_shared, plan.w.is_shared, plan.g.is_shared) == reuses
     gemms = (plan.output, plan.grad_input, plan.grad_weight)
     assert tuple(gemm.use_fast_accum for gemm in gemms) == fast
 

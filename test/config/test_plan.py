@@ -31,7 +31,7 @@ def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
     row = CastConfig(granularity=Rowwise())
     plan = Float8LinearConfig(row, row, row).plan
     assert {c.block for c in casts_of(plan)} == {ROW}  # one scale per row of what it reads
-    assert (plan.reuses_input, plan.reuses_weight, plan.reuses_grad_output) == (False,) * 3
+    assert (plan.x.is_shared, plan.w.is_shared, plan.g.is_shared) == (False,) * 3
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_bytes_are_shared_where_they_are_the_same(first, second, reuses):
         cast_config_input_for_grad_weight=second,
         cast_config_grad_output=CastConfig(target_dtype=torch.float8_e4m3fn),
     )
-    assert config.plan.reuses_input is reuses
+    assert config.plan.x.is_shared is reuses
 
 
 def test_a_delayed_second_use_alone_keeps_the_operands_history():

@@ -31,7 +31,7 @@ pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 from float8 import Float8Linear, granularity
 from float8.config import RECIPES
 from float8.linear.autograd import product
-from float8.linear.bound_plan import plan_on
+from float8.linear.plan import plan_for
 from float8.linear.scaling import cast_operand
 
 module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
@@ -65,7 +65,7 @@ def lower(recipe: str, tokens: int) -> list:
     env = ShapeEnv()
     example = torch.empty(tokens, 0)
     config = replace(RECIPES[recipe], pad_inner_dim=True)
-    plan = plan_on(config, torch.device("cuda", 0), torch.bfloat16)
+    plan = plan_for(config, torch.device("cuda", 0), torch.bfloat16)
     with FakeTensorMode(shape_env=env) as mode:
         dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
         size = mode.from_tensor(example, symbolic_context=dynamic).shape[0]

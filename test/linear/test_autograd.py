@@ -9,7 +9,6 @@ scales, 2 + 1 + 1 with scales that are known before.
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from float8 import kernels
+
 from float8.config import RECIPES
-from float8.linear.bound_plan import plan_for
-from float8.linear.float8_weight import cast_weight, scales_alone
-from float8.linear.weight_scales import scales_of_weights
+from float8.linear.float8_weight import cast_weight
+from float8.linear.plan import plan_for
 
 aten = torch.ops.aten
 M, K, N = 512, 1024, 4096  # three products of two that differ
@@ -105,12 +103,9 @@ def step(config, weight="cast in the call", microbatches=1, bias=False):
     """The bytes per element of x, g and w of one optimizer step, and its launches."""
     with fake_cuda(architecture(config)), CastMeter() as meter:
         w, cast = empty(N, K), None
-        plan = plan_for(config, w)
+        plan = plan_for(config, w.device, w.dtype)
         if weight == "cached":
             cast = cast_weight(w, plan, None)
-        elif weight == "known scale":
-            with mock.patch.object(kernels, "amaxes", return_value=empty(1, dtype=torch.float32)):
-                cast = scales_alone(w, plan, scales_of_weights([(w, plan)])[0])
         for _ in range(microbatches):
             of_bias = empty(N) if bias else None
             fake_step(config, empty(M, K), w, empty(M, N), of_bias, cast)
@@ -119,38 +114,28 @@ def step(config, weight="cast in the call", microbatches=1, bias=False):
     return *(round(meter.bytes_by_numel.get(size, 0) / size) for size in sizes), meter.launches
 
 
-# Bytes per element of: x, g, w cast twice a step, w cast for both GEMMs at once, w with known
-# scales. Launches: two per dynamic tensorwise cast (amax; scale and cast), one per other; w is cast
-# twice, the second time with the scale that the first one found. Columns of one scale each take a
-# zeroed buffer, an amax pass and the cast. A tensorwise scale beside a rowwise one is repeated for
-# every row.
+# Bytes per element of: x, g, w cast twice a step, w cast for both GEMMs at once. Launches: two per
+# dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice, the second time
+# with the scale that the first one found. Columns of one scale each take a zeroed buffer, an amax
+# pass and the cast. A tensorwise scale beside a rowwise one is repeated for every row.
 COSTS = {
-    "tensorwise": (6, 6, 5 + 3, 6, 3 + 3, 2 + 2 + 2 + 1),
-    "delayed": (4, 4, 3 + 3, 4, 3 + 3, 4),
-    "unit": (4, 4, 3 + 3, 4, 3 + 3, 4),
-    "rowwise": (6, 6, 3 + 5, 6, 3 + 5, 3 + 1 + 3 + 3),
-    "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5, 3 + 3, 1 + 1 + 1 + 2 + 1),
-    "blockwise": (4, 4, 3 + 3, 4, 3 + 3, 4),
-    "mxfp8": (4, 4, 3 + 3, 4, 3 + 3, 4),
+    "tensorwise": (6, 6, 5 + 3, 6, 2 + 2 + 2 + 1),
+    "delayed": (4, 4, 3 + 3, 4, 4),
+    "unit": (4, 4, 3 + 3, 4, 4),
+    "rowwise": (6, 6, 3 + 5, 6, 3 + 1 + 3 + 3),
+    "rowwise_with_gw_hp": (3, 3, 3 + 5, 3 + 5, 1 + 1 + 1 + 2 + 1),
+    "blockwise": (4, 4, 3 + 3, 4, 4),
+    "mxfp8": (4, 4, 3 + 3, 4, 4),
 }
 
 
 @pytest.mark.parametrize("recipe", COSTS)
 def test_a_step_costs_what_a_hand_written_one_would(recipe):
-    x, g, w, w_cached, w_known, launches = COSTS[recipe]
+    x, g, w, w_cached, launches = COSTS[recipe]
     config = RECIPES[recipe]
     assert step(config) == (x, g, w, launches + 3)  # and three products
     if recipe != "delayed":
         assert step(config, "cached", microbatches=4)[:3] == (4 * x, 4 * g, w_cached)
-        assert step(config, "known scale", microbatches=4)[:3] == (4 * x, 4 * g, 4 * w_known)
-
-
-def test_cached_weights_are_cast_in_one_read_after_their_amax():
-    with fake_cuda("sm_90"), CastMeter() as meter:
-        w = empty(N, K)
-        plan = plan_for(RECIPES["tensorwise"], w)
-        cast_weight(w, plan, None, scales_of_weights([(w, plan)])[0])
-    assert round(meter.bytes_by_numel[N * K] / (N * K)) == 2 + 4
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

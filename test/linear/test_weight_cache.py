@@ -32,9 +32,8 @@ from float8 import (
 from float8.config import RECIPES
 from float8.linear.float8_weight import cached_tensor, to_resident
 
-OPTIONS = [{}, {"in_place": True}, {"scales_only": True}]
+OPTIONS = [{}, {"in_place": True}]
 EVERY_OPTION = pytest.mark.parametrize("options", OPTIONS, ids=str)
-SCALES_ONLY = pytest.mark.parametrize("scales_only", [False, True])
 
 
 def model(recipe="tensorwise", dtype=torch.bfloat16):
@@ -350,8 +349,6 @@ def test_the_cached_weight_is_had_as_a_tensor_without_another_cast(recipe, in_pl
 def test_what_is_not_current_is_no_tensor():
     net = model()
     assert cached_tensor(net[0]) is None
-    with cached_weights(net, scales_only=True):
-        assert cached_tensor(net[0]) is None
     with cached_weights(net) as cache:
         for write in (copy_masters, replace_weight):
             cache.refresh()
@@ -367,20 +364,13 @@ def test_what_is_not_current_is_no_tensor():
 # --- the contract
 
 
-@SCALES_ONLY
-def test_writes_that_are_not_counted_need_refresh(scales_only):
+def test_writes_that_are_not_counted_need_refresh():
     """The stated contract, both halves: unseen until ``refresh``."""
     net = model()
-    with cached_weights(net, scales_only=scales_only) as cache:
+    with cached_weights(net) as cache:
         before = microbatch(net, 3)[0]
-        largest = net[0].weight.detach().abs().max()
         net[0].weight.data.mul_(2)
-        got = microbatch(net, 3)[0]
-        if scales_only:  # what is beyond the old scale saturates
-            clipped = copy.deepcopy(net)
-            clipped[0].weight.data.clamp_(-largest, largest)
-            before = microbatch(clipped, 3)[0]
-        assert got.isnan().any() or torch.equal(got, before)
+        assert_bitwise(microbatch(net, 3)[0], before)
         cache.refresh()
         assert_all_bitwise(microbatch(net, 3), fresh(net))
 
@@ -417,9 +407,8 @@ def test_autocast_is_that_of_the_entry():
         net[0].weight[3, 5] = 1.0 + 2.0**-9 - 2.0**-20
     with torch.autocast("cpu", torch.bfloat16):
         expected = net(x)
-        for scales_only in (False, True):
-            with cached_weights(net, scales_only=scales_only):
-                assert_bitwise(net(x), expected)
+        with cached_weights(net):
+            assert_bitwise(net(x), expected)
     error = pytest.raises(ValueError, match=r"cached_weights\(model, dtype=torch.bfloat16\)")
     with cached_weights(net), torch.autocast("cpu", torch.bfloat16), error:
         net(x)
@@ -436,12 +425,11 @@ def test_layers_that_stay_in_high_precision_are_left_alone():
         assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-@SCALES_ONLY
-def test_compiled_without_a_graph_break(scales_only):
+def test_compiled_without_a_graph_break():
     net = model()
     optimizer = sgd(net)
     compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
-    with cached_weights(net, in_place=True, scales_only=scales_only):
+    with cached_weights(net, in_place=True):
         for step in range(3):
             microbatch(net, step, compiled)
             optimizer.step()
@@ -471,12 +459,11 @@ def test_a_refresh_between_forward_and_backward_keeps_the_weights_of_the_forward
                 out.backward(grad_output)
 
 
-@SCALES_ONLY
-def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone(scales_only):
+def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone():
     net = model()
     x, g = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(16, 16, dtype=torch.bfloat16)
     inner = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
-    with cached_weights(net, in_place=True, scales_only=scales_only):
+    with cached_weights(net, in_place=True):
         out = net[2](inner)
         net[0](x).sum().backward()
         torch.optim.SGD(net[0].parameters(), lr=0.1).step()
@@ -498,9 +485,9 @@ def sharded():
     return layer
 
 
-def twice(recipe, **options):
+def twice(recipe):
     net = model(recipe)
-    with cached_weights(net, **options):
+    with cached_weights(net):
         enter(net)
 
 
@@ -512,7 +499,6 @@ def enter(net):
 REFUSED = [
     (lambda: enter(sharded()), TypeError, "TwoTensor"),
     (lambda: twice("tensorwise"), RuntimeError, "0: .*another"),
-    (lambda: twice("rowwise", scales_only=True), RuntimeError, "0: .*another"),
     (lambda: cached_weights(model(), dtype=torch.int8).__enter__(), TypeError, "int8"),
     (lambda: enter(nn.Sequential(nn.Linear(16, 16))), UserWarning, "no float8 layer"),
 ]
@@ -532,7 +518,7 @@ def test_contexts_open_and_close_in_other_threads():
     def opens():
         try:
             for _ in range(100):
-                with cached_weights(nets[0], scales_only=True):
+                with cached_weights(nets[0]):
                     pass
         except Exception as error:
             errors.append(error)
@@ -541,7 +527,7 @@ def test_contexts_open_and_close_in_other_threads():
     sys.setswitchinterval(1e-6)
     thread = threading.Thread(target=opens)
     try:
-        with cached_weights(nets[1], scales_only=True):
+        with cached_weights(nets[1]):
             thread.start()
             while thread.is_alive():
                 train(nets[1], ours(nets[1]), steps=1)
@@ -551,33 +537,16 @@ def test_contexts_open_and_close_in_other_threads():
     assert not errors
 
 
-@SCALES_ONLY
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
-def test_one_pass_finds_the_amaxes_of_all_weights(recipe, scales_only):
-    net = model(recipe)
-    optimizer = sgd(net)
-    with cached_weights(net, scales_only=scales_only):
-        microbatch(net, 1)
-        with counted("amaxes") as passes:
-            optimizer.step()
-        assert [len(call.args[0]) for call in passes.call_args_list] == [2]
-        with Casts() as casts:
-            microbatch(net, 1)
-    if recipe == "tensorwise":
-        dynamic = [x for x, scale in casts.seen if scale is None]
-        assert len(dynamic) == 4, "two inputs and two gradients"
-
-
 @pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
 def test_a_compiled_step_does_not_trace_the_casts(make):
     net = model()
     optimizer = make(net.parameters(), lr=torch.tensor(0.1))
     counter = CompileCounter()
     optimizer.step = torch.compile(optimizer.step, backend=counter)
-    with cached_weights(net, scales_only=True):
+    with cached_weights(net):
         train(net, optimizer, steps=1)
-        with counted("amaxes") as passes:
-            train(net, optimizer, steps=2)
-        assert passes.call_count == 2
+        with counted("cast_operand") as casts:
+            optimizer.step()
+        assert casts.call_count == 2
         assert_all_bitwise(microbatch(net, 3), fresh(net))
     assert counter.frame_count == 1

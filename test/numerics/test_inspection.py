@@ -67,9 +67,9 @@ def test_rows_are_those_of_the_three_products(recipe, autocast):
         ("weight", "output"): by_hand(w_NK, plan.output.b),
         ("grad_output", "grad_input"): by_hand(g_MN, plan.grad_input.a),
     }
-    if not plan.reuses_weight:
+    if not plan.w.is_shared:
         expected["weight", "grad_input"] = by_hand(w_NK.t(), plan.grad_input.b)
-    if plan.grad_weight.a is not None and not plan.reuses_input:
+    if plan.grad_weight.a is not None and not plan.x.is_shared:
         expected["input", "grad_weight"] = by_hand(x_MK.t(), plan.grad_weight.b)
         expected["grad_output", "grad_weight"] = by_hand(g_MN.t(), plan.grad_weight.a)
     found = rows(report)

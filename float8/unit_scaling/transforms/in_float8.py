@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
-from float8.kernels import family_of
-from float8.linear.autograd import NO_FACTORS, Factors, call_of, linear_in_float8
-from float8.linear.bound_plan import autocasts, compute_dtype
+from float8.linear.autograd import NO_FACTORS, Call, Factors
+from float8.linear.layer import linear_in_float8
+from float8.linear.plan import autocasts, compute_dtype, plan_for
 from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
 from float8.linear.switch import Switch
@@ -105,7 +105,8 @@ class _Float8Mode(Mode):
             options = () if factors is None else (factors,)
             return function(input, weight, bias, *options)
         _check(self.config, input, weight)
-        call = call_of(self.config, input, factors=factors or NO_FACTORS)
+        plan = plan_for(self.config, input.device, compute_dtype(input))
+        call = Call(plan, factors=factors or NO_FACTORS, saves=torch.is_grad_enabled())
         output = linear_in_float8(input, weight, bias, call)
         if self.watchers:
             name = self.name_of(weight)
@@ -136,8 +137,8 @@ def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
     reason = refuses_layer(weight, config)
     if reason is None:
         tokens = input.numel() // max(weight.shape[1], 1)
-        family, grad = family_of(input.device), torch.is_grad_enabled()
-        reason = refuses_call(config, weight, tokens, compute_dtype(input), family, grad)
+        plan = plan_for(config, input.device, compute_dtype(input))
+        reason = refuses_call(plan, weight.shape, tokens, torch.is_grad_enabled())
     if reason is not None:
         raise ValueError(f"{name}: {reason}")
 

@@ -35,7 +35,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from float8.linear.bound_plan import autocasts
+from float8.linear.plan import autocasts
 from float8.tensor import Float8Tensor
 from float8.unit_scaling.formats import FPFormat
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function, Path

@@ -1,0 +1,156 @@
+"""`plan_for`: what a layer runs on one device family, in one compute dtype.
+
+A config's `LinearPlan` says which casts and GEMMs it asks for. `bind` adds, once, which kernel
+casts each operand and which GEMM multiplies each pair, or why none does. A forward looks the bound
+plan up and checks only sizes.
+
+torch.compile treats a plan as a constant: it looks one up while tracing, and a compiled layer
+guards on the config's key and not on its casts.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
+from float8.config.linear import PLANS
+from float8.formats import on_family
+from float8.kernels.casts import KERNELS, import_kernels
+from float8.kernels.groups import GROUP_KERNELS
+from float8.kernels.scaled_mm import CPU
+
+TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
+
+
+def plan_for(
+    config: Float8LinearConfig, device: torch.device, dtype: torch.dtype, grouped: bool = False
+) -> LinearPlan:
+    """The plan of a config on a device, in a compute dtype; for grouped GEMMs if asked.
+
+    Raises ModuleNotFoundError if Triton is not installed, on a GPU that casts with it.
+    """
+    return _known(config.key, device, dtype, grouped, torch.compiler.is_compiling())
+
+
+BOUND: dict[tuple[Any, ...], LinearPlan] = {}
+
+
+def _known(
+    key: str, device: torch.device, dtype: torch.dtype, grouped: bool, compiling: bool
+) -> LinearPlan:
+    what = key, device, dtype, grouped, compiling
+    if (plan := BOUND.get(what)) is None:
+        plan = bind(PLANS[key], kernels.family_of(device), dtype, grouped, compiling)
+        load_kernels(*(cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)))
+        BOUND[what] = plan
+    return plan
+
+
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
+_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def bind(
+    plan: LinearPlan,
+    family: str,
+    dtype: torch.dtype,
+    grouped: bool = False,
+    compiling: bool = False,
+) -> LinearPlan:
+    """A plan on a device family, in a compute dtype.
+
+    ``compiling`` says whether a compiler may fuse casts with the ops that make their operands.
+    """
+    # Gradients of smooth operands are multiplied by factors that float16 cannot hold.
+    is_narrow = plan.smooth_input and dtype == torch.float16
+    grad_dtype = torch.float32 if is_narrow else dtype
+
+    def bound(gemm: Gemm, out_dtype: torch.dtype, b_groups: str = EXPERTS) -> Gemm:
+        if gemm.a is None or gemm.b is None:
+            return replace(gemm, out_dtype=out_dtype)
+        a, b = (
+            bind_cast(
+                cast,
+                family,
+                plan.emulate,
+                groups if grouped else "",
+                fuses=compiling and groups == TOKENS,
+            )
+            for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
+        )
+        what = family, a.block, b.block, out_dtype, plan.emulate
+        if grouped:
+            is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
+            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3)
+        else:
+            name, refusal = kernels.gemm_for(*what)
+        align = kernels.group_alignment(name) if grouped else 1
+        swizzled = name not in ("", kernels.PLAIN)
+        a, b = replace(a, swizzled=swizzled), replace(b, swizzled=swizzled)
+        return Gemm(a, b, gemm.use_fast_accum, name, refusal, out_dtype, align, plan.pad)
+
+    return replace(
+        plan,
+        output=bound(plan.output, dtype),
+        grad_input=bound(plan.grad_input, grad_dtype),
+        grad_weight=bound(plan.grad_weight, grad_dtype, TOKENS),
+        family=family,
+        dtype=dtype,
+        is_grouped=grouped,
+        on_gpu=family != CPU and not plan.emulate,
+    )
+
+
+def bind_cast(
+    cast: OperandCast, family: str, emulate: bool = False, groups: str = "", fuses: bool = False
+) -> OperandCast:
+    """A cast on a device family.
+
+    ``groups`` is "" for a matrix; "tokens" or "experts" for an operand of a grouped GEMM. With
+    ``fuses``, a compiler may fuse the cast with the op that makes the operand.
+    """
+    block = (1, *cast.block) if groups == EXPERTS else cast.block
+    table = GROUP_KERNELS if groups == TOKENS else KERNELS
+    kernel = None if emulate else table.get(family, {}).get(block[-2:])
+    if cast.static is not None and fuses and not groups and kernels.compiler_may_cast(family):
+        # A cast by a constant scale is elementwise: the compiler fuses it into the op that makes
+        # x. That op writes 1 byte per element instead of bfloat16, and the transposed copy reads 1
+        # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and
+        # read (2), and both orientations are written (1 + 1): 6 bytes. No op makes a weight.
+        kernel = None
+    return replace(cast, format=on_family(cast.format, family), block=block, kernel=kernel)
+
+
+def load_kernels(*casts: OperandCast | None) -> None:
+    """Import the kernels of bound casts, which registers their ops.
+
+    Raises ModuleNotFoundError if Triton is not installed.
+    """
+    import_kernels(tuple(cast.kernel for cast in casts if cast is not None and cast.kernel))
+
+
+load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def autocasts(device_type: str) -> bool:
+    """Whether autocast is on for a device type; meta tensors have none."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Switches autocast off, which would convert the data that plain PyTorch multiplies."""
+    if autocasts(x.device.type):
+        return torch.autocast(x.device.type, enabled=False)
+    return nullcontext()
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
+    device_type = input.device.type
+    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
