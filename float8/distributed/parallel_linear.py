@@ -230,11 +230,8 @@ class Float8ParallelLinear(Float8Linear):
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.kind == COLWISE
         x, weight, wanted = self._read(input), local(self.weight), layout.output
-        if self.config.enable_pre_and_post_forward:
-            self._check_input(x, weight)
         plan = plan_for(self.config, x.device, compute_dtype(x))
-        if self.config.enable_pre_and_post_forward:
-            self._check_call(x, weight, plan)
+        self._check_call(x, weight, plan)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
@@ -349,10 +346,6 @@ class Float8ParallelLinear(Float8Linear):
                 return grad_output
             grad_output = placed(grad_output, layout.mesh, layout.output)
         return moved(grad_output, read)
-
-    @property
-    def _place(self) -> str:
-        return f"{self._name}, on each of {self.layout.mesh.size()} ranks"
 
     def extra_repr(self) -> str:
         """As `Float8Linear`, and the layout."""

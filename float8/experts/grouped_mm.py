@@ -21,13 +21,8 @@ from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
 from float8.linear.autograd import Call, Float8LinearFunction
 from float8.linear.float8_weight import of_experts
-from float8.linear.plan import autocasts, compute_dtype, plan_for, without_autocast
-from float8.linear.refusals import (
-    REFUSES_SMOOTH_EXPERTS,
-    refuses_call,
-    refuses_float8_input,
-    refuses_input,
-)
+from float8.linear.plan import compute_dtype, plan_for, without_autocast
+from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, error_of_call
 from float8.tensor import Float8Tensor
 
 
@@ -62,11 +57,8 @@ def grouped_mm(
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
     _check(x, w, offs, config)
     plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
-    reason = refuses_call(plan, w.shape, x.shape[0], grad, w.requires_grad)
-    if isinstance(x, Float8Tensor):
-        reason = reason or refuses_float8_input(x, plan, w.requires_grad and grad)
-    if reason is not None:
-        raise ValueError(f"grouped_mm: {reason}")
+    if (error := error_of_call(x, w, plan)) is not None:
+        raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
     call = Call(plan, weight=weight, saves=grad)
@@ -98,5 +90,3 @@ def _check(x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> No
             f"grouped_mm: x is on {x.device}, w on {w.device} and offs on {offs.device}; move them "
             "to one device"
         )
-    if (error := refuses_input(x, w, autocasts(x.device.type))) is not None:
-        raise type(error)(f"grouped_mm: {error}")

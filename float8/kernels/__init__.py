@@ -9,7 +9,6 @@ a refusal. A new kernel is one file in ``gpu/`` and one row in a table of `casts
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """
 
-from float8.kernels.amaxes import amaxes, column_amaxes
 from float8.kernels.casts import (
     Orientations,
     cast_operand,
@@ -31,7 +30,7 @@ from float8.kernels.grouped_mm import (
     multiply_groups_plainly,
 )
 from float8.kernels.groups import cast_tokens, group_kernel_for
-from float8.kernels.plain import amax, cast, dequantize
+from float8.kernels.plain import amax, cast, column_amaxes, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "PLAIN",
     "Orientations",
     "amax",
-    "amaxes",
     "cast",
     "cast_operand",
     "cast_tokens",

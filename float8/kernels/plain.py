@@ -11,6 +11,7 @@ tensors get the definition, which is made of aten ops.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from float8.formats import ScaleFormat
-from float8.granularity import Block, scale_shape
+from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import cpu, definition
 from float8.kernels.cublas import is_sharded
 
@@ -93,6 +94,13 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     if _is_op_of(data):
         return _dequantize_op(data, scale, block, dtype)
     return definition.dequantize(data, scale, block, dtype)
+
+
+def column_amaxes(x_MK: Tensor) -> Tensor:
+    """The largest magnitude of each column: float32 (1, K), 0 without rows."""
+    if x_MK.device.type == "cpu" or x_MK.numel() == 0:
+        return amax(x_MK, (WHOLE, 1))
+    return torch.linalg.vector_norm(x_MK, math.inf, 0, keepdim=True).float()
 
 
 # --- a cast, in one orientation or both

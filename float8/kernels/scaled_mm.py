@@ -150,16 +150,6 @@ def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | Non
     return None
 
 
-def _unaligned(contraction: int, columns: int) -> str | None:
-    """The reason why a GEMM with `Candidate.is_aligned` does not take these sizes, or None."""
-    bad = [
-        f"{name}={size}"
-        for name, size in (("contraction", contraction), ("columns", columns))
-        if size % ALIGNMENT
-    ]
-    return f"{' and '.join(bad)} not a multiple of {ALIGNMENT}" if bad else None
-
-
 def _cuda_version() -> tuple[int, ...]:
     if torch.version.cuda is None:  # a CPU build tracing FakeTensors
         return _CUBLASLT_CUDA
@@ -260,16 +250,6 @@ _ALL = (*(candidate for row in CANDIDATES.values() for candidate in row), SCALED
 GEMMS = {candidate.name: candidate for candidate in _ALL}
 
 
-def _willing(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) -> list[Candidate]:
-    product = product_of(a_block, b_block)
-    if product is None or arch not in SUPPORT:
-        return []
-    candidates = CANDIDATES[product]
-    if (fastest := FASTEST.get((arch, product))) is not None:
-        candidates = (fastest, *candidates)
-    return [c for c in candidates if c.refuses(arch, product, out_dtype) is None]
-
-
 # --- refusals
 
 
@@ -299,43 +279,7 @@ def refuses_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | None:
 
 def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) -> str | None:
     """The reasons why a CUDA architecture does not run a product, whatever its sizes, or None."""
-    if (reason := refuses_granularity(a_block, b_block)) is not None:
-        return reason
-    if arch not in SUPPORT:
-        return (
-            f"{arch} is not known to have float8 tensor cores (known: {', '.join(SUPPORT)}); "
-            f"{_EMULATE}"
-        )
-    if _willing(arch, a_block, b_block, out_dtype):
-        return None
-    product = product_of(a_block, b_block)
-    assert product is not None
-    reasons = [f"{c.name} {c.refuses(arch, product, out_dtype)}" for c in CANDIDATES[product]]
-    reasons = reasons or ["no GEMM is written for it"]
-    return (
-        f"{arch} does not run a {product} product written in {out_dtype}: {'; '.join(reasons)}. "
-        f"Or {_EMULATE}"
-    )
-
-
-def refuses_sizes(
-    arch: str,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    contraction: int,
-    columns: int,
-) -> str | None:
-    """The reason why the candidate that runs does not take these sizes without padding, or None.
-
-    The next candidate is not tried: a batch of odd size would silently run by a slower GEMM. The
-    number of rows is not checked, because every number is accepted. Torch's blockwise products need
-    a multiple of 4; `cublas.multiply` copies ``a`` with up to three more rows of zeros, which costs
-    less than the cast that wrote ``a``. So a last batch in evaluation, or a single token in
-    generation, runs by the same GEMM as all others.
-    """
-    willing = _willing(arch, a_block, b_block, out_dtype)
-    return _unaligned(contraction, columns) if willing and willing[0].is_aligned else None
+    return gemm_for(arch, a_block, b_block, out_dtype)[1]
 
 
 def gemm_for(
@@ -347,9 +291,24 @@ def gemm_for(
     """
     if family == CPU or emulate:
         return PLAIN, None
-    if willing := _willing(family, a_block, b_block, out_dtype):
-        return willing[0].name, None
-    return "", refuses_device(family, a_block, b_block, out_dtype)
+    if (reason := refuses_granularity(a_block, b_block)) is not None:
+        return "", reason
+    if family not in SUPPORT:
+        return "", (
+            f"{family} is not known to have float8 tensor cores (known: {', '.join(SUPPORT)}); "
+            f"{_EMULATE}"
+        )
+    product = _PRODUCTS[block_name(a_block), block_name(b_block)]
+    fastest = FASTEST.get((family, product))
+    reasons = []
+    for candidate in (*(() if fastest is None else (fastest,)), *CANDIDATES[product]):
+        if (reason := candidate.refuses(family, product, out_dtype)) is None:
+            return candidate.name, None
+        reasons.append(f"{candidate.name} {reason}")
+    why = "; ".join(reasons) or "no GEMM is written for it"
+    return "", (
+        f"{family} does not run a {product} product written in {out_dtype}: {why}. Or {_EMULATE}"
+    )
 
 
 def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | None:
@@ -365,6 +324,13 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
     return gemm in GEMMS and GEMMS[gemm].is_aligned
+
+
+def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:
+    """The reason why a GEMM does not take these sizes without padding, or None."""
+    sizes = {"contraction": contraction, "columns": columns}
+    bad = " and ".join(f"{name}={size}" for name, size in sizes.items() if size % multiple)
+    return f"{bad} not a multiple of {multiple}" if bad else None
 
 
 def multiply(
@@ -396,7 +362,7 @@ def multiply(
         raise ValueError(f"scaled_mm: {reason}")
     columns, contraction = b_NK.shape
     if candidate.is_aligned and not pad and (columns % ALIGNMENT or contraction % ALIGNMENT):
-        reason = _unaligned(contraction, columns)
+        reason = unaligned(contraction, columns)
         raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
     return candidate.multiply(
         a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum

@@ -178,15 +178,15 @@ def product(
         raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
     if factor is not None and a_scale.dtype == torch.float32:  # E8M0 scales hold no factor
         a_scale, bias, factor = multiply_scale(a_scale, gemm.a, factor), times(bias, factor), None
-    name, fast, pad = gemm.name, gemm.use_fast_accum, gemm.pad
+    name, dtype, fast, pad = gemm.name, gemm.out_dtype, gemm.use_fast_accum, gemm.pad
     blocks = gemm.a.block, gemm.b.block
     if offs is not None:
         out = kernels.multiply_groups(
-            name, a_data, a_scale, b_data, b_scale, offs, *blocks, gemm.out_dtype, gemm.align, fast, pad
+            name, a_data, a_scale, b_data, b_scale, offs, *blocks, dtype, gemm.align, fast, pad
         )  # fmt: skip
     else:
         out = kernels.multiply(
-            name, a_data, a_scale, b_data, b_scale, *blocks, bias, gemm.out_dtype, fast, pad
+            name, a_data, a_scale, b_data, b_scale, *blocks, bias, dtype, fast, pad
         )
     return times(out, factor)
 

@@ -54,7 +54,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import warnings
 import weakref
 from collections.abc import Callable
@@ -77,9 +76,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     Group: TypeAlias = dist.ProcessGroup | DeviceMesh
-
-logger = logging.getLogger("float8")
-
 
 DYNAMIC_STEPS = 16
 """How many steps a cast without a scale is dynamic, or ``history_len`` steps if that is less."""
@@ -303,8 +299,6 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     check_module(model, "sync_float8_amax_and_scale_history")
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
-    if not casts:
-        _warn_of_plain(model)
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
         for check in FIRST_SYNC_CHECKS:
@@ -317,23 +311,6 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
-def _warn_of_plain(model: nn.Module) -> None:
-    """Log a warning, once per model: it may be the wrong one, or a baseline in high precision."""
-    if torch.compiler.is_compiling() or model in _plain:
-        return
-    if not any(isinstance(module, Switchable) for module in model.modules()):
-        _plain.add(model)
-        logger.warning(
-            "after_step or sync_float8_amax_and_scale_history: %s has no float8 layer; pass what "
-            "convert_to_float8_training(model) returns, and if that converted no layer, see its "
-            "float8_conversion",
-            type(model).__name__,
-        )
-
-
-_plain: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from float8.arguments import check_tensors, check_type
+from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, LinearPlan, check_config
 from float8.formats import E4M3, E5M2
-from float8.kernels import is_sharded
 from float8.linear.autograd import (
     NO_FACTORS,
     STATELESS,
@@ -33,16 +32,8 @@ from float8.linear.float8_weight import (
     is_resident,
 )
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import autocasts, compute_dtype, plan_for, without_autocast
-from float8.linear.refusals import (
-    REFUSES_SCRIPT,
-    REFUSES_SHARDED_BLOCKS,
-    refuses_call,
-    refuses_float8_input,
-    refuses_input,
-    refuses_layer,
-    refuses_transform,
-)
+from float8.linear.plan import compute_dtype, plan_for, without_autocast
+from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
 from float8.linear.smoothing import SmoothLinearFunction, smoothing_factors
@@ -134,7 +125,6 @@ class Float8Linear(Float8Module, nn.Linear):
         again; its gradient has the high-precision dtype that it reports.
 
         Raises:
-            RuntimeError: torch.func, torch.jit or torch.fx runs it; the message has the remedy.
             TypeError: the input's dtype is not the weight's (outside autocast) or not supported.
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
@@ -143,12 +133,10 @@ class Float8Linear(Float8Module, nn.Linear):
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
-        is_checked = self.config.enable_pre_and_post_forward
-        if is_checked:
-            self._check_input(input, self.weight)
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
         plan = plan_for(self.config, input.device, compute_dtype(input))
-        if is_checked:
-            self._check_call(input, self.weight, plan)
+        self._check_call(input, self.weight, plan)
         if to_onnx():
             return linear_in_onnx(self, input, plan)
         weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
@@ -203,37 +191,12 @@ class Float8Linear(Float8Module, nn.Linear):
         # name would keep layers from sharing a graph.
         return self.fqn or type(self).__name__
 
-    def _check_input(self, input: Tensor, weight: Tensor) -> None:
-        """Raise unless this input can be multiplied by this weight."""
-        error: Exception | None
-        error = None if torch.compiler.is_compiling() else refuses_transform(input)
-        error = error or refuses_input(input, weight, autocasts(input.device.type))
-        if error is not None:
-            raise type(error)(f"{self._name}: {error}")
-
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
-        grad = torch.is_grad_enabled()
-        if isinstance(input, Float8Tensor):
-            reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
-            if reason is not None:
-                raise ValueError(f"{self._name}: {reason}")
-        if plan.is_tiled and is_sharded(weight):
-            raise ValueError(f"{self._name}: {REFUSES_SHARDED_BLOCKS}")
-        if plan.on_gpu:
-            tokens = input.numel() // max(weight.shape[1], 1)
-            reason = refuses_call(plan, weight.shape, tokens, grad, weight.requires_grad)
-            if reason is not None:
-                raise ValueError(f"{self._place}: {reason}")
-
-    @property
-    def _place(self) -> str:
-        """The subject of a message about sizes: the layer, or its part on one rank."""
-        return self._name
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Refuse torch.jit.script."""
-        raise RuntimeError(f"{self._name}: {REFUSES_SCRIPT}")
+        if self.config.enable_pre_and_post_forward:
+            error = error_of_call(input, weight, plan)
+            if error is not None:
+                raise type(error)(f"{self._name}: {error}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = stored_by(self.weight)
@@ -401,11 +364,7 @@ def float8_linear(
         raise ValueError(f"float8_linear: {reason}")
     if weight.dim() != 2:
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
-    if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
-        raise type(error)(f"float8_linear: {error}")
     plan, grad = plan_for(config, input.device, compute_dtype(input)), torch.is_grad_enabled()
-    if isinstance(input, Float8Tensor):
-        reason = refuses_float8_input(input, plan, weight.requires_grad and grad)
-        if reason is not None:
-            raise ValueError(f"float8_linear: {reason}")
+    if (error := error_of_call(input, weight, plan)) is not None:
+        raise type(error)(f"float8_linear: {error}")
     return linear_in_float8(input, weight, bias, Call(plan, saves=grad))

@@ -1,8 +1,8 @@
 """Which layers float8 cannot run, and why: checks that answer with the reason, or None.
 
 What depends on the layer and its config alone (`refuses_layer`) is asked at conversion; what also
-depends on the device and the batch (`refuses_call`) at each forward on a GPU, so that the message
-can name the layer, its sizes and the way out instead of the kernel's.
+depends on the input and the device (`error_of_call`) at each forward, so that the message can name
+the layer, its sizes and the way out instead of the kernel's.
 """
 
 from __future__ import annotations
@@ -13,19 +13,15 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.arguments import described
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE
-from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity
+from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
+from float8.linear.plan import autocasts
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
 
-_IN_HIGH_PRECISION = (
-    "run it in `with float8.high_precision(model):`, or on what "
-    "float8.convert_from_float8_training(model) returns"
-)
 REFUSES_SHARDED_BLOCKS = (
     "the weight is a DTensor, as torch's ColwiseParallel and RowwiseParallel leave it, and this "
     "config has scales of blocks, which DTensors do not take; use float8.Float8ColwiseParallel and "
@@ -33,10 +29,6 @@ REFUSES_SHARDED_BLOCKS = (
 )
 REFUSES_SMOOTH_EXPERTS = (
     "smooth_input=True is for linear layers, not for experts; convert these with another config"
-)
-REFUSES_SCRIPT = (
-    "torch.jit.script does not work on a float8 layer; script what "
-    "float8.convert_from_float8_training(model) returns"
 )
 
 
@@ -57,30 +49,15 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
     return None
 
 
-def refuses_transform(input: object) -> TypeError | RuntimeError | None:
-    """The error for a call under a transform that cannot trace the layer, or None.
+def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError | ValueError | None:
+    """The error for an input (..., K) that does not fit this weight and plan, or None.
 
-    Also the error for an input that is not a tensor.
+    ``weight`` is (N, K), or of experts (E, K, N). Whoever raises it puts the name in front.
     """
-    if torch._C._are_functorch_transforms_active():
-        name = "torch.func (grad, vmap, jvp, jacrev)"
-    elif torch._C._get_tracing_state() is not None:
-        name = "torch.jit.trace or torch.onnx.export"
-    elif isinstance(input, torch.fx.Proxy):
-        name = "torch.fx.symbolic_trace"
-    elif isinstance(input, Tensor):
-        return None
-    else:
-        return TypeError(f"input must be a torch.Tensor, got {described(input)}")
-    return RuntimeError(f"{name} does not work on a float8 layer; {_IN_HIGH_PRECISION}")
-
-
-def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError | ValueError | None:
-    """The error for an input that does not fit this weight (N, K), or None."""
     if input.dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
         return TypeError(f"input is {input.dtype}; float8 is cast from {known}")
-    if input.dtype != weight.dtype and not autocasts:
+    if input.dtype != weight.dtype and not autocasts(input.device.type):
         return TypeError(
             f"input is {input.dtype} and weight {weight.dtype}; convert one of them or use "
             "torch.autocast"
@@ -89,7 +66,16 @@ def refuses_input(input: Tensor, weight: Tensor, autocasts: bool) -> TypeError |
         return ValueError(
             f"input has shape {tuple(input.shape)}, expected (..., {weight.shape[1]})"
         )
-    return None
+    grad, reason = torch.is_grad_enabled(), None
+    needs_w = grad and weight.requires_grad
+    if isinstance(input, Float8Tensor):
+        reason = refuses_float8_input(input, plan, needs_w)
+    elif plan.is_tiled and kernels.is_sharded(weight):
+        reason = REFUSES_SHARDED_BLOCKS
+    if reason is None and plan.on_gpu:
+        tokens = input.numel() // max(weight.shape[1], 1)
+        reason = refuses_call(plan, weight.shape, tokens, grad, needs_w)
+    return None if reason is None else ValueError(reason)
 
 
 def refuses_float8_input(
@@ -147,7 +133,7 @@ def _multiple(gemm: Gemm, grouped: bool) -> int:
 
 
 def refuses_call(
-    plan: LinearPlan, weight: Sequence[int], tokens: int, grad: bool, grad_weight: bool = True
+    plan: LinearPlan, weight: Sequence[int], tokens: int, grad: bool, grad_weight: bool
 ) -> str | None:
     """The reason why a device does not run one of the products of a call, or None.
 
@@ -158,7 +144,7 @@ def refuses_call(
     N, K = weight[-2:]
     # A grouped GEMM gets its groups of tokens padded.
     contraction_and_columns = (K, N), (N, K), (0 if plan.is_grouped else tokens, K)
-    are_run = True, grad, grad and grad_weight
+    are_run = True, grad, grad_weight
     for name, gemm, sizes, is_run in zip(
         GEMM_NAMES, plan.gemms, contraction_and_columns, are_run, strict=True
     ):
@@ -169,12 +155,12 @@ def refuses_call(
         multiple = _multiple(gemm, plan.is_grouped)
         if plan.pad or not (plan.is_grouped or kernels.is_aligned(gemm.name)):
             continue
-        if any(size % multiple for size in sizes):
+        if (reason := unaligned(*sizes, multiple)) is not None:
             is_of_the_batch = name == "grad_weight" and tokens % multiple != 0
             pad = f"pad the batch to a multiple of {multiple} tokens"
             way_out = pad if is_of_the_batch else "filter the layer out with module_filter_fn"
             return (
-                f"{name} GEMM of {tokens} tokens, in_features={K}, out_features={N}: contraction "
-                f"or columns are no multiple of {multiple}; {way_out} or set pad_inner_dim=True"
+                f"{name} GEMM of {tokens} tokens, in_features={K}, out_features={N}: {reason}; "
+                f"{way_out} or set pad_inner_dim=True"
             )
     return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
@@ -281,36 +281,13 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
 
 
 def multiply_scale(scale: Tensor, how: OperandCast, factor: float) -> Tensor:
-    """``scale * factor`` for a scale of ``how``; a static one launches no kernel."""
+    """``scale * factor`` for a scale of ``how``; for a static one computed in float64."""
     return scale * factor if how.static is None else constant(how.static * factor, scale)
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """(1, 1) float32 on the device of ``like``, read-only.
-
-    Each value is filled once per device, and cached. Under tracing (``like`` is not a plain tensor)
-    the cache is neither read nor filled. The capture of a CUDA graph does not fill it.
-    """
-    if torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter):
-        return torch.full((1, 1), value, dtype=torch.float32, device=like.device)
-    known = _CONSTANTS.get((value, like.device))
-    if known is not None:
-        return known
-    with torch.inference_mode(False):  # a backward cannot save an inference tensor
-        filled = torch.full((1, 1), value, dtype=torch.float32, device=like.device)
-    if len(_CONSTANTS) < MAX_CONSTANTS and not _captures(like.device):
-        if like.device.type == "cuda":  # once: another stream may be the next to read it
-            torch.cuda.current_stream(like.device).synchronize()
-        _CONSTANTS[value, like.device] = filled
-    return filled
-
-
-MAX_CONSTANTS = 4096  # a factor that depends on the number of tokens may take many values
-_CONSTANTS: dict[tuple[float, torch.device], Tensor] = {}
-
-
-def _captures(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """(1, 1) float32 on the device of ``like``."""
+    return torch.full((1, 1), value, dtype=torch.float32, device=like.device)
 
 
 def max_over_ranks(amax: Tensor, group: Any) -> Tensor:

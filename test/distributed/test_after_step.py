@@ -4,7 +4,6 @@ import copy
 
 import one_process as one
 import pytest
-from torch import nn
 
 import float8
 
@@ -20,11 +19,3 @@ def test_a_delayed_model_is_synced_and_others_are_left_alone(recipe, caplog):
         assert model[0].cast_input.history_ready
     one.assert_same_model(model, expected, recipe)
     assert not caplog.records
-
-
-def test_a_model_without_float8_layers_is_named_once(caplog):
-    model = nn.ReLU()
-    for _ in range(2):
-        float8.after_step(model)
-    (message,) = caplog.messages
-    assert "ReLU has no float8 layer" in message

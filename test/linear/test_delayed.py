@@ -151,12 +151,8 @@ def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
 def test_without_delayed_casts_sync_does_nothing(caplog):
     model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     sync_float8_amax_and_scale_history(model)
+    sync_float8_amax_and_scale_history(nn.ReLU())
     assert not caplog.records
-    plain = nn.ReLU()
-    for _ in range(2):
-        sync_float8_amax_and_scale_history(plain)
-    (message,) = caplog.messages
-    assert "ReLU has no float8 layer; pass what convert_to_float8_training" in message
 
 
 def test_a_scale_may_start_at_one_as_in_transformer_engine():

@@ -36,8 +36,8 @@ from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import linear_in_float8
-from float8.linear.plan import autocasts, compute_dtype, plan_for
-from float8.linear.refusals import refuses_call, refuses_input, refuses_layer
+from float8.linear.plan import compute_dtype, plan_for
+from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.registration import MODEL_CHECKS
 from float8.linear.switch import Switch
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
@@ -132,15 +132,11 @@ def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
     name = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
     if weight.dim() != 2:
         raise ValueError(f"{name}: float8 multiplies by weights of shape (N, K)")
-    if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
-        raise type(error)(f"{name}: {error}")
-    reason = refuses_layer(weight, config)
-    if reason is None:
-        tokens = input.numel() // max(weight.shape[1], 1)
-        plan = plan_for(config, input.device, compute_dtype(input))
-        reason = refuses_call(plan, weight.shape, tokens, torch.is_grad_enabled())
-    if reason is not None:
+    if (reason := refuses_layer(weight, config)) is not None:
         raise ValueError(f"{name}: {reason}")
+    plan = plan_for(config, input.device, compute_dtype(input))
+    if (error := error_of_call(input, weight, plan)) is not None:
+        raise type(error)(f"{name}: {error}")
 
 
 def float8(
