@@ -68,7 +68,7 @@ from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import CastConfig, DelayedScalingConfig
 from float8.formats import Format, ScaleFormat, on_device
-from float8.linear.registration import AFTER_SYNC, FIRST_SYNC_CHECKS
+from float8.linear.registration import FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
 from float8.linear.switch import Switchable
 
@@ -296,6 +296,8 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         TypeError: ``group`` is neither.
         ValueError: this rank is not in ``group``.
     """
+    from float8.linear.weight_cache import cast_delayed  # which imports this file
+
     check_module(model, "sync_float8_amax_and_scale_history")
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
@@ -306,8 +308,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
         _checked.update(_parts_checked(model))
     with torch.no_grad():
         _update_all(casts, groups)
-    for callback in AFTER_SYNC:
-        callback(model)
+    cast_delayed(model)
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

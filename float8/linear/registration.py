@@ -13,7 +13,6 @@ packages above fill when they are imported:
 - ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
 - ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
   model calls it.
-- ``AFTER_SYNC``: `float8.linear.weight_cache` registers one; every ``sync`` calls it last.
 """
 
 from __future__ import annotations
@@ -76,7 +75,6 @@ WEIGHT_RULES: list[WeightRule] = []  # at most one
 MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
 # (model, the ranks that take part, their groups): raises where ranks disagree.
 FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int], list[Any]], None]] = []
-AFTER_SYNC: list[Callable[[nn.Module], None]] = []
 
 
 def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:

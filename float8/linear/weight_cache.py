@@ -64,7 +64,6 @@ from float8.formats import HIGH_PRECISION_DTYPES
 from float8.linear.float8_weight import cast_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import autocasts, compute_dtype, plan_for
-from float8.linear.registration import AFTER_SYNC
 
 
 class WeightCache:
@@ -193,8 +192,7 @@ def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
 
 @functools.cache
 def _install_hooks() -> None:
-    # One of each for the process, never removed: torch iterates over its hooks while they run.
-    AFTER_SYNC.append(_after_sync)
+    # One for the process, never removed: torch iterates over its hooks while they run.
     after_step = torch.compiler.disable(_after_step)
 
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -217,8 +215,8 @@ def _after_load(layer: Any, incompatible_keys: Any) -> None:
             cache.cast([layer])
 
 
-def _after_sync(model: nn.Module) -> None:
-    """Cast the weights with delayed scales, which `sync` has changed."""
+def cast_delayed(model: nn.Module) -> None:
+    """Cast the cached weights with delayed scales, which `sync` has changed."""
     for cache in list(_open):
         delayed = [
             layer
