@@ -140,7 +140,7 @@ def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = 
     reasons: set[int] = set()
     for dtype in sorted(HIGH_PRECISION_DTYPES, key=list(SHORT).index):
         plan = bind(config.plan, family, dtype, grouped)
-        reason = refuses_call(plan, (64, 64), 64, True, True)
+        reason = refuses_call(plan, 64, 64, 64, True, True)
         if grouped and reason is not None:
             reason = f"grouped: {reason.partition(': ')[2]}"
         if reason is not None:

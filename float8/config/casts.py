@@ -143,7 +143,8 @@ _SHORT = {ScaleFormat.POWER_OF_TWO: "pow2"}
 class OperandCast:
     """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
 
-    What is below the first line was added by `float8.linear.plan.bind`, which names the device.
+    `float8.linear.plan.bind_cast` completes it for a device: ``kernel`` and ``swizzled``, the
+    format's twin on AMD gfx94x, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.
@@ -153,7 +154,7 @@ class OperandCast:
         scale_format: which numbers scales may be.
         static_scale: the digits of a float, or None. torch.compile makes an input of every float
             that it meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
-        kernel: the Triton kernel, see `float8.kernels.kernel_for`; None for plain PyTorch.
+        kernel: the Triton kernel, a file of `float8.kernels.gpu`; None for plain PyTorch.
         swizzled: whether tensor cores read the scales, for which E8M0 ones are swizzled.
 
     Attributes:

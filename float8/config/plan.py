@@ -63,12 +63,12 @@ class Operand:
     """The two casts of an operand, each stated in the orientation of the GEMM that reads it.
 
     Args:
-        first: for the GEMM that contracts along the operand's rows; None for high precision.
-        second: for the GEMM that contracts along its columns, stated for the transpose; or None.
+        first: for the GEMM that sums over each row of the operand; None for high precision.
+        second: for the GEMM that sums over each column, stated for the transpose; or None.
         align: the multiple to which the transposed orientation of tokens pads each group.
 
     Attributes:
-        is_same: whether both casts have one block, each in its own orientation: one op casts both.
+        is_same: whether both casts are alike, each in its own orientation: one op makes both.
         is_shared: whether the second GEMM reads the transpose of the first GEMM's data.
     """
 
@@ -95,9 +95,8 @@ GEMM_NAMES = ("output", "grad_input", "grad_weight")
 class LinearPlan:
     """The three GEMMs of a layer and their casts: what a config asks for.
 
-    `float8.linear.plan.plan_for` binds it to a device and a dtype, and adds what the last five
-    arguments and the fields of its casts and GEMMs say. For M tokens, K input features and N output
-    features:
+    `float8.linear.plan.plan_for` completes it for a device and a compute dtype: the last three
+    arguments, and its casts and GEMMs. For M tokens, K input features and N output features:
 
     Args:
         output: a = x_MK, b = w_NK.
@@ -106,7 +105,6 @@ class LinearPlan:
         smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
         emulate: plain PyTorch casts and multiplies on every device.
         pad: sizes that are no multiple of 16 are padded where a GEMM needs it.
-        family: the device family, see `float8.kernels.family_of`.
         dtype: the compute dtype, of the operands before their casts and of the results.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
         on_gpu: whether tensor cores multiply.
@@ -124,7 +122,6 @@ class LinearPlan:
     smooth_input: bool = False
     emulate: bool = False
     pad: bool = False
-    family: str = ""
     dtype: torch.dtype = torch.float32
     is_grouped: bool = False
     on_gpu: bool = False

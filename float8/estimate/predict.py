@@ -148,7 +148,7 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
         # float32 parameters are assumed to run under autocast to bfloat16.
         dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
         plan = bind(config.plan, device.arch, dtype, grouped=layer.shape.E is not None)
-        reason = refuses_call(plan, (N, K), M, use.training, use.training and use.weight_trains)
+        reason = refuses_call(plan, N, K, M, use.training, use.training and use.weight_trains)
     missing = sorted(set(kinds_of_plan(config.plan, use).values()) - set(device.products))
     if reason is None and missing:
         reason = f"{device.name} has no figures for {' and '.join(missing)} GEMMs"

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
-from float8.linear.float8_weight import Float8Weight, Reads, weight_of_backward, weight_of_forward
+from float8.linear.float8_weight import Float8Weight, cast_again, weight_of_forward
 from float8.linear.plan import without_autocast
 from float8.linear.scaling import (
     NOTHING,
@@ -44,7 +44,6 @@ from float8.linear.scaling import (
     Pair,
     cast_operand,
     cast_tokens,
-    multiply_scale,
 )
 from float8.tensor import Float8Tensor
 
@@ -99,13 +98,9 @@ class Float8LinearFunction(torch.autograd.Function):
         """
         plan = call.plan
         x8_MK, x8_KM = input_in_float8(x, call, needs(ctx, call, 1), offs)
-        w8_NK, w_saved = weight_of_forward(
-            to(w_NK, plan.dtype), call.weight, plan.w, call.states[1], call.record
-        )
+        w8_NK, w_saved = weight_of_forward(w_NK, call)
         out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0], offs)
-        if call.weight is None:
-            w_saved = w_NK, w_saved[1]  # not its copy in the compute dtype
-        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs)
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs, None)
         return in_shape_of(x, out_MN)
 
     @staticmethod
@@ -118,9 +113,7 @@ class Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
-        x_KM, x_scale, w, w_scale, offs = saved_by(ctx)[:5]
-        if ctx.reads is Reads.HIGH_PRECISION and w is not None:
-            w = to(w, ctx.call.plan.dtype)
+        x_KM, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
         products = products_of_backward(ctx, as_matrix(g), (x_KM, x_scale), w, w_scale, offs)
         return as_arguments(ctx, *products)
 
@@ -139,12 +132,10 @@ def products_of_backward(
     grad_x = grad_w = grad_bias = None
     w8_KN, g_scaled = NOTHING, g_MN
     if needs_x:
-        w8_KN, g_scaled = weight_of_backward(
-            w, w_scale, ctx.reads, plan, call.states[1], call.record, g_MN
-        )
+        w8_KN, g_scaled = ctx.reads(w, w_scale, call, g_MN)
     if needs_x or needs_w:
         g8_MN, g8_NM = cast_operand(
-            g_scaled, plan.g, call.states[2], call.record, needs_x, needs_w, offs=offs
+            g_scaled, plan.g, call.states[2], call.record, needs_x, needs_w, None, offs
         )
     if needs_x:
         grad_x = product(plan.grad_input, g8_MN, w8_KN, None, called(call.factors[1]), offs)
@@ -177,7 +168,7 @@ def product(
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b_data.shape):
         raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
     if factor is not None and a_scale.dtype == torch.float32:  # E8M0 scales hold no factor
-        a_scale, bias, factor = multiply_scale(a_scale, gemm.a, factor), times(bias, factor), None
+        a_scale, bias, factor = a_scale * factor, times(bias, factor), None
     name, dtype, fast, pad = gemm.name, gemm.out_dtype, gemm.use_fast_accum, gemm.pad
     blocks = gemm.a.block, gemm.b.block
     if offs is not None:
@@ -201,7 +192,7 @@ def input_in_float8(
     operand = call.plan.x
     if not isinstance(x, Float8Tensor):
         x_MK = to(as_matrix(x), call.plan.dtype)
-        both = cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w, offs=offs)
+        both = cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w, None, offs)
         return both if needs_w else (both[0], NOTHING)
     data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
     if not needs_w:
@@ -260,22 +251,26 @@ def save(
     arguments: tuple[Tensor, Tensor, Tensor | None],
     x8_KM: Pair,
     w_saved: Pair,
-    *others: Tensor | None,
+    offs: Tensor | None,
+    factors_1K: Tensor | None,
 ) -> None:
-    """Save operands and ``others`` for `saved_by`, and the dtypes for `as_arguments`."""
+    """Save operands for `saved_by`, and the dtypes of the arguments for `as_arguments`."""
     # Delayed scales too: autograd then detects a sync between forward and backward.
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
     w_saved = w_saved if needs(ctx, call, 0) else NOTHING
-    ctx.save_for_backward(*x8_KM, *w_saved, *others, *scales)
-    ctx.reads = Reads.HIGH_PRECISION if call.weight is None else call.weight.reads
+    ctx.save_for_backward(*x8_KM, *w_saved, offs, factors_1K, *scales)
+    ctx.reads = cast_again if call.weight is None else call.weight.reads
     # Without the weight: FSDP2 may free its memory after the forward.
-    ctx.call = Call(call.plan, call.states, call.record, None, call.factors)
+    ctx.call = Call(call.plan, call.states, call.record, None, call.factors, True)
     x, w, bias = arguments
     ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
-    """The saved tensors; raises, with the remedy, if a scale or weight changed after forward."""
+    """x_KM, its scale, w, its scale, offs, factors of a smooth input, and delayed scales.
+
+    Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
+    """
     try:
         return ctx.saved_tensors
     except RuntimeError as error:

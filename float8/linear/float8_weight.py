@@ -37,7 +37,7 @@ What a checkpoint has of a resident weight: `float8.linear.resident_state`.
 
 from __future__ import annotations
 
-import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -45,8 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, LinearPlan
-from float8.config.plan import Operand
+from float8.config import Float8LinearConfig, LinearPlan, ScalingType
 from float8.granularity import WHOLE, scale_shape
 from float8.linear.scaling import (
     DelayedState,
@@ -67,31 +66,49 @@ TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 
 
-class Reads(enum.Enum):
-    """What backward has of a weight, and how grad_input reads it.
+# How backward reads what it has of a weight: (w, scale, call, g_MN) -> data and scale of w_KN for
+# grad_input, and grad_output as it is to be cast. ``w`` and ``scale`` are what forward saved.
+Reads = Callable[[Tensor, Any, Any, Tensor], tuple[Pair, Tensor]]
 
-    Attributes:
-        HIGH_PRECISION: w_NK and forward's scale of it, if both casts share one: it casts again.
-        FLOAT8: data and scale of w_KN.
-        SCALES_GRAD: the data of w_KN, and scales (1, N) along the contraction, which multiply
-            grad_output before its cast.
-        DEQUANTIZED: data and scale of w_NK: it is dequantised, and cast again.
-    """
 
-    HIGH_PRECISION = enum.auto()
-    FLOAT8 = enum.auto()
-    SCALES_GRAD = enum.auto()
-    DEQUANTIZED = enum.auto()
+def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+    """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
+    plan, operand = call.plan, call.plan.w
+    if _is_converted(w_NK, plan):
+        w_NK = w_NK.to(plan.dtype)
+    # A shared cast was recorded in forward. A delayed second cast that differs from the first is
+    # refused by the config, so any other is the only cast of the weight.
+    record = call.record and not operand.is_shared
+    state, scale = call.states[1], transposed_scale(scale)
+    return cast_operand(w_NK, operand, state, record, False, True, scale)[1], g_MN
+
+
+def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+    """Of data and scale of w_KN: unchanged."""
+    return (w_KN, scale), g_MN
+
+
+def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+    """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output."""
+    ones = scale.new_ones(scale_shape(w_KN.shape, call.plan.w.second.block))
+    return (w_KN, ones), g_MN * scale
+
+
+def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+    """Of data and scale of w_NK: dequantised, and cast again."""
+    plan = call.plan
+    w_NK = kernels.dequantize(w_NK, scale, plan.w.first.block, plan.dtype)
+    return cast_again(w_NK, None, call, g_MN)
 
 
 @dataclass(eq=False, slots=True)
 class Float8Weight:
-    """A weight in float8, in the orientations of both GEMMs that read it.
+    """A weight in float8, for both GEMMs that read it.
 
     Args:
         row_major: data and scale of w_NK, for the output.
-        transposed: data and scale for grad_input, as ``reads`` says.
-        reads: how grad_input reads it.
+        transposed: data and scale for grad_input, which ``reads`` makes data and scale of w_KN.
+        reads: how backward reads ``transposed``.
         dtype: the dtype to which the weight was rounded before its cast; None if the data does not
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
@@ -100,7 +117,7 @@ class Float8Weight:
 
     row_major: Pair
     transposed: Pair
-    reads: Reads = Reads.FLOAT8
+    reads: Reads = as_it_is
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
     source: Tensor | None = None
@@ -119,58 +136,25 @@ class Float8Weight:
         return [x for x in stored if x is not None]
 
 
-def weight_of_forward(
-    w_NK: Tensor,
-    weight: Float8Weight | None,
-    operand: Operand,
-    state: DelayedState | None,
-    record: bool,
-) -> tuple[Pair, Pair]:
-    """Data and scale of w_NK for the output, and what backward is to have of it: see `Reads`.
+def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
+    """Data and scale of w_NK for the output, and what backward is to have of the weight.
 
-    ``w_NK`` is in the compute dtype. It is cast unless ``weight`` has it in float8 already. For
-    ``state`` and ``record`` see `float8.linear.scaling.cast_matrix`.
+    ``call`` is that of `float8.linear.autograd`. The weight is rounded to the compute dtype and
+    cast, unless the call has it in float8 already.
     """
+    plan, weight, state = call.plan, call.weight, call.states[1]
     if weight is None:
-        w8_NK = cast_matrix(w_NK, operand.first, state, record)
-        return w8_NK, (w_NK, w8_NK[1] if operand.is_shared else None)
-    if record and weight.amax is not None and state is not None:
+        source = w_NK.to(plan.dtype) if _is_converted(w_NK, plan) else w_NK
+        w8_NK = cast_matrix(source, plan.w.first, state, call.record, None)
+        return w8_NK, (w_NK, w8_NK[1] if plan.w.is_shared else None)
+    if call.record and weight.amax is not None and state is not None:
         kernels.record_amax(state.current_amax, weight.amax)
     return weight.row_major, weight.transposed
 
 
-def weight_of_backward(
-    w: Tensor,
-    scale: Tensor | None,
-    reads: Reads,
-    plan: LinearPlan,
-    state: DelayedState | None,
-    record: bool,
-    g_MN: Tensor,
-) -> tuple[Pair, Tensor]:
-    """Data and scale of w_KN for grad_input, and grad_output as it is to be cast.
-
-    ``w`` and ``scale`` are what `weight_of_forward` returned for backward, ``w`` in the compute
-    dtype where it is not in float8.
-    """
-    operand = plan.w
-    if reads is Reads.FLOAT8:
-        return (w, scale), g_MN
-    if reads is Reads.SCALES_GRAD:
-        assert scale is not None
-        assert operand.second is not None
-        ones = scale.new_ones(scale_shape(w.shape, operand.second.block))
-        return (w, ones), g_MN * scale
-    if reads is Reads.DEQUANTIZED:
-        assert scale is not None
-        assert operand.first is not None
-        w, scale = kernels.dequantize(w, scale, operand.first.block, plan.dtype), None
-    # A shared cast was recorded in forward. A delayed second cast that differs from the first is
-    # refused by the config, so any other is the only cast of the weight.
-    record = record and not operand.is_shared
-    scale = transposed_scale(scale)
-    w8_KN = cast_operand(w, operand, state, record, first=False, scale=scale)[1]
-    return w8_KN, g_MN
+def _is_converted(w_NK: Tensor, plan: LinearPlan) -> bool:
+    """Whether a weight is rounded to the compute dtype; smooth ones may be in float32."""
+    return w_NK.dtype != plan.dtype and not plan.smooth_input
 
 
 def version_of(x: Tensor) -> int:
@@ -244,11 +228,11 @@ def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     data, scale, second = weight.float8_data, weight.scale, plan.w.second
     assert second is not None
     if scale.dtype != torch.float32:
-        return Float8Weight((data, scale), (data, scale), Reads.DEQUANTIZED)
+        return Float8Weight((data, scale), (data, scale), dequantized)
     scale_t = scale.t()
     if weight.block == TENSORWISE and not second.is_whole:
         scale_t = scale.expand(scale_shape(data.t().shape, second.block))
-    reads = Reads.SCALES_GRAD if weight.block == ROWWISE else Reads.FLOAT8
+    reads = by_scaled_gradient if weight.block == ROWWISE else as_it_is
     return Float8Weight((data, scale), (data.t(), scale_t), reads)
 
 
@@ -287,8 +271,10 @@ def cast_weight(
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        w_NK, w_KN = cast_operand(source.to(plan.dtype), plan.w, state, state is not None)
-    return Float8Weight(w_NK, w_KN, Reads.FLOAT8, plan.dtype, amax, weight)
+        pairs = cast_operand(source.to(plan.dtype), plan.w, state, state is not None)
+    # A delayed scale is a buffer, and a cache in place writes its own.
+    w_NK, w_KN = ((data, scale.clone() if state is not None else scale) for data, scale in pairs)
+    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, weight)
 
 
 # --- resident weights
@@ -316,9 +302,15 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
             f"its two GEMMs read the weight in {output.format} and {grad_input.format}, but it is "
             "stored in one format; leave cast_config_weight_for_grad_input at None"
         )
-    if output.block in (TENSORWISE, ROWWISE) or output.transposed().block == grad_input.block:
-        return None
-    if output.scale_format.is_e8m0 and grad_input.scale_format.is_e8m0:
+    g, is_mx = config.plan.grad_input.a, grad_input.scale_format.is_e8m0
+    if output.block == ROWWISE and g is not None and g.scaling_type is not ScalingType.DYNAMIC:
+        return (
+            "its weight has one scale per row, which multiply grad_output before its cast, and "
+            f"cast_config_grad_output is {g.scaling_type.value}; give it ScalingType.DYNAMIC"
+        )
+    is_known = output.block in (TENSORWISE, ROWWISE) and not is_mx
+    is_cast_again = output.scale_format.is_e8m0 and is_mx
+    if is_known or is_cast_again or output.transposed().block == grad_input.block:
         return None
     return (
         f"its weight has one scale for each block {output.block} (-1: the whole dimension), and "

@@ -17,8 +17,6 @@ from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, LinearPlan, check_config
 from float8.formats import E4M3, E5M2
 from float8.linear.autograd import (
-    NO_FACTORS,
-    STATELESS,
     Call,
     Factors,
     Float8LinearFunction,
@@ -156,11 +154,11 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _factors(self, input: Tensor) -> Factors:
         """The factors of the three products of this call."""
-        return NO_FACTORS
+        return None, None, None
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
-            return STATELESS
+            return None, None, None
         x_cast, w_cast, g_cast = self.casts
         return x_cast.state, w_cast.state, g_cast.state
 
@@ -193,7 +191,8 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
-        if self.config.enable_pre_and_post_forward:
+        # A Float8Tensor that does not fit would be multiplied by scales of other elements.
+        if self.config.enable_pre_and_post_forward or isinstance(input, Float8Tensor):
             error = error_of_call(input, weight, plan)
             if error is not None:
                 raise type(error)(f"{self._name}: {error}")

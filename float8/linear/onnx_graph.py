@@ -103,9 +103,12 @@ def _refuses(weight: Tensor, input: Tensor, cast: OperandCast | None) -> str | N
             "the model without float8.fuse_norms"
         )
     formats = (weight.float8_data.dtype, None if cast is None else cast.dtype)
-    if weight.scale.dtype != torch.float32 or formats != (E4M3.dtype, E4M3.dtype):
+    has_rows = cast is not None and cast.block[0] in (1, WHOLE)
+    is_float32 = weight.scale.dtype == torch.float32
+    if not (is_float32 and has_rows) or formats != (E4M3.dtype, E4M3.dtype):
         return (
-            f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32, "
+            f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32 "
+            "(of inputs, by tensor, row or part of a row), "
             f"and this layer's are {formats[0]} and {formats[1]} with scales of "
             f"{weight.scale.dtype}; convert the plain model with another recipe, such as "
             '"rowwise", or export what float8.convert_from_float8_training(model) returns'

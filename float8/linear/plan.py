@@ -71,7 +71,7 @@ def bind(
     is_narrow = plan.smooth_input and dtype == torch.float16
     grad_dtype = torch.float32 if is_narrow else dtype
 
-    def bound(gemm: Gemm, out_dtype: torch.dtype, b_groups: str = EXPERTS) -> Gemm:
+    def bound(gemm: Gemm, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
         if gemm.a is None or gemm.b is None:
             return replace(gemm, out_dtype=out_dtype)
         a, b = (
@@ -79,10 +79,10 @@ def bind(
                 cast,
                 family,
                 plan.emulate,
-                groups if grouped else "",
-                fuses=compiling and groups == TOKENS,
+                groups=(EXPERTS if is_weight else TOKENS) if grouped else "",
+                fuses=compiling and not grouped and not is_weight,
             )
-            for cast, groups in ((gemm.a, TOKENS), (gemm.b, b_groups))
+            for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
         )
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
@@ -99,8 +99,7 @@ def bind(
         plan,
         output=bound(plan.output, dtype),
         grad_input=bound(plan.grad_input, grad_dtype),
-        grad_weight=bound(plan.grad_weight, grad_dtype, TOKENS),
-        family=family,
+        grad_weight=bound(plan.grad_weight, grad_dtype, b_is_weight=False),
         dtype=dtype,
         is_grouped=grouped,
         on_gpu=family != CPU and not plan.emulate,
@@ -118,7 +117,7 @@ def bind_cast(
     block = (1, *cast.block) if groups == EXPERTS else cast.block
     table = GROUP_KERNELS if groups == TOKENS else KERNELS
     kernel = None if emulate else table.get(family, {}).get(block[-2:])
-    if cast.static is not None and fuses and not groups and kernels.compiler_may_cast(family):
+    if cast.static is not None and fuses and kernels.compiler_may_cast(family):
         # A cast by a constant scale is elementwise: the compiler fuses it into the op that makes
         # x. That op writes 1 byte per element instead of bfloat16, and the transposed copy reads 1
         # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and

@@ -7,8 +7,6 @@ the layer, its sizes and the way out instead of the kernel's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -73,8 +71,8 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
     elif plan.is_tiled and kernels.is_sharded(weight):
         reason = REFUSES_SHARDED_BLOCKS
     if reason is None and plan.on_gpu:
-        tokens = input.numel() // max(weight.shape[1], 1)
-        reason = refuses_call(plan, weight.shape, tokens, grad, needs_w)
+        K, N = weight.shape[1], weight.shape[2 if weight.dim() == 3 else 0]
+        reason = refuses_call(plan, N, K, input.numel() // max(K, 1), grad, needs_w)
     return None if reason is None else ValueError(reason)
 
 
@@ -86,8 +84,9 @@ def refuses_float8_input(
     if cast is None:
         return "input is a Float8Tensor, but this config keeps inputs in high precision"
     expected, block = (1,) * (dims - len(cast.block)) + cast.block, tuple(input.block)
-    fits = block == expected or (cast.is_whole and set(block) == {WHOLE})
-    how = "Cast it so, or pass input.dequantize()"
+    is_row = cast.block[0] == 1 or dims == 2  # blocks of rows do not end where a matrix does
+    fits = (block == expected and is_row) or (cast.is_whole and set(block) == {WHOLE})
+    how = "Cast it so, as a matrix if blocks have several rows, or pass input.dequantize()"
     if plan.smooth_input:
         expected = (WHOLE,) * (dims - 1) + (1,)
         fits = cast.is_whole and block == expected
@@ -133,15 +132,13 @@ def _multiple(gemm: Gemm, grouped: bool) -> int:
 
 
 def refuses_call(
-    plan: LinearPlan, weight: Sequence[int], tokens: int, grad: bool, grad_weight: bool
+    plan: LinearPlan, N: int, K: int, tokens: int, grad: bool, grad_weight: bool
 ) -> str | None:
     """The reason why a device does not run one of the products of a call, or None.
 
-    ``weight`` is its shape, (N, K), or (E, N, K) or (E, K, N) of experts; ``tokens`` are the rows
-    of the input, over all leading dimensions. ``grad`` says whether a backward may follow, and
-    ``grad_weight`` whether the weight needs its gradient.
+    ``tokens`` are the rows of the input, over all leading dimensions. ``grad`` says whether a
+    backward may follow, and ``grad_weight`` whether the weight needs its gradient.
     """
-    N, K = weight[-2:]
     # A grouped GEMM gets its groups of tokens padded.
     contraction_and_columns = (K, N), (N, K), (0 if plan.is_grouped else tokens, K)
     are_run = True, grad, grad_weight

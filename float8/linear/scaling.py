@@ -138,7 +138,7 @@ def cast_matrix(
     Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
     precision, x and None.
     """
-    return (x, None) if how is None else _cast(x, how, state, record, scale)[:2]
+    return (x, None) if how is None else _cast(x, how, state, record, scale, True, False)[:2]
 
 
 def cast_operand(
@@ -155,11 +155,11 @@ def cast_operand(
 
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
     recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
-    whether each of the two casts of ``operand`` is needed. ``scale`` is known where only the second
-    is. ``offs`` has the ends of groups of tokens, for grouped GEMMs, or is None.
+    whether each of the two casts is needed. ``scale`` is the one that the second cast takes where
+    it is the only one, or None. ``offs`` has the ends of groups of tokens, or is None.
 
-    Returns the pair for x and the pair for its transpose; what one that is not needed has is
-    unspecified. Where no kernel writes both, the second is a view of the first if they share data.
+    Returns the pair for x and the pair for its transpose. A pair that is not needed is unspecified.
+    Where no kernel writes both, the second is a view of the first if they share data.
     """
     a, b = operand.first, operand.second
     if isinstance(x, Float8Tensor):
@@ -168,7 +168,7 @@ def cast_operand(
     if offs is not None:
         return _cast_groups(x, operand, offs, first, second)
     if first and operand.is_shared and (a.kernel is None or kernels.is_sharded(x)):  # type: ignore[union-attr]
-        pair = cast_matrix(x, a, state, record)
+        pair = cast_matrix(x, a, state, record, None)
         return pair, transposed(pair)
     if a is not None and operand.is_same:
         both = _cast(x, a, state, record, scale, first, second)
@@ -187,8 +187,8 @@ def _cast(
     state: DelayedState | None,
     record: bool,
     scale: Tensor | None,
-    row_major: bool = True,
-    transpose: bool = False,
+    row_major: bool,
+    transpose: bool,
 ) -> kernels.Orientations:
     is_recorded = record and how.is_delayed and state is not None
     amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
@@ -278,11 +278,6 @@ def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Ten
     if cast.is_delayed and state is not None and state.ready:
         return state.scale.reshape(1, 1)
     return None
-
-
-def multiply_scale(scale: Tensor, how: OperandCast, factor: float) -> Tensor:
-    """``scale * factor`` for a scale of ``how``; for a static one computed in float64."""
-    return scale * factor if how.static is None else constant(how.static * factor, scale)
 
 
 def constant(value: float, like: Tensor) -> Tensor:

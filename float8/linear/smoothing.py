@@ -100,7 +100,7 @@ class SmoothLinearFunction(torch.autograd.Function):
         plan, needs_w = call.plan, needs(ctx, call, 1)
         x8_MK, x8_KM, factors_1K = _smooth_input(x, call, needs_w)
         source = smoothed(to(w_NK, plan.dtype), inverse(factors_1K))
-        w8_NK, w_saved = weight_of_forward(source, None, plan.w, call.states[1], call.record)
+        w8_NK, w_saved = weight_of_forward(source, call)
         out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0])
         save(ctx, call, (x, w_NK, bias_N), x8_KM, (w_NK, w_saved[1]), None, factors_1K)
         return in_shape_of(x, out_MN)
@@ -116,7 +116,7 @@ class SmoothLinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         plan = ctx.call.plan
-        x_KM, x_scale, w, w_scale, _, factors_1K = saved_by(ctx)[:6]
+        x_KM, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
         w = None if w is None else to(w, plan.dtype)
         if w is not None and plan.w.second is not None:
             w = smoothed(w, inverse(factors_1K))

@@ -14,7 +14,7 @@ from torch import Tensor
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.formats import E4M3
 from float8.granularity import WHOLE
-from float8.linear.cast import make_cast, set_cast
+from float8.linear.cast import Cast, set_cast
 
 
 def with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Float8LinearConfig:
@@ -45,7 +45,6 @@ def with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Floa
 
 def set_input_cast(layer: Any, config: Float8LinearConfig) -> None:
     """Give a layer a config that differs from its own in the cast of the input alone."""
-    cast = config.cast_config_input
+    cast = config.cast_config_input  # static
     layer.config = config
-    new = make_cast(cast, E4M3, config.delayed_scaling, device=layer.weight.device)
-    set_cast(layer, "cast_input", new)
+    set_cast(layer, "cast_input", Cast(cast, E4M3))

@@ -55,7 +55,7 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, States, as_matrix
-from float8.linear.float8_weight import Reads, float8_weight, is_resident
+from float8.linear.float8_weight import by_scaled_gradient, float8_weight, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import autocasts, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState, bind_and_cast
@@ -410,7 +410,7 @@ def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
         return None
     weight = float8_weight(layer, plan_for(layer.config, layer.weight.device, dtype))
     return (
-        weight.transposed[1] if weight is not None and weight.reads is Reads.SCALES_GRAD else None
+        weight.transposed[1] if weight is not None and weight.reads is by_scaled_gradient else None
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import oracle
 import pytest
@@ -11,9 +12,22 @@ from assertions import assert_bitwise, assert_sqnr_at_least
 from shapes import pairs
 from torch import Tensor, nn
 
-from float8 import Float8Linear, Float8LinearConfig, convert_to_float8_training
-from float8.linear.float8_weight import is_resident, make_plain, to_resident
+from float8 import (
+    Blockwise,
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Rowwise,
+    ScaleFormat,
+    ScalingType,
+    convert_to_float8_training,
+)
+from float8.linear.float8_weight import is_resident, make_plain, refuses_resident, to_resident
 
+ROWS = CastConfig(granularity=Rowwise())
+DELAYED = CastConfig(ScalingType.DELAYED)
+ONE = CastConfig(ScalingType.STATIC, static_scale=1.0)
+MX = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -127,3 +141,22 @@ def test_dequantising_a_model_leaves_its_other_parameters():
     assert model[0].weight.requires_grad
     assert model[1].weight is norm
     assert convert_to_float8_training(nn.Linear(16, 16)).weight_scale is None
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Float8LinearConfig(ROWS, ROWS, DELAYED), "cast_config_grad_output is delayed"),
+        (Float8LinearConfig(ROWS, ROWS, ONE), "cast_config_grad_output is static"),
+        (
+            Float8LinearConfig(ROWS, ROWS, MX, cast_config_weight_for_grad_input=MX, emulate=True),
+            "grad_input cannot use such scales",
+        ),
+    ],
+)
+def test_weights_whose_gradient_would_be_cast_with_a_scale_of_another_are_not_resident(
+    config, words
+):
+    assert re.search(words, refuses_resident(config))
+    dynamic = Float8LinearConfig(ROWS, ROWS, ROWS)
+    assert refuses_resident(dynamic) is None

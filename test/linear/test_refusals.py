@@ -46,7 +46,7 @@ SMALL = {"tokens": 3, "k": 24, "n": 7}
 
 def _reason(recipe, *, tokens=32, k=64, n=48, dtype=BF16, arch="sm_90", grad=True, frozen=False):
     plan = bind(RECIPES[recipe].plan, arch, dtype)
-    return refuses_call(plan, (n, k), tokens, grad, grad and not frozen) or ""
+    return refuses_call(plan, n, k, tokens, grad, grad and not frozen) or ""
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,20 @@ def _x8(fmt=E4M3, granularity=None):
     return Float8Tensor.from_high_precision(torch.randn(16, 32), fmt, granularity)
 
 
+SQUARE = Float8LinearConfig(
+    CastConfig(granularity=Blockwise(8, 8)), CastConfig(granularity=Blockwise(8, 8)), emulate=True
+)
+
+
+def _x8_of_batches():
+    """Blocks of 8 rows end within each matrix of 12 rows."""
+    return Float8Tensor.from_high_precision(torch.randn(2, 12, 32), E4M3, Blockwise(8, 8))
+
+
+def _unchecked(recipe):
+    return _layer(replace(RECIPES[recipe], enable_pre_and_post_forward=False))
+
+
 def _with_weight(config, kind=lambda w: w):
     layer = _layer(config)
     weight = kind(Float8Tensor.from_high_precision(layer.weight.detach(), E4M3))
@@ -156,6 +170,8 @@ REFUSED = [
     (lambda: _layer(NO_CAST)(_x8()), ValueError, "keeps inputs in high precision"),
     (lambda: _with_weight(NO_WEIGHT_CAST)(X), ValueError, "up.w1: .*dequantize"),
     (lambda: _in_autocast(_with_weight(None, _gathered), X), ValueError, "up.w1: .*Mixed"),
+    (lambda: _unchecked("rowwise")(_x8(E4M3, Rowwise())), ValueError, "freeze the weight"),
+    (lambda: _layer(SQUARE)(_x8_of_batches()), ValueError, "up.w1: .*as a matrix"),
     # the functional form
     (lambda: float8_linear(X, W, None, "delayed"), ValueError, "no amax history"),
     (lambda: float8_linear(torch.ones(4, 9), W), ValueError, r"float8_linear: .*\(4, 9\)"),

@@ -314,6 +314,17 @@ def test_amaxes_are_recorded_by_forwards_in_training_whenever_the_weight_was_cas
         assert net[0].cast_weight.current_amax == net[0].weight.abs().max()
 
 
+def test_a_cache_in_place_does_not_write_a_delayed_scale():
+    """As when a checkpoint without history is loaded: the first scale comes when it is due."""
+    net = model("delayed")
+    plain = {k: v.clone() for k, v in net.state_dict().items() if "cast_" not in k}
+    with torch.no_grad():
+        net[0].cast_weight.start_from(torch.tensor(0.25))
+    with cached_weights(net, in_place=True):
+        net.load_state_dict(plain, strict=False)
+        assert net[0].cast_weight.scale == 0 and not net[0].cast_weight.history_ready
+
+
 def test_a_weight_is_cast_once_per_step_of_its_own_optimizer():
     net, other = model(), model()
     optimizer = sgd(net)

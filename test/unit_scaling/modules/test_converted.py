@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import float8.unit_scaling as uu
 from float8 import (
     Float8LinearConfig,
+    Float8Tensor,
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
@@ -127,3 +128,11 @@ def test_compiled_in_one_graph_with_the_results_of_eager():
         for mine, theirs in zip(*grads, strict=True):
             assert sqnr(mine, theirs) > 30  # GELU rounds differently, and so does its cast
     assert counter.frame_count == 1
+
+
+def test_an_input_in_float8_keeps_its_own_scale_beside_a_static_cast():
+    x = 5 * torch.randn(12, 64)
+    x8 = Float8Tensor.from_high_precision(x, E4M3)
+    layer = in_float8(nn.Sequential(uu.Linear(64, 16)))[0]
+    exact = x8.dequantize().double() @ rounded(layer.weight, E4M3).t() * 64**-0.5
+    assert sqnr(layer(x8), exact) > 100
