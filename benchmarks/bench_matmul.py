@@ -11,9 +11,7 @@ emulated (dequantise, then multiply), and is expected to be slower than bf16.
 product with the bf16 one of the same random operands: about 28 dB where all is well, since each
 E4M3 operand carries 3 mantissa bits.
 
-On a GPU, `rowwise` is also measured with fast accumulation, and as a tensorwise product that is
-scaled afterwards. `float8.kernels.scaled_mm` states their numerics, and its table `FASTEST` takes
-the winner of an architecture.
+`rowwise` is also measured with fast accumulation, which means something on a GPU alone.
 
     python benchmarks/bench_matmul.py -o matmul.json
     python benchmarks/bench_matmul.py --shapes 2048,1024,4096 --granularities rowwise
@@ -25,7 +23,6 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 
@@ -36,9 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import harness, report, shapes
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
-from float8.kernels.scaled_mm import Candidate
-
-scaled_mm = import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+from float8.kernels import scaled_mm
 
 BASELINE = "bf16"
 # How `a` and `b` are scaled. Blockwise is DeepSeek-V3's: activations in rows of 128, weights in
@@ -49,13 +44,8 @@ GRANULARITIES = {
     "blockwise": (Blockwise(1, 128), Blockwise(128, 128)),
     "mx": (Blockwise(1, 32), Blockwise(1, 32)),
 }
-# Other ways to run a rowwise product on a GPU -> the GEMM, and whether it accumulates fast.
-ROWWISE = {
-    "rowwise_fast": (scaled_mm.TORCH, True),
-    "rowwise_scaled_after": (scaled_mm.SCALED_AFTER, False),
-    "rowwise_scaled_after_fast": (scaled_mm.SCALED_AFTER, True),
-}
-CHOICES = (*GRANULARITIES, *ROWWISE)
+FAST = "rowwise_fast"
+CHOICES = (*GRANULARITIES, FAST)
 CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
 COLUMNS = report.columns(
     "shape granularity baseline_ms ms min_ms max_ms baseline_tflops tflops ratio sqnr_db error",
@@ -73,30 +63,17 @@ def products(
 
     def product(name: str) -> Callable[[], torch.Tensor]:
         scales = ScaleFormat.E8M0 if name == "mx" else ScaleFormat.FLOAT32
-        granularities = GRANULARITIES["rowwise" if name in ROWWISE else name]
+        granularities = GRANULARITIES["rowwise" if name == FAST else name]
         a, b = (
             Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity, None, scales)
             for x, granularity in zip((a_MK, b_NK), granularities, strict=True)
         )
-        if name in ROWWISE:
-            return rowwise(a, b, *ROWWISE[name])
+        parts = (a.float8_data, a.scale, b.float8_data, b.scale, a.block, b.block)
+        if name == FAST:
+            return lambda: scaled_mm(*parts, out_dtype=torch.bfloat16, use_fast_accum=True)
         return lambda: a @ b.t()
 
     return {BASELINE: lambda: lambda: a_MK @ b_NK.t()} | {n: partial(product, n) for n in names}
-
-
-def rowwise(
-    a: Float8Tensor, b: Float8Tensor, gemm: Candidate, fast: bool
-) -> Callable[[], torch.Tensor]:
-    """A rowwise product by one GEMM."""
-    parts = (a.float8_data, a.scale, b.float8_data, b.scale)
-    blocks = (a.block, b.block)
-    product, arch = scaled_mm.ROWWISE, scaled_mm.family_of(a.float8_data.device)
-    if arch == scaled_mm.CPU:
-        raise ValueError("it is a choice between GEMMs of a GPU")
-    if (reason := gemm.refuses(arch, product, torch.bfloat16)) is not None:
-        raise ValueError(f"{gemm.name} {reason}")
-    return lambda: gemm.multiply(*parts, *blocks, None, torch.bfloat16, fast)
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:

@@ -100,30 +100,6 @@ def multiply(
     return out if out.shape[0] == rows else out.narrow(0, 0, rows)
 
 
-def multiply_then_scale(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    """A rowwise product as a tensorwise one of scales 1, whose float32 result is then scaled.
-
-    Its bits are not those of `multiply`: there the tensor cores' sums are scaled before they leave
-    registers. Both round once to ``out_dtype``. Per element of a 16-bit result it moves 16 bytes
-    more: 4 are written and not 2, the rows' scales read and write 4, the columns' read 4 and write
-    2. Compiled, one pass applies both scales: 8 bytes more.
-    """
-    one, whole = torch.ones_like(a_scale[:1]), (WHOLE, WHOLE)
-    out = multiply(a_MK, one, b_NK, one, whole, whole, None, torch.float32, use_fast_accum)
-    out = out * a_scale * b_scale.reshape(1, -1)
-    return (out if bias_N is None else out + bias_N).to(out_dtype)
-
-
 def _aligned_vector(x: Tensor) -> Tensor:
     """x, or a contiguous and aligned copy of it: torch passes only the address."""
     if x.stride(0) == 1 and _starts_aligned(x):

@@ -223,31 +223,20 @@ class Candidate(NamedTuple):
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
 TRITON = Candidate("the Triton GEMM", triton_refuses, False, _triton_multiply)
-# product -> its candidates; the presumably fastest comes first (see `FASTEST`). () where no GPU
-# runs it: a CPU does, and a GPU refuses it by name
+# product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
+# does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
     ROWWISE: (TORCH,),
     BLOCKWISE: (TORCH, TRITON),
     MX: (TORCH,),
 }
-# A second way to run rowwise products, which runs only where `FASTEST` names it.
-SCALED_AFTER = Candidate(
-    "torch._scaled_mm, scaled afterwards", _torch_refuses, True, cublas.multiply_then_scale
-)
-# (architecture, product) -> the candidate that ``benchmarks/bench_matmul.py`` found to be fastest
-# there; it then comes before those of `CANDIDATES`. Empty: no GPU has measured them.
-#
-# Numerics of the ways to run a rowwise product; each rounds to the result's dtype once.
-# - TORCH, precise: partial sums are added in float32 outside of the tensor cores' accumulators,
-#   which hold about 14 bits on Hopper (arXiv 2412.19437, section 3.3.2). cuBLASLt's OUTER_VEC and
-#   the CUTLASS kernels multiply them by both scales before they are written.
-# - TORCH, fast (`GemmConfig.use_fast_accum`): the tensor cores add all of the contraction. The
-#   error grows with it, so a config chooses this, and no table.
-# - SCALED_AFTER: the sums of TORCH, written in float32, then scaled. See `cublas` for its bytes.
-FASTEST: dict[tuple[str, str], Candidate] = {}
-_ALL = (*(candidate for row in CANDIDATES.values() for candidate in row), SCALED_AFTER)
-GEMMS = {candidate.name: candidate for candidate in _ALL}
+# Numerics of rowwise products. Precise: partial sums are added in float32 outside of the tensor
+# cores' accumulators, which hold about 14 bits on Hopper (arXiv 2412.19437, section 3.3.2);
+# cuBLASLt's OUTER_VEC and the CUTLASS kernels multiply them by both scales before they are written.
+# Fast (`GemmConfig.use_fast_accum`): the tensor cores add all of the contraction. The error grows
+# with it, so a config chooses this, and no table.
+GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 
 # --- refusals
@@ -299,9 +288,8 @@ def gemm_for(
             f"{_EMULATE}"
         )
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
-    fastest = FASTEST.get((family, product))
     reasons = []
-    for candidate in (*(() if fastest is None else (fastest,)), *CANDIDATES[product]):
+    for candidate in CANDIDATES[product]:
         if (reason := candidate.refuses(family, product, out_dtype)) is None:
             return candidate.name, None
         reasons.append(f"{candidate.name} {reason}")

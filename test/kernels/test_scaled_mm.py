@@ -163,23 +163,6 @@ def test_the_architecture_of_a_device(hip, device, arch, monkeypatch):
     module._architecture.cache_clear()
 
 
-def test_a_row_of_the_table_chooses_for_its_architecture_alone(torch_calls, monkeypatch):
-    after = module.SCALED_AFTER
-    monkeypatch.setitem(module.FASTEST, ("sm_90", "rowwise"), after)
-    assert module.gemm_for("sm_90", ROW, ROW, BF16) == (after.name, None)
-    assert module.gemm_for("sm_90", ROW, TENSOR, BF16) == (after.name, None)
-    assert module.gemm_for("sm_90", TENSOR, TENSOR, BF16) == (BY_TORCH, None)
-    assert module.gemm_for("sm_100", ROW, ROW, BF16) == (BY_TORCH, None)
-    for sizes in ((16, 32, 48), (3, 40, 7)):
-        for blocks in ((ROW, ROW), (ROW, TENSOR)):
-            parts = operands(*sizes, *blocks, E5M2)
-            bias = Case((sizes[2],), BF16, seed=3).make()
-            actual = multiply(parts, *blocks, bias, pad=True)
-            assert_product_of(actual, parts, *blocks, bias, sizes)
-    assert {tuple(call.scale_a.shape) for call in torch_calls} == {()}
-    assert {call.out_dtype for call in torch_calls} == {torch.float32}
-
-
 # --- what runs
 
 
