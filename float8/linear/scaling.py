@@ -138,7 +138,7 @@ def cast_matrix(
     Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
     precision, x and None.
     """
-    return (x, None) if how is None else _cast(x, how, state, record, scale, True, False)[:2]
+    return (x, None) if how is None else cast_both(x, how, state, record, scale, True, False)[:2]
 
 
 def cast_operand(
@@ -167,11 +167,11 @@ def cast_operand(
         return pair, transposed(pair)
     if offs is not None:
         return _cast_groups(x, operand, offs, first, second)
-    if first and operand.is_shared and (a.kernel is None or kernels.is_sharded(x)):  # type: ignore[union-attr]
+    if first and operand.is_shared and a.kernel is None:  # type: ignore[union-attr]
         pair = cast_matrix(x, a, state, record, None)
         return pair, transposed(pair)
     if a is not None and operand.is_same:
-        both = _cast(x, a, state, record, scale, first, second)
+        both = cast_both(x, a, state, record, scale, first, second)
         return both[:2], both[2:]
     # An amax is recorded once: by the first cast, or by the second if there is no first.
     is_recorded = first and a is not None
@@ -181,7 +181,7 @@ def cast_operand(
     )
 
 
-def _cast(
+def cast_both(
     x: Tensor,
     how: OperandCast,
     state: DelayedState | None,
@@ -190,6 +190,13 @@ def _cast(
     row_major: bool,
     transpose: bool,
 ) -> kernels.Orientations:
+    """`cast_matrix` of x, of its transpose, or of both, by casts that are alike."""
+    if kernels.is_sharded(x):
+        from float8.linear.sharded_cast import (
+            cast_sharded,  # importing DTensor takes most of a second
+        )
+
+        return cast_sharded(x, how, state, record, scale, row_major, transpose)
     is_recorded = record and how.is_delayed and state is not None
     amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
     scale = known_scale(how, state, x) if scale is None else scale
