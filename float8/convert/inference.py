@@ -155,7 +155,8 @@ def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.dev
     # One token in bfloat16: each call checks what depends on its batch.
     family = family_of(device)
     plan = bind(config.plan, family, torch.bfloat16)
-    return refuses_call(plan, *weight.shape, 1, grad=False, grad_weight=False)
+    N, K = weight.shape
+    return refuses_call(plan, N, K, 1, grad=False, grad_weight=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:
