@@ -128,7 +128,7 @@ class _Producer(Float8Module):
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
     def _produce(self, inputs: Inputs, eps: float = 0.0) -> Tensor:
-        """The result in float8, with the name of this module, for ops that take no float8."""
+        """The result in float8."""
         x, grad = inputs[0], torch.is_grad_enabled()
         if x.dtype not in HIGH_PRECISION_DTYPES or isinstance(x, Float8Tensor):
             found = "a Float8Tensor" if isinstance(x, Float8Tensor) else x.dtype
@@ -143,10 +143,7 @@ class _Producer(Float8Module):
         by_kernel = runs_kernel(x.device, self.config.emulate)
         plan = plan_for(self.config, x)
         out = Output(plan, state, self.training and grad, grad, by_kernel)
-        y = produce(self.op, inputs, eps, out)
-        if not torch.compiler.is_compiling():
-            y.made_by = self._name  # type: ignore[attr-defined]
-        return y
+        return produce(self.op, inputs, eps, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -270,28 +270,14 @@ def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
     assert ("0.norm2", ["0.up", "1.up"]) in fuse(converted(model), pairs).fused
 
 
-def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x):
-            return self.block(x)
-
-    model, x = converted(Model(), keep=("block.k",)), torch.randn(2, 16, D)
-    fuse(model, {"block.norm1": ["block.q", "block.v"], "block.norm2": "block.up"})
-    with pytest.raises(ValueError, match=r"block.norm1 \(LayerNormCast\) wrote it in float8.* and "
-                       r"block.k \(Linear\) reads it: convert that"):  # fmt: skip
-        model(x)
-    model.block.k = model.block.q
-    model.block.forward = lambda x: model.block.norm1(x) + 1
-    with pytest.raises(NotImplementedError, match=r"block.norm1 \(LayerNormCast\) wrote it in flo"):
-        model(x)
-    for joins, error in ((torch.cat, TypeError), (torch.stack, NotImplementedError)):
-        model.block.forward = lambda x, joins=joins: joins([x, model.block.norm1(x)])
-        with pytest.raises(error, match=r"block.norm1 \(LayerNormCast\) wrote it in float8"):
-            model(x)
+def test_a_wrong_declaration_is_seen_at_the_first_forward():
+    block, x = converted(Block(), keep=("k",)), torch.randn(2, 16, D)
+    fuse(block, {"norm1": ["q", "v"], "norm2": "up"})
+    with pytest.raises(ValueError, match="float8 multiplies two Float8Tensors"):
+        block(x)
+    block.forward = lambda x: torch.cat([x, block.norm1(x)])
+    with pytest.raises(ValueError, match="cannot cat"):
+        block(x)
 
 
 @pytest.mark.parametrize(
