@@ -407,7 +407,7 @@ def test_modules_made_on_meta_run_once_they_have_values():
     assert gate(torch.empty(4, K, device="meta")).shape == (4, K // 2)
     norm.load_state_dict({"weight": torch.ones(K)}, assign=True)
     assert norm(torch.randn(4, K)).shape == (4, K)
-    with pytest.raises(ValueError, match=r"SwiGLUCast: input is on cpu, cast_output on meta; mo"):
+    with pytest.raises(ValueError, match="SwiGLUCast: input is on cpu, cast_output is not"):
         gate(torch.randn(4, K))
     assert gate.to_empty(device="cpu")(torch.randn(4, K)).shape == (4, K // 2)
 
@@ -462,28 +462,18 @@ def test_a_block_compiled_or_recomputed_has_the_bits_of_eager(recipe, how):
 # --- refusals
 
 
-OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 X = torch.randn(4, K)
-NO_CAST = Float8LinearConfig(OFF, OFF, OFF)
 TWO_CASTS = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
-NAMED = LayerNormCast.from_float(nn.LayerNorm(K), fqn="a.norm")
 REFUSALS = [
     (lambda: RMSNormCast(K, config=RECIPES["rowwise"]), ValueError, "use nn.RMSNorm, and"),
     (lambda: SwiGLUCast(RECIPES["blockwise"]), ValueError, "SwiGLUCast casts once.*x128"),
-    (lambda: RMSNormCast(K, config=NO_CAST), ValueError, "'high precision': use nn.RMSNorm"),
     (lambda: RMSNormCast(K, config=TWO_CASTS), ValueError, "for grad_weight 'static .*0.125'"),
     (lambda: RMSNormCast((4, K)), ValueError, r"normalized_shape is \(4, 48\)"),
     (lambda: norm_of()(X[:, :16]), ValueError, r"RMSNormCast: input is \(4, 16\)"),
-    (lambda: NAMED(X[:, :8]), ValueError, r"a.norm \(LayerNormCast\): input is \(4, 8\)"),
     (lambda: SwiGLUCast()(X[:, :5]), ValueError, r"SwiGLUCast: .* halves, .*\(4, 5\)"),
-    (lambda: SwiGLUCast()(X, X[:2]), ValueError, r"SwiGLUCast: .*\(4, 48\), .*\(2, 48\)"),
     (lambda: nn.Linear(K, 16)(norm_of()(X)), ValueError, "multiplies two Float8Tensors"),
-    (lambda: norm_of()(X.double()), TypeError, "RMSNormCast: input is torch.float64"),
-    (lambda: NAMED(X.double()), TypeError, r"a.norm \(LayerNormCast\): input is torch.float64"),
-    (lambda: norm_of()(norm_of()(X)), TypeError, "RMSNormCast: input is a Float8Tensor"),
+    (lambda: norm_of()(X.double()), TypeError, "not torch.float64"),
     (lambda: SwiGLUCast()(X, X.bfloat16()), ValueError, "float32 .*torch.bfloat16"),
-    (lambda: SwiGLUCast(["tensorwise"]), TypeError, "SwiGLUCast: config must be"),
-    (lambda: RMSNormCast(K, NO_CAST)(X), TypeError, "unsupported operand"),
     (lambda: RMSNormCast.from_float(nn.LayerNorm(K)), TypeError, "a LayerNorm is not"),
 ]
 
