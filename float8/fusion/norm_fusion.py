@@ -41,14 +41,14 @@ readers in one graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import check_module
+from float8.arguments import check_module, check_type
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
@@ -121,6 +121,7 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
         ValueError: pairs that name no module; nothing has been changed then.
     """
     check_module(model, "fuse_norms")
+    check_type(pairs or {}, Mapping, "fuse_norms", "pairs", "a mapping of norms to their readers")
     names = {module: fqn for fqn, module in model.named_modules()}
     readers, problems = readers_of_norms(model, pairs or {}, _may_be_norm)
     fusion = NormFusion(skipped={names[block]: reason for block, reason in problems.items()})

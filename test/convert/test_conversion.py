@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import logging
-import warnings
 
 import pytest
 import torch
@@ -124,11 +123,3 @@ def test_errors_fold_layers_too():
 def test_the_report_names_the_recipe(config, name):
     done = convert_to_float8_training(model(64), config=config).float8_conversion
     assert done.recipe == name and f"converted to float8 ({name}): 2 layers" in str(done)
-
-
-@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_a_warning_has_the_line_of_the_user(convert):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        convert(model(64), config="unit")
-    assert {w.filename for w in caught} == {__file__}

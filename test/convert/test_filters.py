@@ -50,7 +50,7 @@ ODD = "in_features=32, out_features=24: not multiples of 16"
     ("leaves_out", "reason"),
     [
         (skip_names("layers.*"), "left out by skip_names('layers.*')"),
-        (min_size(1000), "its weight has 768 elements, and min_size is 1,000"),
+        (min_size(1000), "in_features=32, out_features=24, and min_size is 1,000"),
         (min_features(64, 0), "in_features=32, out_features=24, and min_features is 64 and 0"),
         (divisible_by(16), ODD),
         (
