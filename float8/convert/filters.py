@@ -34,7 +34,7 @@ NO_REASON = "module_filter_fn returned False"
 
 
 @dataclass(frozen=True)
-class _Because:
+class Because:
     """A filter that tells the conversion report why it leaves a layer out.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Because:
 
 def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
     """Give a filter its ``reason``, which is called for layers that the filter leaves out."""
-    return _Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
+    return Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
 
 
 def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
@@ -59,7 +59,7 @@ def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str 
 
     Each filter is called once, also within `all_of`: a user's may count or record its calls.
     """
-    if isinstance(module_filter_fn, _Because):
+    if isinstance(module_filter_fn, Because):
         return module_filter_fn.reason(module, fqn)
     return None if module_filter_fn(module, fqn) else NO_REASON
 
@@ -85,7 +85,7 @@ def skip_names(*patterns: str) -> ModuleFilter:
         found = next((p for p in patterns if _matches(p, fqn)), None)
         return None if found is None else f"left out by skip_names({found!r})"
 
-    return _Because(reason, patterns)
+    return Because(reason, patterns)
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
@@ -132,7 +132,7 @@ def _by_sizes(fits: Callable[[int, int], bool], why: str) -> ModuleFilter:
             return None
         return " and ".join(f"in_features={K}, out_features={N}" for K, N in features) + why
 
-    return _Because(reason)
+    return Because(reason)
 
 
 def all_of(*filters: ModuleFilter) -> ModuleFilter:
@@ -146,7 +146,7 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
         reasons = (why_not(f, module, fqn) for f in filters)
         return next((reason for reason in reasons if reason is not None), None)
 
-    return _Because(reason, sum((f.patterns for f in filters if isinstance(f, _Because)), ()))
+    return Because(reason, sum((f.patterns for f in filters if isinstance(f, Because)), ()))
 
 
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
