@@ -210,7 +210,7 @@ class RMSNormCast(NormCast, nn.RMSNorm):
     Args:
         normalized_shape: K, the size of the last dimension.
         eps: added to the mean square; float32's epsilon by default.
-        elementwise_affine, device, dtype: as ``nn.RMSNorm``.
+        args, kwargs: as ``nn.RMSNorm``, elementwise_affine, device and dtype too.
         config: of the layers that read the result; dynamic tensorwise by default.
 
     Raises:
@@ -231,7 +231,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
     Args:
         normalized_shape: K, the size of the last dimension.
         eps: added to the variance.
-        elementwise_affine, bias, device, dtype: as ``nn.LayerNorm``.
+        args, kwargs: as ``nn.LayerNorm``, elementwise_affine, bias, device and dtype too.
         config: of the layers that read the result; dynamic tensorwise by default.
 
     Raises:
