@@ -178,10 +178,7 @@ class NormCast(_Producer):
         is not tensorwise.
         """
         if attributes is None and not isinstance(norm, cls.plain_type):
-            raise TypeError(
-                f"{fqn or cls.__name__}: a {type(norm).__name__} is not {cls.plain}, of which "
-                f"{cls.__name__} is made"
-            )
+            raise TypeError(f"{fqn or cls.__name__}: a {type(norm).__name__} is not {cls.plain}")
         self: N = with_state_of(norm, cls)
         if attributes is not None:
             self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
@@ -294,9 +291,8 @@ class SwiGLUCast(_Producer):
         """
         if self.high_precision:
             return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
-        other = gate if up is None else up
-        is_odd = up is None and gate.shape[-1] % 2 == 1
-        if is_odd or (other.shape, other.dtype) != (gate.shape, gate.dtype):
-            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (gate, up) if t is not None)
+        size, other = gate.shape[-1], gate if up is None else up
+        if (up is None and size % 2) or (other.shape, other.dtype) != (gate.shape, gate.dtype):
+            found = [(t.dtype, tuple(t.shape)) for t in (gate, other)]
             raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
         return self._produce((gate, up, None))
