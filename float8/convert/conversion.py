@@ -243,7 +243,7 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
     """
     units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
     inside = {module for unit in units for module in unit.modules()}
-    reason = "fully_shard (FSDP2) has sharded its weight: convert first, then call fully_shard"
+    reason = "fully_shard (FSDP2) has sharded its weight: convert the model first"
     return [
         (fqn, reason)
         for fqn, layer in plan.plain_layers.items()
@@ -284,13 +284,16 @@ def _multiplies_otherwise(m: Any) -> str | None:
     kind, attention = type(m).__name__, nn.MultiheadAttention
     reasons = (
         (type(m) is NonDynamicallyQuantizableLinear, "nn.MultiheadAttention does not call it"),
-        (isinstance(m, nn.Linear), f"its type is {kind}; see float8.convert.register_linear_type"),
+        (
+            isinstance(m, nn.Linear),
+            f"its type is {kind}, not nn.Linear; see float8.convert.register_linear_type",
+        ),
         (isinstance(m, attention), "nn.MultiheadAttention multiplies by its weights itself"),
         (
             isinstance(m, nn.TransformerEncoderLayer),
             "nn.TransformerEncoderLayer has a fused inference path; see mha.set_fastpath_enabled",
         ),
-        (kind == "Conv1D" and hasattr(m, "nf"), "its type is Conv1D, whose weight is transposed"),
+        (kind == "Conv1D" and hasattr(m, "nf"), "its type is Conv1D, not nn.Linear"),
         (
             kind.endswith("Experts") and stacked_weights(m),
             f"its type is {kind}; see float8.register_experts",
