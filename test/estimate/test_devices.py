@@ -94,6 +94,16 @@ def test_a_device_comes_back_from_its_file(device, tmp_path):
     assert Device.load(tmp_path / "device.json") == device
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("not json", "Expecting value"), ("[]", "must be a mapping"), ("{}", "required positional")],
+)
+def test_a_file_that_is_no_device_is_refused_with_the_reason(text, said, tmp_path):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises((ValueError, TypeError), match=said):
+        Device.load(tmp_path / "bad.json")
+
+
 H100 = DEVICES["H100"]
 
 
