@@ -105,7 +105,7 @@ def moved_bytes(shape: Shape, recipe: str | None) -> float:
     sizes = LayerShape(shape.M, shape.K, shape.N, shape.E)
     plan = None if recipe is None else RECIPES[recipe].plan
     kinds = roofline.kinds_of_plan(plan, Use())
-    moved = sum(roofline.grouped_gemm_bytes(kind, name, sizes) for name, kind in kinds.items())
+    moved = sum(roofline.gemm_bytes(kind, sizes, name) for name, kind in kinds.items())
     elements = (shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N)
     return moved if plan is None else moved + moved_by_casts(plan, elements)[0]
 

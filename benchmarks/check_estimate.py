@@ -186,7 +186,7 @@ def _beside(row: Row, shape: Shape) -> float:
 def _gemm(row: Row, device: Device) -> tuple[str, float, float]:
     M, K, N = row["shape"]
     flops = 2 * M * K * N / 1e12
-    predicted = flops / gemm_seconds(device, row["kind"], M, N, K)
+    predicted = flops / gemm_seconds(device, row["kind"], Shape(M, K, N))
     return f"GEMM {M},{K},{N} {row['kind']}, TFLOP/s", predicted, flops / (row["us"] / 1e6)
 
 
@@ -194,9 +194,9 @@ def _separate_gemms(row: Row, device: Device) -> tuple[str, float, float]:
     bf16 = float8 = 0.0
     for layer in row["layers"]:
         for rows, cols, contraction in gemm_sizes(Shape(*layer), Use()).values():
-            sizes = (rows, cols, contraction)
-            bf16 += gemm_seconds(device, BF16, *sizes)
-            float8 += gemm_seconds(device, row["kind"], *sizes)
+            sizes = Shape(rows, contraction, cols)
+            bf16 += gemm_seconds(device, BF16, sizes)
+            float8 += gemm_seconds(device, row["kind"], sizes)
             of_a, of_b = row["cast_bytes"]
             moved = (of_a * rows + of_b * cols) * contraction
             float8 += device.pass_seconds(ANY_PASS, moved) if moved else 0.0
@@ -281,7 +281,7 @@ def _of_matmul(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
         M, K, N = _sizes(row)
         for kind, ms in ((BF16, "baseline_ms"), (row["granularity"], "ms")):
             if kind in device.products:
-                seconds = gemm_seconds(device, kind, M, N, K)
+                seconds = gemm_seconds(device, kind, Shape(M, K, N))
                 yield Beside(f"{M},{K},{N} {kind}, ms", seconds * 1e3, row[ms])
 
 

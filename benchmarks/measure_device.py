@@ -31,7 +31,7 @@ from benchmarks.measuring import harness
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, ROWWISE_BY_CUTLASS, Device, Figure
 from float8.estimate.devices import GemmSpeed as Speed
-from float8.estimate.roofline import busy, gemm_bytes, unoverlapped_bytes
+from float8.estimate.roofline import Shape, busy, gemm_bytes, unoverlapped_bytes
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
 from float8.linear.scaling import bind_and_cast
 
@@ -100,7 +100,7 @@ def timed_gemms(
             written = unoverlapped_bytes(sides[0] * sides[1], device.tiled_processors)
             for kind, seconds in zip(able, best(where, list(able.values())), strict=True):
                 own = seconds - device.launch.value
-                moving = gemm_bytes(kind, *sides, a.shape[1]) / device.bytes_per_second
+                moving = gemm_bytes(kind, Shape(M, K, N), gemm) / device.bytes_per_second
                 own_s = own - written / device.bytes_per_second
                 if moving < 0.9 * own and own_s > 0:
                     found[kind].append((flops, own_s))

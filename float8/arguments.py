@@ -36,28 +36,9 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"; did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
-def check_module(value: object, caller: str, argument: str = "model") -> None:
-    """Raise TypeError unless ``value`` is an ``nn.Module``.
-
-    ``caller`` and ``argument`` name the public function and its parameter, for the message.
-    """
-    if isinstance(value, nn.Module):
-        return
-    way_out = ""
-    if isinstance(value, torch.optim.Optimizer):
-        way_out = "; give the model whose parameters it steps"
-    elif isinstance(value, type) and issubclass(value, nn.Module):
-        way_out = f"; give an instance, such as {value.__name__}(...)"
-    elif isinstance(value, (list, tuple, dict)):
-        container = "ModuleDict" if isinstance(value, dict) else "ModuleList"
-        way_out = f"; give the model that holds them, or nn.{container}(...) of them"
-    raise TypeError(f"{caller}: {argument} must be an nn.Module, got {described(value)}{way_out}")
-
-
-def check_bool(value: object, name: str) -> None:
-    """Raise TypeError unless ``value`` is True or False: the string "false" is true to ``if``."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {described(value)}")
+def _check(fits: bool, value: object, name: str, such_as: str) -> None:
+    if not fits:
+        raise TypeError(f"{name} must be {such_as}, got {described(value)}")
 
 
 def check_type(value: object, wanted: Any, caller: str, argument: str, such_as: str) -> None:
@@ -65,26 +46,36 @@ def check_type(value: object, wanted: Any, caller: str, argument: str, such_as: 
 
     The message names the public function, its parameter, and what to give instead (``such_as``).
     """
-    if not isinstance(value, wanted):
-        raise TypeError(f"{caller}: {argument} must be {such_as}, got {described(value)}")
+    _check(isinstance(value, wanted), value, f"{caller}: {argument}", such_as)
+
+
+def check_module(value: object, caller: str, argument: str = "model") -> None:
+    """Raise TypeError unless ``value`` is an ``nn.Module``.
+
+    ``caller`` and ``argument`` name the public function and its parameter, for the message.
+    """
+    check_type(value, nn.Module, caller, argument, "an nn.Module")
+
+
+def check_bool(value: object, name: str) -> None:
+    """Raise TypeError unless ``value`` is True or False: the string "false" is true to ``if``."""
+    _check(isinstance(value, bool), value, name, "True or False")
 
 
 def check_tensors(caller: str, **arguments: object) -> None:
     """Raise TypeError unless all arguments, by name, are tensors."""
     for name, value in arguments.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{caller}: {name} must be a torch.Tensor, got {described(value)}")
+        check_type(value, Tensor, caller, name, "a torch.Tensor")
 
 
 def check_function(value: object, caller: str, argument: str) -> None:
     """Raise TypeError unless ``value`` can be called."""
-    if not callable(value):
-        raise TypeError(f"{caller}: {argument} must be a function, got {described(value)}")
+    _check(callable(value), value, f"{caller}: {argument}", "a function")
 
 
-def check_integer(value: object, name: str, least: int) -> None:
+def check_integer(value: Any, name: str, least: int) -> None:
     """Raise TypeError unless ``value`` is an integer, ValueError if it is less than ``least``."""
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
-        raise TypeError(f"{name} must be an integer >= {least}, got {described(value)}")
+    is_integer = isinstance(value, (numbers.Integral, torch.SymInt)) and value is not True
+    _check(is_integer and value is not False, value, name, f"an integer >= {least}")
     if value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value}")

@@ -21,6 +21,7 @@ batch size, and slices and empty tensors keep a meaning. Everything else follows
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,12 +32,12 @@ WHOLE = -1
 
 
 @dataclass(frozen=True)
-class Granularity:
+class Granularity(ABC):
     """Abstract: which elements share a scale. Final: `Tensorwise`, `Rowwise`, `Blockwise`."""
 
+    @abstractmethod
     def block_of(self, shape: Sequence[int]) -> Block:
         """The block of a tensor of this shape, one extent (or -1) per dimension."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,6 @@ class Rowwise(Granularity):
 
     def block_of(self, shape: Sequence[int]) -> Block:
         """1 along every dimension but the last, -1 along that one."""
-        if len(shape) < 1:
-            raise ValueError("Rowwise needs a tensor of at least one dimension; use Tensorwise")
         return (1,) * (len(shape) - 1) + (WHOLE,)
 
 
@@ -77,8 +76,6 @@ class Blockwise(Granularity):
 
     def block_of(self, shape: Sequence[int]) -> Block:
         """``rows`` and ``cols`` along the last two dimensions, 1 along the others."""
-        if len(shape) < 2:
-            raise ValueError(f"Blockwise needs at least two dimensions, got shape {tuple(shape)}")
         return (1,) * (len(shape) - 2) + (self.rows, self.cols)
 
 

@@ -27,8 +27,8 @@ def matmul_rows(device: Device, shapes: list[Shape]) -> list[dict]:
     return [
         {
             "shape": f"name ({s})", "granularity": kind,
-            "ms": gemm_seconds(device, kind, s.M, s.N, s.K) * 1e3,
-            "baseline_ms": gemm_seconds(device, BF16, s.M, s.N, s.K) * 1e3,
+            "ms": gemm_seconds(device, kind, s) * 1e3,
+            "baseline_ms": gemm_seconds(device, BF16, s) * 1e3,
         }
         for s in shapes
         for kind in device.products

@@ -299,11 +299,10 @@ def test_a_bad_argument_is_refused_in_words(name):
 @pytest.mark.parametrize(
     ("value", "way_out"),
     [
-        (torch.optim.SGD([torch.ones(1)]), "a SGD.* the model"),
+        (torch.optim.SGD([torch.ones(1)]), "a SGD"),
         (nn.Embedding(1, 1).weight, "a Parameter"),
-        (nn.Linear, r"the class Linear.*Linear\(\.\.\.\)"),
-        ([nn.Linear(1, 1)], r"a list.*ModuleList"),
-        ({"a": nn.Linear(1, 1)}, "ModuleDict"),
+        (nn.Linear, "the class Linear"),
+        ([nn.Linear(1, 1)], "a list"),
         (torch.float16, r"got torch\.float16"),
         ("x" * 80, r"got 'x{57}\.\.\.'"),
         (None, "got None$"),

@@ -15,10 +15,8 @@ Nothing is changed before the third.
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -81,17 +79,13 @@ class Conversion:
     recipe: str = ""
 
     def __str__(self) -> str:
-        told = {
-            "left alone": self.skipped,
-            "weight gathered in high precision": self.gathered_in_high_precision,
-        }
-        recipe = f" ({self.recipe})" if self.recipe else ""
+        gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
-        lines = [f"converted to float8{recipe}: {len(self.converted)} layers{experts}"]
-        for what, reasons in told.items():
-            lines += [f"  {what}: {line}" for line in folded(reasons.items())]
-        lines += [f"  skip_names: no layer is called {name}" for name in self.unmatched_patterns]
-        return "\n".join(lines)
+        lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
+        lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
+        lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
+        lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
+        return "\n  ".join(lines)
 
 
 @dataclass
@@ -153,11 +147,11 @@ class ConversionPlan:
         layers = self.plain_layers
         scaled = [fqn for fqn, m in layers.items() if not _rule_of(m).unit_scaled]
         if self.config == RECIPES["unit"] and scaled:
-            _warn_user(
+            warnings.warn(
                 f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
                 f"(first: {named(scaled[0])}) are not unit-scaled: small weights and gradients "
-                "flush to zero. Build the model from float8.unit_scaling's layers, transform it "
-                "with its unit_scale, or take a dynamic recipe"
+                "flush to zero. Call float8.unit_scaling's unit_scale, or take a dynamic recipe",
+                stacklevel=3,
             )
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -176,24 +170,23 @@ class ConversionPlan:
     def finish(self, model: nn.Module) -> None:
         """Complete the report, attach it to the model and log it; warn of what the user may change.
 
-        That is: no layer is float8, or experts have no history.
+        That is: no layer is in float8 by the plan's config, or experts have no history.
         """
         conversion = self.conversion
-        own = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
+        own = {fqn: c for fqn, m in model.named_modules() if (c := own_config(m)) is not None}
         names = [*own, *conversion.skipped]
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
-        configs = dict.fromkeys(self.configs.values()) or [self.config]
+        configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
-        if kept:
-            _warn_user("experts stay in high precision: " + "\n  ".join(folded(kept)))
-        if conversion.converted:
-            return
-        unchanged = any(own_config(layer) != self.config for layer in own.values())
-        if not own or (self.config_is_given and unchanged):
-            _warn_user(f"{self.caller} converted no layer:{self.reasons}")
+        unchanged = any(c != self.config for c in own.values())
+        if not conversion.converted and (not own or (self.config_is_given and unchanged)):
+            warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
+        elif kept:
+            lines = "\n  ".join(folded(kept))
+            warnings.warn(f"experts stay in high precision: {lines}", stacklevel=3)
 
     @property
     def reasons(self) -> str:
@@ -243,20 +236,19 @@ def plan_conversion(
     return plan
 
 
-def sharded_before(model: nn.Module, plan: ConversionPlan) -> Iterator[tuple[str, str]]:
+def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, str]]:
     """Name and reason for each linear layer whose weight ``fully_shard`` has sharded already.
 
     FSDP2 gathers parameters into the modules that it was given. A new layer would keep the shard.
     """
     units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
     inside = {module for unit in units for module in unit.modules()}
-    for fqn, layer in plan.plain_layers.items():
-        if layer in inside and not _rule_of(layer).stacked and is_sharded(layer.weight):
-            yield (
-                fqn,
-                "fully_shard (FSDP2) has sharded its weight, and would gather it for the plain "
-                "layer alone: convert the model first, then call fully_shard",
-            )
+    reason = "fully_shard (FSDP2) has sharded its weight: convert the model first"
+    return [
+        (fqn, reason)
+        for fqn, layer in plan.plain_layers.items()
+        if layer in inside and is_sharded(layer._parameters.get("weight"))
+    ]
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:
@@ -279,8 +271,7 @@ def _left_alone(
         kept = "; its weights stay in high precision" if replaces_weights else ""
         return f"it is {what} already" + (other if own != plan.config else "") + kept
     if rule is None:
-        reasons = (reason for is_one, reason in _NO_LAYERS if is_one(module))
-        return next((reason.format(type(module).__name__) for reason in reasons), None)
+        return _multiplies_otherwise(module)
     if rule.stacked and replaces_weights:
         return f"{plan.caller} takes the weights of linear layers, and none of experts"
     if rule.stacked and plan.config.uses_delayed_scaling:
@@ -288,38 +279,27 @@ def _left_alone(
     return runs_something_else(module, fqn)
 
 
-# Modules without a rule that multiply by matrices, or go around their linear layers -> why they
-# stay; {} is the type's name. The first row that fits is taken.
-_NO_LAYERS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda m: type(m) is NonDynamicallyQuantizableLinear,
-        "nn.MultiheadAttention does not call it, and multiplies by its weight itself",
-    ),
-    (
-        lambda m: isinstance(m, nn.Linear),
-        "its type is {}, not nn.Linear: its own forward may not be that of a linear layer "
-        "(float8.convert.register_linear_type says that it is)",
-    ),
-    (
-        lambda m: isinstance(m, nn.MultiheadAttention),
-        "nn.MultiheadAttention multiplies by its weights itself and stays in high precision; write "
-        "q, k, v and output projections as nn.Linear to convert them",
-    ),
-    (
-        lambda m: isinstance(m, nn.TransformerEncoderLayer),
-        "nn.TransformerEncoderLayer has a fused inference path that goes around its float8 layers; "
-        "torch.backends.mha.set_fastpath_enabled(False) avoids it",
-    ),
-    (
-        lambda m: type(m).__name__ == "Conv1D" and hasattr(m, "nf"),  # of Transformers
-        "its type is {}, not nn.Linear: its weight is transposed, and stays in high precision",
-    ),
-    (
-        lambda m: type(m).__name__.endswith("Experts") and bool(stacked_weights(m)),
-        "its type is {}: products with the stacked weights of experts stay in high precision "
-        "(float8.register_experts converts a type that calls grouped_mm)",
-    ),
-)
+def _multiplies_otherwise(m: Any) -> str | None:
+    """Why a module without a rule stays, if it multiplies or goes around its linear layers."""
+    kind, attention = type(m).__name__, nn.MultiheadAttention
+    reasons = (
+        (type(m) is NonDynamicallyQuantizableLinear, "nn.MultiheadAttention does not call it"),
+        (
+            isinstance(m, nn.Linear),
+            f"its type is {kind}, not nn.Linear; see float8.convert.register_linear_type",
+        ),
+        (isinstance(m, attention), "nn.MultiheadAttention multiplies by its weights itself"),
+        (
+            isinstance(m, nn.TransformerEncoderLayer),
+            "nn.TransformerEncoderLayer has a fused inference path; see mha.set_fastpath_enabled",
+        ),
+        (kind == "Conv1D" and hasattr(m, "nf"), "its type is Conv1D, not nn.Linear"),
+        (
+            kind.endswith("Experts") and stacked_weights(m),
+            f"its type is {kind}; see float8.register_experts",
+        ),
+    )
+    return next((reason for is_so, reason in reasons if is_so), None)
 
 
 def _rule_of(layer: nn.Module) -> ModuleRule:
@@ -347,31 +327,21 @@ def runs_something_else(module: nn.Module, fqn: str) -> str | None:
 
 def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
     """Name -> reason, of the layers whose weight something else reads in high precision."""
-    readers: dict[int, list[str]] = defaultdict(list)  # id of a parameter -> why it is read
+    readers: dict[int, str] = {}  # id of a parameter -> why it is read
     chosen = set(layers.values())
-    for fqn, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if module not in chosen or name != "weight":
-                readers[id(parameter)].append(
-                    f"its weight is also {fqn}.{name} ({type(module).__name__}), which reads it in "
-                    "high precision: untie the two to convert it"
-                )
-        if isinstance(module, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
-            for layer in (module.linear1, module.linear2):
-                readers[id(layer.weight)].append(
-                    "in eval mode nn.TransformerEncoderLayer reads its weight itself; call "
-                    "torch.backends.mha.set_fastpath_enabled(False) before the conversion"
-                )
-    found = ((fqn, readers[id(layer.weight)]) for fqn, layer in layers.items())
-    return {fqn: reasons[-1] for fqn, reasons in found if reasons}
-
-
-def _warn_user(message: str) -> None:
-    """Warn, with the line that called the library."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith("float8."):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    for fqn, m in model.named_modules():
+        for name, parameter in m._parameters.items():
+            if m not in chosen or name != "weight":
+                reason = f"its weight is also {fqn}.{name} ({type(m).__name__}): untie the two"
+                readers[id(parameter)] = reason
+        if isinstance(m, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
+            readers |= dict.fromkeys(
+                (id(m.linear1.weight), id(m.linear2.weight)),
+                "in eval mode nn.TransformerEncoderLayer reads its weight itself; call "
+                "torch.backends.mha.set_fastpath_enabled(False) before the conversion",
+            )
+    found = ((fqn, readers.get(id(layer.weight))) for fqn, layer in layers.items())
+    return {fqn: reason for fqn, reason in found if reason is not None}
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

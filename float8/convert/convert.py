@@ -50,19 +50,18 @@ def register_linear_type(linear_type: type[nn.Linear]) -> None:
     """Convert layers of this type too: its forward is a linear layer's, in its input's dtype.
 
     For a subclass whose forward is ``F.linear(x, self.weight.to(x.dtype), self.bias)``, as scripts
-    without autocast write it. Registering a type again changes nothing.
+    without autocast write it. A type that has a rule keeps it.
 
     Args:
         linear_type: exactly this type; its subclasses are not converted.
 
     Raises:
-        TypeError, ValueError: it is no subclass of ``nn.Linear``, or has another rule.
+        TypeError: it is no subclass of ``nn.Linear``.
     """
     if not (isinstance(linear_type, type) and issubclass(linear_type, nn.Linear)):
         raise TypeError(f"linear_type must be a subclass of nn.Linear, got {linear_type!r}")
     rule = ModuleRule(MODULE_RULES[nn.Linear].refuses, Float8CastingLinear.from_float)  # type: ignore[arg-type]
-    if MODULE_RULES.get(linear_type) != rule:
-        register_module_rule(linear_type, rule)
+    MODULE_RULES.setdefault(linear_type, rule)
 
 
 def convert_to_float8_training(

@@ -1,9 +1,8 @@
 """Filters for ``convert_to_float8_training(module_filter_fn=...)``: which layers to convert.
 
 A filter is called as ``filter(module, fqn)`` with a candidate, a linear layer or experts, and its
-name in the model, and returns True to convert it. Any function will do; its attribute ``reason``, a
-function of the same arguments, if it has one, tells the conversion report why it returned False.
-For the usual cases::
+name in the model, and returns True to convert it. Any function will do; those below also tell the
+conversion report why they leave a layer out. For the usual cases::
 
     convert_to_float8_training(
         model, module_filter_fn=all_of(skip_names("lm_head"), min_features(256, 256))
@@ -16,8 +15,7 @@ whole names. ``filter_fqns=["output"]`` becomes ``skip_names("*output*")``.
 from __future__ import annotations
 
 import fnmatch
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +34,7 @@ NO_REASON = "module_filter_fn returned False"
 
 
 @dataclass(frozen=True)
-class _Because:
+class Because:
     """A filter that tells the conversion report why it leaves a layer out.
 
     Attributes:
@@ -53,7 +51,7 @@ class _Because:
 
 def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
     """Give a filter its ``reason``, which is called for layers that the filter leaves out."""
-    return _Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
+    return Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
 
 
 def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
@@ -61,14 +59,9 @@ def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str 
 
     Each filter is called once, also within `all_of`: a user's may count or record its calls.
     """
-    if isinstance(module_filter_fn, _Because):
+    if isinstance(module_filter_fn, Because):
         return module_filter_fn.reason(module, fqn)
-    if module_filter_fn(module, fqn):
-        return None
-    # A user's callable may have an attribute of this name that means something else.
-    reason = getattr(module_filter_fn, "reason", None)
-    why = reason(module, fqn) if callable(reason) else None
-    return why if isinstance(why, str) else NO_REASON
+    return None if module_filter_fn(module, fqn) else NO_REASON
 
 
 def skip_names(*patterns: str) -> ModuleFilter:
@@ -92,7 +85,7 @@ def skip_names(*patterns: str) -> ModuleFilter:
         found = next((p for p in patterns if _matches(p, fqn)), None)
         return None if found is None else f"left out by skip_names({found!r})"
 
-    return _Because(reason, patterns)
+    return Because(reason, patterns)
 
 
 def min_size(weight_elements: int) -> ModuleFilter:
@@ -101,11 +94,8 @@ def min_size(weight_elements: int) -> ModuleFilter:
     Args:
         weight_elements: ``in_features * out_features`` of the smallest layer to convert.
     """
-    return with_reason(
-        lambda module, fqn: _elements(module) >= weight_elements,
-        lambda module, fqn: (
-            f"its weight has {_elements(module):,} elements, and min_size is {weight_elements:,}"
-        ),
+    return _by_sizes(
+        lambda K, N: weight_elements <= K * N, f", and min_size is {weight_elements:,}"
     )
 
 
@@ -116,13 +106,9 @@ def min_features(in_features: int = 0, out_features: int = 0) -> ModuleFilter:
         in_features: of the smallest layer to convert.
         out_features: of the smallest layer to convert.
     """
-    return with_reason(
-        lambda module, fqn: all(
-            in_features <= K and out_features <= N for K, N in _features(module)
-        ),
-        lambda module, fqn: (
-            f"{_sizes(module)}, and min_features is {in_features} and {out_features}"
-        ),
+    return _by_sizes(
+        lambda K, N: in_features <= K and out_features <= N,
+        f", and min_features is {in_features} and {out_features}",
     )
 
 
@@ -132,10 +118,21 @@ def divisible_by(multiple: int = 16) -> ModuleFilter:
     Args:
         multiple: what ``in_features`` and ``out_features`` must be multiples of.
     """
-    return with_reason(
-        lambda module, fqn: all(size % multiple == 0 for s in _features(module) for size in s),
-        lambda module, fqn: f"{_sizes(module)}: not multiples of {multiple}",
+    return _by_sizes(
+        lambda K, N: K % multiple == 0 == N % multiple, f": not multiples of {multiple}"
     )
+
+
+def _by_sizes(fits: Callable[[int, int], bool], why: str) -> ModuleFilter:
+    """A filter by (in_features, out_features); of experts, those of each stack."""
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        features = _features(module)
+        if all(fits(K, N) for K, N in features):
+            return None
+        return " and ".join(f"in_features={K}, out_features={N}" for K, N in features) + why
+
+    return Because(reason)
 
 
 def all_of(*filters: ModuleFilter) -> ModuleFilter:
@@ -149,7 +146,7 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
         reasons = (why_not(f, module, fqn) for f in filters)
         return next((reason for reason in reasons if reason is not None), None)
 
-    return _Because(reason, sum((f.patterns for f in filters if isinstance(f, _Because)), ()))
+    return Because(reason, sum((f.patterns for f in filters if isinstance(f, Because)), ()))
 
 
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:
@@ -158,20 +155,15 @@ def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[s
     ``names`` are those of all layers, converted or not. A filter that is a function of the user's
     has no patterns.
     """
-    names = list(names)
-    patterns = module_filter_fn.patterns if isinstance(module_filter_fn, _Because) else ()
-    return [
-        f"{pattern!r}{_near(pattern, names)}"
-        for pattern in patterns
-        if not any(_matches(pattern, name) for name in names)
-    ]
-
-
-def _near(pattern: str, names: Sequence[str]) -> str:
-    below = [name for name in names if name.endswith("." + pattern)]
-    if below:  # torchao's filter_fqns would match it
-        return f"; names are whole: write {'*' + pattern!r} for {below[0]!r}"
-    return did_you_mean(pattern, names)
+    names, found = list(names), []
+    for pattern in getattr(module_filter_fn, "patterns", ()):
+        if not any(_matches(pattern, name) for name in names):
+            below = [name for name in names if name.endswith("." + pattern)]
+            way_out = (
+                f"; names are whole: write {'*' + pattern!r} for {below[0]!r}" if below else ""
+            )
+            found.append(f"{pattern!r}{way_out or did_you_mean(pattern, names)}")
+    return found
 
 
 def _matches(pattern: str, fqn: str) -> bool:
@@ -185,12 +177,3 @@ def _features(module: Any) -> list[tuple[int, int]]:
         shapes = [tuple(w.shape[1:]) for w in stacks.values()]
         return [(K, N) if turned else (N, K) for K, N in shapes]
     return [(int(module.in_features), int(module.out_features))]
-
-
-def _elements(module: nn.Module) -> int:
-    """The elements of a weight; of experts, of their smallest matrix."""
-    return min(map(math.prod, _features(module)))
-
-
-def _sizes(module: nn.Module) -> str:
-    return " and ".join(f"in_features={K}, out_features={N}" for K, N in _features(module))

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
-from float8.convert.folding import folded
 from float8.kernels import family_of
 from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
 from float8.linear.layer import Float8Linear
@@ -82,12 +81,12 @@ def convert_to_float8_inference(
     """
     caller = "convert_to_float8_inference"
     plan = plan_conversion(model, config, module_filter_fn, caller, replaces_weights=True)
-    for fqn in plan.plain_layers:
-        # Nothing trains, so that no first step would replace an initial scale of 1.
-        plan.configs[fqn] = replace(plan.config, enable_amax_init=True)
-    if static_scales is not None:
-        _cast_inputs_with(static_scales, plan)
-    plan.check(_refused_weights(plan))
+    # Nothing trains, so that no first step would replace an initial scale of 1.
+    own = replace(plan.config, enable_amax_init=True)
+    plan.configs |= dict.fromkeys(plan.plain_layers, own)
+    problems = [] if static_scales is None else list(_cast_inputs_with(static_scales, plan))
+    problems += [(fqn, _refuses_weight(m, plan.configs[fqn])) for fqn, m in plan.layers.items()]
+    plan.check(problems)
     plan.warn_of_fixed_scales()
     if static_scales is not None:
         modules: list[Any] = [m for m in model.modules() if isinstance(m, Float8Module)]
@@ -100,50 +99,29 @@ def convert_to_float8_inference(
     return model
 
 
-def _cast_inputs_with(scales: Mapping[str, float | Tensor], plan: ConversionPlan) -> None:
-    """Have the layers of a plan cast their inputs with these scales, by name."""
-    problems = [(fqn, "it has no scale") for fqn in plan.layers if fqn not in scales]
-    for fqn, scale in scales.items():
-        if fqn not in plan.layers:
+def _cast_inputs_with(
+    scales: Mapping[str, float | Tensor], plan: ConversionPlan
+) -> Iterator[tuple[str, str | None]]:
+    """Have the layers of a plan cast their inputs with these scales; yields what does not fit."""
+    for fqn in dict.fromkeys([*plan.layers, *scales]):
+        if fqn not in scales:
+            yield fqn, "it has no scale of its input in static_scales"
+        elif fqn not in plan.layers:
             why = plan.conversion.skipped.get(fqn, "there is no layer of this name to convert")
-            problems.append((fqn, f"it has a scale, and {why}"))
-            continue
-        try:
-            plan.configs[fqn] = with_static_input(plan.configs[fqn], scale)
-        except (TypeError, ValueError) as error:
-            problems.append((fqn, str(error)))
-    if problems:
-        raise ValueError(
-            "nothing was converted, because static_scales must name the input scale of each layer "
-            "that is converted and of no other:\n  " + "\n  ".join(folded(problems))
-        )
-
-
-def _refused_weights(plan: ConversionPlan) -> Iterator[tuple[str, str | None]]:
-    """(name, the reason why the layer's weight cannot be kept in float8 alone, or None)."""
-    casts: dict[int, tuple[str, Any]] = {}
-    for fqn, layer in plan.layers.items():
-        config = plan.configs[fqn]
-        cast = config.plan.output.b
-        first, its_cast = casts.setdefault(id(layer.weight), (fqn, cast))
-        reason = _refuses_weight(layer, config)
-        if reason is None and its_cast != cast:
-            reason = f"its weight is {first}'s, which casts it in another way"
-        yield fqn, reason
+            yield fqn, f"static_scales has a scale for it, and {why}"
+        else:
+            try:
+                plan.configs[fqn] = with_static_input(plan.configs[fqn], scales[fqn])
+            except (TypeError, ValueError) as error:
+                yield fqn, str(error)
 
 
 def _refuses_weight(layer: Any, config: Float8LinearConfig) -> str | None:
     if config.enable_fsdp_float8_all_gather:
-        return (
-            "enable_fsdp_float8_all_gather=True is for weights that train; frozen float8 weights "
-            "are not gathered. Leave it at False"
-        )
+        return "enable_fsdp_float8_all_gather=True is for weights that train: leave it at False"
     weight = layer._parameters.get("weight")
     if weight is None or not (type(weight) is nn.Parameter or is_resident(weight)):
-        return (
-            f"its weight is no plain Parameter, but a {type(layer.weight).__name__}: convert "
-            "before any distributed wrapper, and after prune.remove or remove_weight_norm"
-        )
+        return "its weight is no plain Parameter: convert before any wrapper, after prune.remove"
     return refuses_resident(config) or refuses_device(weight, config, weight.device)
 
 
@@ -170,11 +148,9 @@ def hide_from_ddp(model: nn.Module) -> None:
         model: the module that DDP will wrap.
     """
     own = [name for name, p in model.named_parameters(remove_duplicate=False) if is_resident(p)]
-    if not own:
-        return
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
-    # The attribute that DDP reads.
-    model._ddp_params_and_buffers_to_ignore = [*dict.fromkeys([*ignored, *own])]  # type: ignore[assignment]
+    if own:  # the attribute that DDP reads
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        model._ddp_params_and_buffers_to_ignore = [*dict.fromkeys([*ignored, *own])]  # type: ignore[assignment]
 
 
 def _keep_float8_only(plan: ConversionPlan) -> None:

@@ -14,11 +14,9 @@ import re
 
 from torch import nn
 
-from float8.linear.registration import rule_of
 from float8.linear.switch import Float8Module
 
 ROUTES = "it routes tokens to experts, and rounded scores would choose others"
-_WAY_OUT = "; convert_to_float8_training of this layer by itself converts it"
 _ROUTER = re.compile(r"(^|_)(gate|router)$")
 
 
@@ -26,22 +24,14 @@ def routers_of(model: nn.Module) -> dict[nn.Module, str]:
     """The modules of a model that multiply for a router -> why they stay in high precision."""
     found: dict[nn.Module, str] = {}
     for parent in model.modules():
-        children = parent._modules
+        children = dict(parent.named_children())
         if not any("expert" in name.lower() for name in children):
             continue
         for name, child in children.items():
-            if child is not None and _is_router(name, child):
-                found |= {m: _reason(m) for m in child.modules() if _multiplies(m)}
+            if _ROUTER.search(name) or "Router" in type(child).__name__:
+                found |= {m: ROUTES for m in child.modules() if _multiplies(m)}
     return found
-
-
-def _is_router(name: str, module: nn.Module) -> bool:
-    return bool(_ROUTER.search(name)) or "Router" in type(module).__name__
 
 
 def _multiplies(module: nn.Module) -> bool:
     return module._parameters.get("weight") is not None and not isinstance(module, Float8Module)
-
-
-def _reason(module: nn.Module) -> str:
-    return ROUTES + (_WAY_OUT if rule_of(module) is not None else "")

@@ -79,12 +79,7 @@ def main(argv: Sequence[str]) -> int:
     if options.sources:
         print(*result.device.provenance(), sep="\n")
     if options.output:
-        text = json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n"
-        try:
-            options.output.parent.mkdir(parents=True, exist_ok=True)
-            options.output.write_text(text)
-        except OSError as error:
-            arguments.error(f"cannot write {options.output}: {error}")
+        options.output.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from float8.arguments import check_type
-from float8.config import RECIPES, Float8LinearConfig
-from float8.convert.filters import ModuleFilter, with_reason
+from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.convert.filters import Because, ModuleFilter
 from float8.estimate.devices import Device, find_device
 from float8.estimate.roofline import (
     Shape,
@@ -70,84 +70,57 @@ def layers_of(
         ValueError: nothing to predict, ``tokens`` missing, or given beside shapes.
     """
     if isinstance(model_or_shapes, nn.Module):
-        return _of_model(model_or_shapes, check_tokens(tokens), experts_per_token)
-    such_as = f"a module, such as nn.Linear(64, 64), or a list of shapes {_A_SHAPE}"
-    is_text = isinstance(model_or_shapes, (str, type))
-    check_type(None if is_text else model_or_shapes, Iterable, "estimate", "model", such_as)
-    shapes = list(model_or_shapes)
-    is_shape = [isinstance(s, Shape) or _has_sizes(s) for s in shapes]
-    if tokens is not None or not shapes or not all(is_shape):
-        raise ValueError(
-            f"each shape must be {_A_SHAPE}, and tokens None beside them; got {shapes!r} and "
-            f"tokens={tokens}"
-        )
-    return [Layer("", s if isinstance(s, Shape) else Shape(*s)) for s in shapes]
-
-
-def check_tokens(tokens: int | None) -> int:
-    """``tokens``, or an error that says what it should be."""
-    return check_count(tokens, "rows of a layer's input (batch size * sequence length): tokens")
-
-
-_A_SHAPE = "(M, K, N): tokens, in_features, out_features; or (M, K, N, E): with experts"
-
-
-def _has_sizes(shape: object) -> bool:
-    return isinstance(shape, Sequence) and len(shape) in (3, 4)
-
-
-def layers_in(module: nn.Module, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
-    """A linear layer, none if it is empty; or one layer per stack of weights of experts."""
-    if not _holds_experts(module):
-        N, K = (getattr(module, size) for size in ("out_features", "in_features"))
-        weight: Tensor = module.weight  # type: ignore[assignment]
-        shape = Shape(tokens, K, N) if N and K else None
-        return [Layer(name, shape, weight.dtype, weight.requires_grad)] if shape else []
-    transposed = getattr(module, "is_transposed", False)
-    return [
-        Layer(f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w.dtype, w.requires_grad)
-        for own, w in stacked_weights(module).items()
-        for E, N, K in [(w.mT if transposed else w).shape]
-    ]
-
-
-def _holds_experts(module: nn.Module) -> bool:
-    rule = rule_of(module)
-    return isinstance(module, Float8Experts) or (rule is not None and rule.stacked)
-
-
-def _of_model(model: nn.Module, tokens: int, experts_per_token: int) -> list[Layer]:
-    layers = [
-        layer
-        for name, module in model.named_modules()
-        if _holds_experts(module)
-        or (isinstance(module, nn.Linear) and (rule_of(module) or isinstance(module, Float8Linear)))
-        for layer in layers_in(module, name or type(module).__name__, tokens, experts_per_token)
-    ]
+        rows = check_count(tokens, "tokens (batch size * sequence length)")
+        layers = [
+            layer
+            for name, module in model_or_shapes.named_modules()
+            for layer in layers_in(module, name or type(module).__name__, rows, experts_per_token)
+        ]
+    else:
+        such_as = "a module, such as nn.Linear(64, 64), or a list of shapes"
+        is_text = isinstance(model_or_shapes, (str, type))
+        check_type(None if is_text else model_or_shapes, Iterable, "estimate", "model", such_as)
+        shapes = [s if isinstance(s, Shape) else Shape(*s) for s in model_or_shapes]
+        layers = [Layer("", shape) for shape in shapes if tokens is None]
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no nn.Linear: there is nothing that float8 would convert"
+            "estimate: nothing to predict; give a model that has an nn.Linear, or shapes without "
+            "tokens: (M, K, N), which are tokens, in_features, out_features, or (M, K, N, experts)"
         )
     return layers
 
 
+def layers_in(module: Any, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
+    """A linear layer, none if it is empty; or one layer per stack of weights of experts."""
+    rule = rule_of(module)
+    if isinstance(module, Float8Experts) or (rule is not None and rule.stacked):
+        transposed, rows = getattr(module, "is_transposed", False), tokens * experts_per_token
+        stacks = {f"{name}.{own}": w for own, w in stacked_weights(module).items()}
+        shapes = {n: (w.mT if transposed else w).shape for n, w in stacks.items()}
+        found = [(n, Shape(rows, K, N, E), stacks[n]) for n, (E, N, K) in shapes.items()]
+    elif rule is None and not isinstance(module, Float8Linear):
+        return []
+    else:
+        N, K = module.out_features, module.in_features
+        found = [(name, Shape(tokens, K, N), module.weight)] if N and K else []
+    return [Layer(n, shape, w.dtype, w.requires_grad) for n, shape, w in found]
+
+
 def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> str | None:
     """The reason why a device would refuse a layer with this config, as training would, or None."""
-    M, K, N = layer.shape.M, layer.shape.K, layer.shape.N
-    weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
-    reason = refuses_layer(weight, config)
-    if layer.shape.E is not None and config.uses_delayed_scaling:
+    M, K, N, E = layer.shape.M, layer.shape.K, layer.shape.N, layer.shape.E
+    if E is not None and config.uses_delayed_scaling:
         return "experts have no history of amaxes; take a recipe with dynamic scales"
     if config.smooth_input:
         return "the time of smooth_input=True is not predicted; leave it out for a lower bound"
-    if reason is None and not device.emulates:
-        if config.emulate:
-            return (
-                f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
-            )
-        # float32 parameters are assumed to run under autocast to bfloat16.
-        dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
-        plan = bind(config.plan, device.arch, dtype, grouped=layer.shape.E is not None)
+    weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
+    reason = refuses_layer(weight, config)
+    # float32 parameters are assumed to run under autocast to bfloat16.
+    dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
+    if reason is None and config.emulate and not device.emulates:
+        reason = f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
+    elif reason is None and not device.emulates:
+        plan = bind(config.plan, device.arch, dtype, grouped=E is not None)
         reason = refuses_call(plan, N, K, M, use.training, use.training and use.weight_trains)
     missing = sorted(set(kinds_of_plan(config.plan, use).values()) - set(device.products))
     if reason is None and missing:
@@ -155,38 +128,31 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     return reason
 
 
-def padded(shape: Shape, config: Float8LinearConfig, device: Device) -> Shape:
-    """The shape that runs: on GPUs ``pad_inner_dim`` rounds sizes up to multiples of 16."""
-    if device.emulates or not config.pad_inner_dim:
-        return shape
-    M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
-    return Shape(M, K, N, shape.E)
-
-
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
     """The time and memory of one layer in float8, or why the device refuses it."""
-    is_float32 = layer.dtype == torch.float32
-    trains = use.weight_trains and layer.trains
-    use = replace(use, weight_trains=trains, converts_weight=is_float32)
+    use = replace(use, converts_weight=layer.dtype == torch.float32)
     if (reason := refuses(layer, config, device, use)) is not None:
         return Prediction(refused=reason)
-    shape = padded(layer.shape, config, device)
+    shape = layer.shape
+    if config.pad_inner_dim and not device.emulates:  # to multiples of 16
+        M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
+        shape = Shape(M, K, N, shape.E)
     seconds = layer_seconds(device, shape, config.plan, use)
     float8_saved = saved_bytes(shape, config.plan, use, device.emulates)
-    saved = saved_bytes(layer.shape, None, use) - float8_saved
-    return Prediction(seconds, saved)
+    return Prediction(seconds, saved_bytes(layer.shape, None, use) - float8_saved)
 
 
-def plain_seconds(layer: Layer, device: Device, use: Use) -> float:
-    """The time of the plain layer, in bfloat16."""
-    use = replace(use, weight_trains=use.weight_trains and layer.trains)
-    return layer_seconds(device, layer.shape, None, use).total
+def row_of(
+    layer: Layer, configs: Mapping[str, Float8LinearConfig], device: Device, use: Use
+) -> LayerEstimate:
+    """The time of a layer in bfloat16, and its predictions by each config."""
+    use = replace(use, weight_trains=layer.trains)
+    plain = layer_seconds(device, layer.shape, None, use).total
+    recipes = {name: predict(layer, config, device, use) for name, config in configs.items()}
+    return LayerEstimate(layer.name, layer.shape, plain, recipes, layer.dtype == torch.float32)
 
 
 # --- recipes
-
-
-_RECIPES = "a name of a recipe or a Float8LinearConfig, one or several"
 
 
 def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
@@ -194,21 +160,17 @@ def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
 
     Raises:
         TypeError: something that is neither.
-        ValueError: no recipe, or an unknown name.
+        ValueError: an unknown name.
     """
     if isinstance(recipes, (str, Float8LinearConfig)):
         recipes = [recipes]
-    check_type(recipes, Iterable, "estimate", "recipes", _RECIPES)
-    if not recipes:
-        raise ValueError(f"no recipe given; known: {', '.join(RECIPES)}")
+    such_as = "a name of a recipe or a Float8LinearConfig, one or several"
+    check_type(recipes, Iterable, "estimate", "recipes", such_as)
     names = {config: name for name, config in reversed(RECIPES.items())}
     pairs = recipes.items() if isinstance(recipes, Mapping) else [(each, each) for each in recipes]
     found: dict[str, Float8LinearConfig] = {}
     for i, (name, recipe) in enumerate(pairs, 1):
-        config: Any = recipe
-        if isinstance(recipe, str):
-            config = Float8LinearConfig.from_recipe_name(recipe)
-        check_type(config, Float8LinearConfig, "estimate", "a recipe", _RECIPES)
+        config = check_config(recipe, "estimate")
         found[name if isinstance(name, str) else names.get(config, f"config {i}")] = config
     return found
 
@@ -258,17 +220,7 @@ def estimate(
     configs, layers = named_configs(recipes), layers_of(model, tokens, experts_per_token)
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
-    rows = [
-        LayerEstimate(
-            layer.name,
-            layer.shape,
-            plain_seconds(layer, found, use),
-            {name: predict(layer, config, found, use) for name, config in configs.items()},
-            layer.dtype == torch.float32,
-        )
-        for layer in layers
-    ]
-    return Estimate(found, use, rows)
+    return Estimate(found, use, [row_of(layer, configs, found, use) for layer in layers])
 
 
 def faster_layers(
@@ -302,29 +254,23 @@ def faster_layers(
 
     Raises:
         TypeError: as `estimate`, or min_speedup is not a number.
-        ValueError: as `estimate`, or min_speedup is not above 0.
+        ValueError: as `estimate`.
     """
     check_type(min_speedup, (int, float), "faster_layers", "min_speedup", "a number, such as 1.1")
-    if not min_speedup > 0:
-        raise ValueError(f"min_speedup={min_speedup} must be above 0; 1 means no loss")
-    (config,) = named_configs([recipe]).values()
-    check_tokens(tokens)
+    configs = {"": check_config(recipe, "faster_layers")}
+    check_count(tokens, "tokens (batch size * sequence length)")
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
 
-    def predicted(module: nn.Module, fqn: str) -> tuple[float, str]:
+    def reason(module: nn.Module, fqn: str) -> str | None:
         layers = layers_in(module, fqn, tokens, experts_per_token)
-        if not layers:
-            return 0.0, "its weight is empty"
-        times = [predict(layer, config, found, use) for layer in layers]
-        for time in times:
-            if time.seconds is None:
-                return 0.0, f"{found.name} refuses it: {time.refused}"
-        plain = sum(plain_seconds(layer, found, use) for layer in layers)
-        speedup = plain / sum(time.seconds.total for time in times if time.seconds)
-        return speedup, f"its predicted speed-up on {found.name} is {speedup:.2f}x"
+        rows = [row_of(layer, configs, found, use) for layer in layers]
+        refused = [row.recipes[""].refused for row in rows if row.recipes[""].seconds is None]
+        if not rows or refused:
+            return f"{found.name} refuses it: {refused[0]}" if rows else "its weight is empty"
+        speedup = Estimate(found, use, rows).total("").speedup
+        if speedup > min_speedup:
+            return None
+        return f"its predicted speed-up on {found.name} is {speedup:.2f}x"
 
-    return with_reason(
-        lambda module, fqn: predicted(module, fqn)[0] > min_speedup,
-        lambda module, fqn: predicted(module, fqn)[1],
-    )
+    return Because(reason)

@@ -88,8 +88,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-from float8.config import Gemm, LinearPlan, OperandCast, ScalingType
+from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
@@ -123,8 +124,9 @@ class Shape:
     E: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("M", "K", "N", "E")[: 3 if self.E is None else 4]:
-            check_count(getattr(self, name), f"a shape is M,K,N or M,K,N,E: {name}")
+        for name, size in vars(self).items():
+            if size is not None:
+                check_count(size, f"a shape is M,K,N or M,K,N,E: {name}")
 
     @property
     def weights(self) -> int:
@@ -132,8 +134,7 @@ class Shape:
         return self.E or 1
 
     def __str__(self) -> str:
-        experts = "" if self.E is None else f",{self.E}"
-        return f"{self.M},{self.K},{self.N}{experts}"
+        return ",".join(str(size) for size in vars(self).values() if size is not None)
 
     def padding(self, multiple: int) -> float:
         """The expected tokens that fill all groups up to multiples of ``multiple``.
@@ -188,12 +189,10 @@ WRITE = 1  # bytes of a float8 element
 CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
 GIVEN = "given"  # the scale is known before the cast: delayed and static
 ROW_BLOCKS, MX_BLOCKS = "1x128", "1x32"
-_BLOCKS = (128, 128), (1, 32)
 _SCALES = {ROW_BLOCKS: 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 
-@dataclass(frozen=True)
-class MemoryPass:
+class MemoryPass(NamedTuple):
     """One pass over an operand's memory: its name, and the bytes it moves per element."""
 
     name: str
@@ -201,14 +200,12 @@ class MemoryPass:
 
 
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
-
-
-def kind_of_block(block: Block) -> str:
-    """The row of the table that a block belongs to; blocks without hardware count as 1x128."""
-    kinds: dict[Block, str] = {(WHOLE, WHOLE): TENSORWISE, (1, WHOLE): ROWWISE}
-    return kinds.get(block) or (f"{block[0]}x{block[1]}" if block in _BLOCKS else ROW_BLOCKS)
-
-
+_KINDS: dict[Block, str] = {
+    (WHOLE, WHOLE): TENSORWISE,
+    (1, WHOLE): ROWWISE,
+    (128, 128): "128x128",
+    (1, 32): MX_BLOCKS,
+}  # blocks without hardware count as 1x128
 # Which copies one cast makes.
 ROW_MAJOR, TRANSPOSED, BOTH = "", " transposed", "both"
 # What runs casts: kernels of this library, those of the compiler, the plain PyTorch reference.
@@ -235,43 +232,39 @@ def passes_of_layer(
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
     x = _casts(plan.output.a, second_x, plan.x.is_shared, by)
     g = _casts(plan.grad_input.a, second_g, plan.g.is_shared, by) if use.training else []
-    first_w, second_w = plan.output.b, plan.grad_input.b if use.training else None
     convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
     if use.caches_weight(plan):
-        w = convert + _casts(first_w, plan.grad_input.b, plan.w.is_shared, by)
+        w = convert + _casts(plan.output.b, plan.grad_input.b, plan.w.is_shared, by)
         return x, w, g, 1 / use.gradient_accumulation
-    backward = _casts(None, second_w, False, by)
-    if plan.w.is_shared:  # and forward's scale
-        backward = backward[-1:]
-    w = convert + _casts(first_w, None, False, by)
-    return x, w + (convert + backward if use.training else []), g, 1.0
+    w = convert + _passes(plan.output.b, ROW_MAJOR, by)
+    if use.training:
+        backward = _passes(plan.grad_input.b, TRANSPOSED, by)
+        w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
+    return x, w, g, 1.0
 
 
 def _casts(
     first: OperandCast | None, second: OperandCast | None, same_bytes: bool, by: str
 ) -> list[MemoryPass]:
-    """The passes of one call: the row-major copy by ``first``, the transposed one by ``second``.
-
-    None of them for an operand in high precision.
-    """
+    """The passes of one call: the row-major copy by ``first``, the transposed one by ``second``."""
     if first is not None and second is not None:
         if by == REFERENCE and same_bytes:  # it multiplies a transposed view
             return _passes(first, ROW_MAJOR, by)
         if by != REFERENCE and _kind_of_cast(first) == _kind_of_cast(second):
             return _passes(first, BOTH, by)
-    rows = [] if first is None else _passes(first, ROW_MAJOR, by)
-    return rows + ([] if second is None else _passes(second, TRANSPOSED, by))
+    return _passes(first, ROW_MAJOR, by) + _passes(second, TRANSPOSED, by)
 
 
-def _passes(cast: OperandCast, copies: str, by: str) -> list[MemoryPass]:
+def _passes(cast: OperandCast | None, copies: str, by: str) -> list[MemoryPass]:
     """One entry of the table of this file; names are keys of `Device.passes`."""
-    kind, count, place = _kind_of_cast(cast), 2 if copies == BOTH else 1, copies.removeprefix(BOTH)
-    amax = MemoryPass(f"amax {kind_of_block(cast.block)}{place}", READ)
-    if by == REFERENCE:  # whose rates leave out scales
-        copy = MemoryPass(f"cast {kind}{place}", READ + WRITE)
+    if cast is None:
+        return []
+    kind, place = _kind_of_cast(cast), copies.removeprefix(BOTH)
+    amax = MemoryPass(f"amax {_KINDS.get(cast.block, ROW_BLOCKS)}{place}", READ)
+    written = WRITE if by == REFERENCE else WRITE + _SCALES.get(kind, 0)  # it leaves out scales
+    copy = MemoryPass(f"cast {kind}{place}", READ + (2 if copies == BOTH else 1) * written)
+    if by == REFERENCE:
         return [copy] if cast.scaling_type is ScalingType.STATIC else [amax, copy]
-    written = WRITE + _SCALES.get(kind, 0)
-    copy = MemoryPass(f"cast {kind}{place}", READ + count * written)
     if kind == TENSORWISE:
         fills = by == COMPILER and copies != TRANSPOSED
         return [amax, FILL, copy] if fills else [amax, copy]
@@ -285,7 +278,8 @@ def _passes(cast: OperandCast, copies: str, by: str) -> list[MemoryPass]:
 
 
 def _kind_of_cast(cast: OperandCast) -> str:
-    return kind_of_block(cast.block) if cast.scaling_type is ScalingType.DYNAMIC else GIVEN
+    is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
+    return _KINDS.get(cast.block, ROW_BLOCKS) if is_dynamic else GIVEN
 
 
 # --- GEMMs
@@ -300,19 +294,16 @@ MOST_PARTS = 8
 def gemm_sizes(shape: Shape, use: Use) -> dict[str, tuple[int, int, int]]:
     """The GEMMs that run: name -> rows, columns, contraction."""
     M, K, N = shape.M, shape.K, shape.N
-    sizes = {"output": (M, N, K)}
-    if use.training:
-        sizes["grad_input"] = (M, K, N)
-    if use.training and use.weight_trains:
-        sizes["grad_weight"] = (N, K, M)
-    return sizes
+    sizes = {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
+    runs = 3 if use.training and use.weight_trains else 2 if use.training else 1
+    return dict(list(sizes.items())[:runs])
 
 
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
     """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
     kinds = dict.fromkeys(gemm_sizes(Shape(1, 1, 1), use), BF16)
     for name in kinds if plan is not None else ():
-        gemm: Gemm = getattr(plan, name)
+        gemm = getattr(plan, name)
         if gemm.a is not None and gemm.b is not None:
             kind = product_of(gemm.a.block, gemm.b.block)
             # Others are emulated like 1x128 ones: dequantised first.
@@ -320,12 +311,16 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
     return kinds
 
 
-def gemm_bytes(kind: str, rows: int, columns: int, contraction: int) -> int:
-    """Bytes that one GEMM of this kind reads and writes, each once."""
-    return _bytes(kind, (rows + columns) * contraction, rows * columns)
+def _elements(name: str, shape: Shape) -> tuple[int, int]:
+    """Elements of both operands of a GEMM, and of its result."""
+    x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
+    result = {"output": g, "grad_input": x, "grad_weight": w}[name]
+    return x + w + g - result, result
 
 
-def _bytes(kind: str, read: int, written: int) -> int:
+def gemm_bytes(kind: str, shape: Shape, name: str = "output") -> int:
+    """Bytes that one GEMM of this kind reads and writes, each once, without padding."""
+    read, written = _elements(name, shape)
     return (READ if kind == BF16 else WRITE) * read + RESULT_BYTES * written
 
 
@@ -347,45 +342,26 @@ def unoverlapped_bytes(results: int, processors: int | None) -> int:
     return 0 if processors is None else RESULT_BYTES * results
 
 
-def _seconds(device: Device, kind: str, flops: float, read: int, written: int) -> float:
-    """The time of a product of these operations and elements, without its launches."""
+def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") -> float:
+    """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`), grouped where the shape has E."""
+    tokens: float = shape.M
+    if shape.E is not None and not device.emulates:
+        tokens += shape.padding(TILE)
+    flops = 2 * tokens * shape.K * shape.N
+    if shape.E is None:
+        rows, columns, _ = gemm_sizes(shape, Use())[name]
+        flops /= busy(rows, columns, device.tiled_processors)
+    _, written = _elements(name, shape)
     writing = unoverlapped_bytes(written, device.tiled_processors) / device.bytes_per_second
-    moving = _bytes(kind, read, written) / device.bytes_per_second
-    return max(device.products[kind].seconds(flops) + writing, moving)
-
-
-def gemm_seconds(device: Device, kind: str, rows: int, columns: int, contraction: int) -> float:
-    """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`)."""
-    flops = 2 * rows * columns * contraction / busy(rows, columns, device.tiled_processors)
-    elements = (rows + columns) * contraction, rows * columns
-    return _seconds(device, kind, flops, *elements) + device.launch.value
-
-
-def grouped_gemm_bytes(kind: str, name: str, shape: Shape) -> int:
-    """Bytes that the grouped GEMM of this name reads and writes, each once, without padding."""
-    return _bytes(kind, *_grouped_elements(name, shape))
-
-
-def _grouped_elements(name: str, shape: Shape) -> tuple[int, int]:
-    """Elements of both operands, and of the result."""
-    x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
-    result = {"output": g, "grad_input": x, "grad_weight": w}[name]
-    return x + w + g - result, result
-
-
-def grouped_gemm_seconds(device: Device, kind: str, name: str, shape: Shape) -> float:
-    """Time of the grouped GEMM ``output``, ``grad_input`` or ``grad_weight`` of a shape with E."""
-    padding, launches = (0, 1) if device.emulates else (shape.padding(TILE), 2)
-    flops = 2 * (shape.M + padding) * shape.K * shape.N
-    own = _seconds(device, kind, flops, *_grouped_elements(name, shape))
-    return own + launches * device.launch.value
+    moving = gemm_bytes(kind, shape, name) / device.bytes_per_second
+    own = max(device.products[kind].seconds(flops) + writing, moving)
+    return own + (1 if shape.E is None or device.emulates else 2) * device.launch.value
 
 
 # --- layers
 
 
-@dataclass(frozen=True)
-class Seconds:
+class Seconds(NamedTuple):
     """The time of a layer for one batch: its GEMMs, and its casts."""
 
     gemms: float
@@ -400,37 +376,27 @@ class Seconds:
 def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Use) -> Seconds:
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
     kinds = kinds_of_plan(plan, use)
-    gemms = sum(
-        gemm_seconds(device, kinds[name], *sizes)
-        if shape.E is None
-        else grouped_gemm_seconds(device, kinds[name], name, shape)
-        for name, sizes in gemm_sizes(shape, use).items()
-    )
+    gemms = sum(gemm_seconds(device, kind, shape, name) for name, kind in kinds.items())
     return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 
 
 def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
     """Time of all casts of one layer for one batch."""
-
-    def seconds_of(elements: int, passes: list[MemoryPass]) -> float:
-        return sum(device.pass_seconds(p.name, p.bytes_per_element * elements) for p in passes)
-
-    x, w, g, runs_per_batch = passes_of_layer(plan, use, device.emulates, device.compiled_casts)
+    x, w, g, weight_runs = passes_of_layer(plan, use, device.emulates, device.compiled_casts)
     M, K, N = shape.M, shape.K, shape.N
-    weight = seconds_of(shape.weights * N * K, w) * runs_per_batch
-    return (
-        seconds_of(M * K, x)
-        + weight
-        + seconds_of(M * N, g)
-        + _padding_seconds(device, shape, plan, use)
+    operands = (x, M * K, 1), (w, shape.weights * N * K, weight_runs), (g, M * N, 1)
+    seconds = sum(
+        times * sum(device.pass_seconds(p.name, p.bytes_per_element * elements) for p in passes)
+        for passes, elements, times in operands
     )
+    return seconds + _padding_seconds(device, shape, plan, use)
 
 
 def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
     """Time of writing the padding of the float8 operands of grad_weight."""
-    copies = (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K)
     if shape.E is None or device.emulates or not (use.training and use.weight_trains):
         return 0.0
+    copies = (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K)
     return sum(
         WRITE * width * shape.padding(tokens_aligned(cast)) / device.bytes_per_second
         for cast, width in copies
@@ -440,7 +406,7 @@ def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -
 
 def tokens_aligned(cast: OperandCast) -> int:
     """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
-    return TORCH_MX.align if kind_of_block(cast.block) == MX_BLOCKS else ALIGNMENT
+    return TORCH_MX.align if _KINDS.get(cast.block) == MX_BLOCKS else ALIGNMENT
 
 
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool = False) -> int:
@@ -450,31 +416,22 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
     ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
     layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
-    cached = plan is not None and use.caches_weight(plan)
-    kept = 2 * WRITE * shape.weights * shape.N * shape.K if cached else 0
-    if not use.training:
+    M, K, N, E, kept = shape.M, shape.K, shape.N, shape.weights, 0
+    if plan is not None and use.caches_weight(plan):
+        kept = 2 * WRITE * E * N * K
+    if plan is not None and plan.w.is_shared and plan.output.b is not None and use.training:
+        scales = E * prod(scale_shape((N, K), plan.output.b.block))
+        kept += scales * plan.output.b.scale_format.dtype.itemsize
+    if not (use.training and use.weight_trains):
         return kept
-    elements = shape.M * shape.K if use.weight_trains else 0
-    if plan is None:
-        return READ * elements
-    if plan.w.is_shared and plan.output.b is not None:
-        scales = prod(scale_shape((shape.N, shape.K), plan.output.b.block))
-        kept += shape.weights * _scale_bytes(plan.output.b) * scales
-    if elements and (cast := plan.grad_weight.b) is not None:
-        tokens, scales = shape.M, prod(scale_shape((shape.K, shape.M), cast.block))
-        if shape.E is not None:
-            tokens = padded_tokens(shape.M, shape.E, 1 if emulates else tokens_aligned(cast))
-            scales = _scales_of_groups(shape, tokens, cast.block)
-        return kept + WRITE * tokens * shape.K + _scale_bytes(cast) * scales
-    return kept + READ * elements
-
-
-def _scale_bytes(cast: OperandCast) -> int:
-    return cast.scale_format.dtype.itemsize
-
-
-def _scales_of_groups(shape: Shape, tokens: int, block: Block) -> int:
-    """One; or for each row one per group, or one per block that a group may have."""
-    if block == (WHOLE, WHOLE):
-        return 1
-    return shape.K * (shape.weights + (0 if block[-1] == WHOLE else tokens // block[-1]))
+    cast = None if plan is None else plan.grad_weight.b
+    if cast is None:
+        return kept + READ * M * K
+    block, tokens = cast.block, M
+    scales = prod(scale_shape((K, M), block))
+    if shape.E is not None:
+        tokens = padded_tokens(M, E, 1 if emulates else tokens_aligned(cast))
+        # One; or for each row one per group, or one per block that a group may have.
+        per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])
+        scales = 1 if block == (WHOLE, WHOLE) else K * per_row
+    return kept + WRITE * tokens * K + cast.scale_format.dtype.itemsize * scales

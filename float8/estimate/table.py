@@ -16,7 +16,6 @@ from float8.estimate.devices import Device
 from float8.estimate.roofline import Seconds, Shape, Use
 
 MIB = 2**20
-Cells = list[str]
 
 
 @dataclass(frozen=True)
@@ -124,82 +123,67 @@ class Estimate:
     def __repr__(self) -> str:
         from tabulate import tabulate
 
-        reasons: dict[str, int] = {}
-        groups: dict[tuple[object, ...], list[LayerEstimate]] = {}  # by the line that they share
+        groups: dict[tuple[Any, ...], list[LayerEstimate]] = {}  # by the line that they share
         for row in self.rows:
             line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
             groups.setdefault(line, []).append(row)
-        lines = [_line(rows, reasons) for rows in groups.values()]
-        lines += [
-            self._total_line("all that run", False),
-            self._total_line("only those that gain", True),
-        ]
+        lines, reasons = [], dict[str, int]()
+        for (pattern, shape, bf16_s, *predictions), rows in groups.items():
+            name = rows[0].layer if len(rows) == 1 else pattern
+            lines.append([name, str(len(rows)), str(shape), _ms(bf16_s)])
+            for prediction in predictions:
+                lines[-1] += _cells(prediction, bf16_s, reasons)
+        for what, number, gains in (
+            ("all that run", str(len(self.rows)), False),
+            ("only those that gain", "", True),
+        ):
+            totals = [self.total(recipe, gains) for recipe in self.recipes]
+            lines.append([what, number, "", _ms(totals[0].bf16_s)])
+            for total in totals:
+                sums = Prediction(Seconds(total.seconds), total.saved_bytes)
+                lines[-1] += _cells(sums, total.bf16_s, reasons)
         headers = ["layer", "n", "M,K,N", "bf16 ms"]
         for name in self.recipes:
             headers += [f"{name} ms", "speed-up", "saves MiB"]
         align = ["left", "right", "left"] + ["right"] * (len(headers) - 3)
         table = tabulate(lines, headers, disable_numparse=True, colalign=align)
-        return "\n".join([table, "", *self._footnotes(reasons)])
+        notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
+        return "\n".join([table, "", *notes, self._footnote()])
 
-    def _total_line(self, what: str, only_gains: bool) -> Cells:
-        totals = [self.total(recipe, only_gains) for recipe in self.recipes]
-        cells = [what, "" if only_gains else str(len(self.rows)), "", _ms(totals[0].bf16_s)]
-        for total in totals:
-            cells += _cells(total.seconds, total.speedup, total.saved_bytes)
-        return cells
-
-    def _footnotes(self, reasons: dict[str, int]) -> list[str]:
+    def _footnote(self) -> str:
         what = "Forward and backward" if self.use.training else "Forward"
         autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
         casts = "the compiler's kernels" if self.device.compiled_casts else "fused kernels"
         casts = "plain PyTorch" if self.device.emulates else casts
-        return [f"[{number}] refused: {reason}" for reason, number in reasons.items()] + [
+        kinds = {figure.kind for figure in self.device.figures().values()}
+        sources = "measured or fitted figures"
+        if not kinds & {"measured", "fitted"}:
+            sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
+        elif kinds & {"assumed", "published", "predicted"}:
+            sources += " and published or assumed ones"
+        return (
             f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts by "
-            f"{casts}, predicted from {_sources(self.device)}."
-        ]
+            f"{casts}, predicted from {sources}."
+        )
 
 
-def _sources(device: Device) -> str:
-    """How reliable the figures are."""
-    kinds = {figure.kind for figure in device.figures().values()}
-    if not kinds & {"measured", "fitted"}:
-        return "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
-    if kinds & {"assumed", "published", "predicted"}:
-        return "measured or fitted figures and published or assumed ones"
-    return "measured or fitted figures"
-
-
-def _line(rows: Sequence[LayerEstimate], reasons: dict[str, int]) -> Cells:
-    row = rows[0]
-    name = row.layer if len(rows) == 1 else pattern_of(row.layer)
-    cells = [name, str(len(rows)), str(row.shape), _ms(row.bf16_s)]
-    for prediction in row.recipes.values():
-        if prediction.seconds is None:
-            assert prediction.refused is not None
-            number = reasons.setdefault(prediction.refused, len(reasons) + 1)
-            cells += [f"refused [{number}]", "", ""]
-        else:
-            seconds = prediction.seconds.total
-            cells += _cells(seconds, row.bf16_s / seconds, prediction.saved_bytes)
-    return cells
+def _cells(prediction: Prediction, bf16_s: float, reasons: dict[str, int]) -> list[str]:
+    """Of one recipe; a reason of a refusal is a number, which a footnote explains."""
+    if prediction.seconds is None:
+        number = reasons.setdefault(str(prediction.refused), len(reasons) + 1)
+        return [f"refused [{number}]", "", ""]
+    seconds = prediction.seconds.total
+    return [_ms(seconds), f"{bf16_s / seconds:.2f}x", f"{prediction.saved_bytes / MIB:.1f}"]
 
 
 def _as_dict(row: LayerEstimate, recipe: str) -> dict[str, Any]:
     prediction = row.recipes[recipe]
     if prediction.seconds is None:
         return {"refused": prediction.refused}
-    return {
-        "gemms_s": prediction.seconds.gemms,
-        "casts_s": prediction.seconds.casts,
-        "speedup": row.speedup(recipe),
-        "saved_bytes": prediction.saved_bytes,
-    }
+    gemms_s, casts_s = prediction.seconds
+    own = {"gemms_s": gemms_s, "casts_s": casts_s, "speedup": row.speedup(recipe)}
+    return own | {"saved_bytes": prediction.saved_bytes}
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
-
-
-def _cells(seconds: float, speedup: float, saved: int) -> Cells:
-    """Of one recipe."""
-    return [_ms(seconds), f"{speedup:.2f}x", f"{saved / MIB:.1f}"]

@@ -21,8 +21,8 @@ have a type of their own::
     )
 
 Qwen2, Qwen3 and Mistral have the same names. Types, sizes and configs of declared layers are
-checked. Anything else that reads the result raises at the first forward an error with the names of
-the norm and the reader, unless it is a float8 layer with the same input cast.
+checked. Anything else that reads the result raises an error at the first forward, unless it is a
+float8 layer with the same input cast.
 
 Every reader has to be a `Float8Linear`, all with one tensorwise input cast. Fused are modules whose
 type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered (`register_norm`).
@@ -41,14 +41,14 @@ readers in one graph.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import check_module, described
+from float8.arguments import check_module, check_type
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
@@ -76,12 +76,7 @@ def register_norm(
             ``bias`` or none; a norm that multiplies by ``1 + weight`` is another norm.
         cast_type: `RMSNormCast` or `LayerNormCast`.
         eps: (norm) -> what it adds to the mean square or the variance.
-
-    Raises:
-        ValueError: the type has a rule already.
     """
-    if norm_type in NORM_RULES:
-        raise ValueError(f"{norm_type.__name__} can be fused already")
 
     def attributes(norm: nn.Module) -> dict[str, Any]:
         shape = tuple(norm.get_parameter("weight").shape)
@@ -123,22 +118,18 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
         the fused norms, and the reasons why the others were not fused; both are logged too.
 
     Raises:
-        TypeError: pairs that are no mapping.
         ValueError: pairs that name no module; nothing has been changed then.
     """
     check_module(model, "fuse_norms")
-    if pairs is not None and not hasattr(pairs, "items"):
-        raise TypeError(
-            f"pairs must map norms to the layers that read them, got {described(pairs)}"
-        )
-    modules = dict(model.named_modules())
+    check_type(pairs or {}, Mapping, "fuse_norms", "pairs", "a mapping of norms to their readers")
+    names = {module: fqn for fqn, module in model.named_modules()}
     readers, problems = readers_of_norms(model, pairs or {}, _may_be_norm)
-    fusion = NormFusion(skipped=problems)
-    for fqn, norm in modules.items():
-        if not _may_be_norm(norm) and fqn not in readers:
+    fusion = NormFusion(skipped={names[block]: reason for block, reason in problems.items()})
+    for norm, fqn in names.items():
+        if not _may_be_norm(norm) and norm not in readers:
             continue
-        layers = {name: modules[name] for name in readers.get(fqn, [])}
-        problem = next(filter(None, _problems(fqn, norm, layers, modules)), None)
+        layers: dict[str, Any] = {names[layer]: layer for layer in readers.get(norm, ())}
+        problem = next(filter(None, _problems(model, fqn, norm, layers)), None)
         if problem is not None:
             fusion.skipped[fqn] = problem
         else:
@@ -160,7 +151,7 @@ def _may_be_norm(module: nn.Module) -> bool:
 
 
 def _problems(
-    fqn: str, norm: nn.Module, layers: dict[str, Any], modules: dict[str, nn.Module]
+    model: nn.Module, fqn: str, norm: nn.Module, layers: dict[str, Any]
 ) -> Iterator[str | None]:
     """The reasons why the norm cannot return float8 to these layers; what follows one may fail."""
     if isinstance(norm, NormCast):
@@ -171,8 +162,7 @@ def _problems(
             "the same, declare it with float8.fusion.register_norm"
         )
     attributes = NORM_RULES[type(norm)][1]
-    size = (attributes(norm) if attributes else vars(norm))["normalized_shape"]
-    if len(size) != 1:
+    if len((attributes(norm) if attributes else vars(norm))["normalized_shape"]) != 1:
         yield "it normalises more than the last dimension"
     if norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks:
         yield "it has hooks, which would see a Float8Tensor"
@@ -184,40 +174,24 @@ def _problems(
         block, _, name = fqn.rpartition(".")
         yield (
             f"the layers that read it are not declared: pass pairs={{{fqn!r}: [names of layers]}}, "
-            f"or call float8.fusion.register_norm_pairs({type(modules[block]).__name__}, "
-            f"{{{name!r}: [names in the block]}})"
+            "or call float8.fusion.register_norm_pairs("
+            f"{type(model.get_submodule(block)).__name__}, {{{name!r}: [names in the block]}})"
         )
-    casts: dict[str, tuple[object, ...]] = {}
     for name, layer in layers.items():
-        yield from _problems_of_reader(name, layer, *size)
-        casts[name] = _input_cast(layer.config)
-        (first, cast), *_ = casts.items()
-        if casts[name] != cast:
-            yield f"{first} and {name} read it, and cast their inputs by different configs"
-
-
-def _problems_of_reader(name: str, layer: Any, size: int) -> Iterator[str]:
-    if type(layer) is not Float8Linear:
-        yield f"{name} reads it, a {type(layer).__name__}, not a Float8Linear"
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        yield f"{name} reads it and has forward hooks, which would see a Float8Tensor"
-    if (reason := runs_something_else(layer, name)) is not None:
-        yield f"{name} reads it: {reason}"
-    if (reason := refuses_config(layer.config)) is not None:
-        yield f"{name} reads it, and a norm {reason}"
-    if layer.in_features != size:
-        yield f"{name} has in_features={layer.in_features}, the norm {size}: it cannot read it"
-
-
-def _input_cast(config: Float8LinearConfig) -> tuple[object, ...]:
-    """The parts of a config that decide how an input is cast."""
-    return (
-        config.plan.output.a,
-        config.cast_config_input,
-        config.delayed_scaling,
-        config.enable_amax_init,
-        config.emulate,
-    )
+        if type(layer) is not Float8Linear:
+            yield f"{name} reads it, a {type(layer).__name__}, not a Float8Linear"
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            yield f"{name} reads it and has forward hooks, which would see a Float8Tensor"
+        if (reason := runs_something_else(layer, name)) is not None:
+            yield f"{name} reads it: {reason}"
+        if (reason := refuses_config(layer.config)) is not None:
+            yield f"{name} reads it, and a norm {reason}"
+    configs: list[Float8LinearConfig] = [layer.config for layer in layers.values()]
+    casts = {
+        (c.cast_config_input, c.delayed_scaling, c.enable_amax_init, c.emulate) for c in configs
+    }
+    if len(casts) > 1:
+        yield f"{' and '.join(layers)} read it, and cast their inputs by different configs"
 
 
 def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> None:

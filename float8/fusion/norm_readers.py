@@ -30,46 +30,40 @@ def register_norm_pairs(block_type: type[nn.Module], pairs: Pairs) -> None:
         block_type: such as a decoder layer.
         pairs: norm -> layer or layers, as `fuse_norms` takes them, by their names in the block:
             ``{"norm1": ["attention.q", "attention.k", "attention.v"], "norm2": "mlp.up"}``.
-
-    Raises:
-        ValueError: the type has pairs already.
     """
-    if block_type in NORM_PAIRS:
-        raise ValueError(f"{block_type.__name__} has norm pairs already")
     NORM_PAIRS[block_type] = dict(pairs)
 
 
 def readers_of_norms(
     model: nn.Module, pairs: Pairs, is_norm: Callable[[nn.Module], bool]
-) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Norm -> the layers that read it, by the first name of each, as far as they are known.
+) -> tuple[dict[nn.Module, dict[nn.Module, None]], dict[nn.Module, str]]:
+    """Norm -> the layers that read it, in order and as far as they are known.
 
     Pairs of a block's type replace what an ``nn.Sequential`` says about modules that are norms by
     ``is_norm``; ``pairs``, which are for this model, replace both. They raise the errors of
-    `resolved`. The second result says, by name of a block, why the pairs of its type do not fit it.
+    `resolved`. The second result says, by block, why the pairs of its type do not fit it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    first = {module: fqn for fqn, module in model.named_modules()}
     counts = Counter(modules.values())
-    in_order: dict[str, list[str]] = {}
     declared: dict[str, list[str]] = {}
-    problems: dict[str, str] = {}
+    readers: dict[nn.Module, dict[nn.Module, None]] = {}
+    problems: dict[nn.Module, str] = {}
     for fqn, block in modules.items():
         if type(block) is nn.Sequential and "forward" not in block.__dict__:
             for norm, reader in pairwise(block):
                 # Something else may call a module that has a second name.
                 if is_norm(norm) and counts[norm] == 1:
-                    in_order[first[norm]] = [first[reader]]
+                    readers[norm] = {reader: None}
         if type(block) in NORM_PAIRS:
             try:
                 declared |= resolved(modules, NORM_PAIRS[type(block)], f"{fqn}." if fqn else "")
             except ValueError as error:
-                problems[first[block]] = f"its pairs, of {type(block).__name__}: {error}"
-    readers: dict[str, dict[str, None]] = {}
-    for fqn, layers in (in_order | declared | resolved(modules, pairs)).items():
-        known = readers.setdefault(first[modules[fqn]], {})  # a norm may have two names
-        known |= dict.fromkeys(first[modules[name]] for name in layers)
-    return {fqn: list(layers) for fqn, layers in readers.items()}, problems
+                problems[block] = f"its pairs, of {type(block).__name__}: {error}"
+    found: dict[nn.Module, dict[nn.Module, None]] = {}
+    for fqn, layers in (declared | resolved(modules, pairs)).items():
+        known = found.setdefault(modules[fqn], {})  # a norm may have two names
+        known |= dict.fromkeys(modules[name] for name in layers)
+    return readers | found, problems
 
 
 def resolved(names: Iterable[str], pairs: Pairs, prefix: str = "") -> dict[str, list[str]]:

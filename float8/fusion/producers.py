@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3
 from float8.fusion.autograd import (
     LAYER_NORM,
     RMS_NORM,
@@ -59,7 +59,6 @@ from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 from float8.linear.plan import compute_dtype, plan_for
 from float8.linear.switch import Float8Module
-from float8.tensor import Float8Tensor
 
 _OWN_ATTRIBUTES = (
     *("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output"),
@@ -96,14 +95,16 @@ class _Producer(Float8Module):
     fqn: str
 
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
-        name = fqn or type(self).__name__
-        config = check_config("tensorwise" if config is None else config, name)
+        self.fqn = fqn
+        config = check_config("tensorwise" if config is None else config, self._name)
         reason = refuses_config(config, isinstance(self, SwiGLUCast))
         if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
             reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
         if reason is not None:
-            raise ValueError(f"{name} {reason}: use {self.plain}, and Float8Linear casts its input")
-        self.config, self.fqn = config, fqn
+            raise ValueError(
+                f"{self._name} {reason}: use {self.plain}, and Float8Linear casts its input"
+            )
+        self.config = config
         self._add_switch()
         delayed, amax_init = config.delayed_scaling, config.enable_amax_init
         cast = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
@@ -128,25 +129,20 @@ class _Producer(Float8Module):
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
     def _produce(self, inputs: Inputs, eps: float = 0.0) -> Tensor:
-        """The result in float8, with the name of this module, for ops that take no float8."""
+        """The result in float8."""
         x, grad = inputs[0], torch.is_grad_enabled()
-        if x.dtype not in HIGH_PRECISION_DTYPES or isinstance(x, Float8Tensor):
-            found = "a Float8Tensor" if isinstance(x, Float8Tensor) else x.dtype
-            known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-            raise TypeError(f"{self._name}: input is {found}, expected {known}")
         state = self.cast_output.state
-        if state is not None and state.scale.device != x.device:
-            raise ValueError(
-                f"{self._name}: input is on {x.device}, cast_output on "
-                f"{state.scale.device}; move the module, from meta with to_empty(device=...)"
-            )
+        if state is not None and state.scale.device != x.device:  # it would stay dynamic
+            raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
         by_kernel = runs_kernel(x.device, self.config.emulate)
-        plan = plan_for(self.config, x.device, compute_dtype(x))
-        out = Output(plan, state, self.training and grad, grad, by_kernel)
-        y = produce(self.op, inputs, eps, out)
-        if not torch.compiler.is_compiling():
-            y.made_by = self._name  # type: ignore[attr-defined]
-        return y
+        out = Output(
+            plan_for(self.config, x.device, compute_dtype(x)),
+            state,
+            self.training and grad,
+            grad,
+            by_kernel,
+        )
+        return produce(self.op, inputs, eps, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -163,6 +159,12 @@ class NormCast(_Producer):
     weight: Any
     bias: Any
     eps: Any
+
+    def __init__(
+        self, *args: Any, config: Float8LinearConfig | str | None = None, **kwargs: Any
+    ) -> None:
+        self.plain_type.__init__(self, *args, **kwargs)
+        self._set_up(config, kwargs.get("device") if self.weight is None else self.weight.device)
 
     @classmethod
     def from_float(
@@ -182,10 +184,7 @@ class NormCast(_Producer):
         is not tensorwise.
         """
         if attributes is None and not isinstance(norm, cls.plain_type):
-            raise TypeError(
-                f"{fqn or cls.__name__}: a {type(norm).__name__} is not {cls.plain}, of which "
-                f"{cls.__name__} is made"
-            )
+            raise TypeError(f"{fqn or cls.__name__}: a {type(norm).__name__} is not {cls.plain}")
         self: N = with_state_of(norm, cls)
         if attributes is not None:
             self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
@@ -195,8 +194,7 @@ class NormCast(_Producer):
     def forward(self, x: Tensor) -> Tensor:
         """The norm of x: (..., K) -> a `Float8Tensor` (..., K).
 
-        Raises TypeError if x is not float32, bfloat16 or float16, and ValueError if its last
-        dimension is not K.
+        Raises ValueError if its last dimension is not K.
         """
         if self.high_precision:
             return self.plain_type.forward(self, x)
@@ -215,7 +213,7 @@ class RMSNormCast(NormCast, nn.RMSNorm):
     Args:
         normalized_shape: K, the size of the last dimension.
         eps: added to the mean square; float32's epsilon by default.
-        elementwise_affine, device, dtype: as ``nn.RMSNorm``.
+        args, kwargs: as ``nn.RMSNorm``, elementwise_affine, device and dtype too.
         config: of the layers that read the result; dynamic tensorwise by default.
 
     Raises:
@@ -227,19 +225,6 @@ class RMSNormCast(NormCast, nn.RMSNorm):
     plain_type = nn.RMSNorm
     bias = None
 
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: Float8LinearConfig | str | None = None,
-    ) -> None:
-        nn.RMSNorm.__init__(self, normalized_shape, eps, elementwise_affine, device, dtype)
-        self._set_up(config, device)
-
 
 class LayerNormCast(NormCast, nn.LayerNorm):
     """``nn.LayerNorm`` over the last dimension, in float8; parameters and checkpoints are its own.
@@ -249,7 +234,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
     Args:
         normalized_shape: K, the size of the last dimension.
         eps: added to the variance.
-        elementwise_affine, bias, device, dtype: as ``nn.LayerNorm``.
+        args, kwargs: as ``nn.LayerNorm``, elementwise_affine, bias, device and dtype too.
         config: of the layers that read the result; dynamic tensorwise by default.
 
     Raises:
@@ -259,20 +244,6 @@ class LayerNormCast(NormCast, nn.LayerNorm):
     op = LAYER_NORM
     plain = "nn.LayerNorm"
     plain_type = nn.LayerNorm
-
-    def __init__(
-        self,
-        normalized_shape: int | list[int] | torch.Size,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        config: Float8LinearConfig | str | None = None,
-    ) -> None:
-        nn.LayerNorm.__init__(self, normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self._set_up(config, device)
 
 
 class SwiGLU(nn.Module):
@@ -322,14 +293,12 @@ class SwiGLUCast(_Producer):
             up: of gate's shape and dtype.
 
         Raises:
-            TypeError: not float32, bfloat16 or float16.
             ValueError: shapes or dtypes that differ, or an odd last dimension.
         """
         if self.high_precision:
             return SwiGLU.forward(self, gate, up)  # type: ignore[arg-type]
-        other = gate if up is None else up
-        is_odd = up is None and gate.shape[-1] % 2 == 1
-        if is_odd or (other.shape, other.dtype) != (gate.shape, gate.dtype):
-            found = ", ".join(f"{t.dtype} {tuple(t.shape)}" for t in (gate, up) if t is not None)
+        size, other = gate.shape[-1], gate if up is None else up
+        if (up is None and size % 2) or (other.shape, other.dtype) != (gate.shape, gate.dtype):
+            found = [(t.dtype, tuple(t.shape)) for t in (gate, other)]
             raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
         return self._produce((gate, up, None))

@@ -14,29 +14,22 @@ the operation and the remedy.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from float8 import kernels
 from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
-from float8.tensor.parts import check_high_precision, check_parts, given_scale, is_e8m0
-from float8.tensor.running_module import innermost_module
+from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
-
-
-NOT_SHARDED = (
-    "fully_shard (FSDP2) does not take weights that are in float8 alone: give each rank the whole "
-    "model, name them in ignored_params, or shard a model whose weights are in high precision"
-)
 
 
 class Float8Tensor(Tensor):
@@ -44,7 +37,7 @@ class Float8Tensor(Tensor):
 
     Args:
         data: float8, of the tensor's shape.
-        scale: float32 > 0 or E8M0, of shape ``ceil(shape / block)``; ``value = data * scale``.
+        scale: float32 or E8M0, of shape ``ceil(shape / block)``; ``value = data * scale``.
         block: one extent per dimension, -1 for the whole dimension.
         dtype: the high-precision dtype that the tensor reports and dequantises to.
         data_t: the transposed copy of ``data``, row-major, or None: (K, M) for data (..., K), whose
@@ -52,9 +45,8 @@ class Float8Tensor(Tensor):
             of ops on the tensor have none.
 
     Raises:
-        TypeError: data is not float8, scale neither float32 nor E8M0, or dtype not a
-            high-precision one.
-        ValueError: scale has another shape than ``ceil(shape / block)``.
+        TypeError: data is not float8, or dtype not a high-precision one.
+        ValueError: scale has another dtype or shape.
     """
 
     # torch.compile reads the parts that `__tensor_flatten__` names, and constants; no properties.
@@ -66,8 +58,6 @@ class Float8Tensor(Tensor):
     """The transposed copy of the data, row-major, or None if the tensor was made without it."""
     block: Block
     """The extent per dimension that shares a scale; -1 is the whole dimension."""
-    # The module that wrote it, for the error message of an op that cannot read it; in eager mode.
-    made_by: str = ""
 
     @staticmethod
     def __new__(
@@ -103,7 +93,9 @@ class Float8Tensor(Tensor):
         dtype: torch.dtype,
         data_t: Tensor | None = None,
     ) -> None:
-        check_parts(data, scale, block, dtype, data_t)
+        format_of(data.dtype)
+        check_high_precision(dtype)
+        check_scale(scale, data.shape, block)
         self.float8_data = data
         self.scale = scale
         self.block = tuple(block)
@@ -128,10 +120,10 @@ class Float8Tensor(Tensor):
             scale_format: which numbers a computed scale may be.
 
         Raises:
-            TypeError: x is of no high-precision dtype, or scale of another dtype.
-            ValueError: scale has the wrong shape or is not finite and > 0.
+            TypeError: x is of no high-precision dtype.
+            ValueError: scale has another dtype or shape, or is a float that is not finite and > 0.
         """
-        check_high_precision(x)
+        check_high_precision(x.dtype)
         fmt = format_of(format_or_dtype)
         block = (granularity or Tensorwise()).block_of(x.shape)
         if scale is None:
@@ -179,15 +171,12 @@ class Float8Tensor(Tensor):
         dtype: torch.dtype | None = None,
     ) -> Float8Tensor:
         """A new Float8Tensor with some parts replaced; all ops make their results by it."""
-        new = Float8Tensor(
+        return Float8Tensor(
             self.float8_data if data is None else data,
             self.scale if scale is None else scale,
             self.block if block is None else block,
             self.dtype if dtype is None else dtype,
         )
-        if self.made_by:
-            new.made_by = self.made_by
-        return new
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
         parts = ["float8_data", "scale"] + ([] if self.data_t is None else ["data_t"])
@@ -214,35 +203,19 @@ class Float8Tensor(Tensor):
         return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
 
     def share_memory_(self) -> Float8Tensor:
-        """Raise an error: torch would move the storage of the wrapper, which has none."""
-        raise NotImplementedError(
-            "Float8Tensor.share_memory_: share .float8_data and .scale instead"
-        )
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        """Raise an error: FSDP2 calls it to gather a parameter, and gathers no float8 ones."""
-        raise NotImplementedError(NOT_SHARDED)
-
-    fsdp_post_all_gather = fsdp_pre_all_gather  # FSDP2 asks for both
+        """Raise an error: torch's would end the process at the wrapper, which has no storage."""
+        raise NotImplementedError("Float8Tensor.share_memory_: share .float8_data and .scale")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Float8Tensor:
-        copy = self._replace(self.float8_data.detach().clone(), self.scale.detach().clone())
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        memo[id(self)] = result = _with_autograd(copy, self.requires_grad, is_parameter)
+        memo[id(self)] = result = _rebuild(*copy.deepcopy(self.__reduce_ex__(2)[1], memo))
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Shape, format, granularity and values, as ``torch.Tensor`` shows its own."""
-        scale = f"scale of shape {tuple(self.scale.shape)}"
-        if self.scale.numel() == 1 and type(self.scale) is Tensor and not self.is_meta:
-            scale = f"scale={self.scale.item():.6g}"
+        """Shape, format, granularity, scale and data."""
         return (
-            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self.block}, {scale}, "
-            f"dtype={self.dtype}, device='{self.device}'"
-            + (", requires_grad=True" if self.requires_grad else "")
-            + f", data={self.float8_data.detach()!r})"
+            f"Float8Tensor({self.format}, shape={tuple(self.shape)}, block={self.block}, "
+            f"dtype={self.dtype}, device='{self.device}', requires_grad={self.requires_grad}, "
+            f"scale={self.scale.detach()!r}, data={self.float8_data.detach()!r})"
         )
 
     # Operations are handled by __torch_dispatch__ only.
@@ -270,21 +243,7 @@ class Float8Tensor(Tensor):
                 " and write into it with x.copy_(values), which casts them. For merge_and_unload "
                 "of PEFT call float8.convert_from_float8_training(model) first"
             )
-        raise NotImplementedError(message + blame(args))
-
-
-def blame(args: Sequence[Any]) -> str:
-    """For an error message: which module wrote a Float8Tensor, and which one reads it."""
-    leaves = tree_leaves(args)  # some ops take lists
-    makers = [x.made_by for x in leaves if isinstance(x, Float8Tensor) and x.made_by]
-    if not makers:
-        return ""
-    reader = innermost_module()
-    return (
-        f". {makers[0]} wrote it in float8, which only Float8Linear layers read"
-        + (f", and {reader} reads it" if reader else "")
-        + ": convert that layer, or keep the plain norm or gate"
-    )
+        raise NotImplementedError(message)
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -334,16 +293,11 @@ def _rebuild(
 ) -> Float8Tensor:
     """Unpickle a Float8Tensor."""
     scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype)
-    return _with_autograd(tensor, requires_grad, is_parameter)
-
-
-def _with_autograd(x: Float8Tensor, requires_grad: bool, is_parameter: bool) -> Float8Tensor:
+    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype).requires_grad_(
+        requires_grad
+    )
     # A parameter of a tensor subclass is an instance with an attribute that nn.Parameter sets.
-    if is_parameter:
-        return torch.nn.Parameter(x, requires_grad)  # type: ignore[return-value]
-    x.requires_grad_(requires_grad)
-    return x
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 
 
 torch.serialization.add_safe_globals([Float8Tensor, _rebuild])

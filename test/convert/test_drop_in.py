@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -82,33 +81,7 @@ def test_a_model_on_the_meta_device_is_converted_and_then_initialised():
     assert model.mlp[0].cast_input.amax_history.eq(0).all()
 
 
-@contextmanager
-def swapped_by_hand(model, linear=nn.Linear):
-    """As they do it: plain layers of their own, made anew each time, that share the weights."""
-    places = []
-    for fqn, layer in list(model.named_modules()):
-        if "Float8" in type(layer).__name__:
-            plain = linear(
-                layer.in_features, layer.out_features, bias=layer.bias is not None,
-                device="meta", dtype=layer.weight.dtype,
-            )  # fmt: skip
-            plain.weight = layer.weight
-            if layer.bias is not None:
-                plain.bias = layer.bias
-            parent, _, name = fqn.rpartition(".")
-            setattr(model.get_submodule(parent), name, plain)
-            places.append((model.get_submodule(parent), name, layer))
-    yield
-    for parent, name, layer in places:
-        setattr(parent, name, layer)
-
-
-def evaluates_by(how, model):
-    return high_precision(model) if how == "high_precision" else swapped_by_hand(model, Casting)
-
-
-@pytest.mark.parametrize("how", ["high_precision", "swapped by hand"])
-def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own(casting, how):
+def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own(casting):
     """Two graphs and no more, however often evaluation comes."""
     model, x, graphs = converted(casting), torch.randn(8, 32).bfloat16(), CompileCounter()
     plain = convert_from_float8_training(copy.deepcopy(model))
@@ -116,7 +89,7 @@ def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own(casting
     in_float8 = compiled(x)
     in_float8.backward(torch.randn(8, 16).bfloat16())
     for _ in range(2):
-        with torch.no_grad(), evaluates_by(how, compiled):
+        with torch.no_grad(), high_precision(compiled):
             assert torch.equal(compiled.eval()(x), plain(x))
         assert torch.equal(compiled.train()(x), in_float8)
     assert not torch.equal(in_float8, plain(x))

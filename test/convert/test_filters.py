@@ -1,5 +1,7 @@
 """Filters answer "convert this layer?" from its name and its sizes."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -50,7 +52,7 @@ ODD = "in_features=32, out_features=24: not multiples of 16"
     ("leaves_out", "reason"),
     [
         (skip_names("layers.*"), "left out by skip_names('layers.*')"),
-        (min_size(1000), "its weight has 768 elements, and min_size is 1,000"),
+        (min_size(1000), "in_features=32, out_features=24, and min_size is 1,000"),
         (min_features(64, 0), "in_features=32, out_features=24, and min_features is 64 and 0"),
         (divisible_by(16), ODD),
         (
@@ -92,17 +94,11 @@ def test_a_filter_is_called_once_per_layer():
     assert model.float8_conversion.skipped == {"1": "module_filter_fn returned False"}
 
 
-def test_the_report_tells_the_numbers_of_a_prediction_and_of_a_measurement():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(4096, 4096))
-    convert_to_float8_training(model, module_filter_fn=faster_layers("tensorwise", tokens=4096))
-    assert "its predicted speed-up on H100" in model.float8_conversion.skipped["0"]
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
-    found = compare(model, torch.randn(16, 32))
+def test_the_report_tells_the_numbers_of_a_measurement():
+    plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    found = compare(convert_to_float8_training(copy.deepcopy(plain)), torch.randn(16, 32))
     with pytest.warns(UserWarning, match=r"its lowest SQNR is \d+\.\d dB, and min_sqnr is 99"):
-        convert_to_float8_training(
-            nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)),
-            module_filter_fn=accurate_layers(found, min_sqnr=99),
-        )
+        convert_to_float8_training(plain, module_filter_fn=accurate_layers(found, min_sqnr=99))
 
 
 NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
@@ -119,9 +115,7 @@ NAMES = ["model.lm_head", "model.layers.0.ffn", "model.layers.1.ffn"]
             ["'lm_head'; names are whole: write '*lm_head' for 'model.lm_head'"],
         ),
         (all_of(skip_names("zzz"), divisible_by(16), all_of(skip_names("y"))), ["'zzz'", "'y'"]),
-        (divisible_by(16), []),
         (lambda module, fqn: True, []),
-        (None, []),
     ],
 )
 def test_patterns_that_match_nothing_are_reported(function, reported):

@@ -78,10 +78,8 @@ VALUE_ERRORS = [
         for prepare in (plain, training())
         for scales, message in (
             ({"0": 1.0}, "2: it has no scale"),
-            ({"0": 1.0, "2": 1.0, "3": 1.0}, "3: it has a scale, and there is no layer"),
+            ({"0": 1.0, "2": 1.0, "3": 1.0}, "3: static_scales has .*, and there is no layer"),
             ({"0": 1.0, "2": math.inf}, "2: .*finite and > 0, got inf"),
-            ({"0": 1.0, "2": 0.0}, "2: .*finite and > 0, got 0"),
-            ({"0": torch.ones(3), "2": 1.0}, r"0: .*tensor of \(3,\)"),
         )
     ),
 ]
@@ -143,7 +141,6 @@ def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
             (lambda bad=bad: register_linear_type(bad), TypeError, "a subclass of nn.Linear, got")
             for bad in (nn.Conv2d, nn.Linear(1, 1))
         ),
-        (lambda: register_linear_type(nn.Linear), ValueError, "already has a conversion rule"),
     ],
 )
 def test_filters_and_registrations_refuse_what_they_cannot_use(call, error, message):

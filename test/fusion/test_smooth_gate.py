@@ -20,7 +20,6 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     Float8Tensor,
-    LayerNormCast,
     RMSNormCast,
     ScalingType,
     SwiGLUCast,
@@ -159,7 +158,6 @@ def test_what_is_not_finite_stays_so(bad):
         (lambda: Float8Linear(F_, N, config=SMOOTH)(SwiGLUCast()(*gate_and_up())), "SwiGLUCast"),
         (lambda: SwiGLUCast(replace(RECIPES["rowwise"], smooth_input=True)), "casts once"),
         (lambda: RMSNormCast(64, config=SMOOTH), "no factors of channels"),
-        (lambda: LayerNormCast(64, config=SMOOTH), "no factors of channels"),
     ],
 )
 def test_a_gate_with_factors_and_its_reader_need_each_other(call, words):

@@ -36,8 +36,6 @@ def test_a_given_scale_may_be_a_dtensor(mesh, is_rowwise):
     codes = oracle.cast(x, scale, granularity.block_of(x.shape), torch.float8_e4m3fn)
     assert_bitwise(q.float8_data.to_local(), codes)
     assert_bitwise(q.scale.to_local(), scale)
-    with pytest.raises(ValueError, match="scale must be finite and > 0"):
-        Float8Tensor.from_high_precision(sharded, E4M3, granularity, -given)
 
 
 def test_a_collective_is_refused(mesh):

@@ -21,8 +21,7 @@ from shapes import Case
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise
-from float8.tensor.tensor import OP_TABLE, implements
+from float8 import E4M3, E5M2, Float8Tensor, Rowwise
 
 EVERY_GRANULARITY = pytest.mark.parametrize("name", shapes.GRANULARITIES)
 quantize = Float8Tensor.from_high_precision
@@ -111,49 +110,22 @@ def test_gradients_pass_through_changes_of_shape():
 
 CODES, ONE, THREE = torch.zeros(3, 2).to(E4M3.dtype), torch.ones(1, 1), torch.ones(3, 2)
 REFUSED = [
-    *(
-        (lambda dtype=dtype: quantize(THREE.to(dtype), E4M3), TypeError, f"cannot cast {dtype}")
-        for dtype in (torch.float64, torch.int32, torch.complex64, torch.float8_e4m3fn)
-    ),
-    *(
-        (lambda dtype=dtype: quantize(THREE, dtype), TypeError, f"{dtype} is not a float8 format")
-        for dtype in (torch.float16, torch.uint8)
-    ),
+    (lambda: quantize(THREE.double(), E4M3), TypeError, "one of .*, not torch.float64"),
+    (lambda: quantize(CODES, E4M3), TypeError, "one of .*, not torch.float8_e4m3fn"),
+    (lambda: quantize(THREE, torch.uint8), TypeError, "torch.uint8 is not a float8 format"),
     *(
         (lambda scale=scale: quantize(THREE, E4M3, Rowwise(), scale), ValueError, "finite and > 0")
-        for value in (0.0, -1.0, float("nan"), float("inf"), 1e-40)
-        for scale in (value, torch.tensor([[1.0], [value], [1.0]]))
-    ),
-    (lambda: quantize(THREE, E4M3, Rowwise(), 1e39), ValueError, "finite and > 0"),
-    *(
-        (make, TypeError, f"scale must be float32 or torch.float8_e8m0fnu, got {dtype}")
-        for dtype in (torch.float64, torch.int32)
-        for make in (
-            lambda dtype=dtype: quantize(THREE, E4M3, scale=ONE.to(dtype)),
-            lambda dtype=dtype: Float8Tensor(CODES, ONE.to(dtype), (-1, -1), torch.float32),
-        )
+        for scale in (0.0, -1.0, float("nan"), float("inf"), 1e-40, 1e39)
     ),
     *(
-        (make, ValueError, r"scale must have shape \(3, 1\).* got ")
-        for shape in ((1, 1), (2, 1), (3,), (3, 2))
-        for make in (
-            lambda shape=shape: quantize(THREE, E4M3, Rowwise(), torch.ones(shape)),
-            lambda shape=shape: Float8Tensor(CODES, torch.ones(shape), (1, -1), torch.float32),
-        )
+        (lambda scale=scale: quantize(THREE, E4M3, Rowwise(), scale), ValueError, "scale must be")
+        for scale in (ONE, torch.ones(3, 2), torch.ones(3, 1).double())
     ),
     (lambda: Float8Tensor(THREE, ONE, (-1, -1), torch.float32), TypeError, "not a float8 format"),
-    (lambda: Float8Tensor(CODES, ONE, (-1, -1), torch.float64), TypeError, "stands for a float32"),
-    (lambda: Float8Tensor(CODES, ONE[0], (-1,), torch.float32), ValueError, "does not fit shape"),
-    (lambda: Float8Tensor(CODES, ONE * 0, (-1, -1), torch.float32), ValueError, "must be > 0"),
-    (lambda: Float8Tensor(CODES, -ONE, (-1, -1), torch.float32), ValueError, "must be > 0"),
-    (
-        lambda: Float8Tensor(CODES, ONE, (-1, -1), torch.float32, CODES),
-        ValueError,
-        r"data_t must be .* of shape \(2, 3\)",
-    ),
-    (lambda: quantize(ONE[0, 0], E4M3, Rowwise()), ValueError, "dimension"),
-    (lambda: quantize(ONE[0, 0], E4M3, Blockwise(1, 4)), ValueError, "dimension"),
-    (lambda: example().share_memory_(), NotImplementedError, r"share \.float8_data and \.scale"),
+    (lambda: Float8Tensor(CODES, ONE, (-1, -1), torch.float64), TypeError, "one of .*, not"),
+    (lambda: Float8Tensor(CODES, ONE, (1, -1), torch.float32), ValueError, r"shape \(3, 1\)"),
+    (lambda: Float8Tensor(CODES, ONE[0], (-1,), torch.float32), ValueError, "zip"),
+    (lambda: quantize(ONE[0, 0], E4M3, Rowwise()), ValueError, "zip"),
     *(
         (
             lambda op=op: op(example("tensorwise")),
@@ -163,11 +135,9 @@ REFUSED = [
         for op, name in (
             (lambda q: q + q, "aten.add"),
             (lambda q: torch.ones(6, 40).bfloat16() * q, "aten.mul"),
-            (lambda q: q.mean(), "aten.mean"),
             (lambda q: torch.bmm(q[None], q[None]), "aten.bmm"),
-            (lambda q: q[torch.tensor([0, 1])], "aten.index"),
+            (lambda q: q.__setitem__(torch.tensor([0, 1]), 1.0), "aten.index_put_"),
             (lambda q: q.view(torch.uint8), "aten.view.dtype"),
-            (lambda q: torch._foreach_mul([q], 2.0), "aten._foreach_mul"),
         )
     ),
 ]
@@ -179,22 +149,11 @@ def test_what_is_wrong_is_refused_in_words(run, error, words):
         run()
 
 
-def test_a_new_operation_is_one_registration():
-    func = torch.ops.aten.neg.default
-    assert func not in OP_TABLE
-    try:
-        implements(func)(lambda func, x: x.dequantize().neg())
-        q = example()
-        assert_bitwise(-q, -q.dequantize())
-    finally:
-        OP_TABLE.pop(func, None)
-
-
 # --- copies of the whole
 
 
-def through_pickle(q, protocol=pickle.HIGHEST_PROTOCOL):
-    return pickle.loads(pickle.dumps(q, protocol))
+def through_pickle(q):
+    return pickle.loads(pickle.dumps(q))
 
 
 def through_torch_save(q):
@@ -213,7 +172,6 @@ def through_flatten(q):
 COPIES = {
     "deepcopy": copy.deepcopy,
     "pickle": through_pickle,
-    "pickle protocol 2": lambda q: through_pickle(q, 2),
     "torch.save": through_torch_save,
     "flatten": through_flatten,
 }
@@ -263,14 +221,9 @@ def test_a_module_may_hold_it():
 
 
 def test_printing_shows_all_there_is_to_know():
-    x = torch.tensor([[1.0, -2.0], [3.0, 448.0]], dtype=torch.bfloat16, requires_grad=True)
-    text = repr(quantize(x, E4M3))
-    words = ("Float8Tensor(e4m3", "shape=(2, 2)", "block=(-1, -1)", "scale=1", "torch.bfloat16")
-    assert all(word in text for word in (*words, "cpu", "requires_grad=True", "448."))
-    rowwise = repr(quantize(x.detach(), E5M2, Rowwise()))
-    assert "e5m2" in rowwise and "scale of shape (2, 1)" in rowwise
-    assert "requires_grad" not in rowwise
-    assert "device='meta'" in repr(example("tensorwise").to("meta"))
+    text = repr(quantize(torch.tensor([[1.0, -2.0], [3.0, 448.0]], requires_grad=True), E4M3))
+    words = ("Float8Tensor(e4m3", "shape=(2, 2)", "block=(-1, -1)", "scale=tensor([[1.]])", "448.")
+    assert all(word in text for word in (*words, "torch.float32", "cpu", "requires_grad=True"))
     with FakeTensorMode() as mode:
         assert "block=(-1, -1)" in repr(mode.from_tensor(example("tensorwise")))
 

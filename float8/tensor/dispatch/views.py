@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.tensor.tensor import Float8Tensor, blame, implements
+from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
 
@@ -100,15 +100,9 @@ def _slice(
 
 @implements(aten.select.int)
 def _select(func: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
-    dim = dim % x.dim()
-    if x.block[dim] not in (WHOLE, 1):
-        raise ValueError(
-            f"cannot select along dim {dim} of a Float8Tensor with block {x.block}: that splits a "
-            "block; call .dequantize() first"
-        )
-    block = x.block[:dim] + x.block[dim + 1 :]
-    scale_index = 0 if x.block[dim] == WHOLE else index
-    return x._replace(func(x.float8_data, dim, index), func(x.scale, dim, scale_index), block)
+    data, dim = func(x.float8_data, dim, index), dim % x.dim()
+    one = _slice(aten.slice.Tensor, x, dim, index, index + 1 or None)
+    return x._replace(data, one.scale.squeeze(dim), x.block[:dim] + x.block[dim + 1 :])
 
 
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -125,25 +119,20 @@ def _split(
 
 @implements(aten.cat.default)
 def _cat(func: Any, tensors: Sequence[Float8Tensor], dim: int = 0) -> Float8Tensor:
-    kinds = [(t.block, t.format, t.dtype) if isinstance(t, Float8Tensor) else None for t in tensors]
-    if len(set(kinds)) > 1:
-        raise TypeError(
-            f"cannot cat Float8Tensors of different kinds, or with plain tensors ({kinds}); call "
-            ".dequantize() on them first" + blame(tensors)
-        )
     first = tensors[0]
-    # cat is not defined for float8 dtypes everywhere; it is for bytes.
-    data = func([t.float8_data.view(torch.uint8) for t in tensors], dim)
-    extent = first.block[dim]
-    if extent == WHOLE:
+    kinds = {(t.block, t.format, t.dtype) if isinstance(t, Float8Tensor) else None for t in tensors}
+    fits = len(kinds) == 1
+    if fits and (extent := first.block[dim]) == WHOLE:
         fits = all(t.scale is first.scale or torch.equal(t.scale, first.scale) for t in tensors)
-        scale = first.scale
-    else:
+    elif fits:
         fits = not any(t.shape[dim] % extent for t in tensors[:-1])
-        scale = func([t.scale for t in tensors], dim)
     if not fits:
         raise ValueError(
-            f"cannot cat along dim {dim} of Float8Tensors with block {first.block}: the parts must "
-            "have equal scales, or sizes that are multiples of the block; call .dequantize() first"
+            f"cannot cat along dim {dim}: Float8Tensors must have one block, format and dtype, and "
+            "equal scales along a dimension that shares one, or sizes that are multiples of the "
+            "block; call .dequantize() on all of them first"
         )
+    # cat is not defined for float8 dtypes everywhere; it is for bytes.
+    data = func([t.float8_data.view(torch.uint8) for t in tensors], dim)
+    scale = first.scale if extent == WHOLE else func([t.scale for t in tensors], dim)
     return first._replace(data.view(first.float8_data.dtype), scale)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_same_float8
@@ -26,7 +25,6 @@ from float8 import (
 )
 
 quantize = Float8Tensor.from_high_precision
-ROWS = (torch.tensor([0]),)
 KINDS = pytest.mark.parametrize(
     "granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8), Blockwise(4, 5)], ids=str
 )
@@ -76,25 +74,16 @@ def test_zeros_are_zeros_under_scales_of_one_of_their_own(granularity):
 DELTA = torch.ones(6, 24)
 REFUSED = [
     *(
-        (lambda q, run=run, dtype=dtype: run(q, dtype), f"not {dtype}; for another dtype")
-        for dtype in (torch.float64, torch.int32, torch.float8_e4m3fn)
+        (run, "one of .*, not torch.float64")
         for run in (
-            lambda q, dtype: q.to(dtype),
-            lambda q, dtype: torch.zeros_like(q, dtype=dtype),
-            lambda q, dtype: torch.empty_like(q, dtype=dtype),
-            lambda q, dtype: q.new_zeros(3, 3, dtype=dtype),
+            lambda q: q.to(torch.float64),
+            lambda q: torch.zeros_like(q, dtype=torch.float64),
+            lambda q: q.new_zeros(3, 3, dtype=torch.float64),
+            lambda q: q.copy_(DELTA.double()),
         )
     ),
-    (lambda q: q.new_zeros(5, 7, 2), "the number of dimensions must stay"),
-    *(
-        (lambda q, d=d: q.copy_(DELTA.to(d)), f"cannot cast {d}")
-        for d in (torch.float64, torch.int32, torch.complex64)
-    ),
+    (lambda q: q.new_zeros(5, 7, 2), "zip"),
     (lambda q: q.copy_(DELTA[:5]), "expanded size"),
-    (lambda q: torch.equal(q, DELTA), "dequantize"),
-    (lambda q: torch.equal(DELTA, q), "dequantize"),
-    (lambda q: q.index_put_(ROWS, DELTA[0], accumulate=True), "accumulate=True"),
-    (lambda q: q.index_put_(ROWS, DELTA[0].double()), "cannot cast torch.float64"),
 ]
 
 
@@ -144,14 +133,10 @@ def test_e8m0_scales_are_computed_copied_and_pickled():
     [example(Rowwise()), example(Tensorwise(), fmt=E4M3), example(Blockwise(1, 8))],
     ids=["rowwise", "format", "1x8"],
 )
-def test_copy_of_another_kind_is_refused(source):
+def test_a_copy_of_another_kind_is_cast(source):
     destination = example(Tensorwise())
-    before = destination.clone()
-    with pytest.raises(ValueError, match="cannot copy a Float8Tensor of") as error:
-        destination.copy_(source)
-    assert "source.dequantize()" in str(error.value)
-    assert_same_float8(destination, before)
-    destination.copy_(source.dequantize())
+    destination.copy_(source)
+    assert_same_float8(destination, example(Tensorwise()).copy_(source.dequantize()))
 
 
 # --- equal
@@ -165,51 +150,6 @@ def test_equal_compares_values():
     assert not torch.equal(q, q[:3])
     doubled = q._replace(scale=q.scale * 2)
     assert not torch.equal(q, doubled)
+    assert torch.equal(q, q.dequantize()) and not torch.equal(q.dequantize(), doubled)
     assert q.is_same_size(torch.empty(6, 24)) and torch.empty(6, 24).is_same_size(q)
     assert not q.is_same_size(q[:5])
-
-
-# --- writing by indices
-
-
-INDICES = {
-    "rows": (torch.tensor([4, 0]),),
-    "elements": (torch.tensor([0, 5, 2]), torch.tensor([3, 3, 23])),
-    "columns": (slice(None), torch.tensor([1, 20])),
-    "a mask": (torch.arange(6 * 24).view(6, 24) % 7 == 0,),
-}
-
-
-@pytest.mark.parametrize("kind", INDICES)
-@pytest.mark.parametrize(
-    "granularity", [Tensorwise(), Rowwise(), Blockwise(1, 8), Blockwise(4, 16)], ids=str
-)
-@pytest.mark.parametrize("in_float8", [False, True])
-def test_index_put_casts_with_the_scales_that_are_there(kind, granularity, in_float8):
-    x = Case((6, 24), fill="wide", seed=3).make()
-    q, indices = Float8Tensor.from_high_precision(x, E4M3, granularity), INDICES[kind]
-    before, scale = q.dequantize(), q.scale.clone()
-    where = torch.zeros(6, 24, dtype=torch.bool)
-    where[indices] = True
-    values = torch.randn(before[indices].shape)
-    if in_float8:
-        values = Float8Tensor.from_high_precision(values, E5M2, Tensorwise())
-    q[indices] = values
-    assert torch.equal(q.scale, scale)
-    assert_bitwise(q.dequantize()[~where], before[~where])
-    # The oracle: each number that was written is the code nearest to value / scale, in float64.
-    plain = values.dequantize() if in_float8 else values
-    written = torch.zeros(6, 24)
-    written[indices] = plain
-    each = oracle.spread(scale, (6, 24), q.block).double()
-    codes = oracle.encode((written.double() / each).clamp(-448, 448), torch.float8_e4m3fn)
-    assert torch.equal(q.float8_data.view(torch.uint8)[where], codes[where])
-
-
-def test_masked_fill_writes_what_an_assignment_does():
-    q = Float8Tensor.from_high_precision(torch.randn(6, 24), E4M3, Rowwise())
-    columns, other = torch.arange(24) % 3 == 0, q.clone()
-    assert q.masked_fill_(columns, -0.3) is q
-    other[columns.expand(6, 24).nonzero(as_tuple=True)] = torch.tensor(-0.3)
-    assert torch.equal(q.float8_data.view(torch.uint8), other.float8_data.view(torch.uint8))
-    assert torch.equal(q.scale, other.scale)

@@ -30,11 +30,11 @@ def test_a_factor_or_divisor_changes_the_scale_and_keeps_the_codes(
     factor, divides, granularity, fmt
 ):
     x = example(granularity, fmt)
-    before, magnitudes = x.dequantize(), x.float8_data.view(torch.uint8) & 127
+    before, codes = x.dequantize(), x.float8_data.view(torch.uint8).clone()
     assert (x.div_(factor) if divides else x.mul_(factor)) is x
     wanted = before / factor if divides else before * factor
     if granularity == Tensorwise():
-        assert torch.equal(x.float8_data.view(torch.uint8) & 127, magnitudes)
+        assert torch.equal(x.float8_data.view(torch.uint8), codes)
         torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
     else:  # cast once more: half a step of the format
         torch.testing.assert_close(x.dequantize(), wanted, rtol=2**-3, atol=1e-3)
@@ -52,9 +52,7 @@ def test_factors_may_be_tensors_of_several_elements_and_of_lists():
 DELTA = torch.ones(6, 24)
 REFUSED = [
     (lambda x: x.add_(DELTA), r"add_.* is not defined .*x\.copy_\(values\)"),
-    (lambda x: x.data.add_(DELTA), r"x\.copy_\(values\)"),
     (lambda x: DELTA.clone().add_(x), r"call \.dequantize\(\) on it first"),  # reads it only
-    (lambda x: DELTA.clone().mul_(x), r"mul_.* by a Float8Tensor: call \.dequantize"),
     (lambda x: DELTA.clone().div_(x), r"div_.* by a Float8Tensor: call \.dequantize"),
 ]
 
@@ -66,7 +64,7 @@ def test_what_would_lose_updates_in_silence_is_refused(run, words):
 
 
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
-@pytest.mark.parametrize("factor", [0.0, 1e-40, math.nan])
+@pytest.mark.parametrize("factor", [0.0, math.nan])
 def test_what_vanishes_is_zero_and_what_is_nan_stays(fmt, factor):
     x = example(fmt=fmt)
     x.float8_data.view(torch.uint8)[0, 0] = 0x7F
@@ -75,7 +73,6 @@ def test_what_vanishes_is_zero_and_what_is_nan_stays(fmt, factor):
     assert values[0, 0].isnan()
     rest = values.flatten()[1:]
     assert bool(rest.isnan().all()) if math.isnan(factor) else not rest.any()
-    x.detach().clone()  # the scale is still one that a Float8Tensor may have
 
 
 def test_an_op_on_a_view_does_not_change_the_rest():
