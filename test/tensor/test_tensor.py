@@ -126,6 +126,7 @@ REFUSED = [
     (lambda: Float8Tensor(CODES, ONE, (1, -1), torch.float32), ValueError, r"shape \(3, 1\)"),
     (lambda: Float8Tensor(CODES, ONE[0], (-1,), torch.float32), ValueError, "zip"),
     (lambda: quantize(ONE[0, 0], E4M3, Rowwise()), ValueError, "zip"),
+    (lambda: example("tensorwise").share_memory_(), NotImplementedError, "share .float8_data"),
     *(
         (
             lambda op=op: op(example("tensorwise")),
