@@ -120,12 +120,16 @@ def unregister(torch_function: Function) -> None:
 
 def handler(torch_function: Function) -> Function:
     """The unit-scaled function for one of torch's, taking torch's keywords; KeyError if none."""
-    function, renamed = torch_map[torch_function], _KEYWORDS.get(torch_function)
-    if not renamed:
+    return renamed(torch_map[torch_function], _KEYWORDS.get(torch_function))
+
+
+def renamed(function: Decorated, names: Mapping[str, str] | None) -> Decorated:
+    """A function that takes keywords of other names: name -> the function's own."""
+    if not names:
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{renamed.get(name, name): x for name, x in kwargs.items()})
+        return function(*args, **{names.get(name, name): x for name, x in kwargs.items()})
 
-    return call
+    return call  # type: ignore[return-value]

@@ -104,7 +104,7 @@ transforms.track_scales(module)
 transforms.unit_scale(module, replace=...)
 analysis.graph_to_dataframe(g)
 analysis.plot(g, title='', metric='mean_abs', prune_same_scale=True, show_arrows=True,
-    show_error_bars=True, show_zero_tensors=False, xmin=None, xmax=None)
+    show_error_bars=True)
 """
 # Public names that are not functions, or whose arguments differ on purpose.
 NAMES = [

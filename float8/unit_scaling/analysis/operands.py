@@ -36,9 +36,13 @@ import torch
 from torch import Tensor, nn
 
 from float8.formats import E4M3, E5M2
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Contraction, Function
-from float8.unit_scaling.transforms.history import tensors_in
-from float8.unit_scaling.transforms.metrics import high_precision
+from float8.unit_scaling.transforms.contractions import (
+    CONTRACTIONS,
+    Contraction,
+    Function,
+    tensors_in,
+)
+from float8.unit_scaling.transforms.track_scales import high_precision
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
@@ -139,7 +143,7 @@ class WatchOperands(Transform):
         self.calls: list[list[Operand]] = []
         self.uses = Counter[str]()
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode that records one forward."""
         names = {id(p): name for name, p in model.named_parameters()}
         return Mode(
@@ -164,7 +168,7 @@ class WatchOperands(Transform):
             return output
         tensors = dict(tensors_in((args, kwargs)))
         left, right = (
-            next(tensors[path] for path in argument.paths if path in tensors)
+            next(tensors[path] for path in argument if path in tensors)
             for argument in contraction.operands
         )
         parameter = names.get(id(right if right._base is None else right._base))

@@ -17,7 +17,7 @@ K, L, Lo and P are products over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,7 @@ from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Sizes = int | Sequence[int]
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 
 
 @overridable
@@ -36,14 +37,16 @@ def conv1d(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int | tuple[int, ...] = 1,
-    padding: int | tuple[int, ...] | str = 0,
-    dilation: int | tuple[int, ...] = 1,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
     groups: int = 1,
     constraint: Constraint = "to_output_scale",
     scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
 ) -> Tensor:
     """A unit-scaled ``F.conv1d`` of (N, Cin, L) or (Cin, L) and (Cout, Cin / groups, K).
+
+    Of a weight with two or three kernel dimensions it is ``F.conv2d`` or ``F.conv3d``.
 
     Args:
         input, weight, bias, stride, padding, dilation, groups: as of ``F.conv1d``.
@@ -51,23 +54,6 @@ def conv1d(
         scale_power: p in ``terms ** -p``, for the output, the input's gradient, and the gradients
             of weight and bias.
     """
-    options = (stride, padding, dilation, groups)
-    return convolved(F.conv1d, (input, weight, bias), options, constraint, scale_power)
-
-
-def convolved(
-    function: Callable[..., Tensor],
-    tensors: tuple[Tensor, Tensor, Tensor | None],
-    options: tuple[Sizes, Sizes | str, Sizes, int],
-    constraint: Constraint,
-    scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5),
-) -> Tensor:
-    """A unit-scaled convolution in any number of dimensions.
-
-    ``function`` is torch's: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``. ``tensors`` are input,
-    weight and bias, ``options`` stride, padding, dilation and groups. For the rest see `conv1d`.
-    """
-    (input, weight, bias), (stride, padding, dilation, groups) = tensors, options
     channels_out, channels_in, *taps = weight.shape
     lengths = input.shape[-len(taps) :]
     batch = input.shape[0] if input.dim() > len(lengths) + 1 else 1
@@ -91,11 +77,11 @@ def convolved(
         for n, p in zip(terms, (*scale_power, scale_power[2]), strict=True)
     )
     output, grad_input = apply_constraint(constraint, output, grad_input)
-    product = function(
+    product = _CONVOLUTIONS[len(taps) - 1](
         scale_bwd(input, grad_input),
         scale_bwd(weight, grad_weight),
         None if bias is None else scale_bwd(bias, grad_bias),
-        *options,
+        *(stride, padding, dilation, groups),  # type: ignore[arg-type]
     )
     return scale_fwd(product, output)
 

@@ -30,27 +30,19 @@ _opened: Any = types.FunctionType(
 
 
 def multi_head_attention_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    *rest: Any,
-    key_padding_mask: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *rest: Any, **kw: Any
 ) -> tuple[Tensor, Tensor | None]:
     """As torch's function of this name, whose calls modes see."""
-    if attn_mask is not None and key_padding_mask is not None:
+    mask, padding = kw.get("attn_mask"), kw.get("key_padding_mask")
+    if mask is not None and padding is not None:
         # Torch adds the two, and transforms take additions for sums of signals. The difference is
         # the same number.
-        padding = _added(key_padding_mask, query).view(-1, 1, 1, key_padding_mask.shape[-1])
-        rows = padding.expand(-1, num_heads, -1, -1).flatten(0, 1)
-        attn_mask, key_padding_mask = _added(attn_mask, query) - rows.neg(), None
-        options["is_causal"] = False
-    options |= {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        columns = _added(padding, query).view(-1, 1, 1, padding.shape[-1])
+        rows = columns.expand(-1, num_heads, -1, -1).flatten(0, 1)
+        mask = _added(mask, query) - rows.neg()
+        kw |= {"attn_mask": mask, "key_padding_mask": None, "is_causal": False}
     found: tuple[Tensor, Tensor | None] = _opened(
-        query, key, value, embed_dim_to_check, num_heads, *rest, **options
+        query, key, value, embed_dim, num_heads, *rest, **kw
     )
     return found
 
@@ -67,15 +59,8 @@ def unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return input.reshape(*input.shape[:dim], *sizes, *input.shape[dim + 1 :])
 
 
-# function of torch -> its decomposition
-DECOMPOSITIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    F.multi_head_attention_forward: multi_head_attention_forward,
-    torch.unflatten: unflatten,
-}
-
-
 def decomposition_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The decomposition of a function; None if it has none."""
-    if function is Tensor.unflatten:  # under torch.compile dictionaries do not find it
-        return unflatten
-    return DECOMPOSITIONS.get(function)
+    if function is F.multi_head_attention_forward:
+        return multi_head_attention_forward
+    return unflatten if function is torch.unflatten else None

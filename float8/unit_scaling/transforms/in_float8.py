@@ -75,7 +75,7 @@ class Float8Products(Transform):
         finally:
             self.watchers = tuple(each for each in self.watchers if each is not watcher)
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
         if self.switch.is_off:
             return Mode({})

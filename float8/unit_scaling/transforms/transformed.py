@@ -47,6 +47,10 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.handlers = handlers
 
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Called before a forward with its arguments; returns what it is called with."""
+        return args, kwargs
+
     def finish(self, result: Any) -> None:
         """Called after a forward that returned ``result``."""
 
@@ -73,12 +77,8 @@ class Transform(ABC):
     depth: ClassVar[int]
 
     @abstractmethod
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """The mode for one call of the transformed model.
-
-        ``forward`` is the forward of the model as it was before any transform, bound; ``args`` and
-        ``kwargs`` are what it is called with.
-        """
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
+        """The mode for one call of the transformed model, with ``args`` and ``kwargs``."""
 
 
 class Transformed:
@@ -95,11 +95,17 @@ class Transformed:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
         ordered = sorted(self.transforms, key=_depth, reverse=True)
-        modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
-        if torch.compiler.is_compiling():  # which refuses checkpoints by itself
-            result = _under(modes, plain, args, kwargs)
-        else:
-            result = _finished(_under([*modes, RefusesCheckpointing()], plain, args, kwargs))
+        modes = [t.mode(self, args, kwargs) for t in ordered]  # type: ignore[arg-type]
+        for mode in modes:
+            args, kwargs = mode.begin(args, kwargs)
+        # torch.compile refuses checkpoints by itself.
+        checks = [] if torch.compiler.is_compiling() else [RefusesCheckpointing()]
+        result = _under([*modes, *checks], plain, args, kwargs)
+        if isinstance(result, _UNFINISHED):
+            raise TypeError(
+                f"the forward returned a {type(result).__name__}, whose body would run after the "
+                "transforms have ended: transform a module that returns tensors"
+            )
         for mode in modes:
             mode.finish(result)
         return result
@@ -109,16 +115,6 @@ class Transformed:
         base = type(self).__mro__[2]
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (base,), state
-
-
-def _finished(result: Any) -> Any:
-    """The result of a forward that has run, which a generator's has not."""
-    if isinstance(result, _UNFINISHED):
-        raise TypeError(
-            f"the forward returned a {type(result).__name__}, whose body would run after the "
-            "transforms have ended: transform a module that returns tensors"
-        )
-    return result
 
 
 def is_in_functorch() -> bool:

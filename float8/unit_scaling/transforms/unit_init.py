@@ -25,9 +25,9 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
-from float8.unit_scaling.transforms.refusals import refuse_computed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,15 @@ def unit_init(model: nn.Module) -> frozenset[str]:
     meta device, or a weight is computed from others (``torch.nn.utils``: parametrizations and
     hooks); nothing has been changed then.
     """
-    refuse_computed_weights(model)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"unit_scale: {name} is on the meta device and has no values to scale; "
-                "materialise the model first (model.to_empty(device=...), then its "
-                "reset_parameters)"
-            )
+    for name, module in model.named_modules():
+        hooks = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
+        reason = None
+        if is_parametrized(module) or any(hook.startswith("torch.nn.utils.") for hook in hooks):
+            reason = "computes its weight from other parameters: remove that first"
+        elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            reason = "is on the meta device and has no values to scale: materialise it first"
+        if reason is not None:
+            raise ValueError(f"unit_scale: {name or 'the model'} {reason}")
     output = _output_weight(model)
     for prefix, module in model.named_modules():
         norm = is_norm(module)

@@ -11,7 +11,7 @@ import float8
 import float8.unit_scaling as uu
 from float8 import E4M3, E5M2
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.analysis.operands import (
+from float8.unit_scaling.analysis import (
     Operand,
     format_operands,
     operand_table,

@@ -20,7 +20,7 @@ class Opens(Transform):
 
     depth = 1
 
-    def mode(self, model, forward, args, kwargs):
+    def mode(self, model, args, kwargs):
         return Mode({})
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise
 from torch import nn
-from torch.fx import Graph
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +18,8 @@ from float8 import convert_to_float8_training
 from float8.config import RECIPES
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.transforms import (
-    Metrics,
     compile,
     float8,
-    prune_non_float_tensors,
-    prune_same_scale_tensors,
     simulate_fp8,
     track_scales,
     unit_scale,
@@ -54,7 +50,7 @@ class Holds(nn.Module):
             return self.layer(x)
 
         if how == "hook":
-            self.layer.register_forward_hook(lambda module, args, y: inner(y))
+            self.layer.register_forward_hook(lambda module, args, y: y @ self.layer.weight)
         self.function = inner if how == "function" else torch.relu
         self.hidden = [nn.Linear(8, 8)]  # not a ModuleList
 
@@ -75,9 +71,9 @@ def inside(module):
     return nn.Sequential(linear(), nn.Sequential(module))
 
 
-def assigned(make):
+def assigned():
     layer = linear()
-    layer.forward = make(layer)
+    layer.forward = types.MethodType(nn.Linear.forward, layer)
     return layer
 
 
@@ -99,12 +95,6 @@ def exported():
     return torch.export.export(linear(), (torch.randn(2, 8),)).module()
 
 
-def without_scales():
-    graph = Graph()
-    graph.output(graph.placeholder("x"))
-    return graph
-
-
 def called(model, *shape, dtype=torch.float32):
     """The call of a model with a random input."""
     return lambda: model()(torch.randn(*shape or (2, 8), dtype=dtype))
@@ -118,21 +108,16 @@ def scaled(make, *inputs):
 X, X4 = torch.randn(2, 8), torch.randn(4, 16)
 # What every transform refuses: model, exception, the message.
 MODELS = [
-    (Holds, ValueError, "function Holds.*inner as function, which holds the model itself"),
-    (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer .* has .* one of _forward_hooks"),
-    (lambda: assigned(lambda m: lambda x: x), ValueError, "forward that was assigned"),
-    (
-        lambda: assigned(lambda m: types.MethodType(nn.Linear.forward, m)),
-        ValueError,
-        "forward that was assigned",
-    ),
-    (lambda: torch.relu, TypeError, r"takes an nn\.Module, got builtin_function"),
+    (Holds, ValueError, "has Holds.* as function, which holds a part of the model"),
+    (lambda: nn.Sequential(Holds("hook")), ValueError, "0.layer .* has .* as _forward_hooks"),
+    (assigned, ValueError, "has a forward of its own"),
+    (lambda: torch.relu, TypeError, "a transform: .*builtin_function"),
     (lambda: compile(linear()), ValueError, "transform it first, then compile"),
     (lambda: nn.Sequential(torch.compile(linear())), ValueError, "0 .* is compiled"),
     (lambda: nn.Sequential(scripted()), ValueError, "0 .* runs without Python"),
     (lambda: nn.Sequential(exported()), ValueError, "0 .* was exported"),
     (lambda: nn.DataParallel(linear()), ValueError, "DataParallel.* then wrap it"),
-    (lambda: torch.fx.symbolic_trace(nn.Sequential(linear())), ValueError, "wrap it"),
+    (lambda: torch.fx.symbolic_trace(nn.Sequential(linear())), ValueError, "wrap the model"),
 ]
 # What one of them refuses: call, exception, the message.
 CALLS = [
@@ -140,17 +125,16 @@ CALLS = [
       for t in TRANSFORMS),
     (called(lambda: simulate_fp8(Generates())), TypeError, "returned a generator"),
     # unit_scale
-    *((lambda norm=norm: unit_scale(inside(norm(linear()))), ValueError, "1.0 computes its weight")
+    *((lambda norm=norm: unit_scale(inside(norm(linear()))), ValueError, "computes its weight")
       for norm in (parametrizations.spectral_norm, spectral_norm, parametrizations.weight_norm)),
     (lambda: unit_scale(nn.Sequential(linear(), nn.Linear(3, 3, device="meta"))), ValueError,
-     r"1\.weight is on the meta device.*to_empty"),
+     "1 is on the meta device"),
     (lambda: unit_scale(nn.Sequential(float8(linear()))), ValueError, "0 has the transform float8"),
     (lambda: unit_scale(convert_to_float8_training(inside(nn.Linear(32, 32)))), ValueError,
      r"1\.0 .*is converted"),
     *((lambda r=r: unit_scale(nn.GELU(), replace=r), error, text) for r, error, text in (
         ({linear: U.gelu}, ValueError, r"not see calls of linear: .*registry\.overridable"),
         ({len: U.gelu}, ValueError, "does not see calls of len"),
-        ({F.gelu: "gelu"}, TypeError, "functions to functions"),
     )),
     # At a standard deviation of 1 a weight without a unit-scaled function would make the
     # activations grow with the width.
@@ -165,7 +149,7 @@ CALLS = [
     *((scaled(lambda f=f: Calls(partial(grouped, f), (2, 16, 16)), X4), ValueError,
        "grouped_mm at .* by weight") for f in (torch._grouped_mm, F.grouped_mm)),
     (scaled(lambda: Holds("nothing"), X), ValueError,
-     r"test_refusals.*\(8, 8\).* not a parameter of the mod"),
+     r"test_refusals.* not a parameter of the mod"),
     (called(lambda: torch.compile(unit_scale(Calls(breaks)), backend="eager")), RuntimeError,
      "breaks the graph inside a unit-scaled model"),
     # float8, track_scales and what reads its graphs
@@ -176,9 +160,6 @@ CALLS = [
     (lambda: convert_to_float8_training(unit_scale(linear())), ValueError, "transforms.float8"),
     (called(lambda: torch.compile(track_scales(linear()), fullgraph=True, backend="eager")),
      Exception, r"without torch\.compile"),
-    (lambda: Metrics.get_full_name("rms"), ValueError, "'rms' is not a metric"),
-    *((lambda p=p: p(without_scales()), ValueError, r"model\.scales_graph\(\)")
-      for p in (prune_non_float_tensors, prune_same_scale_tensors)),
 ]  # fmt: skip
 
 
