@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from float8.unit_scaling.core.functional import refuse
 from float8.unit_scaling.functional.products import product_of
-from float8.unit_scaling.functional.refusals import refuse_frequencies
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd
 
@@ -76,7 +76,7 @@ def embedding(
     Raises:
         ValueError: ``scale_grad_by_freq``.
     """
-    refuse_frequencies(scale_grad_by_freq, "embedding")
+    refuse(scale_grad_by_freq, "embedding", "scale_grad_by_freq=True", "pass False")
     if max_norm is not None:
         # F.embedding gets a view, whose base must not change, so it cannot renormalise the weight.
         with torch.no_grad():

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
+from float8.unit_scaling.core.functional import refuse
 from float8.unit_scaling.functional.products import product_of
-from float8.unit_scaling.functional.refusals import refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -48,12 +48,18 @@ def add(
     ``constraint`` ties the factors of the output and of both gradients.
     """
     refuse(out is not None, "add", "out=", "use the tensor that add returns")
-    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
-        return torch.add(input, other, alpha=alpha)
-    if not (input.is_floating_point() or other.is_floating_point()):
+    if (
+        not isinstance(input, Tensor)
+        or not isinstance(other, Tensor)
+        or not (input.is_floating_point() or other.is_floating_point())
+    ):
         return torch.add(input, other, alpha=alpha)
     shape = torch.broadcast_shapes(input.shape, other.shape)
-    output_scale = 1 / _scale_of_sum(input.numel() == 1, other.numel() == 1, alpha)
+    output_scale = 1 / (1 + alpha**2) ** 0.5
+    if input.numel() == 1:
+        output_scale = 1 / (abs(alpha) or 1.0)
+    if other.numel() == 1:
+        output_scale = 1.0
     grad_input = 1 / _copies(shape, input) ** 0.5
     grad_other = 1 / _copies(shape, other) ** 0.5 / (abs(alpha) or 1)
     output_scale, grad_input, grad_other = apply_constraint(
@@ -61,14 +67,6 @@ def add(
     )
     total = torch.add(_grad_scaled(input, grad_input), _grad_scaled(other, grad_other), alpha=alpha)
     return scale_fwd(total, output_scale)
-
-
-def _scale_of_sum(input_is_one: bool, other_is_one: bool, alpha: float) -> float:
-    if other_is_one:
-        return 1.0
-    if input_is_one:
-        return abs(alpha) or 1.0
-    return float((1 + alpha**2) ** 0.5)
 
 
 def _copies(shape: torch.Size, x: Tensor) -> float:

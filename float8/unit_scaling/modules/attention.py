@@ -47,9 +47,6 @@ class MHSA(nn.Module):
         rotary_base: of rotary position embedding (arXiv 2104.09864), for example 10000.0; None
             for no position embedding.
         attention: "softmax", or muS's "sqrt_softmax" (arXiv 2502.05967).
-
-    Raises:
-        ValueError: the heads do not divide the features, or an unknown attention.
     """
 
     def __init__(
@@ -63,11 +60,6 @@ class MHSA(nn.Module):
         attention: Attention = "softmax",
     ) -> None:
         super().__init__()
-        if hidden_size % heads or attention not in _ATTENTIONS:
-            raise ValueError(
-                f"uu.MHSA: hidden_size={hidden_size} is a multiple of heads={heads}, and attention "
-                f"one of {list(_ATTENTIONS)}, not {attention!r}"
-            )
         self.heads = heads
         self.is_causal = is_causal
         self.dropout_p = dropout_p

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from float8.unit_scaling.parameter import ParameterData, has_parameter_data, set_parameter_data
+from float8.unit_scaling.parameter import has_parameter_data, set_parameter_data
 
 
 class DepthModuleList(nn.ModuleList):
@@ -56,18 +56,13 @@ class DepthSequential(nn.Sequential):
 
 def _set_depth(stack: nn.Module, depth: int) -> None:
     """Set the depth of all parameters, or of none if one is refused."""
-    found: list[tuple[nn.Parameter, ParameterData]] = []
-    for name, parameter in stack.named_parameters():
-        if not has_parameter_data(parameter):
+    parameters: dict[str, Any] = dict(stack.named_parameters())
+    for name, parameter in parameters.items():
+        if not has_parameter_data(parameter) or parameter.mup_scaling_depth is not None:
             raise ValueError(
-                f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type: build the "
-                "layers of a stack with unit-scaled modules, or with uu.Parameter"
+                f"parameter {name} of shape {tuple(parameter.shape)} has no mup_type, or is in a "
+                "stack already: build the layers of unit-scaled modules or with uu.Parameter, and "
+                "do not nest stacks"
             )
-        if parameter.mup_scaling_depth is not None:
-            raise ValueError(
-                f"parameter {name} is in a stack of depth {parameter.mup_scaling_depth} already: "
-                "stacks do not nest, use nn.Sequential or nn.ModuleList for one of the two"
-            )
-        found.append((parameter, parameter))  # type: ignore[arg-type]
-    for parameter, data in found:
-        set_parameter_data(parameter, data.mup_type, depth)
+    for parameter in parameters.values():
+        set_parameter_data(parameter, parameter.mup_type, depth)
