@@ -28,8 +28,6 @@ from typing import TYPE_CHECKING, Any
 from float8.unit_scaling import core, functional, optim, parameter
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.modules import converted as _registers_conversion  # noqa: F401
-from float8.unit_scaling.modules.attention import MHSA
-from float8.unit_scaling.modules.depth import DepthModuleList, DepthSequential
 from float8.unit_scaling.modules.layers import (
     GELU,
     Conv1d,
@@ -44,7 +42,10 @@ from float8.unit_scaling.modules.layers import (
     Softmax,
 )
 from float8.unit_scaling.modules.transformer import (
+    MHSA,
     MLP,
+    DepthModuleList,
+    DepthSequential,
     TransformerDecoder,
     TransformerLayer,
     TransformerStack,

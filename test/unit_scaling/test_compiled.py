@@ -9,7 +9,7 @@ from scale_assertions import LENGTHS, graphs_compiled, normal
 import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.core.functional import log, logarithmic_interpolation
-from float8.unit_scaling.modules.attention import rotary
+from float8.unit_scaling.modules.transformer import rotary
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 

@@ -65,8 +65,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.tensor import Float8Tensor
-from float8.unit_scaling.registry import respelt
-from float8.unit_scaling.transforms.decompositions import decomposition_of
+from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,

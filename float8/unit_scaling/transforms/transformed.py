@@ -26,8 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from float8.unit_scaling.registry import respelt
-from float8.unit_scaling.transforms.decompositions import decomposition_of
+from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.transforms.refusals import RefusesCheckpointing, check_reach
 
 M = TypeVar("M", bound=nn.Module)

@@ -54,11 +54,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.registry import respelt
+from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.contractions import Function, Path, tensors_in, with_tensors
 from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step, ask, start
-from float8.unit_scaling.transforms.decompositions import decomposition_of
 from float8.unit_scaling.transforms.history import (
     ADDITIONS,
     KEEP,

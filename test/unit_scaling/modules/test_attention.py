@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import float8.unit_scaling as uu
-from float8.unit_scaling.modules.attention import rotary
+from float8.unit_scaling.modules.transformer import rotary
 
 
 def oracle(module, x):
