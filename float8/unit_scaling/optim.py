@@ -260,15 +260,9 @@ class SGD(_Scaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         self._lr_scale_func = lr_scale_func_sgd(readout_constraint)
-        super().__init__(
-            params,
-            lr,
-            *args,
-            weight_decay=weight_decay,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            **kwargs,
-        )
+        kwargs["independent_weight_decay"] = independent_weight_decay
+        kwargs["allow_non_unit_scaling_params"] = allow_non_unit_scaling_params
+        super().__init__(params, lr, *args, weight_decay=weight_decay, **kwargs)
 
 
 class Adam(_Scaled, torch.optim.Adam):

@@ -51,17 +51,15 @@ def overridable(function: Decorated) -> Decorated:
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
         tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if has_torch_function(tensors) or _is_mode_on_while_compiling():
+        # has_torch_function under torch.compile misses modes that are entered in the graph.
+        if has_torch_function(tensors) or (
+            torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
+        ):
             return handle_torch_function(visible, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
     visible.implementation = function  # type: ignore[attr-defined]
     return visible  # type: ignore[return-value]
-
-
-def _is_mode_on_while_compiling() -> bool:
-    # has_torch_function under torch.compile misses modes that are entered in the graph.
-    return torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
 
 
 # A spelling takes the arguments of its function. In-place spellings (``x += y``) are one function

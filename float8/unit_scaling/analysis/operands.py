@@ -111,18 +111,13 @@ def format_operands(operands: Sequence[Operand]) -> str:
         operands: as `operand_table` returns them.
     """
     lines = [("product", "operand", "format", "std", "flushed", "saturated")]
-    lines += [
-        (x.product, x.operand, x.format, f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}")
-        for x in operands
-    ]
+    for x in operands:
+        numbers = f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}"
+        lines.append((x.product, x.operand, x.format, *numbers))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "  ".join(
-            cell.ljust(width) if place < 3 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    sides = "<<<>>>"
+    cells = [[f"{c:{s}{w}}" for c, s, w in zip(x, sides, widths, strict=True)] for x in lines]
+    table = "\n".join(map("  ".join, cells))
     shares = {kind: [x.flushed for x in operands if x.operand == kind] for kind in FORMATS}
     medians = ", ".join(f"{k} {statistics.median(v):.1%}" for k, v in shares.items() if v)
     return f"{table}\n\nflushed to zero, median over products: {medians}"

@@ -104,7 +104,9 @@ class _Float8Mode(Mode):
         if any(weight is other for other in self.skipped):
             options = () if factors is None else (factors,)
             return function(input, weight, bias, *options)
-        _check(self.config, input, weight)
+        if (error := _refusal(self.config, input, weight)) is not None:
+            layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
+            raise type(error)(f"{layer}: {error}")
         call = call_of(self.config, input, factors=factors or NO_FACTORS)
         output = linear_in_float8(input, weight, bias, call)
         if self.watchers:
@@ -127,19 +129,16 @@ class _Float8Mode(Mode):
         return name.removesuffix(".weight") if name != "weight" else ""
 
 
-def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
-    name = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
+def _refusal(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> Exception | None:
     if weight.dim() != 2:
-        raise ValueError(f"{name}: float8 multiplies by weights of shape (N, K)")
-    if (error := refuses_input(input, weight, autocasts(input.device.type))) is not None:
-        raise type(error)(f"{name}: {error}")
-    reason = refuses_layer(weight, config)
-    if reason is None:
-        tokens = input.numel() // max(weight.shape[1], 1)
-        family, grad = family_of(input.device), torch.is_grad_enabled()
-        reason = refuses_call(config, weight, tokens, compute_dtype(input), family, grad)
-    if reason is not None:
-        raise ValueError(f"{name}: {reason}")
+        return ValueError("float8 multiplies by weights of shape (N, K)")
+    tokens = input.numel() // max(weight.shape[1], 1)
+    family, grad = family_of(input.device), torch.is_grad_enabled()
+    reason = refuses_layer(weight, config) or refuses_call(
+        config, weight, tokens, compute_dtype(input), family, grad
+    )
+    error = refuses_input(input, weight, autocasts(input.device.type))
+    return error or (None if reason is None else ValueError(reason))
 
 
 def float8(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,27 +78,22 @@ def _unreachable(module: nn.Module, own: set[int], is_outermost: bool) -> str | 
             "has a forward of its own, which would be called in place of a transformed one: define "
             "it in a class, or wrap the model, nn.Sequential(model)"
         )
-    for name, function in _functions_of(module):
-        if any(id(value) in own for value in _enclosed_by(function)):
-            return (
-                f"has {function.__qualname__} as {name}, which holds a part of the model: a copy "
-                "would call it with the original's weights. Make it a method or a module"
-            )
+    for name, value in vars(module).items():
+        hooks = value.values() if name in ("_forward_hooks", "_forward_pre_hooks") else ()
+        for function in (value, *hooks):
+            if not own.isdisjoint(_enclosed_by(function)):
+                return (
+                    f"has {function.__qualname__} as {name}, which holds a part of the model: a "
+                    "copy would call it with the original's weights. Make it a method or a module"
+                )
     return None
 
 
-def _functions_of(module: nn.Module) -> Iterator[tuple[str, types.FunctionType]]:
-    for name, value in vars(module).items():
-        hooks = value.values() if name in ("_forward_hooks", "_forward_pre_hooks") else ()
-        for item in (value, *hooks):
-            if isinstance(item, types.FunctionType):
-                yield name, item
-
-
-def _enclosed_by(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
+def _enclosed_by(function: Any) -> Iterator[int]:
+    """The ids of the values of a function's enclosed variables."""
+    for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # not assigned yet
-            yield cell.cell_contents
+            yield id(cell.cell_contents)
 
 
 class RefusesCheckpointing(TorchFunctionMode):

@@ -6,7 +6,6 @@ import functools
 import inspect
 from collections.abc import Mapping
 
-import torch
 import torch.nn.functional as F
 
 from float8.unit_scaling import functional as U
@@ -29,14 +28,12 @@ def replacements_of(users: Replacements) -> dict[Function, Function]:
 
     The user's come first, then the registered ones, then those of `CONTRACTIONS`.
     """
-    registered = {f: registry.handler(f) for f in registry.torch_map}
-    if registry.torch_map.get(torch.matmul) is U.matmul:
-        del registered[torch.matmul]  # the table's knows about weights
-    contractions = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
-    replacements: dict[Function, Function] = {**contractions, **registered}
+    replacements = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
+    for function, ours in registry.torch_map.items():
+        if ours is not U.matmul:  # the table's knows about weights
+            replacements[function] = registry.handler(function)
     for function, other in users.items():
-        known = other is not function and other in replacements
-        replacements[function] = replacements[other] if known else other
+        replacements[function] = other if other is function else replacements.get(other, other)
     return replacements
 
 

@@ -171,30 +171,27 @@ def track_scales(module: M) -> M:
         TypeError: ``module`` is not a module.
         ValueError: it is tracked already, or is compiled.
     """
-    tracked = transformed(module, TrackScales())
-    tracked.scales_graph = Recorded()  # type: ignore[assignment]
+    transform = TrackScales()
+    tracked = transformed(module, transform)
+    tracked.scales_graph = transform.scales_graph  # type: ignore[assignment]
     return tracked
 
 
-class Recorded:
-    """The latest graph, and the hooks on leaves, which wait for their gradients."""
+class TrackScales(Transform):
+    """The transform of `track_scales`: the latest graph, and the hooks that wait for gradients."""
+
+    depth: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self.graph = Graph()
-        self.hooks: list[Any] = []
-
-    def __call__(self) -> Graph:
-        """The graph of the latest forward."""
-        return self.graph
+        self.hooks: list[Any] = []  # those of leaves, which would keep them
 
     def __reduce__(self) -> Any:
-        return Recorded, ()
+        return TrackScales, ()
 
-
-class TrackScales(Transform):
-    """The transform of `track_scales`."""
-
-    depth: ClassVar[int] = 0
+    def scales_graph(self) -> Graph:
+        """The graph of the latest forward."""
+        return self.graph
 
     def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode that records one forward; refuses one that is being compiled."""
@@ -203,17 +200,16 @@ class TrackScales(Transform):
                 "track_scales records a model that runs in Python, and this one is being compiled: "
                 "call it without torch.compile"
             )
-        recorded: Recorded = model.scales_graph  # type: ignore[assignment]
-        for hook in recorded.hooks:  # parameters would keep them
+        for hook in self.hooks:
             hook.remove()
-        recorded.graph, recorded.hooks = Graph(), []
-        return _RecordingMode(recorded, model)
+        self.graph, self.hooks = Graph(), []
+        return _RecordingMode(self, model)
 
 
 class _RecordingMode(Mode):
     """Records the calls of one forward; a function of ``U`` is one call."""
 
-    def __init__(self, recorded: Recorded, model: nn.Module) -> None:
+    def __init__(self, recorded: TrackScales, model: nn.Module) -> None:
         super().__init__({})
         self.recorded, self.graph, self.model = recorded, recorded.graph, model
         self.names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}

@@ -56,16 +56,19 @@ class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, func = kwargs or {}, respelt(func)
-        if func in self.handlers:
-            return self.handlers[func](*args, **kwargs)
-        if (decomposed := decomposition_of(func)) is not None:
+        func = respelt(func)
+        if func not in self.handlers and (inside := self.inside(func)) is not None:
             with self:
-                return decomposed(*args, **kwargs)
-        if hasattr(func, "implementation"):
-            with self:
-                return func.implementation(*args, **kwargs)
-        return func(*args, **kwargs)
+                return inside(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def inside(self, func: Any) -> Callable[..., Any] | None:
+        """The function to run under this mode instead of one that hides calls, or None."""
+        return getattr(func, "implementation", None) or decomposition_of(func)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Carry out one call."""
+        return self.handlers.get(func, func)(*args, **kwargs)
 
 
 class Transform(ABC):

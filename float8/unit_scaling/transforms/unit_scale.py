@@ -54,7 +54,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.contractions import Function, Path, tensors_in, with_tensors
 from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step, ask, start
@@ -223,17 +222,14 @@ def _traceless(model: nn.Module) -> Iterator[None]:
     Modes of outer transformed models would record the forward. Hooks, for example a checkpoint's,
     would save its tensors: the recomputation, which counts no more, saves fewer.
     """
-    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
-    kind = next((d.type for d in devices), "cuda")
+    devices = {p.get_device() for p in model.parameters() if p.is_cuda}
     state = random.getstate()
     with contextlib.ExitStack() as stack:
         # The mode of torch.set_default_device is always the last one.
         while not isinstance(_get_current_function_mode(), DeviceContext | None):
             stack.enter_context(_pop_mode_temporarily())
         stack.callback(random.setstate, state)
-        stack.enter_context(
-            torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind)
-        )
+        stack.enter_context(torch.random.fork_rng(devices))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
         yield
 
@@ -269,13 +265,15 @@ class UnitScaleMode(Mode):
                 "torch.compile breaks the graph inside a unit-scaled model: fullgraph=True names "
                 "the place. Change it, or run the model in eager mode"
             )
-        kwargs, func = kwargs or {}, respelt(func)
-        if func not in self.handlers and (inside := _opened(func)) is not None:
-            with self:
-                return inside(*args, **kwargs)
-        return self._call(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def inside(self, func: Any) -> Function | None:
+        """As `Mode`'s; functions of ours stay as they are."""
+        is_ours = getattr(func, "__module__", None) or ""
+        return None if is_ours.startswith(UNIT_SCALED) else super().inside(func)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Decide about a call and carry it out."""
         with _unseen():
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
@@ -330,7 +328,7 @@ class UnitScaleMode(Mode):
         }
 
     def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        func = torch.add if func is Tensor.add_ else func  # `_call` copies its result
+        func = torch.add if func is Tensor.add_ else func  # `call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)
         if step.role == RESIDUAL:
@@ -371,13 +369,6 @@ def _undecided(decisions: Decisions, call: int, output: float, *grads: float) ->
         return grad if decisions.is_unconstrained(call) else output
 
     return (output, *[functools.partial(choose, grad) for grad in grads])
-
-
-def _opened(func: Any) -> Function | None:
-    """The function to run under the mode instead of one that hides calls, or None."""
-    if hasattr(func, "implementation") and not func.__module__.startswith(UNIT_SCALED):
-        return func.implementation
-    return decomposition_of(func)
 
 
 def _addends(input: Tensor, other: Tensor, alpha: float = 1) -> tuple[Tensor, Tensor]:
