@@ -278,12 +278,12 @@ class UnitScaleMode(Mode):
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
             inputs = tuple([(path, self._number(x), x.dim()) for path, x in operands])
+            is_plain = func in ADDITIONS and _is_plain(*args, **kwargs)
         if inputs and inputs[0][0] == (0, 0) and is_alias(func):
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):
                 self.numbers[result] = inputs[0][1]
             return result
-        is_plain = func in ADDITIONS and _is_plain(*args, **kwargs)
         step = ask(self.decisions, "begin", func, inputs, len(operands) < len(tensors), is_plain)
         in_place = is_in_place(func) or kwargs.get("inplace") is True
         changed = operands[0][1] if in_place and operands and func not in ADDITIONS else None

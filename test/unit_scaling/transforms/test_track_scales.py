@@ -241,9 +241,11 @@ def test_metrics_are_those_of_float64_arithmetic(shape, dtype):
         assert getattr(found, name) == pytest.approx(value, rel=tolerance, abs=tolerance), name
 
 
-def test_a_nan_shows_in_every_number():
-    found = Metrics(torch.tensor([1.0, math.nan])).fwd
+@pytest.mark.parametrize("x", [torch.tensor([1.0, math.nan]), torch.empty(0, 3)])
+def test_a_nan_shows_in_every_number_and_of_nothing_are_no_numbers(x):
+    found = Metrics(x).fwd
     assert all(math.isnan(getattr(found, name)) for name in Metrics.names() if name != "numel")
+    assert found.numel == x.numel()
 
 
 def test_sparse_gradients_and_float8_tensors_count_as_what_they_stand_for():
@@ -251,11 +253,6 @@ def test_sparse_gradients_and_float8_tensors_count_as_what_they_stand_for():
     assert Metrics(dense.to_sparse()).fwd == Metrics(dense).fwd
     x = torch.tensor([[448.0, -2.0]] * 16)
     assert Metrics(Float8Tensor.from_high_precision(x, E4M3, Tensorwise())).fwd == Metrics(x).fwd
-
-
-def test_an_empty_tensor_has_no_numbers_but_its_size():
-    found = Metrics(torch.empty(0, 3)).fwd
-    assert found.numel == 0 and math.isnan(found.mean_abs) and math.isnan(found.abs_max)
 
 
 # --- pruned graphs
