@@ -26,8 +26,9 @@ without attributes is assigned to a name in the table, it gets the attributes fr
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
@@ -187,14 +188,17 @@ class MupModule(nn.Module):
         self._restore_roles()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self._record_roles()
-        result = super()._apply(fn, recurse)
-        self._restore_roles()
-        return result
+        with self._roles_kept():
+            return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._roles_kept():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _roles_kept(self) -> Iterator[None]:
         self._record_roles()
-        super()._load_from_state_dict(*args, **kwargs)
+        yield
         self._restore_roles()
 
     def _table(self) -> dict[str, MupData]:

@@ -25,7 +25,9 @@ bias or a mask). ``alpha`` and ``beta`` are multipliers of the model and stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -33,13 +35,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling import registry
 from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.functional.products import power_of_terms, product_of, scaled_linear
-from float8.unit_scaling.registry import renamed
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Function = Callable[..., Any]
 Path = tuple[Any, ...]  # of an argument inside (args, kwargs): (0, 1), (1, "weight"), (0, 1, 0)
+Replacements = Mapping[Function, Function]
 Argument = tuple[Path, Path]  # an argument's path if it is given by position, and by name
 DEFAULT: Constraint = "to_output_scale"
 
@@ -147,9 +150,9 @@ def _convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Cont
 
 
 _INPUT, _BIAS = argument(0, "input"), argument(2, "bias")
-_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=renamed(matmul, {"mat2": "other"}))
+_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=registry.renamed(matmul, {"mat2": "other"}))
 _ADDBMM = _pair("matrix", 1, "batch1", "batch2", added=_INPUT)
-_BADDBMM = renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
+_BADDBMM = registry.renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
 
 CONTRACTIONS: dict[Function, Contraction] = {
     F.linear: _pair("linear", 0, "input", "weight", added=_BIAS),
@@ -183,6 +186,41 @@ OTHER_CONTRACTIONS = frozenset(
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     }
 )
+
+
+def replacements_of(users: Replacements) -> dict[Function, Function]:
+    """Function of a model -> what unit scaling calls in its place.
+
+    The user's come first, then the registered ones, then those of `CONTRACTIONS`.
+    """
+    replacements = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
+    for function, ours in registry.torch_map.items():
+        if ours is not U.matmul:  # the table's knows about weights
+            replacements[function] = registry.handler(function)
+    for function, other in users.items():
+        replacements[function] = other if other is function else replacements.get(other, other)
+    return replacements
+
+
+def keywords_of(function: Function) -> tuple[str, ...] | None:
+    """The names of a function's arguments; None if it takes any, or they are not known."""
+    known = parameters_of(function)
+    if known is None or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return None
+    return tuple(known)
+
+
+# torch.compile calls it while it traces and takes its result for a constant.
+keywords_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
+    """The arguments of a function; None if they are not known."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some builtin functions have no signature
+        return None
 
 
 def may_contract_activations(function: Function) -> bool:

@@ -3,7 +3,7 @@
 `Decisions` gets a forward call by call, `begin` before each and `end` after it, as numbers and
 functions without tensors. The replacement of a call (`Step`) depends on the calls before it:
 
-    role     "scaled"    the function's unit-scaled version (`replacements`)
+    role     "scaled"    the function's unit-scaled version (`contractions`)
              "residual"  `U.residual_add`, with ``tau`` (`history`)
              "keep"      the function as it is
              "readout"   `U.linear_readout`: the linear layer of the output weight
@@ -34,20 +34,32 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._guards import CompileContext
 
-from float8.unit_scaling.transforms.contractions import Function, Path
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms.contractions import (
+    CONTRACTIONS,
+    OTHER_CONTRACTIONS,
+    Function,
+    Path,
+    Replacements,
+    argument,
+    may_contract_activations,
+    parameters_of,
+)
 from float8.unit_scaling.transforms.gradient_factors import (
     branch_factors,
     calls_on_cut_edges,
     has_conflict,
 )
 from float8.unit_scaling.transforms.history import (
-    ADDITIONS,
     KEEP,
     RESIDUAL,
     SUM,
@@ -57,14 +69,6 @@ from float8.unit_scaling.transforms.history import (
     Operand,
     name_of,
     tau_of,
-)
-from float8.unit_scaling.transforms.replacements import (
-    Replacements,
-    has_free_gradients,
-    is_readout,
-    is_weight,
-    options_of,
-    unscaled,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,8 +135,9 @@ class Decisions(History):
         `History.classify`.
         """
         inputs = [Operand(path, self.values[number], dims) for path, number, dims in operands]
+        function = torch.add if function is Tensor.add_ else function
         call = Call(function, inputs, reads_integers)
-        if (reason := unscaled(call, self.replacements)) is not None:
+        if (reason := self._unscaled(call)) is not None:
             raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
         number = self.add_call(call)
         step = self._step(number, call, is_plain)
@@ -184,16 +189,16 @@ class Decisions(History):
         return call in (self.known or self.factors()).unconstrained
 
     def _step(self, number: int, call: Call, is_plain: bool) -> Step:
-        if call.function in ADDITIONS:
+        if call.function is torch.add:
             self._classify(number, call, is_plain)
         if call.kind == RESIDUAL:
             return Step(number, RESIDUAL, skip=call.skip, tau=call.tau)
-        if call.kind == KEEP or _function(call) not in self.replacements:
+        if call.kind == KEEP or call.function not in self.replacements:
             return Step(number, KEEP)
-        if is_readout(call, self.replacements, self.outputs):
+        if self._is_readout(call):
             return Step(number, "readout")
         is_free = False if self._has_free_gradients(call) else None
-        return Step(number, options=options_of(call, self.replacements), is_free=is_free)
+        return Step(number, options=self._options(call), is_free=is_free)
 
     def _classify(self, number: int, call: Call, is_plain: bool) -> None:
         self.classify(call, is_plain)
@@ -212,14 +217,71 @@ class Decisions(History):
             for number, path in self.reads.get(root, ())
         )
 
+    def _unscaled(self, call: Call) -> str | None:
+        """The reason why a call cannot be unit-scaled, or None.
+
+        It reads a trained parameter that does not belong to the model; or it contracts a weight and
+        has no unit-scaled function: the weight has a standard deviation of 1, so the result would
+        grow with its size.
+        """
+        contracts = call.function not in self.replacements and (
+            name_of(call.function) in OTHER_CONTRACTIONS
+            or (call.function in CONTRACTIONS and not hasattr(call.function, "implementation"))
+        )
+        for operand in call.inputs:
+            if operand.value.is_trained and operand.value.parameter == "":
+                return (
+                    "reads a trained parameter that is not a parameter of the model: make its "
+                    "module an attribute of one of the model's modules, or an item of an "
+                    "nn.ModuleList"
+                )
+            if operand.value.is_trained and contracts and operand.dims >= 2:
+                return (
+                    f"multiplies by {operand.value.parameter} and has no unit-scaled function: "
+                    "register one (U.register), write it with linear layers or matmul, or pass "
+                    "replace={f: f} to leave it, and scale the weight"
+                )
+        return None
+
+    def _is_readout(self, call: Call) -> bool:
+        """Whether a call is the linear layer of a weight of u-muP's type "output"."""
+        weight = call.operand(argument(1, "weight")) if call.function is F.linear else None
+        is_output = weight is not None and weight.value.parameter in self.outputs
+        return is_output and self.replacements[F.linear] is U.linear
+
+    def _options(self, call: Call) -> tuple[str, ...]:
+        """The options ``weight`` and ``mix`` of the functions in `contractions` to set."""
+        contraction = CONTRACTIONS.get(call.function)
+        if contraction is None or not may_contract_activations(call.function):
+            return ()
+        if self.replacements[call.function] is not contraction.unit_scaled:
+            return ()
+        right = call.operand(contraction.operands[1])
+        added = None if contraction.added is None else call.operand(contraction.added)
+        weight = ("weight",) if right and right.value.is_learned and right.dims == 2 else ()
+        is_bias = added is None or (added.value.is_learned and added.dims <= 1)
+        # What depends on no parameter is a mask.
+        return weight if is_bias or not added.value.has_parameters else (*weight, "mix")
+
     def _has_free_gradients(self, call: Call) -> bool:
-        replacement = self.replacements.get(_function(call))
-        is_replaced = replacement is not None and call.kind in ("", SUM)
-        return is_replaced and has_free_gradients(call, replacement)
+        """Whether the gradients of a call's activations may take factors of their own.
+
+        Not where two activations are multiplied: both gradients would need one. And not where the
+        replacement has no ``constraint``, or a default other than "to_output_scale".
+        """
+        replacement = self.replacements.get(call.function)
+        if replacement is None or call.kind not in ("", SUM):
+            return False
+        has_weight = any(operand.value.is_learned for operand in call.inputs)
+        constraint = (parameters_of(replacement) or {}).get("constraint")
+        return (has_weight or not may_contract_activations(call.function)) and (
+            constraint is not None and constraint.default == "to_output_scale"
+        )
 
 
-def _function(call: Call) -> Function:
-    return torch.add if call.function in ADDITIONS else call.function
+def is_weight(path: Path, function: Function, replacements: Replacements) -> bool:
+    """Whether a parameter at a place in the arguments of a function is its weight or bias."""
+    return function in replacements and path not in argument(0, "input")
 
 
 def _line_of_caller() -> str:
@@ -230,6 +292,10 @@ def _line_of_caller() -> str:
 
 
 # --- torch.compile
+
+
+# The transforms that decide, by id: functions that run while torch.compile traces take constants.
+ALIVE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class _Trace:
@@ -244,10 +310,10 @@ class _Trace:
 _trace = _Trace()
 
 
-def start(transform: int, find: Callable[[int], Any]) -> int:
+def start(transform: int) -> int:
     """Begin a forward that is traced: its place in the frame that is compiled.
 
-    ``find(transform)`` is the transform that decides: ``traced(known)`` makes the `Decisions`.
+    ``transform`` is the id of the transform that decides: ``traced(known)`` makes the `Decisions`.
     """
     trace = CompileContext.current_trace_id()
     assert trace is not None
@@ -255,7 +321,7 @@ def start(transform: int, find: Callable[[int], Any]) -> int:
         _trace.frame, _trace.found, _trace.attempt = trace.compile_id, [], None
     if _trace.attempt != trace.attempt:
         _trace.attempt, _trace.running = trace.attempt, []
-    place, decides = len(_trace.running), find(transform)
+    place, decides = len(_trace.running), ALIVE[transform]
     known = _trace.found[place] if place < len(_trace.found) else None
     _trace.running.append((decides, decides.traced(known)))
     return place

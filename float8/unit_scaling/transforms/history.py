@@ -43,7 +43,6 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.transforms.contractions import (
@@ -55,7 +54,6 @@ from float8.unit_scaling.transforms.contractions import (
 )
 
 KEEP, SUM, RESIDUAL = "keep", "sum", "residual"
-ADDITIONS = (torch.add, Tensor.add_)
 OPERANDS = (argument(0, "input"), argument(1, "other"))
 # Names of functions whose result is their first operand in another view, shape or precision.
 _ALIASES = frozenset(
@@ -110,12 +108,16 @@ class Operand:
 class Call:
     """One call of a function.
 
-    ``function`` is what the model calls. ``inputs`` are its floating-point operands.
-    ``reads_integers`` says whether it has tensor operands of integers or booleans, which are no
-    values. ``outputs`` are its floating-point results. The other fields are of additions: their
-    ``kind``, and ``skip``, ``root`` and ``tau`` of residual ones. ``skip`` says which operand is
-    the skip, 0 or 1. ``root`` is the value at which branch and skip part: the skip operand itself,
-    or the input of the residual layer that returned it (``x + attention(x) + mlp(x)``).
+    Args:
+        function: what the model calls; ``torch.add`` in place too.
+        inputs: its floating-point operands.
+        reads_integers: whether it has tensor operands of integers or booleans, which are no values.
+        outputs: its floating-point results.
+        kind: of an addition, what it means.
+        skip: of a residual addition, which operand is the skip, 0 or 1.
+        root: the value at which branch and skip part: the skip operand itself, or the input of the
+            residual layer that returned it (``x + attention(x) + mlp(x)``).
+        tau: the weight of the branch.
     """
 
     function: Function
@@ -148,18 +150,14 @@ class History:
 
     def leaf(self, parameter: str | None, is_trained: bool) -> int:
         """The number of a tensor that no call has returned; arguments as of `Value`."""
-        is_learned = parameter is not None
-        return self._add(
-            parameter=parameter,
-            is_trained=is_trained,
-            is_learned=is_learned,
-            has_parameters=is_learned,
-        ).number
+        new = self._new()
+        new.parameter, new.is_trained = parameter, is_trained
+        new.is_learned = new.has_parameters = parameter is not None
+        return new.number
 
-    def _add(self, **fields: Any) -> Value:
+    def _new(self) -> Value:
         number = len(self.values)
-        terms = fields.pop("terms", 0) | 1 << number
-        self.values.append(Value(number, terms=terms, **fields))
+        self.values.append(Value(number, terms=1 << number))
         return self.values[-1]
 
     def add_call(self, call: Call) -> int:
@@ -178,13 +176,11 @@ class History:
         """
         call = self.calls[-1]
         sources = [operand.value for operand in call.inputs]
-        new = self._add(
-            call=len(self.calls) - 1,
-            is_learned=bool(sources)
-            and not call.reads_integers
-            and all(v.is_learned for v in sources),
-            has_parameters=any(v.has_parameters for v in sources),
-        )
+        new = self._new()
+        new.call = len(self.calls) - 1
+        new.is_learned = bool(sources) and not call.reads_integers
+        new.is_learned &= all(v.is_learned for v in sources)
+        new.has_parameters = any(v.has_parameters for v in sources)
         for value in sources:
             new.origins |= value.origins | 1 << value.number
         if sources and not is_new_signal:
@@ -193,7 +189,7 @@ class History:
                 new.terms |= value.terms
         if may_contract_activations(call.function):
             new.is_scores = all(v.parameter is None for v in sources)
-        elif not is_new_signal or call.function in ADDITIONS:
+        elif not is_new_signal or call.function is torch.add:
             new.is_scores = any(v.is_scores for v in sources)
         call.outputs.append(new)
         return new.number

@@ -86,7 +86,7 @@ class Transform(ABC):
 class Transformed:
     """The part of a transformed model's class that enters the modes."""
 
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform, ...]  # of the largest depth first
 
     @property
     def float8_products(self) -> Transform | None:
@@ -96,8 +96,7 @@ class Transformed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
-        ordered = sorted(self.transforms, key=_depth, reverse=True)
-        modes = [t.mode(self, args, kwargs) for t in ordered]  # type: ignore[arg-type]
+        modes = [t.mode(self, args, kwargs) for t in self.transforms]  # type: ignore[arg-type]
         for mode in modes:
             args, kwargs = mode.begin(args, kwargs)
         # torch.compile refuses checkpoints by itself.
@@ -122,10 +121,6 @@ class Transformed:
 def is_in_functorch() -> bool:
     """Whether the call is inside ``torch.vmap``, ``torch.func.grad`` or the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _depth(transform: Transform) -> int:
-    return transform.depth
 
 
 def _under(modes: list[Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -164,7 +159,8 @@ def transformed(model: M, transform: Transform) -> M:
     copied: tuple[Transform, ...] = getattr(new, "transforms", ())
     if not isinstance(model, Transformed):
         new.__class__ = _subclass(type(model))
-    new.transforms = (*copied, transform)  # type: ignore[assignment]
+    ordered = sorted((*copied, transform), key=lambda t: t.depth, reverse=True)
+    new.transforms = tuple(ordered)  # type: ignore[assignment]
     return new
 
 

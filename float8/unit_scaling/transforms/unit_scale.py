@@ -42,7 +42,6 @@ import contextlib
 import copy
 import functools
 import random
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -55,20 +54,29 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.scale import scale_bwd
-from float8.unit_scaling.transforms.contractions import Function, Path, tensors_in, with_tensors
-from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step, ask, start
+from float8.unit_scaling.transforms.contractions import (
+    Function,
+    Path,
+    Replacements,
+    keywords_of,
+    replacements_of,
+    tensors_in,
+    with_tensors,
+)
+from float8.unit_scaling.transforms.decisions import (
+    ALIVE,
+    Decisions,
+    GradientFactors,
+    Step,
+    ask,
+    is_weight,
+    start,
+)
 from float8.unit_scaling.transforms.history import (
-    ADDITIONS,
     KEEP,
     RESIDUAL,
     is_alias,
     is_in_place,
-)
-from float8.unit_scaling.transforms.replacements import (
-    Replacements,
-    is_weight,
-    keywords_of,
-    replacements_of,
 )
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 from float8.unit_scaling.transforms.unit_init import unit_init
@@ -144,7 +152,7 @@ class UnitScale(Transform):
     def __new__(cls, *_: Any) -> UnitScale:
         """Registers the instance; copies and unpickled ones are created here too."""
         new = super().__new__(cls)
-        _ALIVE[id(new)] = new
+        ALIVE[id(new)] = new
         return new
 
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
@@ -154,7 +162,7 @@ class UnitScale(Transform):
         """The mode for one forward."""
         replacements = replacements_of(dict(self.replace))
         if torch.compiler.is_dynamo_compiling():
-            return UnitScaleMode(start(id(self), _alive), replacements, model)
+            return UnitScaleMode(start(id(self)), replacements, model)
         if self.layers is None:
             self.layers = self._count(replacements, model, args, kwargs)
         return UnitScaleMode(
@@ -184,14 +192,6 @@ class UnitScale(Transform):
                 result = super(Transformed, twin).forward(*args, **kwargs)  # type: ignore[misc]
             mode.finish(result)
         return len(decisions.residuals)
-
-
-# By id: functions that run while torch.compile traces take constants, and an id is one.
-_ALIVE: weakref.WeakValueDictionary[int, UnitScale] = weakref.WeakValueDictionary()
-
-
-def _alive(transform: int) -> UnitScale:
-    return _ALIVE[transform]
 
 
 def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -278,7 +278,7 @@ class UnitScaleMode(Mode):
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
             inputs = tuple([(path, self._number(x), x.dim()) for path, x in operands])
-            is_plain = func in ADDITIONS and _is_plain(*args, **kwargs)
+            is_plain = func in (torch.add, Tensor.add_) and _is_plain(*args, **kwargs)
         if inputs and inputs[0][0] == (0, 0) and is_alias(func):
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):
@@ -286,7 +286,7 @@ class UnitScaleMode(Mode):
             return result
         step = ask(self.decisions, "begin", func, inputs, len(operands) < len(tensors), is_plain)
         in_place = is_in_place(func) or kwargs.get("inplace") is True
-        changed = operands[0][1] if in_place and operands and func not in ADDITIONS else None
+        changed = operands[0][1] if in_place and operands and func is not Tensor.add_ else None
         read = self._reads(step, func, [(path, x) for path, x in operands if x is not changed])
         result = self._carry_out(step, func, *with_tensors((args, kwargs), read))
         if func is Tensor.add_ and result is not args[0]:
