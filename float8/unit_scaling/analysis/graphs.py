@@ -79,7 +79,7 @@ def graph_to_dataframe(g: Graph) -> Any:
     """
     table = graph_to_rows(g)
     try:
-        from pandas import DataFrame
+        from pandas import DataFrame  # type: ignore[import-untyped]
     except ImportError:
         return table
     columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
@@ -143,8 +143,8 @@ def plot(
             tiny, normal = fmt.smallest_subnormal, torch.finfo(fmt.dtype).smallest_normal
             axes.axvspan(normal, fmt.max, color=colour, alpha=0.15, label=f"_{fmt}")
             axes.axvspan(tiny, normal, color=colour, alpha=0.07, label=f"_{fmt}")
-            top = {"transform": axes.get_xaxis_transform(), "color": colour, "va": "bottom"}
-            axes.text(fmt.max, 1, str(fmt).upper(), ha="right", **top)
+            top: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "va": "bottom"}
+            axes.text(fmt.max, 1, str(fmt).upper(), ha="right", color=colour, **top)
         if show_error_bars and metric != "numel":
             y = [places[n] + (0.12 if direction == "bwd" else -0.12) for n in shown]
             low = [max(data[n].abs_min, E5M2.smallest_subnormal / 4) for n in shown]
@@ -153,7 +153,10 @@ def plot(
             dots = [
                 (x, places[n]) for n, x in shown.items() if n.meta["requires_grad"] == is_weight
             ]
-            style = {"mfc": "white" if direction == "bwd" else colour, "label": f"{what}, {kind}"}
+            style: dict[str, Any] = {
+                "mfc": "white" if direction == "bwd" else colour,
+                "label": f"{what}, {kind}",
+            }
             if dots:
                 axes.plot(*zip(*dots, strict=True), marker, color=colour, **style)
         for node, x in shown.items() if show_arrows else ():

@@ -259,9 +259,10 @@ class Decisions(History):
         right = call.operand(contraction.operands[1])
         added = None if contraction.added is None else call.operand(contraction.added)
         weight = ("weight",) if right and right.value.is_learned and right.dims == 2 else ()
-        is_bias = added is None or (added.value.is_learned and added.dims <= 1)
-        # What depends on no parameter is a mask.
-        return weight if is_bias or not added.value.has_parameters else (*weight, "mix")
+        # What depends on no parameter is a mask, and a learned vector a bias.
+        is_mixed = added is not None and added.value.has_parameters
+        is_bias = added is not None and added.value.is_learned and added.dims <= 1
+        return (*weight, "mix") if is_mixed and not is_bias else weight
 
     def _has_free_gradients(self, call: Call) -> bool:
         """Whether the gradients of a call's activations may take factors of their own.

@@ -68,7 +68,7 @@ def _without(graph: Graph, is_pruned: Callable[[Node], bool]) -> Graph:
     graph = copy.deepcopy(graph)
     for node in list(graph.nodes):
         if node.op != "output" and is_pruned(node):
-            node.replace_all_uses_with(_source(node))  # type: ignore[arg-type]
+            node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
     graph.lint()
     return graph
