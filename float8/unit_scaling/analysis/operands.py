@@ -38,7 +38,6 @@ from torch import Tensor, nn
 from float8.formats import E4M3, E5M2
 from float8.unit_scaling.transforms.contractions import (
     CONTRACTIONS,
-    Contraction,
     Function,
     tensors_in,
 )
@@ -139,22 +138,10 @@ class WatchOperands(Transform):
     def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode that records one forward."""
         names = {id(p): name for name, p in model.named_parameters()}
-        return Mode(
-            {
-                function: functools.partial(self.call, names, function, contraction)
-                for function, contraction in CONTRACTIONS.items()
-                if contraction.kind in ("linear", "matrix")
-            }
-        )
+        watched = [f for f, c in CONTRACTIONS.items() if c.kind in ("linear", "matrix")]
+        return Mode({f: functools.partial(self.call, names, f) for f in watched})
 
-    def call(
-        self,
-        names: dict[int, str],
-        function: Function,
-        contraction: Contraction,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(self, names: dict[int, str], function: Function, *args: Any, **kwargs: Any) -> Any:
         """Calls a function and records its operands, if the right one is a weight."""
         output = function(*args, **kwargs)
         if is_in_functorch():  # tensors have no values there
@@ -162,10 +149,10 @@ class WatchOperands(Transform):
         tensors = dict(tensors_in((args, kwargs)))
         left, right = (
             next(tensors[path] for path in argument if path in tensors)
-            for argument in contraction.operands
+            for argument in CONTRACTIONS[function].operands
         )
         parameter = names.get(id(right if right._base is None else right._base))
-        if contraction.kind == "linear" or parameter is not None:
+        if CONTRACTIONS[function].kind == "linear" or parameter is not None:
             name = (parameter or "").rpartition(".")[0] or "linear"
             self.uses[name] += 1
             name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"

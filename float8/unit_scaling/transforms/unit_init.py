@@ -59,7 +59,9 @@ def unit_init(model: nn.Module) -> frozenset[str]:
             raise ValueError(f"unit_scale: {name or 'the model'} {reason}")
     output = _output_weight(model)
     for prefix, module in model.named_modules():
-        norm = is_norm(module)
+        kind, place = type(module).__name__.lower(), type(module).__module__
+        is_torchs = place.startswith("torch.nn.modules.")
+        norm = "norm" in kind or (is_torchs and place.endswith(_NORM_FILES))
         scaled = not norm and any(p.dim() >= 2 for p in module.parameters(recurse=False))
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if has_parameter_data(parameter):
@@ -70,14 +72,6 @@ def unit_init(model: nn.Module) -> frozenset[str]:
             role: MupType = "norm" if norm else "output" if parameter is output else "weight"
             set_parameter_data(parameter, "bias" if bias else role)
     return frozenset(n for n, p in model.named_parameters() if p.mup_type == "output")  # type: ignore[attr-defined]
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: torch's, or one whose class's name says so."""
-    name = type(module).__module__
-    return "norm" in type(module).__name__.lower() or (
-        name.startswith("torch.nn.modules.") and name.endswith(_NORM_FILES)
-    )
 
 
 @torch.no_grad()

@@ -98,7 +98,9 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
     """A unit-scaled copy of a model.
 
     Args:
-        module: any module. It is not changed; the copy has parameters of its own.
+        module: any module. It is not changed; the copy has parameters of its own. The first forward
+            counts its residual layers in a run on copies: its arguments are ones that
+            ``copy.deepcopy`` takes.
         replace: functions that the model calls -> the functions to call instead, before any other
             rule. A key is a function of torch, or a Python function that transforms see as one
             call. For that, decorate its definition with
@@ -114,8 +116,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         TypeError: ``module`` is not a module.
         ValueError: the module is unit-scaled or compiled already, or has meta parameters; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
-            contraction has no unit-scaled version, or a trained parameter does not belong to the
-            model; or, the first time, the arguments cannot be copied.
+                model.
     """
     functions = dict(replace or {})
     for function, other in functions.items():
@@ -128,12 +129,12 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    for name, part in new.named_modules():
-        if part is not new and getattr(part, "float8_products", None) is not None:
-            raise ValueError(
-                f"unit_scale: {name} has the transform float8, whose contractions an outer "
-                "transform does not see: transform the whole model, float8(unit_scale(model))"
-            )
+    parts = [part for part in new.modules() if part is not new]
+    if any(getattr(part, "float8_products", None) is not None for part in parts):
+        raise ValueError(
+            "unit_scale: a part of the model has the transform float8, whose contractions an outer "
+            "transform does not see: transform the whole model, float8(unit_scale(model))"
+        )
     transform.outputs = unit_init(new)
     return new
 
@@ -205,14 +206,7 @@ def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
         if isinstance(x, Tensor):
             new = x.detach().clone().requires_grad_(x.requires_grad)
             memo[id(x)] = new if x.is_leaf else new.clone()
-    try:
-        return copy.deepcopy((model, args, kwargs), memo)
-    except Exception as error:
-        raise ValueError(
-            "unit_scale: the first forward counts the model's residual layers on copies of the "
-            f"model and its arguments, and copying fails: {type(error).__name__}: {error}. "
-            "Call the model once with arguments that copy.deepcopy can copy"
-        ) from error
+    return copy.deepcopy((model, args, kwargs), memo)
 
 
 @contextlib.contextmanager
