@@ -263,8 +263,8 @@ class UnitScaleMode(Mode):
 
     def inside(self, func: Any) -> Function | None:
         """As `Mode`'s; functions of ours stay as they are."""
-        is_ours = getattr(func, "__module__", None) or ""
-        return None if is_ours.startswith(UNIT_SCALED) else super().inside(func)
+        is_ours = hasattr(func, "implementation") and func.__module__.startswith(UNIT_SCALED)
+        return None if is_ours else super().inside(func)
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Decide about a call and carry it out."""
