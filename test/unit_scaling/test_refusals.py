@@ -1,8 +1,9 @@
-"""Models, calls and arguments that a transform would not reach are refused, before any change."""
+"""Every error of unit scaling: models out of a transform's reach, calls, arguments."""
 
 from __future__ import annotations
 
 import copy
+import math
 import types
 from functools import partial
 
@@ -14,9 +15,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+import float8.unit_scaling as uu
 from float8 import convert_to_float8_training
 from float8.config import RECIPES
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.constraints import apply_constraint
+from float8.unit_scaling.formats import FPFormat
+from float8.unit_scaling.optim import lr_scale_func_adam, lr_scale_func_sgd, scaled_parameters
+from float8.unit_scaling.scale import scale_fwd
 from float8.unit_scaling.transforms import (
     compile,
     float8,
@@ -232,3 +238,63 @@ def test_around_it_gives_the_same_gradients(transform, kind):
         results.append([x.grad, *(p.grad.clone() for p in model.parameters())])
     for mine, theirs in zip(*results, strict=True):
         assert_bitwise(mine, theirs)
+
+
+# --- functions, modules, optimizers
+
+IDS = torch.tensor([0, 1, 2])
+HALF_SCALED = nn.Sequential(uu.Linear(4, 4), nn.Linear(4, 3))
+
+
+def ones(*shape):
+    return torch.ones(shape)
+
+
+def scaled_groups(params, **options):
+    return lambda: scaled_parameters(params, lr_scale_func_adam, **{"lr": 2.0, **options})
+
+
+IN_PLACE = "inplace=True cannot be unit-scaled; pass inplace=False"
+LEGACY = "size_average or reduce .*; pass reduction='none'"
+
+VALUE_ERRORS = [
+    (lambda: uu.SiLU(inplace=True)(ones(3)), f"silu: {IN_PLACE}"),
+    (lambda: uu.Dropout(inplace=True)(ones(3)), f"dropout: {IN_PLACE}"),
+    *((lambda m=m: U.gelu(ones(2), mult=m), f"gelu: mult={m} .* greater than 0")
+      for m in (0, -1.0, math.nan, math.inf, True)),
+    (lambda: U.silu_glu(ones(4, 3), ones(1, 3)), "silu_glu: a gate of another shape"),
+    *((lambda f=f: f(*[ones(1, 2, 4)] * 3, mult=2.0, scale=0.25), "mult=2.0 with scale=0.25")
+      for f in (U.scaled_dot_product_attention, U.sqrt_softmax_attention)),
+    (lambda: U.cross_entropy(ones(3, 4), IDS, size_average=True), f"cross_entropy: {LEGACY}"),
+    (lambda: U.mse_loss(ones(3), ones(3), True), f"mse_loss: {LEGACY}"),
+    (lambda: U.mse_loss(ones(3), ones(3), weight=ones(3)), "multiply the losses"),
+    (lambda: uu.Embedding(5, 3, scale_grad_by_freq=True)(IDS), "scale_grad_by_freq=True .* False"),
+    (lambda: U.add(ones(3), ones(3), out=ones(3)), "out= cannot be unit-scaled"),
+    *((lambda name=name: apply_constraint(name, 1.0, 2.0), f"{name!r} is no constraint: .*gmean")
+      for name in ("mean", "", 3)),
+    (lambda: uu.Parameter(ones(2), "hidden"), "'output'.; got 'hidden'"),
+    (lambda: lr_scale_func_sgd("gmean"), "LinearReadout; got 'gmean'"),
+    (scaled_groups(HALF_SCALED), r"2 parameters .*1.weight of shape \(3, 4\)"),
+    (scaled_groups([*HALF_SCALED.parameters()]), r"a parameter of shape \(3, 4\).*MupModule"),
+    (lambda: FPFormat(1, 3), "exponent_bits=1 is not in"),
+    (lambda: FPFormat(4, 3, rounding="up"), "rounding='up'.*'nearest'"),
+    (lambda: U.register(torch.nn.functional.silu, U.gelu), "registered already; pass replace=True"),
+]  # fmt: skip
+# Errors of Python and torch.
+OTHER_ERRORS = [
+    *((lambda s=s: scale_fwd(ones(2), s), TypeError, "0-d tensor without gradient")
+      for s in (ones(2), torch.ones((), requires_grad=True))),
+    (scaled_groups(nn.Parameter(ones(2))), TypeError, "params argument given"),
+    (scaled_groups(uu.Linear(3, 4), lr=0.0, weight_decay=0.1), ZeroDivisionError, "by zero"),
+    (lambda: apply_constraint("to_left_grad_scale", 1.0, 2.0), TypeError, "missing 1 required"),
+    (lambda: U.cross_entropy(ones(3, 4), IDS, reduction="max"), KeyError, "max"),
+    (lambda: uu.MHSA(8, 2, True, attention="linear")(ones(3, 8)), KeyError, "linear"),
+    (lambda: uu.TransformerDecoder(16, 24, 2, 2, norm="post")(IDS), KeyError, "post"),
+]  # fmt: skip
+MESSAGES = [*((call, ValueError, text) for call, text in VALUE_ERRORS), *OTHER_ERRORS]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), MESSAGES, ids=[row[2] for row in MESSAGES])
+def test_the_message(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
