@@ -74,6 +74,10 @@ KINDS = {
     "a residual layer": (lambda m, x: x + x @ m.w, ["residual"]),
     "a norm after it": (lambda m, x: F.layer_norm(x + x @ m.w, (WIDTH,)), ["residual"]),
     "not the same tensor": (lambda m, x: x[:, :2] + x[:, 2:] @ m.w, ["sum"]),
+    "of x only the shape": (
+        lambda m, x: x + F.gelu(m.mask @ m.v[:4]).expand(2, 4, WIDTH).reshape_as(x),
+        ["sum"],
+    ),
 }
 
 
