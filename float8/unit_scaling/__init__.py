@@ -28,19 +28,24 @@ from typing import TYPE_CHECKING, Any
 from float8.unit_scaling import core, functional, optim, parameter
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.modules import converted as _registers_conversion  # noqa: F401
-from float8.unit_scaling.modules.activations import GELU, CrossEntropyLoss, Dropout, SiLU, Softmax
-from float8.unit_scaling.modules.attention import MHSA
-from float8.unit_scaling.modules.depth import DepthModuleList, DepthSequential
 from float8.unit_scaling.modules.layers import (
+    GELU,
     Conv1d,
+    CrossEntropyLoss,
+    Dropout,
     Embedding,
     LayerNorm,
     Linear,
     LinearReadout,
     RMSNorm,
+    SiLU,
+    Softmax,
 )
 from float8.unit_scaling.modules.transformer import (
+    MHSA,
     MLP,
+    DepthModuleList,
+    DepthSequential,
     TransformerDecoder,
     TransformerLayer,
     TransformerStack,

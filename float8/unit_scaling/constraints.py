@@ -80,15 +80,12 @@ def to_right_grad_scale(
     return right_grad_scale
 
 
-# name -> (function, the number of scales that it is defined for, or None for any)
-_CONSTRAINTS: dict[str, tuple[Callable[..., float], int | None]] = {
-    "gmean": (gmean, None),
-    "hmean": (hmean, None),
-    "amean": (amean, None),
-    "to_output_scale": (to_output_scale, None),
-    "to_grad_input_scale": (to_grad_input_scale, 2),
-    "to_left_grad_scale": (to_left_grad_scale, 3),
-    "to_right_grad_scale": (to_right_grad_scale, 3),
+_CONSTRAINTS: dict[str, Callable[..., float]] = {
+    function.__name__: function
+    for function in (
+        *(gmean, hmean, amean, to_output_scale),
+        *(to_grad_input_scale, to_left_grad_scale, to_right_grad_scale),
+    )
 }
 
 
@@ -104,20 +101,16 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float
         As many scales: all equal, or unchanged where the constraint is None.
 
     Raises:
-        ValueError: no constraint has this name, or not for this number of scales.
+        ValueError: no constraint has this name.
+        TypeError: the function takes another number of scales.
     """
     if constraint_name is None:
         return scales
     constraint: Any = constraint_name
     if not callable(constraint):
-        usable = [name for name, (_, n) in _CONSTRAINTS.items() if n in {None, len(scales)}]
-        if constraint not in usable:
-            known = constraint in _CONSTRAINTS
-            what = f"is not defined for an operation of {len(scales)} scales"
-            raise ValueError(
-                f"the constraint {constraint!r} {what if known else 'is unknown'}: use one of "
-                f"{', '.join(usable)}, None, or a function of the scales"
-            )
-        constraint = _CONSTRAINTS[constraint][0]
+        if constraint not in _CONSTRAINTS:
+            known = ", ".join(_CONSTRAINTS)
+            raise ValueError(f"{constraint!r} is no constraint: use one of {known}, or None")
+        constraint = _CONSTRAINTS[constraint]
     scale = constraint(*scales)
     return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)

@@ -42,7 +42,7 @@ parameters the same learning rate. Other optimizers take the groups of `scaled_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -61,10 +61,8 @@ __all__ = [
 ]
 
 LrScale: TypeAlias = Callable[[Any], float]
-# Tensors, (name, tensor) pairs or groups of them, as torch's optimizers take; or a whole module.
+# As torch's optimizers take: tensors, (name, tensor) pairs, or groups of either; or a whole module.
 Params: TypeAlias = nn.Module | Iterable[Any]
-
-_LISTED = 8  # how many parameters an error names
 
 
 # --- the learning rate of a parameter
@@ -139,14 +137,14 @@ def scaled_parameters(
     Example: ``torch.optim.NAdam(scaled_parameters(model, lr_scale_func_adam, lr=0.1))``.
 
     Args:
-        params: parameters, (name, parameter) pairs, groups of either (dicts with "params"), any
-            iterable of these, or a module. A parameter that occurs twice in a group counts once.
+        params: a module, or what torch's optimizers take: an iterable of parameters, of (name,
+            parameter) pairs, or of groups of either (dicts with "params").
         lr_scale_func: the factor of a parameter, for instance `lr_scale_func_adam`.
         lr: the global learning rate, for groups without their own. A tensor gives each resulting
             group a tensor of its own.
         weight_decay: the weight decay, for groups without their own.
         independent_weight_decay: divide the weight decay by the learning rate, so that the decay
-            of a step does not depend on it.
+            of a step does not depend on it. The rate is not 0 then: let a scheduler begin at 0.
         allow_non_unit_scaling_params: let parameters without ``mup_type`` train with ``lr``.
 
     Returns:
@@ -154,88 +152,43 @@ def scaled_parameters(
         options of the given group.
 
     Raises:
-        ValueError: there is no learning rate; or parameters have no ``mup_type`` (the message names
-            them); or weight decay would be divided by a learning rate of 0.
-        TypeError: ``params`` has other elements, or is a set, which has no order.
+        ValueError: parameters have no ``mup_type``; the message names them. Other errors are those
+            of torch's optimizers.
     """
-    groups = _groups(params)
+    named = params.named_parameters() if isinstance(params, nn.Module) else params
+    given = torch.optim.Optimizer(named, {"lr": lr, "weight_decay": weight_decay}).param_groups
     if not allow_non_unit_scaling_params:
-        _require_parameter_data(groups)
+        _require_parameter_data(given)
     result = []
-    for group in groups:
-        options = {"lr": lr, "weight_decay": weight_decay, **group}
-        if options["lr"] is None:
-            raise ValueError("scaled_parameters needs lr=..., or an 'lr' in every group")
+    for group in given:
+        names = group.pop("param_names", None)
         by_scale: dict[float, list[Any]] = {}
-        for name, param in options["params"]:
+        for place, param in enumerate(group["params"]):
             scale = lr_scale_func(param) if has_parameter_data(param) else 1.0
-            by_scale.setdefault(scale, []).append(param if name is None else (name, param))
+            by_scale.setdefault(scale, []).append((names[place], param) if names else param)
         for scale, members in by_scale.items():
-            own, decay = options["lr"] * scale, options["weight_decay"]
+            own, decay = group["lr"] * scale, group["weight_decay"]
             if independent_weight_decay and decay != 0:
-                if own == 0:
-                    raise ValueError(
-                        f"weight_decay={decay} cannot be made independent of lr=0: give the peak "
-                        "rate and let a scheduler start at 0, or independent_weight_decay=False"
-                    )
                 decay = decay / float(own)
-            result.append({**options, "params": members, "lr": own, "weight_decay": decay})
+            result.append({**group, "params": members, "lr": own, "weight_decay": decay})
     return result
 
 
-def _groups(params: Any) -> list[dict[str, Any]]:
-    """Groups whose "params" are lists of (name or None, parameter).
-
-    Parameters outside of groups form one group, at the place of the first of them.
-    """
-    groups: list[dict[str, Any]] = []
-    ungrouped: list[Any] = []
-    for entry in _listed(params):
-        if isinstance(entry, Mapping):
-            groups.append(dict(entry))
-            continue
-        if not ungrouped:
-            groups.append({"params": ungrouped})
-        ungrouped.append(entry)
-    for group in groups:
-        given = group["params"]
-        named = map(_named, [given] if isinstance(given, Tensor) else _listed(given))
-        names = group.pop("param_names", None)
-        members = list(named) if names is None else list(zip(names, given, strict=True))
-        unique = {id(p): (name, p) for name, p in reversed(members)}  # the first name stays
-        group["params"] = list(unique.values())[::-1]
-    return groups
-
-
-def _listed(params: Any) -> list[Any]:
-    if isinstance(params, (Tensor, Mapping, str, set, frozenset)):
-        raise TypeError(
-            "params must be a module or an ordered iterable of parameters, (name, parameter) pairs "
-            f"or groups; got {type(params).__name__}"
-        )
-    return list(params.named_parameters() if isinstance(params, nn.Module) else params)
-
-
-def _named(entry: Any) -> tuple[str | None, Tensor]:
-    name, param = entry if isinstance(entry, tuple) and len(entry) == 2 else (None, entry)
-    if not isinstance(param, Tensor):
-        raise TypeError(f"a parameter must be a tensor or a (name, tensor) pair; got {entry!r:.80}")
-    return name, param
-
-
 def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
-    without = [(n, p) for g in groups for n, p in g["params"] if not has_parameter_data(p)]
-    if not without:
-        return
-    listed = [f"{name or 'a parameter'} of shape {tuple(p.shape)}" for name, p in without]
-    more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    if any(hasattr(p, "device_mesh") for _, p in without):
-        more += ", sharded (FSDP2 replaces the parameters that unit_scale has marked)"
-    raise ValueError(
-        f"parameters without mup_type: {', '.join(listed[:_LISTED])}{more}. Use unit-scaled "
-        "modules, or uu.Parameter in modules that derive from uu.parameter.MupModule, or let these "
-        "train with the global lr: allow_non_unit_scaling_params=True"
-    )
+    without: list[tuple[str, Any]] = []
+    for group in groups:
+        names = group.get("param_names") or ["a parameter"] * len(group["params"])
+        pairs = zip(names, group["params"], strict=True)
+        without += [(name, param) for name, param in pairs if not has_parameter_data(param)]
+    if without:
+        is_sharded = any(hasattr(p, "device_mesh") for _, p in without)
+        why = " (FSDP2 replaces the parameters that unit_scale has marked)" if is_sharded else ""
+        first, param = without[0]
+        raise ValueError(
+            f"{len(without)} parameters without mup_type{why}, first {first} of shape "
+            f"{tuple(param.shape)}: use unit-scaled modules, or uu.Parameter in modules that "
+            "derive from uu.parameter.MupModule, or allow_non_unit_scaling_params=True"
+        )
 
 
 # --- the optimizers
@@ -307,15 +260,9 @@ class SGD(_Scaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         self._lr_scale_func = lr_scale_func_sgd(readout_constraint)
-        super().__init__(
-            params,
-            lr,
-            *args,
-            weight_decay=weight_decay,
-            independent_weight_decay=independent_weight_decay,
-            allow_non_unit_scaling_params=allow_non_unit_scaling_params,
-            **kwargs,
-        )
+        kwargs["independent_weight_decay"] = independent_weight_decay
+        kwargs["allow_non_unit_scaling_params"] = allow_non_unit_scaling_params
+        super().__init__(params, lr, *args, weight_decay=weight_decay, **kwargs)
 
 
 class Adam(_Scaled, torch.optim.Adam):

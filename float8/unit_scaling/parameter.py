@@ -26,9 +26,10 @@ without attributes is assigned to a name in the table, it gets the attributes fr
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -73,7 +74,7 @@ def Parameter(
             `DepthModuleList` set it.
 
     Raises:
-        ValueError: an unknown ``mup_type``, or a depth below 1.
+        ValueError: an unknown ``mup_type``.
     """
     return set_parameter_data(nn.Parameter(data), mup_type, mup_scaling_depth)
 
@@ -83,17 +84,13 @@ def set_parameter_data(parameter: P, mup_type: MupType, mup_scaling_depth: int |
 
     Args:
         parameter: any parameter, sharded ones (DTensors) too.
-        mup_type, mup_scaling_depth: as for `Parameter`, with the same errors.
+        mup_type, mup_scaling_depth: as for `Parameter`, with the same error.
 
     Returns:
         The same object.
     """
-    if not isinstance(parameter, nn.Parameter):
-        raise TypeError(f"make a parameter with uu.Parameter; got a {type(parameter).__name__}")
     if mup_type not in MUP_TYPES:
         raise ValueError(f"mup_type must be one of {MUP_TYPES}; got {mup_type!r}")
-    if mup_scaling_depth is not None and not mup_scaling_depth >= 1:
-        raise ValueError(f"mup_scaling_depth must be at least 1, got {mup_scaling_depth}")
     return _mark(parameter, MupData(mup_type, mup_scaling_depth))
 
 
@@ -154,9 +151,12 @@ class MupModule(nn.Module):
     roles under ``deepcopy``, ``pickle`` (to another process too), ``to`` and ``to_empty``,
     ``load_state_dict`` with and without ``assign=True``, FSDP2's ``fully_shard``, and assignment of
     a plain ``nn.Parameter``. The state dict is plain.
+
+    Attributes:
+        mup_types: name -> type of the parameters that the class makes without a type.
     """
 
-    _mup_data: dict[str, MupData]
+    mup_types: ClassVar[dict[str, MupType]] = {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``'s; a ``param`` without a role gets that of its predecessor."""
@@ -188,18 +188,22 @@ class MupModule(nn.Module):
         self._restore_roles()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        self._record_roles()
-        result = super()._apply(fn, recurse)
-        self._restore_roles()
-        return result
+        with self._roles_kept():
+            return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._roles_kept():
+            super()._load_from_state_dict(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _roles_kept(self) -> Iterator[None]:
         self._record_roles()
-        super()._load_from_state_dict(*args, **kwargs)
+        yield
         self._restore_roles()
 
     def _table(self) -> dict[str, MupData]:
-        table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", {})
+        made = {name: MupData(mup_type, None) for name, mup_type in self.mup_types.items()}
+        table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", made)
         return table
 
     def _record_role(self, name: str) -> None:

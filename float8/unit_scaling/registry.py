@@ -1,7 +1,7 @@
 """Which unit-scaled function stands for which function of torch, and how a transform sees calls.
 
 A transform (`float8.unit_scaling.transforms`) is a torch function mode: it sees the functions that
-a model calls. Three tables of this file say what it makes of them:
+a model calls. This file says what it makes of them:
 
 1. `SPELLINGS`: spelling -> torch function. ``x @ w``, ``x.matmul(w)`` and ``torch.matmul(x, w)``
    are one function. Eager mode reports the method behind an operator, ``torch.compile`` the method
@@ -12,6 +12,11 @@ a model calls. Three tables of this file say what it makes of them:
    ``F.linear``, before anything inside it runs. The mode replaces it, calls it, or looks inside
    (``function.implementation``).
 
+4. `decomposition_of`: functions of torch that hide other calls, run so that modes see these calls.
+   ``F.multi_head_attention_forward`` asks for modes at its beginning, and its linear layers are
+   hidden; the decomposition runs the same code of torch without that question. ``unflatten`` is
+   here for ``torch.compile``, which does not trace torch's method under a mode.
+
 Register a function of your own, or another one for a function of torch::
 
     U.register(torch.nn.functional.silu, my_unit_scaled_silu, replace=True)
@@ -21,7 +26,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -45,17 +51,15 @@ def overridable(function: Decorated) -> Decorated:
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
         tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        if has_torch_function(tensors) or _is_mode_on_while_compiling():
+        # has_torch_function under torch.compile misses modes that are entered in the graph.
+        if has_torch_function(tensors) or (
+            torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
+        ):
             return handle_torch_function(visible, tensors, *args, **kwargs)
         return function(*args, **kwargs)
 
     visible.implementation = function  # type: ignore[attr-defined]
     return visible  # type: ignore[return-value]
-
-
-def _is_mode_on_while_compiling() -> bool:
-    # has_torch_function under torch.compile misses modes that are entered in the graph.
-    return torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0
 
 
 # A spelling takes the arguments of its function. In-place spellings (``x += y``) are one function
@@ -120,12 +124,67 @@ def unregister(torch_function: Function) -> None:
 
 def handler(torch_function: Function) -> Function:
     """The unit-scaled function for one of torch's, taking torch's keywords; KeyError if none."""
-    function, renamed = torch_map[torch_function], _KEYWORDS.get(torch_function)
-    if not renamed:
+    return renamed(torch_map[torch_function], _KEYWORDS.get(torch_function))
+
+
+def renamed(function: Decorated, names: Mapping[str, str] | None) -> Decorated:
+    """A function that takes keywords of other names: name -> the function's own."""
+    if not names:
         return function
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{renamed.get(name, name): x for name, x in kwargs.items()})
+        return function(*args, **{names.get(name, name): x for name, x in kwargs.items()})
 
-    return call
+    return call  # type: ignore[return-value]
+
+
+# --- decompositions
+
+
+def _no_modes(tensors: Any) -> bool:
+    return False
+
+
+_opened: Any = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": _no_modes},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+def multi_head_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *rest: Any, **kw: Any
+) -> tuple[Tensor, Tensor | None]:
+    """As torch's function of this name, whose calls modes see."""
+    mask, padding = kw.get("attn_mask"), kw.get("key_padding_mask")
+    if mask is not None and padding is not None:
+        # Torch adds the two, and transforms take additions for sums of signals. The difference is
+        # the same number.
+        columns = _added(padding, query).view(-1, 1, 1, padding.shape[-1])
+        rows = columns.expand(-1, num_heads, -1, -1).flatten(0, 1)
+        mask = _added(mask, query) - rows.neg()
+        kw |= {"attn_mask": mask, "key_padding_mask": None, "is_causal": False}
+    found: tuple[Tensor, Tensor | None] = _opened(
+        query, key, value, embed_dim, num_heads, *rest, **kw
+    )
+    return found
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+
+
+def unflatten(input: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    """``torch.unflatten``: one dimension as several, of which one may be -1."""
+    dim = dim % input.dim()
+    return input.reshape(*input.shape[:dim], *sizes, *input.shape[dim + 1 :])
+
+
+def decomposition_of(function: Function) -> Function | None:
+    """The decomposition of a function; None if it has none."""
+    if function is F.multi_head_attention_forward:
+        return multi_head_attention_forward
+    return unflatten if function is torch.unflatten else None

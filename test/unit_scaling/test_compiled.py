@@ -6,10 +6,9 @@ import pytest
 import torch
 from scale_assertions import LENGTHS, graphs_compiled, normal
 
-import float8.unit_scaling as uu
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.core.functional import log, logarithmic_interpolation
-from float8.unit_scaling.modules.attention import rotary
+from float8.unit_scaling.modules.transformer import rotary
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 
@@ -87,23 +86,3 @@ def test_inductor_generates_code_for_a_factor_of_a_size():
         return scale_fwd(scale_bwd(x, 1 / x.shape[0] ** 0.5), 2 / x.shape[0])
 
     assert graphs_compiled(scaled, [(normal(n, 3),) for n in LENGTHS], "inductor") == 1
-
-
-@pytest.mark.slow
-def test_a_decoder_trains_the_same_at_every_length():
-    def loss(ids, *weights):
-        names = [name for name, _ in model.named_parameters()]
-        return torch.func.functional_call(model, dict(zip(names, weights, strict=True)), ids)
-
-    class Loss(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = uu.TransformerDecoder(16, 24, layers=1, heads=2)
-
-        def forward(self, ids):
-            return self.model.loss(ids)
-
-    model = Loss()
-    weights = [p.detach() for p in model.parameters()]
-    calls = [(torch.randint(24, (2, n)), *weights) for n in LENGTHS]
-    assert graphs_compiled(loss, calls) == 1

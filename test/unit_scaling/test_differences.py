@@ -243,6 +243,10 @@ def autowrapped(lib):
     )
 
 
+def plotted(lib):
+    inspect.signature(lib.analysis.plot).bind(None, show_zero_tensors=True, xmin=1.0, xmax=2.0)
+
+
 # Refused by float8, or missing in it.
 REFUSED = {
     "an empty string as a constraint": lambda lib: lib.functional.gelu(normal(3), constraint=""),
@@ -252,6 +256,7 @@ REFUSED = {
     ],
     "`analyse_module(autowrap_modules=..., autowrap_functions=...)`": autowrapped,
     "`example_batch(dataset_path=..., dataset_name=...)`": with_data_set,
+    "`plot(show_zero_tensors=..., xmin=..., xmax=...)`": plotted,
     "`unit_scale(replace=...)` of a plain Python function": lambda lib: lib.transforms.unit_scale(
         nn.GELU(), replace={normal: nn.functional.gelu}
     ),

@@ -13,8 +13,10 @@ import re
 from typing import Any
 
 import pytest
+from fresh import facts_of
 
 import float8.unit_scaling as uu
+from float8.unit_scaling.utils import analyse_module
 
 CALLS = """
 Conv1d(in_channels, out_channels, kernel_size, stride=1, padding=0, dilation=1, groups=1,
@@ -104,7 +106,7 @@ transforms.track_scales(module)
 transforms.unit_scale(module, replace=...)
 analysis.graph_to_dataframe(g)
 analysis.plot(g, title='', metric='mean_abs', prune_same_scale=True, show_arrows=True,
-    show_error_bars=True, show_zero_tensors=False, xmin=None, xmax=None)
+    show_error_bars=True)
 """
 # Public names that are not functions, or whose arguments differ on purpose.
 NAMES = [
@@ -154,3 +156,39 @@ def test_arguments_have_the_same_names_order_and_defaults(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_there(name):
     assert named(uu, name) is not None
+
+
+# --- importing
+
+PROGRAM = """
+import importlib, sys, time, float8
+before, begin = set(sys.modules), time.process_time()
+import float8.unit_scaling
+facts["seconds"] = time.process_time() - begin
+facts["loaded"] = sorted(set(sys.modules) - before)
+import float8.unit_scaling.analysis
+facts["with_analysis"] = sorted(sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    return facts_of(PROGRAM)
+
+
+def test_importing_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy(fresh):
+    heavy = ("triton", "torch._dynamo", "torch._inductor", "matplotlib", "pandas", "einops",
+             "float8.unit_scaling.transforms", "float8.unit_scaling.analysis")  # fmt: skip
+    assert [name for name in fresh["loaded"] if name.startswith(heavy)] == []
+    took = fresh["seconds"]
+    assert took < 0.3, f"import float8.unit_scaling takes {took:.2f} s more than import float8"
+
+
+def test_importing_the_analysis_imports_no_plotting_and_no_tables(fresh):
+    heavy = {"matplotlib", "pandas", "triton", "pygments", "torch._dynamo.convert_frame"}
+    assert heavy.isdisjoint(fresh["with_analysis"])
+
+
+def test_lazy_names_are_listed_and_there():
+    assert set(uu.__all__) <= set(dir(uu)) and all(hasattr(uu, name) for name in uu.__all__)
+    assert analyse_module is uu.utils.analyse_module is uu.analysis.analyse_module

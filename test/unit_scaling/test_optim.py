@@ -74,14 +74,10 @@ WAYS = {
     "named parameters": lambda m: m.named_parameters(),
     "the module": lambda m: m,
     "a group of a generator": lambda m: [{"params": m.parameters()}],
-    "a group of a module": lambda m: [{"params": m}],
     "a group per layer": lambda m: [{"params": layer.parameters()} for layer in m],
     "a group per tensor": lambda m: [{"params": p} for p in m.parameters()],
     "a generator of groups": lambda m: ({"params": layer.named_parameters()} for layer in m),
-    "some of each": lambda m: [m[0].weight, {"params": m[1:]}, m[0].bias],
-    "twice": lambda m: [*m.parameters(), *m.parameters()],
-    "twice in a group": lambda m: [{"params": [*m.parameters(), *m.parameters()]}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

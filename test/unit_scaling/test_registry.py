@@ -69,13 +69,6 @@ def twice(x, *, by=2.0):
     return torch.mul(x, by)
 
 
-FUNCTIONS = [
-    getattr(U, n)
-    for n in U.__all__
-    if n not in {"torch_map", "register", "unregister", "residual_apply"}
-]
-
-
 # --- spellings
 
 CALLS = {

@@ -14,10 +14,14 @@ pandas are imported when they are needed; neither is needed for the rest.
 from __future__ import annotations
 
 from float8.unit_scaling.analysis.annotate import analyse_module
-from float8.unit_scaling.analysis.dataframe import graph_to_dataframe, graph_to_rows
+from float8.unit_scaling.analysis.graphs import (
+    example_batch,
+    graph_to_dataframe,
+    graph_to_rows,
+    plot,
+    visualiser,
+)
 from float8.unit_scaling.analysis.operands import Operand, format_operands, operand_table
-from float8.unit_scaling.analysis.scale_plot import plot
-from float8.unit_scaling.analysis.visualise import example_batch, visualiser
 
 __all__ = [
     "Operand",

@@ -14,24 +14,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from float8.unit_scaling.transforms import track_scales
-
-# module that defines a function -> the usual prefix of its name
-_PLACES = {
-    "float8.unit_scaling.functional": "U.",
-    "torch.nn.functional": "F.",
-    "torch._C._nn": "F.",
-    "torch": "torch.",
-    "": "torch.",
-}
 
 
 def analyse_module(
@@ -56,114 +46,56 @@ def analyse_module(
     tracked = track_scales(module)
     output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
     output.backward(backward)
-    graph: Graph = tracked.scales_graph()  # type: ignore[operator]
-    body = _lines(graph.nodes) if recurse_modules else _shallow_lines(graph)
-    code = "\n".join([_signature(graph), *(f"    {line}" for line in body)])
+    graph = tracked.scales_graph()  # type: ignore[operator]
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    names = ", ".join(["self", *(node.name for node in given)])
+    written = graph.python_code("self").src.rstrip().split("\n")[-len(nodes) :]
+    lines = [_annotated(f"def forward({names}):", given, names=True)]
+    for called, run in itertools.groupby(zip(nodes, written, strict=True), key=_called_module):
+        if called is None or recurse_modules:
+            lines += [_annotated(f"    {_readable(line)}", [node]) for node, line in run]
+        else:
+            lines.append(_call_line(called, [node for node, _ in run]))
+    code = "\n".join(lines)
     return _highlighted(code) if syntax_highlight else code
 
 
-def _signature(graph: Graph) -> str:
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    scales = ", ".join(f"{node.name} {_scales(node)}" for node in inputs if _scales(node))
-    names = ", ".join(["self", *(node.name for node in inputs)])
-    return f"def forward({names}):" + (f"  {scales}" if scales else "")
+def _readable(line: str) -> str:
+    """A line that torch.fx wrote, without the variables that it frees, and with short names."""
+    name, equals, call = line.strip().partition(" = ")
+    call = re.sub(r";  [\w =]+ = None$", "", call).replace(" = ", "=")
+    call = re.sub(r"\btorch\.(_C\._nn|nn\.functional)\.", "F.", call)
+    call = re.sub(r"\bfloat8_unit_scaling_functional_[a-z]+_", "U.", call)
+    call = re.sub(r'getattr\(([^(),]+), "(\d+)"\)', r"\1[\2]", call)
+    return name + equals + call
 
 
-def _lines(nodes: Iterable[Node]) -> list[str]:
-    return [_line(node) for node in nodes if node.op != "placeholder"]
-
-
-def _line(node: Node) -> str:
-    if node.op == "output":
-        return f"return {_written(node.args[0])}"
-    return _annotated(f"{node.name} = {_expression(node)}", [node])
-
-
-def _shallow_lines(graph: Graph) -> list[str]:
-    """Calls of one submodule, as long as no other call is between them, as one line."""
-    lines = []
-    # A list: past its end, the iterator of a graph's nodes begins again.
-    for name, run in itertools.groupby(list(graph.nodes), key=_called_module):
-        nodes = list(run)
-        lines += _lines(nodes) if name is None else [_call_line(name, nodes)]
-    return lines
-
-
-def _called_module(node: Node) -> str | None:
+def _called_module(item: tuple[Node, str]) -> str | None:
     """The submodule, called by the module itself, inside which a node was called."""
-    path: tuple[str, ...] = node.meta.get("modules", ())
+    path: tuple[str, ...] = item[0].meta["modules"]
     return path[0] if path else None
 
 
 def _call_line(name: str, nodes: list[Node]) -> str:
+    """Calls of one submodule, as long as no other call is between them, as one line."""
     inside = set(nodes)
-    read = {n: None for node in nodes for n in node.all_input_nodes if n not in inside}
+    read = dict.fromkeys(n.name for node in nodes for n in node.all_input_nodes if n not in inside)
     results = [node for node in nodes if not set(node.users) <= inside and node.op != "get_attr"]
     names = ", ".join(node.name for node in results) or "_"
-    return _annotated(f"{names} = {_member(name)}({', '.join(n.name for n in read)})", results)
+    member = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+    return _annotated(f"    {names} = self{member}({', '.join(read)})", results)
 
 
-def _annotated(code: str, nodes: list[Node]) -> str:
-    scales = [_scales(node) for node in nodes if _scales(node)]
+def _annotated(code: str, nodes: Iterable[Node], names: bool = False) -> str:
+    """A line of code with the standard deviations of tensors and of their gradients."""
+    scales = []
+    for node in nodes:
+        if (metrics := node.meta.get("metrics")) is not None:
+            backward = "n/a" if metrics.bwd is None else f"{metrics.bwd.std:.3}"
+            name = f"{node.name} " if names else ""
+            scales.append(f"{name}(-> {metrics.fwd.std:.3}, <- {backward})")
     return f"{code}  {', '.join(scales)}" if scales else code
-
-
-def _scales(node: Node) -> str:
-    metrics = node.meta.get("metrics")
-    if metrics is None:
-        return ""
-    backward = "n/a" if metrics.bwd is None else f"{metrics.bwd.std:.3}"
-    return f"(-> {metrics.fwd.std:.3}, <- {backward})"
-
-
-def _expression(node: Node) -> str:
-    args = [_written(arg) for arg in node.args]
-    if node.op == "get_attr":
-        return _member(str(node.target))
-    if node.target is operator.getitem:
-        return f"{args[0]}[{_index(node.args[1])}]"
-    if node.target is getattr:
-        return f"{args[0]}.{node.args[1]}"
-    named = [f"{key}={_written(value)}" for key, value in node.kwargs.items()]
-    if node.op == "call_method":
-        return f"{args[0]}.{node.target}({', '.join([*args[1:], *named])})"
-    return f"{_function(node.target)}({', '.join([*args, *named])})"
-
-
-def _member(path: str) -> str:
-    """``blocks.0.weight`` as Python has it."""
-    return "self" + "".join(f"[{p}]" if p.isdigit() else f".{p}" for p in path.split("."))
-
-
-def _function(target: Any) -> str:
-    place, name = getattr(target, "__module__", None) or "", target.__name__
-    if getattr(torch, name, None) is target:
-        return f"torch.{name}"
-    while place and place not in _PLACES:
-        place = place.rpartition(".")[0]
-    return _PLACES.get(place, "") + name
-
-
-def _index(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(_index(part) for part in value)
-    if isinstance(value, slice):
-        ends = [value.start, value.stop] + ([] if value.step is None else [value.step])
-        return ":".join("" if end is None else _written(end) for end in ends)
-    return _written(value)
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, Node):
-        return value.name
-    if value is Ellipsis:
-        return "..."
-    if isinstance(value, (list, tuple)):
-        inside = ", ".join(_written(part) for part in value)
-        if isinstance(value, list):
-            return f"[{inside}]"
-        return f"({inside},)" if len(value) == 1 else f"({inside})"
-    return repr(value)
 
 
 def _highlighted(code: str) -> str:

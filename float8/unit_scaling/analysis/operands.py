@@ -36,9 +36,12 @@ import torch
 from torch import Tensor, nn
 
 from float8.formats import E4M3, E5M2
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Contraction, Function
-from float8.unit_scaling.transforms.history import tensors_in
-from float8.unit_scaling.transforms.metrics import high_precision
+from float8.unit_scaling.transforms.contractions import (
+    CONTRACTIONS,
+    Function,
+    tensors_in,
+)
+from float8.unit_scaling.transforms.track_scales import high_precision
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
@@ -83,22 +86,20 @@ def operand_table(
         inputs, kwargs: what the model is called with, under the caller's autocast if there is one.
         backward: is given what the model returns and runs the backward pass; by default
             ``backward()`` of a scalar, the loss, and of another tensor with a gradient of N(0, 1).
+            Give one for a model that returns something else.
 
     Returns:
         Three operands per linear layer, in the order of the calls; no "grad_output" where no
         gradient came.
 
     Raises:
-        TypeError: the model is not a module, or returns no tensor while
-            ``backward`` is not given.
-        ValueError: no linear layer ran, or the model is compiled or converted: its layers call no
-            function that could be watched. ``convert_from_float8_training`` makes it plain.
+        TypeError: the model is not a module.
+        ValueError: the model is compiled or converted: its layers call no function that could be
+            watched. ``convert_from_float8_training`` makes it plain.
     """
     watch = WatchOperands()
     output = transformed(model, watch)(*inputs, **kwargs)
     (backward or _backward)(output)
-    if not watch.calls:
-        raise ValueError(f"{type(model).__name__} ran no linear layer")
     return [operand for call in watch.calls for operand in call]
 
 
@@ -109,18 +110,13 @@ def format_operands(operands: Sequence[Operand]) -> str:
         operands: as `operand_table` returns them.
     """
     lines = [("product", "operand", "format", "std", "flushed", "saturated")]
-    lines += [
-        (x.product, x.operand, x.format, f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}")
-        for x in operands
-    ]
+    for x in operands:
+        numbers = f"{x.std:.2g}", f"{x.flushed:.1%}", f"{x.saturated:.1%}"
+        lines.append((x.product, x.operand, x.format, *numbers))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = "\n".join(
-        "  ".join(
-            cell.ljust(width) if place < 3 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    sides = "<<<>>>"
+    cells = [[f"{c:{s}{w}}" for c, s, w in zip(x, sides, widths, strict=True)] for x in lines]
+    table = "\n".join(map("  ".join, cells))
     shares = {kind: [x.flushed for x in operands if x.operand == kind] for kind in FORMATS}
     medians = ", ".join(f"{k} {statistics.median(v):.1%}" for k, v in shares.items() if v)
     return f"{table}\n\nflushed to zero, median over products: {medians}"
@@ -139,36 +135,24 @@ class WatchOperands(Transform):
         self.calls: list[list[Operand]] = []
         self.uses = Counter[str]()
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode that records one forward."""
         names = {id(p): name for name, p in model.named_parameters()}
-        return Mode(
-            {
-                function: functools.partial(self.call, names, function, contraction)
-                for function, contraction in CONTRACTIONS.items()
-                if contraction.kind in ("linear", "matrix")
-            }
-        )
+        watched = [f for f, c in CONTRACTIONS.items() if c.kind in ("linear", "matrix")]
+        return Mode({f: functools.partial(self.call, names, f) for f in watched})
 
-    def call(
-        self,
-        names: dict[int, str],
-        function: Function,
-        contraction: Contraction,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def call(self, names: dict[int, str], function: Function, *args: Any, **kwargs: Any) -> Any:
         """Calls a function and records its operands, if the right one is a weight."""
         output = function(*args, **kwargs)
         if is_in_functorch():  # tensors have no values there
             return output
         tensors = dict(tensors_in((args, kwargs)))
         left, right = (
-            next(tensors[path] for path in argument.paths if path in tensors)
-            for argument in contraction.operands
+            next(tensors[path] for path in argument if path in tensors)
+            for argument in CONTRACTIONS[function].operands
         )
         parameter = names.get(id(right if right._base is None else right._base))
-        if contraction.kind == "linear" or parameter is not None:
+        if CONTRACTIONS[function].kind == "linear" or parameter is not None:
             name = (parameter or "").rpartition(".")[0] or "linear"
             self.uses[name] += 1
             name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
@@ -192,11 +176,6 @@ def _operand(product: str, operand: str, x: Tensor) -> Operand:
 
 
 def _backward(output: Any) -> None:
-    if not isinstance(output, Tensor):
-        raise TypeError(
-            f"the model returns {type(output).__name__}: say how to run the backward pass, "
-            "operand_table(..., backward=lambda output: output[0].backward())"
-        )
     if output.numel() == 1:
         output.sum().backward()
         return

@@ -128,3 +128,18 @@ def transformer_residual_scaling_rule(
         return float((own / (layers / 2 + before)) ** 0.5)
 
     return tau
+
+
+def check_mult(mult: float, caller: str) -> None:
+    """Raise ValueError unless ``mult``, which multiplies an input, is positive and finite.
+
+    Nor may it be a bool or a tensor, for example torch's ``inplace`` at its position.
+    """
+    is_number = not isinstance(mult, bool | Tensor) and 0 < mult < math.inf
+    refuse(not is_number, caller, f"mult={mult!r}", "it is a finite number greater than 0")
+
+
+def refuse(is_given: bool, caller: str, argument: str, instead: str) -> None:
+    """Raise a ValueError if an argument is given that has no unit-scaled meaning."""
+    if is_given:
+        raise ValueError(f"{caller}: {argument} cannot be unit-scaled; {instead}")

@@ -32,10 +32,9 @@ from float8.unit_scaling.functional.attention import (
     scaled_dot_product_attention,
     sqrt_softmax_attention,
 )
-from float8.unit_scaling.functional.convolution import conv1d
 from float8.unit_scaling.functional.losses import cross_entropy, mse_loss
-from float8.unit_scaling.functional.norms import embedding, layer_norm, rms_norm
 from float8.unit_scaling.functional.products import (
+    conv1d,
     linear,
     linear_readout,
     matmul,
@@ -44,9 +43,12 @@ from float8.unit_scaling.functional.products import (
 )
 from float8.unit_scaling.functional.residual import (
     add,
+    embedding,
+    layer_norm,
     residual_add,
     residual_apply,
     residual_split,
+    rms_norm,
 )
 from float8.unit_scaling.registry import register, torch_map, unregister
 

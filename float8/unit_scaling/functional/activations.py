@@ -29,8 +29,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint
-from float8.unit_scaling.core.functional import logarithmic_interpolation, scale_elementwise
-from float8.unit_scaling.functional.refusals import check_mult, refuse, refuse_inplace
+from float8.unit_scaling.core.functional import (
+    check_mult,
+    logarithmic_interpolation,
+    refuse,
+    scale_elementwise,
+)
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -53,8 +57,13 @@ def gelu(
     """
     check_mult(mult, "gelu")
     alpha = 1 / (1 + 0.25 / mult**2)
+
+    def gelu_of_product(x: Tensor) -> Tensor:
+        y = F.gelu(x if mult == 1 else x * mult, approximate=approximate)
+        return y if mult == 1 else y / mult
+
     scaled = scale_elementwise(
-        lambda x: _divided(F.gelu(_multiplied(x, mult), approximate=approximate), mult),
+        gelu_of_product,
         logarithmic_interpolation(alpha, _LINEAR, _RAMP),
         logarithmic_interpolation(alpha, _LINEAR, _STEP),
         constraint,
@@ -74,7 +83,7 @@ def silu(
     For every mult its standard deviation is 1 within 3 %, and without constraint the scale of its
     gradient within 4 %.
     """
-    refuse_inplace(inplace, "silu")
+    refuse(inplace, "silu", "inplace=True", "pass inplace=False")
     check_mult(mult, "silu")
     scaled = scale_elementwise(
         _silu,
@@ -116,11 +125,10 @@ def softmax(
     mult in [1/8, 8] the model is rough: within 30 %.
     """
     check_mult(mult, "softmax")
-    refuse(dim is None, "softmax", "dim=None", "name the dimension, for example dim=-1")
     size = max(input.shape[dim], 1) if input.dim() else 1  # type: ignore[index]
     alpha = 1 / (1 + 4 / mult**2)
     scaled = scale_elementwise(
-        lambda x: F.softmax(_multiplied(x, mult), dim=dim, dtype=dtype),
+        lambda x: F.softmax(x if mult == 1 else x * mult, dim=dim, dtype=dtype),
         logarithmic_interpolation(alpha, size, size**0.5),
         logarithmic_interpolation(alpha, size / mult, (size / mult) ** 0.5),
         constraint,
@@ -135,7 +143,7 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     In training the standard deviation and the gradient are exactly 1 in expectation (unit scaling,
     arXiv 2303.11257, table A.2). p is in [0, 1) and ``inplace`` False.
     """
-    refuse_inplace(inplace, "dropout")
+    refuse(inplace, "dropout", "inplace=True", "pass inplace=False")
     if not training or p == 0:
         return input
     return scale_elementwise(F.dropout, (1 - p) ** 0.5, (1 - p) ** 0.5)(input, p)
@@ -143,11 +151,3 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
 def _silu(x: Tensor, mult: float) -> Tensor:
     return F.silu(x) if mult == 1 else x * torch.sigmoid(x * mult)
-
-
-def _multiplied(x: Tensor, mult: float) -> Tensor:
-    return x if mult == 1 else x * mult
-
-
-def _divided(x: Tensor, mult: float) -> Tensor:
-    return x if mult == 1 else x / mult

@@ -29,8 +29,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.core.functional import log, logarithmic_interpolation
-from float8.unit_scaling.functional.refusals import check_mult
+from float8.unit_scaling.core.functional import (
+    check_mult,
+    log,
+    logarithmic_interpolation,
+    refuse,
+)
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -73,14 +77,7 @@ def scaled_dot_product_attention(
     factor = (1 - dropout_p) ** 0.5 / logarithmic_interpolation(alpha, flat, 1.0)
     query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
     output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=attn_mask,
-        dropout_p=dropout_p,
-        is_causal=is_causal,
-        scale=temperature,
-        enable_gqa=enable_gqa,
+        query, key, value, attn_mask, dropout_p, is_causal, scale=temperature, enable_gqa=enable_gqa
     )
     return scale_fwd(output, factor)
 
@@ -146,9 +143,8 @@ def _std_of_flat_attention(queries: int, keys: int, is_causal: bool) -> float:
 
 
 def _temperature(query: Tensor, mult: float, scale: float | None) -> float:
+    check_mult(mult, "attention")
     if scale is None:
-        check_mult(mult, "attention")
         return mult / query.shape[-1]
-    if mult != 1:
-        raise ValueError(f"attention: give mult={mult} or scale={scale} (scale = mult / D)")
+    refuse(mult != 1, "attention", f"mult={mult} with scale={scale}", "scale is mult / D")
     return scale

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.functional.refusals import check_mult, refuse, refuse_legacy
+from float8.unit_scaling.core.functional import check_mult, refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -62,23 +62,18 @@ def cross_entropy(
         mult: multiplies the logits, but not their gradient.
 
     Raises:
-        ValueError: an unknown reduction, a legacy argument, a ``mult`` that is not positive.
+        ValueError: a legacy argument, or a ``mult`` that is not positive.
+        KeyError: an unknown reduction.
         ZeroDivisionError: a single class, whose gradient is zero, or a label smoothing of 1.
     """
-    refuse_legacy("cross_entropy", size_average, reduce)
+    _refuse_legacy("cross_entropy", size_average, reduce)
     check_mult(mult, "cross_entropy")
     classes = input.shape[0 if input.dim() == 1 else 1]
     logits = scale_bwd(input, _gradient_factor(classes, weight, label_smoothing))
     if mult != 1:
         logits = scale_fwd(logits, mult)
-    losses = F.cross_entropy(
-        logits,
-        target,
-        weight,
-        ignore_index=ignore_index,
-        reduction="none",
-        label_smoothing=label_smoothing,
-    )
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    losses = F.cross_entropy(logits, target, weight, reduction="none", **options)  # type: ignore[arg-type]
     return _reduced(losses, reduction, _count(losses, target, weight, ignore_index))
 
 
@@ -101,11 +96,11 @@ def mse_loss(
         weight: must be None: weighted gradients have the scale of the weights.
 
     Raises:
-        ValueError: the shapes differ, an unknown reduction, a weight, or a legacy argument.
+        ValueError: a weight, or a legacy argument.
+        KeyError: an unknown reduction.
     """
-    refuse_legacy("mse_loss", size_average, reduce)
+    _refuse_legacy("mse_loss", size_average, reduce)
     refuse(weight is not None, "mse_loss", "weight", "multiply the losses of reduction='none'")
-    refuse(input.shape != target.shape, "mse_loss", "a target of another shape", "expand it first")
     factor = 8**-0.5
     losses = F.mse_loss(scale_bwd(input, factor), scale_bwd(target, factor), reduction="none")
     return _reduced(losses, reduction, losses.new_full((), losses.numel(), dtype=_wide(losses)))
@@ -118,12 +113,15 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
     """
     if reduction == "none":
         return losses
-    if reduction not in {"mean", "sum"}:
-        raise ValueError(f"reduction is 'none', 'mean' or 'sum', got {reduction!r}")
     total = losses.sum(dtype=_wide(losses))
-    if reduction == "mean":
+    if {"mean": True, "sum": False}[reduction]:
         total = scale_fwd(total, 1 / count)
     return total.to(losses.dtype)
+
+
+def _refuse_legacy(caller: str, size_average: bool | None, reduce: bool | None) -> None:
+    given = size_average is not None or reduce is not None
+    refuse(given, caller, "size_average or reduce", "pass reduction='none', 'mean' or 'sum'")
 
 
 def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums of unit scale: `add`, and residual connections with a weight.
+"""Sums and norms of unit scale: `add`, residual connections with a weight, norms, embeddings.
 
 The sum of independent x and y of unit variance has variance 2; its gradient reaches both unchanged,
 but an input that was broadcast c times sums c gradients (unit scaling, arXiv 2303.11257,
@@ -17,18 +17,28 @@ branch is linear in its incoming gradient, so the result is the derivative all t
 
 The convention of muS (arXiv 2502.05967), ``sqrt(1 - t) x + sqrt(t) f(x)``, is the same connection
 with ``tau = sqrt(t / (1 - t))``.
+
+**Norms and embeddings:** their outputs have unit scale already, the gradients of their weights not.
+
+A norm divides by the scale of its input, so its output has unit scale. The gradient of its input
+has unit scale if the input has. The weight and the bias are used once per row: their gradients are
+sums over the M rows, and are divided by ``sqrt(M)``. The gradient of a row of an embedding's weight
+is a sum over the tokens with that index: M/V of M tokens for V rows, so its factor is ``sqrt(V/M)``
+(unit scaling, arXiv 2303.11257, table A.2; u-muP, arXiv 2407.17465, appendix B). Weights are cut
+edges, so these factors have no constraint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
+from float8.unit_scaling.core.functional import refuse
 from float8.unit_scaling.functional.products import product_of
-from float8.unit_scaling.functional.refusals import refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -48,12 +58,18 @@ def add(
     ``constraint`` ties the factors of the output and of both gradients.
     """
     refuse(out is not None, "add", "out=", "use the tensor that add returns")
-    if not isinstance(input, Tensor) or not isinstance(other, Tensor):
-        return torch.add(input, other, alpha=alpha)
-    if not (input.is_floating_point() or other.is_floating_point()):
+    if (
+        not isinstance(input, Tensor)
+        or not isinstance(other, Tensor)
+        or not (input.is_floating_point() or other.is_floating_point())
+    ):
         return torch.add(input, other, alpha=alpha)
     shape = torch.broadcast_shapes(input.shape, other.shape)
-    output_scale = 1 / _scale_of_sum(input.numel() == 1, other.numel() == 1, alpha)
+    output_scale = 1 / (1 + alpha**2) ** 0.5
+    if input.numel() == 1:
+        output_scale = 1 / (abs(alpha) or 1.0)
+    if other.numel() == 1:
+        output_scale = 1.0
     grad_input = 1 / _copies(shape, input) ** 0.5
     grad_other = 1 / _copies(shape, other) ** 0.5 / (abs(alpha) or 1)
     output_scale, grad_input, grad_other = apply_constraint(
@@ -61,14 +77,6 @@ def add(
     )
     total = torch.add(_grad_scaled(input, grad_input), _grad_scaled(other, grad_other), alpha=alpha)
     return scale_fwd(total, output_scale)
-
-
-def _scale_of_sum(input_is_one: bool, other_is_one: bool, alpha: float) -> float:
-    if other_is_one:
-        return 1.0
-    if input_is_one:
-        return abs(alpha) or 1.0
-    return float((1 + alpha**2) ** 0.5)
 
 
 def _copies(shape: torch.Size, x: Tensor) -> float:
@@ -125,3 +133,66 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
 def _weights(tau: float) -> tuple[float, float]:
     total = (1 + tau**2) ** 0.5
     return tau / total, 1 / total
+
+
+@overridable
+def layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    """A unit-scaled ``F.layer_norm`` of (..., *normalized_shape)."""
+    factor = _factor_of_rows(input, normalized_shape)
+    weight = None if weight is None else scale_bwd(weight, factor)
+    bias = None if bias is None else scale_bwd(bias, factor)
+    return F.layer_norm(input, tuple(normalized_shape), weight, bias, eps)
+
+
+@overridable
+def rms_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = 1e-5,
+) -> Tensor:
+    """A unit-scaled ``F.rms_norm`` of (..., *normalized_shape); eps None is torch's default."""
+    weight = None if weight is None else scale_bwd(weight, _factor_of_rows(input, normalized_shape))
+    return F.rms_norm(input, tuple(normalized_shape), weight, eps)
+
+
+def _factor_of_rows(input: Tensor, normalized_shape: Sequence[int]) -> float:
+    rows = product_of(input.shape[: input.dim() - len(normalized_shape)])
+    return float(1 / max(rows, 1) ** 0.5)
+
+
+@overridable
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    """A unit-scaled ``F.embedding``: rows of a weight of unit scale, not rescaled.
+
+    Args:
+        input, weight: M indices of any shape, and (V, D).
+        padding_idx: the row that gets no gradient. The other rows' factor is still ``sqrt(V/M)``:
+            how many indices are padding is known only at run time.
+        max_norm, norm_type, sparse: as of ``F.embedding``.
+        scale_grad_by_freq: must be False, because it would divide gradients a second time.
+
+    Raises:
+        ValueError: ``scale_grad_by_freq``.
+    """
+    refuse(scale_grad_by_freq, "embedding", "scale_grad_by_freq=True", "pass False")
+    if max_norm is not None:
+        # F.embedding gets a view, whose base must not change, so it cannot renormalise the weight.
+        with torch.no_grad():
+            torch.embedding_renorm_(weight, input.contiguous(), max_norm, norm_type)
+    weight = scale_bwd(weight, (weight.shape[0] / max(input.numel(), 1)) ** 0.5)
+    return F.embedding(input, weight, padding_idx, sparse=sparse)

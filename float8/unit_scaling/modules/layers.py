@@ -1,4 +1,4 @@
-"""Modules with weights: `Linear`, `LinearReadout`, `Conv1d`, `Embedding`, `LayerNorm`, `RMSNorm`.
+"""The modules of ``torch.nn``, unit-scaled: layers with weights, norms, activations, the loss.
 
 A unit-scaled layer starts with a weight from N(0, 1) and divides its products instead (u-muP, arXiv
 2407.17465, table 2). For a layer with K inputs and N outputs per row and M rows in the batch:
@@ -15,6 +15,11 @@ directions. The network's last edges are the exception: `LinearReadout` needs no
 A norm makes unit scale by itself; forward and input gradient are ``torch.nn``'s. u-muP's norms have
 no weights (arXiv 2407.17465, "non-parametric norms"), since a norm's weight can undo the scale of
 everything before it. Gradients of weights, if there are any, are multiplied by ``rows ** -0.5``.
+
+In a unit-scaled network the size of the weights cannot say how far from linear an activation works,
+so u-muP makes ``mult``, which multiplies its input, a hyperparameter (arXiv 2407.17465).
+``constraint`` ties the scales of output and input gradient. `float8.unit_scaling.functional`
+derives the scales.
 """
 
 from __future__ import annotations
@@ -27,22 +32,17 @@ from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
-from float8.unit_scaling.functional.refusals import refuse_frequencies
 from float8.unit_scaling.parameter import MupModule, MupType, set_parameter_data
 
 
 class ConstrainedLayer(MupModule):
     """Abstract: a layer with a weight, a bias or None, and a constraint."""
 
+    mup_types = {"weight": "weight", "bias": "bias"}  # noqa: RUF012
     constraint: Constraint
     scale_power: tuple[float, float, float] = (0.5, 0.5, 0.5)
     weight: Any  # a parameter
     bias: Any  # a parameter or None
-
-    def _set_roles(self, weight_mup_type: MupType) -> None:
-        set_parameter_data(self.weight, weight_mup_type)
-        if self.bias is not None:
-            set_parameter_data(self.bias, "bias")
 
     def reset_parameters(self) -> None:
         """Draw the weight from N(0, 1) and set the bias to 0."""
@@ -77,7 +77,7 @@ class Linear(ConstrainedLayer, nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.constraint = constraint
-        self._set_roles(weight_mup_type)
+        set_parameter_data(self.weight, weight_mup_type)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., K) -> (..., N)."""
@@ -140,7 +140,7 @@ class Conv1d(ConstrainedLayer, nn.Conv1d):
             padding_mode, device, dtype,
         )  # fmt: skip
         self.constraint = constraint
-        self._set_roles(weight_mup_type)
+        set_parameter_data(self.weight, weight_mup_type)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_channels, length) -> (..., out_channels, output length)."""
@@ -162,26 +162,7 @@ class Embedding(MupModule, nn.Embedding):
     `functional.embedding`; all other arguments are ``nn.Embedding``'s.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        refuse_frequencies(scale_grad_by_freq, "uu.Embedding")
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq,
-            sparse, _weight, _freeze, device, dtype,
-        )  # fmt: skip
-        set_parameter_data(self.weight, "weight")
+    mup_types = {"weight": "weight"}  # noqa: RUF012
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices of any shape -> (*shape, embedding_dim)."""
@@ -194,6 +175,8 @@ class Embedding(MupModule, nn.Embedding):
 class LayerNorm(MupModule, nn.LayerNorm):
     """A unit-scaled ``nn.LayerNorm``, without weight and bias by default."""
 
+    mup_types = {"weight": "norm", "bias": "bias"}  # noqa: RUF012
+
     def __init__(
         self,
         normalized_shape: int | Sequence[int],
@@ -205,10 +188,6 @@ class LayerNorm(MupModule, nn.LayerNorm):
     ) -> None:
         shape: Any = normalized_shape  # torch takes any sequence, and is annotated with list
         super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
-        if self.weight is not None:
-            set_parameter_data(self.weight, "norm")
-        if self.bias is not None:
-            set_parameter_data(self.bias, "bias")
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same."""
@@ -221,6 +200,7 @@ class RMSNorm(MupModule, nn.RMSNorm):
     ``y = x / sqrt(mean(x**2) + eps) * weight``.
     """
 
+    mup_types = {"weight": "norm"}  # noqa: RUF012
     eps: float
 
     def __init__(
@@ -233,9 +213,97 @@ class RMSNorm(MupModule, nn.RMSNorm):
     ) -> None:
         shape: Any = normalized_shape
         super().__init__(shape, eps, elementwise_affine, device, dtype)
-        if self.weight is not None:
-            set_parameter_data(self.weight, "norm")
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same."""
         return U.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+
+
+class GELU(nn.GELU):
+    """A unit-scaled ``nn.GELU``: ``gelu(mult x) / mult``, scaled to unit variance."""
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        constraint: Constraint = "to_output_scale",
+        approximate: str = "none",
+    ) -> None:
+        super().__init__(approximate)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.gelu(input, self.mult, self.constraint, self.approximate)
+
+
+class SiLU(nn.SiLU):
+    """A unit-scaled ``nn.SiLU``: ``x sigmoid(mult x)``, scaled to unit variance.
+
+    ``inplace`` must be False, see `functional.silu`.
+    """
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        constraint: Constraint = "to_output_scale",
+        inplace: bool = False,
+    ) -> None:
+        super().__init__(inplace)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.silu(input, self.mult, self.constraint, self.inplace)
+
+
+class Softmax(nn.Softmax):
+    """A unit-scaled ``nn.Softmax``: its n results add up to about n instead of 1."""
+
+    def __init__(
+        self, dim: int, mult: float = 1.0, constraint: Constraint = "to_output_scale"
+    ) -> None:
+        super().__init__(dim)
+        self.mult = mult
+        self.constraint = constraint
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.softmax(input, dim=self.dim, mult=self.mult, constraint=self.constraint)
+
+
+class Dropout(nn.Dropout):
+    """A unit-scaled ``nn.Dropout``: keeps the variance instead of the mean; the identity in eval.
+
+    ``p`` is less than 1 and ``inplace`` False, see `functional.dropout`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape -> the same shape."""
+        return U.dropout(input, self.p, self.training, self.inplace)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """A unit-scaled ``nn.CrossEntropyLoss``: the gradient of the logits has unit scale.
+
+    All arguments but ``mult`` are ``nn.CrossEntropyLoss``'s.
+    """
+
+    def __init__(
+        self,
+        mult: float = 1.0,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+        self.mult = mult
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Logits and classes -> the loss."""
+        options = (None, self.ignore_index, None, self.reduction, self.label_smoothing, self.mult)
+        return U.cross_entropy(input, target, self.weight, *options)

@@ -7,7 +7,7 @@
     compile            torch.compile of the result
 
 They compose in any order: `transformed` sorts them. Read `transformed`, then `unit_scale` and, as
-it names them, `contractions`, `history`, `additions`, `gradient_factors`, `decisions`, `counting`.
+it names them, `contractions`, `history`, `gradient_factors`, `decisions`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from __future__ import annotations
 # Two functions have the names of their modules. Importing them here, before any other import of
 # those modules, makes the names of this package refer to the functions.
 from float8.unit_scaling.transforms.in_float8 import float8
-from float8.unit_scaling.transforms.metrics import Metrics
 from float8.unit_scaling.transforms.prune import (
     prune_non_float_tensors,
     prune_same_scale_tensors,
     prune_selected_nodes,
 )
 from float8.unit_scaling.transforms.simulate import simulate_format, simulate_fp8
-from float8.unit_scaling.transforms.track_scales import track_scales
+from float8.unit_scaling.transforms.track_scales import Metrics, track_scales
 from float8.unit_scaling.transforms.transformed import compile
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 

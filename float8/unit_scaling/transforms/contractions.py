@@ -19,12 +19,15 @@ applies where both operands are activations: a constraint ties their factors. Ea
 the signature of its torch namesake and up to two more arguments: ``weight`` (the right operand is a
 matrix computed from parameters alone) and ``mix`` (the added tensor is a signal of its own, not a
 bias or a mask). ``alpha`` and ``beta`` are multipliers of the model and stay.
+
+`tensors_in` and `with_tensors` find and replace the tensors of a call, each at its `Path`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,13 +35,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling import registry
 from float8.unit_scaling.constraints import Constraint, apply_constraint
-from float8.unit_scaling.functional.convolution import Sizes, convolved
 from float8.unit_scaling.functional.products import power_of_terms, product_of, scaled_linear
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Function = Callable[..., Any]
 Path = tuple[Any, ...]  # of an argument inside (args, kwargs): (0, 1), (1, "weight"), (0, 1, 0)
+Replacements = Mapping[Function, Function]
+Argument = tuple[Path, Path]  # an argument's path if it is given by position, and by name
 DEFAULT: Constraint = "to_output_scale"
 
 
@@ -49,13 +54,6 @@ def matmul(
     if weight:
         return U.linear(input, other.t(), None, constraint)
     return U.matmul(input, other, constraint)
-
-
-def mm(
-    input: Tensor, mat2: Tensor, *, constraint: Constraint = DEFAULT, weight: bool = False
-) -> Tensor:
-    """``torch.mm`` and ``torch.bmm``."""
-    return matmul(input, mat2, constraint=constraint, weight=weight)
 
 
 def addmm(
@@ -80,11 +78,6 @@ def addmm(
     return U.add(added, output, constraint) if mix else added + output
 
 
-def baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, **options: Any) -> Tensor:
-    """``torch.baddbmm``."""
-    return addmm(input, batch1, batch2, **options)
-
-
 def einsum(
     equation: str, *operands: Any, constraint: Constraint = DEFAULT, weight: bool = False
 ) -> Tensor:
@@ -95,76 +88,33 @@ def einsum(
     or three operands, and those with an index twice in one operand.
     """
     tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
-    inputs = equation.replace(" ", "").partition("->")[0].split(",")
-    names = [_names(term, x.dim()) for term, x in zip(inputs, tensors, strict=True)]
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    names = [_names(term, x.dim()) for term, x in zip(inputs.split(","), tensors, strict=True)]
     if len(tensors) != 2 or any(len(set(term)) != len(term) for term in names):
         return torch.einsum(equation, *operands)
     sizes: dict[str, int] = {}
     for term, x in zip(names, tensors, strict=True):
         for index, size in zip(term, x.shape, strict=True):
             sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]  # "..." broadcasts
-    summed = _summed(equation, names)
+    if not arrow:  # the result has the indices that occur once
+        result = "..." + "".join(i for i in sizes if (i in names[0]) != (i in names[1]))
+    kept = result + ("0123456789" if "..." in result else "")
     products = product_of(tuple(sizes.values()))
     terms = (
-        product_of(tuple(sizes[i] for i in summed)),
+        product_of(tuple(size for i, size in sizes.items() if i not in kept)),
         *(products / max(x.numel(), 1) for x in tensors),
     )
     factors = tuple(power_of_terms(n, 0.5) for n in terms)
-    if weight:
-        tied = (*apply_constraint(constraint, *factors[:2]), factors[2])
-    else:
-        tied = apply_constraint(constraint, *factors)
-    left, right = (scale_bwd(x, f) for x, f in zip(tensors, tied[1:], strict=True))
-    return scale_fwd(torch.einsum(equation, left, right), tied[0])
+    tied = apply_constraint(constraint, *(factors[:2] if weight else factors))
+    output, grad_left, grad_right = (*tied, factors[2])[:3]
+    left, right = scale_bwd(tensors[0], grad_left), scale_bwd(tensors[1], grad_right)
+    return scale_fwd(torch.einsum(equation, left, right), output)
 
 
 def _names(term: str, dim: int) -> str:
     """The indices of an operand, one character per dimension; those of ``...`` are digits."""
     rest = dim - len(term.replace("...", ""))
     return term.replace("...", "9876543210"[10 - rest :])
-
-
-def _summed(equation: str, names: list[str]) -> str:
-    """The indices that the result does not have."""
-    left, right = names
-    _, arrow, result = equation.replace(" ", "").partition("->")
-    if not arrow:  # those that occur once
-        return "".join(i for i in left if i in right and not i.isdigit())
-    kept = result + ("0123456789" if "..." in result else "")
-    return "".join(i for i in dict.fromkeys(left + right) if i not in kept)
-
-
-def _convolution(
-    function: Function,
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Sizes = 1,
-    padding: Sizes | str = 0,
-    dilation: Sizes = 1,
-    groups: int = 1,
-    *,
-    constraint: Constraint = DEFAULT,
-) -> Tensor:
-    """A convolution of input (N, Cin, ...) or (Cin, ...), weight (Cout, Cin / groups, ...)."""
-    options = (stride, padding, dilation, groups)
-    return convolved(function, (input, weight, bias), options, constraint)
-
-
-conv2d = partial(_convolution, F.conv2d)
-conv3d = partial(_convolution, F.conv3d)
-
-
-class Argument(NamedTuple):
-    """An argument of a function, given by position or by name."""
-
-    position: int
-    name: str
-
-    @property
-    def paths(self) -> tuple[Path, Path]:
-        """The two paths at which it may be inside ``(args, kwargs)``."""
-        return (0, self.position), (1, self.name)
 
 
 class Contraction(NamedTuple):
@@ -184,37 +134,45 @@ class Contraction(NamedTuple):
     unit_scaled: Function | None = None
 
 
-_LINEAR = (Argument(0, "input"), Argument(1, "weight"))
-_MATMUL = (Argument(0, "input"), Argument(1, "other"))
-_MM = (Argument(0, "input"), Argument(1, "mat2"))
-_ADDMM = (Argument(1, "mat1"), Argument(2, "mat2"))
-_ADDBMM = (Argument(1, "batch1"), Argument(2, "batch2"))
-_EINSUM = (Argument(1, "operands"), Argument(2, "operands"))
-_ATTENTION = (Argument(0, "query"), Argument(1, "key"), Argument(2, "value"))
-_INPUT, _BIAS = Argument(0, "input"), Argument(2, "bias")
+def argument(position: int, name: str) -> Argument:
+    """The two paths at which an argument may be inside ``(args, kwargs)``."""
+    return (0, position), (1, name)
 
 
-def _of_convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Contraction:
-    return Contraction("convolution", _LINEAR, _BIAS, spatial_dims, unit_scaled)
+def _pair(kind: str, first: int, left: str, right: str, **options: Any) -> Contraction:
+    """A contraction of two arguments, the left one at the position ``first``."""
+    return Contraction(kind, (argument(first, left), argument(first + 1, right)), **options)
 
+
+def _convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Contraction:
+    options = {"added": _BIAS, "dims_after_added": spatial_dims, "unit_scaled": unit_scaled}
+    return _pair("convolution", 0, "input", "weight", **options)
+
+
+_INPUT, _BIAS = argument(0, "input"), argument(2, "bias")
+_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=registry.renamed(matmul, {"mat2": "other"}))
+_ADDBMM = _pair("matrix", 1, "batch1", "batch2", added=_INPUT)
+_BADDBMM = registry.renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
 
 CONTRACTIONS: dict[Function, Contraction] = {
-    F.linear: Contraction("linear", _LINEAR, _BIAS),
-    scaled_linear: Contraction("linear", _LINEAR, _BIAS),
-    torch.matmul: Contraction("matrix", _MATMUL, unit_scaled=matmul),
-    torch.mm: Contraction("matrix", _MM, unit_scaled=mm),
-    torch.bmm: Contraction("matrix", _MM, unit_scaled=mm),
-    torch.addmm: Contraction("matrix", _ADDMM, _INPUT, unit_scaled=addmm),
-    torch.baddbmm: Contraction("matrix", _ADDBMM, _INPUT, unit_scaled=baddbmm),
-    torch.addbmm: Contraction("matrix", _ADDBMM, _INPUT),
-    torch.einsum: Contraction("einsum", _EINSUM, unit_scaled=einsum),
-    F.conv1d: _of_convolution(1),
-    F.conv2d: _of_convolution(2, conv2d),
-    F.conv3d: _of_convolution(3, conv3d),
-    F.conv_transpose1d: _of_convolution(1),
-    F.conv_transpose2d: _of_convolution(2),
-    F.conv_transpose3d: _of_convolution(3),
-    F.scaled_dot_product_attention: Contraction("attention", _ATTENTION),
+    F.linear: _pair("linear", 0, "input", "weight", added=_BIAS),
+    scaled_linear: _pair("linear", 0, "input", "weight", added=_BIAS),
+    torch.matmul: _pair("matrix", 0, "input", "other", unit_scaled=matmul),
+    torch.mm: _MM,
+    torch.bmm: _MM,
+    torch.addmm: _pair("matrix", 1, "mat1", "mat2", added=_INPUT, unit_scaled=addmm),
+    torch.baddbmm: _ADDBMM._replace(unit_scaled=_BADDBMM),
+    torch.addbmm: _ADDBMM,
+    torch.einsum: _pair("einsum", 1, "operands", "operands", unit_scaled=einsum),
+    F.conv1d: _convolution(1),
+    F.conv2d: _convolution(2, U.conv1d),
+    F.conv3d: _convolution(3, U.conv1d),
+    F.conv_transpose1d: _convolution(1),
+    F.conv_transpose2d: _convolution(2),
+    F.conv_transpose3d: _convolution(3),
+    F.scaled_dot_product_attention: Contraction(
+        "attention", (argument(0, "query"), argument(1, "key"), argument(2, "value"))
+    ),
 }
 
 # Names of the other functions that contract a weight. No transform covers them, and unit scaling
@@ -228,3 +186,68 @@ OTHER_CONTRACTIONS = frozenset(
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
     }
 )
+
+
+def replacements_of(users: Replacements) -> dict[Function, Function]:
+    """Function of a model -> what unit scaling calls in its place.
+
+    The user's come first, then the registered ones, then those of `CONTRACTIONS`.
+    """
+    replacements = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
+    for function, ours in registry.torch_map.items():
+        if ours is not U.matmul:  # the table's knows about weights
+            replacements[function] = registry.handler(function)
+    for function, other in users.items():
+        replacements[function] = other if other is function else replacements.get(other, other)
+    return replacements
+
+
+def keywords_of(function: Function) -> tuple[str, ...] | None:
+    """The names of a function's arguments; None if it takes any, or they are not known."""
+    known = parameters_of(function)
+    if known is None or any(p.kind is p.VAR_KEYWORD for p in known.values()):
+        return None
+    return tuple(known)
+
+
+# torch.compile calls it while it traces and takes its result for a constant.
+keywords_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.lru_cache(maxsize=256)
+def parameters_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
+    """The arguments of a function; None if they are not known."""
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some builtin functions have no signature
+        return None
+
+
+def may_contract_activations(function: Function) -> bool:
+    """Whether both operands of a function may be activations that it contracts."""
+    contraction = CONTRACTIONS.get(function)
+    return contraction is not None and contraction.kind in ("matrix", "einsum")
+
+
+def tensors_in(arguments: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
+    """The tensors in nested lists, tuples and dicts, each with its path."""
+    if isinstance(arguments, Tensor):
+        return [(path, arguments)]
+    items: Any = ()
+    if isinstance(arguments, list | tuple):
+        items = enumerate(arguments)
+    elif isinstance(arguments, dict):
+        items = arguments.items()
+    return [found for key, item in items for found in tensors_in(item, (*path, key))]
+
+
+def with_tensors(arguments: Any, new: dict[Path, Tensor], path: Path = ()) -> Any:
+    """Nested lists, tuples and dicts with other tensors at some paths."""
+    if path in new:
+        return new[path]
+    if isinstance(arguments, dict):
+        return {name: with_tensors(item, new, (*path, name)) for name, item in arguments.items()}
+    if type(arguments) in (list, tuple):
+        items = [with_tensors(item, new, (*path, i)) for i, item in enumerate(arguments)]
+        return items if isinstance(arguments, list) else tuple(items)
+    return arguments

@@ -3,13 +3,11 @@
 `Decisions` gets a forward call by call, `begin` before each and `end` after it, as numbers and
 functions without tensors. The replacement of a call (`Step`) depends on the calls before it:
 
-    role     "scaled"    the function's unit-scaled version (`replacements`)
-             "residual"  `U.residual_add`, with ``tau`` (`additions`)
+    role     "scaled"    the function's unit-scaled version (`contractions`)
+             "residual"  `U.residual_add`, with ``tau`` (`history`)
              "keep"      the function as it is
              "readout"   `U.linear_readout`: the linear layer of the output weight
     options  those of `contractions` that are set
-    dropped  keywords that torch's Python functions pass on with their defaults (``inplace=False``)
-             and that the replacement does not have
 
 Two decisions depend on the calls after it, and affect only gradients (`GradientFactors`):
 
@@ -35,43 +33,42 @@ One number must be known before the forward: ``layers``, the number of residual 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
+import traceback
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch._guards import CompileContext
 
-from float8.unit_scaling.transforms.additions import (
-    ADDITIONS,
-    KEEP,
-    RESIDUAL,
-    SUM,
-    classify,
-    tau_of,
+from float8.unit_scaling import functional as U
+from float8.unit_scaling.transforms.contractions import (
+    CONTRACTIONS,
+    OTHER_CONTRACTIONS,
+    Function,
+    Path,
+    Replacements,
+    argument,
+    may_contract_activations,
+    parameters_of,
 )
-from float8.unit_scaling.transforms.contractions import Function, Path
 from float8.unit_scaling.transforms.gradient_factors import (
     branch_factors,
     calls_on_cut_edges,
     has_conflict,
 )
 from float8.unit_scaling.transforms.history import (
+    KEEP,
+    RESIDUAL,
+    SUM,
     Call,
     Edge,
     History,
-    Value,
-    line_of_caller,
+    Operand,
     name_of,
-)
-from float8.unit_scaling.transforms.replacements import (
-    Replacements,
-    dropped_by,
-    is_readout,
-    is_weight,
-    may_be_unconstrained,
-    options_of,
-    refuse_unscaled,
+    tau_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -85,21 +82,23 @@ class GradientFactors(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The decision about one call; see the module. ``number`` is the number of the call."""
+    """The decision about one call; see the module. ``number`` is the number of the call.
+
+    ``is_free`` says whether the call is unconstrained, as far as that is known; None of a call
+    whose gradients are constrained in any case.
+    """
 
     number: int
     role: str = "scaled"
     skip: int = 0
     tau: float = 0.0
-    may_be_unconstrained: bool = False
-    is_unconstrained: bool = False
     options: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
+    is_free: bool | None = None
     reads: tuple[tuple[Path, float], ...] = ()
 
 
-class Decisions:
-    """The decisions for one forward.
+class Decisions(History):
+    """The decisions for one forward, with its history.
 
     ``outputs`` are the names of the parameters of u-muP's type "output". ``layers`` is the number
     of residual additions; None while they are counted. ``known`` has the factors that an earlier
@@ -114,88 +113,71 @@ class Decisions:
         known: GradientFactors | None = None,
         logs: bool = False,
     ) -> None:
+        super().__init__()
         self.replacements, self.outputs = replacements, outputs
         self.layers, self.known = layers, known
-        self.history = History()
-        self.logged: list[tuple[Step, str]] | None = None  # with the lines of the calls
-        if logs and logger.isEnabledFor(logging.INFO):
-            self.logged = []
-        self.results: list[Value] | None = None  # what the forward returned, when it is over
+        self.logs = logs and logger.isEnabledFor(logging.INFO)
+        self.logged: list[tuple[Step, str]] = []  # with the lines of the calls
+        self.results: Sequence[int] | None = None  # what the forward returned, when it is over
         self._factors: GradientFactors | None = None
-
-    def leaf(self, parameter: str | None, is_trained: bool, shape: tuple[int, ...]) -> int:
-        """The number of a tensor that no call has returned; ``parameter`` as in `Value`."""
-        value = self.history.add_leaf(len(shape), parameter, is_trained)
-        value.shape = shape
-        return value.number
-
-    def view(self, base: int, dims: int) -> int:
-        """The number of another view of a tensor, made by a call that the mode did not see."""
-        self.history.add_call(Call("__get__", getattr, [((0, 0), self.history.values[base])]))
-        return self.history.add_result(dims, is_new_signal=False).number
 
     def begin(
         self,
         function: Function,
-        inputs: tuple[tuple[Path, int], ...],
+        operands: tuple[tuple[Path, int, int], ...],
         reads_integers: bool,
         is_plain: bool,
-        defaults: tuple[str, ...],
     ) -> Step:
         """Decide about a call.
 
-        ``inputs`` are the numbers of the call's floating-point operands, each with its path.
+        ``operands`` are its floating-point operands: path, number, and number of dimensions.
         ``reads_integers`` says whether it has tensor operands of another kind. For ``is_plain`` see
-        `additions.classify`. ``defaults`` are its keywords whose values are None or False.
+        `History.classify`.
         """
-        operands = [(path, self.history.values[number]) for path, number in inputs]
-        call = Call(name_of(function), function, operands, reads_integers)
-        refuse_unscaled(call, self.replacements, self.history)
-        number = self.history.add_call(call)
-        step = self._step(number, call, is_plain, defaults)
+        inputs = [Operand(path, self.values[number], dims) for path, number, dims in operands]
+        function = torch.add if function is Tensor.add_ else function
+        call = Call(function, inputs, reads_integers)
+        if (reason := self._unscaled(call)) is not None:
+            raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
+        number = self.add_call(call)
+        step = self._step(number, call, is_plain)
         if self.known is not None:
             reads = tuple((path, f) for (n, path), f in self.known.reads.items() if n == number)
-            step = step._replace(reads=reads, is_unconstrained=number in self.known.unconstrained)
-        if self.logged is not None:
-            self.logged.append((step, line_of_caller()))
+            is_free = step.is_free if step.is_free is None else self.is_unconstrained(number)
+            step = step._replace(reads=reads, is_free=is_free)
+        if self.logs:
+            self.logged.append((step, _line_of_caller()))
         return step
 
-    def end(self, dims: tuple[int, ...]) -> tuple[int, ...]:
-        """The numbers of the results of the call that began last.
-
-        ``dims`` says how many dimensions each floating-point result has.
-        """
-        call = self.history.calls[-1]
-        if call.kind:
-            is_new = call.kind != KEEP
-        else:
-            is_new = call.function in self.replacements or any(v.is_learned for _, v in call.inputs)
-        return tuple(self.history.add_result(n, is_new).number for n in dims)
+    def end(self, count: int) -> tuple[int, ...]:
+        """The numbers of the floating-point results of the call that began last."""
+        call = self.calls[-1]
+        is_new = call.function in self.replacements or any(x.value.is_learned for x in call.inputs)
+        is_new = call.kind != KEEP if call.kind else is_new
+        return tuple(self.add_result(is_new) for _ in range(count))
 
     def finish(self, results: Sequence[int]) -> None:
         """End the forward, which has returned the tensors of these numbers."""
-        self.results = [self.history.values[number] for number in results]
-        self._factors = None
+        self.results, self._factors = results, None
         if self.layers is None:
-            self.layers = len(self.history.residuals)
-            for place, number in enumerate(self.history.residuals):
-                self.history.calls[number].tau = tau_of(place, self.layers)
-        for step, line in self.logged or ():
-            call = self.history.calls[step.number]
-            role = f"residual-add, tau={call.tau:.4g}" if step.role == RESIDUAL else step.role
-            if step.role != KEEP:
-                logger.info("unit scaling function: %s (%s), %s", call.name, role, line)
+            self.layers = len(self.residuals)
+            for place, number in enumerate(self.residuals):
+                self.calls[number].tau = tau_of(place, self.layers)
+        for step, line in self.logged:
+            call, role = self.calls[step.number], step.role
+            name = name_of(call.function)
+            if role != KEEP:
+                role = f"residual-add, tau={call.tau:.4g}" if role == RESIDUAL else role
+                logger.info("unit scaling function: %s (%s), %s", name, role, line)
             if self.is_unconstrained(step.number):
-                logger.info("unconstraining node: %s, %s", call.name, line)
+                logger.info("unconstraining node: %s, %s", name, line)
 
     def factors(self) -> GradientFactors:
         """The factors that follow from the calls so far; after the forward, from all calls."""
         if self._factors is None or self.results is None:
-            unconstrained = calls_on_cut_edges(self.history, self.results or ())
-            self._factors = GradientFactors(
-                branch_factors(self.history, self.results or ()),
-                {number for number in unconstrained if self._has_constraint(number)},
-            )
+            cut = calls_on_cut_edges(self, self.results or ())
+            free = {n for n in cut if self._has_free_gradients(self.calls[n])}
+            self._factors = GradientFactors(branch_factors(self, self.results or ()), free)
         return self._factors
 
     def factor_of_read(self, call: int, path: Path) -> float | None:
@@ -204,86 +186,145 @@ class Decisions:
 
     def is_unconstrained(self, call: int) -> bool:
         """Whether a call's gradients need no constraint."""
-        return call in self.factors().unconstrained
+        return call in (self.known or self.factors()).unconstrained
 
-    def _step(self, number: int, call: Call, is_plain: bool, defaults: tuple[str, ...]) -> Step:
-        function = call.function
-        if function in ADDITIONS:
-            function = torch.add
+    def _step(self, number: int, call: Call, is_plain: bool) -> Step:
+        if call.function is torch.add:
             self._classify(number, call, is_plain)
-            if call.kind == RESIDUAL:
-                return Step(number, RESIDUAL, skip=call.skip, tau=call.tau)
-        if call.kind == KEEP or function not in self.replacements:
+        if call.kind == RESIDUAL:
+            return Step(number, RESIDUAL, skip=call.skip, tau=call.tau)
+        if call.kind == KEEP or call.function not in self.replacements:
             return Step(number, KEEP)
-        if is_readout(call, self.replacements, self.outputs):
+        if self._is_readout(call):
             return Step(number, "readout")
-        replacement = self.replacements[function]
-        return Step(
-            number,
-            may_be_unconstrained=may_be_unconstrained(call, replacement),
-            options=options_of(call, replacement, self.history),
-            dropped=dropped_by(replacement, defaults) if defaults else (),
-        )
+        is_free = False if self._has_free_gradients(call) else None
+        return Step(number, options=self._options(call), is_free=is_free)
 
     def _classify(self, number: int, call: Call, is_plain: bool) -> None:
-        residuals = self.history.residuals
-        classify(self.history, number, is_plain)
+        self.classify(call, is_plain)
         if call.kind == RESIDUAL:
             # While the layers are counted any number will do: only tau depends on it.
-            call.tau = tau_of(len(residuals), self.layers or 1)
-            residuals.append(number)
-            if self._is_read_as_weight(call.root) or has_conflict(self.history, number):
-                residuals.pop()
+            call.tau = tau_of(len(self.residuals), self.layers or 1)
+            self.residuals.append(number)
+            if self._is_read_as_weight(call.root) or has_conflict(self, number):
+                self.residuals.pop()
                 call.kind = SUM
 
     def _is_read_as_weight(self, root: int) -> bool:
         """Whether a parameter is a weight of its own branch: such reads multiply no gradient."""
-        calls = self.history.calls
-        return self.history.values[root].parameter is not None and any(
-            is_weight(path, calls[number].function, self.replacements)
-            for number, path in self.history.reads.get(root, ())
+        return self.values[root].parameter is not None and any(
+            is_weight(path, self.calls[number].function, self.replacements)
+            for number, path in self.reads.get(root, ())
         )
 
-    def _has_constraint(self, number: int) -> bool:
-        call = self.history.calls[number]
-        function = torch.add if call.kind == SUM else call.function
-        return (
-            call.kind in ("", SUM)
-            and function in self.replacements
-            and may_be_unconstrained(call, self.replacements[function])
+    def _unscaled(self, call: Call) -> str | None:
+        """The reason why a call cannot be unit-scaled, or None.
+
+        It reads a trained parameter that does not belong to the model; or it contracts a weight and
+        has no unit-scaled function: the weight has a standard deviation of 1, so the result would
+        grow with its size.
+        """
+        contracts = call.function not in self.replacements and (
+            name_of(call.function) in OTHER_CONTRACTIONS
+            or (call.function in CONTRACTIONS and not hasattr(call.function, "implementation"))
         )
+        for operand in call.inputs:
+            if operand.value.is_trained and operand.value.parameter == "":
+                return (
+                    "reads a trained parameter that is not a parameter of the model: make its "
+                    "module an attribute of one of the model's modules, or an item of an "
+                    "nn.ModuleList"
+                )
+            if operand.value.is_trained and contracts and operand.dims >= 2:
+                return (
+                    f"multiplies by {operand.value.parameter} and has no unit-scaled function: "
+                    "register one (U.register), write it with linear layers or matmul, or pass "
+                    "replace={f: f} to leave it, and scale the weight"
+                )
+        return None
+
+    def _is_readout(self, call: Call) -> bool:
+        """Whether a call is the linear layer of a weight of u-muP's type "output"."""
+        weight = call.operand(argument(1, "weight")) if call.function is F.linear else None
+        is_output = weight is not None and weight.value.parameter in self.outputs
+        return is_output and self.replacements[F.linear] is U.linear
+
+    def _options(self, call: Call) -> tuple[str, ...]:
+        """The options ``weight`` and ``mix`` of the functions in `contractions` to set."""
+        contraction = CONTRACTIONS.get(call.function)
+        if contraction is None or not may_contract_activations(call.function):
+            return ()
+        if self.replacements[call.function] is not contraction.unit_scaled:
+            return ()
+        right = call.operand(contraction.operands[1])
+        added = None if contraction.added is None else call.operand(contraction.added)
+        weight = ("weight",) if right and right.value.is_learned and right.dims == 2 else ()
+        # What depends on no parameter is a mask, and a learned vector a bias.
+        is_mixed = added is not None and added.value.has_parameters
+        is_bias = added is not None and added.value.is_learned and added.dims <= 1
+        return (*weight, "mix") if is_mixed and not is_bias else weight
+
+    def _has_free_gradients(self, call: Call) -> bool:
+        """Whether the gradients of a call's activations may take factors of their own.
+
+        Not where two activations are multiplied: both gradients would need one. And not where the
+        replacement has no ``constraint``, or a default other than "to_output_scale".
+        """
+        replacement = self.replacements.get(call.function)
+        if replacement is None or call.kind not in ("", SUM):
+            return False
+        has_weight = any(operand.value.is_learned for operand in call.inputs)
+        constraint = (parameters_of(replacement) or {}).get("constraint")
+        return (has_weight or not may_contract_activations(call.function)) and (
+            constraint is not None and constraint.default == "to_output_scale"
+        )
+
+
+def is_weight(path: Path, function: Function, replacements: Replacements) -> bool:
+    """Whether a parameter at a place in the arguments of a function is its weight or bias."""
+    return function in replacements and path not in argument(0, "input")
+
+
+def _line_of_caller() -> str:
+    """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
+    own = (str(torch.__path__[0]), __file__.rpartition("/transforms/")[0], "<")
+    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
+    return next((f"{file}:{n}" for file, n in lines if not file.startswith(own)), "an unknown line")
 
 
 # --- torch.compile
 
 
-class _Traces(threading.local):
+# The transforms that decide, by id: functions that run while torch.compile traces take constants.
+ALIVE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+class _Trace:
     """What the forwards inside the frame that is being compiled have found, in their order."""
 
-    def __init__(self) -> None:
-        self.frame: Any = None
-        self.attempt: Any = None
-        self.found: list[GradientFactors] = []
-        self.running: list[tuple[Any, Decisions]] = []
+    frame: Any = None
+    attempt: Any = None
+    found: list[GradientFactors]
+    running: list[tuple[Any, Decisions]]
 
 
-_TRACES = _Traces()
+_trace = _Trace()
 
 
-def start(transform: int, find: Callable[[int], Any]) -> int:
+def start(transform: int) -> int:
     """Begin a forward that is traced: its place in the frame that is compiled.
 
-    ``find(transform)`` is the transform that decides: ``traced(known)`` makes the `Decisions`.
+    ``transform`` is the id of the transform that decides: ``traced(known)`` makes the `Decisions`.
     """
     trace = CompileContext.current_trace_id()
     assert trace is not None
-    if _TRACES.frame is not trace.compile_id:  # equal ones may be of earlier frames, after a reset
-        _TRACES.frame, _TRACES.found, _TRACES.attempt = trace.compile_id, [], None
-    if _TRACES.attempt != trace.attempt:
-        _TRACES.attempt, _TRACES.running = trace.attempt, []
-    place, decides = len(_TRACES.running), find(transform)
-    known = _TRACES.found[place] if place < len(_TRACES.found) else None
-    _TRACES.running.append((decides, decides.traced(known)))
+    if _trace.frame is not trace.compile_id:  # equal ones may be of earlier frames, after a reset
+        _trace.frame, _trace.found, _trace.attempt = trace.compile_id, [], None
+    if _trace.attempt != trace.attempt:
+        _trace.attempt, _trace.running = trace.attempt, []
+    place, decides = len(_trace.running), ALIVE[transform]
+    known = _trace.found[place] if place < len(_trace.found) else None
+    _trace.running.append((decides, decides.traced(known)))
     return place
 
 
@@ -291,7 +332,7 @@ def ask(decisions: Decisions | int, method: str, *what: Any) -> Any:
     """Call a method of `Decisions`, in eager mode or, by what `start` returned, in a trace."""
     if isinstance(decisions, Decisions):
         return getattr(decisions, method)(*what)
-    transform, traced = _TRACES.running[decisions]
+    transform, traced = _trace.running[decisions]
     answer = getattr(traced, method)(*what)
     if method == "begin" and traced.known is None:
         # The first trace is thrown away. It calls what the model calls, which is quicker to trace.
@@ -299,7 +340,7 @@ def ask(decisions: Decisions | int, method: str, *what: Any) -> Any:
     if method == "finish":
         transform.layers, found = traced.layers, traced.factors()
         if traced.known != found:
-            _TRACES.found[decisions:] = [found]  # those of later forwards may change too
+            _trace.found[decisions:] = [found]  # those of later forwards may change too
             from torch._dynamo.exc import UnspecializeRestartAnalysis
 
             raise UnspecializeRestartAnalysis(

@@ -16,7 +16,7 @@ the product of the factors of all additions on its way, as splits of splits woul
     z = x + a(x) + m(x)  (y = x + a(x))      edge to a: b_y s_z   to y: s_y s_z   to m: b_z
 
 An activation that does not descend from ``x`` may enter the branch too, as the encoder's output
-enters the attention of a decoder layer. Its edges carry the same factors (`_Root.side_edges`).
+enters the attention of a decoder layer. Its edges carry the same factors (`_Branches.side_edges`).
 
 If two ways from one edge ask for different factors, no factor of the edge is right; the addition
 that brings the conflict is then a plain sum (`has_conflict`). ``x + a(n(x)) + m(n(x))``, where
@@ -34,12 +34,11 @@ more node, which stands for the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import networkx  # type: ignore[import-untyped]
 
-from float8.unit_scaling.transforms.additions import OPERANDS, RESIDUAL
-from float8.unit_scaling.transforms.history import ALIASES, Edge, History, Value
+from float8.unit_scaling.transforms.history import OPERANDS, RESIDUAL, Edge, History, Value
 
 LOSS = -1  # the node of the loss in the graph of calls
 
@@ -52,16 +51,15 @@ def has_conflict(history: History, number: int) -> bool:
     return any(math.isnan(factor) for factor in _Branches(root, history).edges().values())
 
 
-def branch_factors(history: History, results: Sequence[Value] = ()) -> dict[Edge, float]:
+def branch_factors(history: History, results: Sequence[int]) -> dict[Edge, float]:
     """The edges that multiply their gradients, with the factors.
 
     ``history`` has the calls so far; ``results`` are the values that the model returns.
     """
     factors: dict[Edge, float] = {}
-    returned = {value.alias for value in results}
     for root in dict.fromkeys(history.calls[n].root for n in history.residuals):
         branches = _Branches(root, history)
-        for edge, factor in (branches.edges() | branches.side_edges(returned)).items():
+        for edge, factor in (branches.edges() | branches.side_edges(set(results))).items():
             factors[edge] = factors.get(edge, 1.0) * factor
     return factors
 
@@ -80,11 +78,14 @@ class _Branches:
         self.last = max(n for n in history.residuals if self.calls[n].root == root)
         self.after: dict[int, float | None] = {}
         for number in range(self.last, self.first - 1, -1):
-            values = self.calls[number].outputs
-            edges = [edge for value in values for edge in history.reads.get(value.number, ())]
-            factors = [f for edge in edges if (f := self.factor(edge)) is not None]
+            factors = [f for edge in self._readers(number) if (f := self.factor(edge)) is not None]
             agreed = all(math.isclose(f, factors[0], rel_tol=1e-9) for f in factors)
             self.after[number] = (factors[0] if agreed else math.nan) if factors else None
+
+    def _readers(self, number: int) -> list[Edge]:
+        """The edges that read the results of a call."""
+        outputs = self.calls[number].outputs
+        return [edge for value in outputs for edge in self.history.reads.get(value.number, ())]
 
     def factor(self, edge: Edge) -> float | None:
         """The factor on all ways that begin with an edge, None and NaN as in ``after``."""
@@ -94,67 +95,57 @@ class _Branches:
         call, after = self.calls[number], self.after[number]
         if call.kind != RESIDUAL or call.root != self.root:
             return after
-        own = call.gradient_factor(int(path not in OPERANDS[0].paths))
+        own = call.gradient_factor(int(path not in OPERANDS[0]))
         return own if after is None else own * after
 
     def edges(self) -> dict[Edge, float]:
         """The edges that read the root, each with its factor."""
-        edges = self.history.reads_of_aliases.get(self.root, ())
+        edges = self.history.reads.get(self.root, ())
         return {edge: f for edge in edges if (f := self.factor(edge)) is not None}
 
     def side_edges(self, returned: Set[int]) -> dict[Edge, float]:
         """The edges by which other activations than the root enter its branches.
 
         An edge is moved up over a call if all edges that read the call's results have its factor:
-        weights on the way then have gradients of unit scale.
+        weights on the way then have gradients of unit scale. ``returned`` are the model's results.
         """
-        entries = self._entries()
-        writers = {w for edge in entries if (w := self._writer(edge)) is not None}
+        found: dict[Edge, float] = {}
+        writers: set[int] = set()
+
+        def enter(number: int, path: tuple[object, ...], value: Value, factor: float) -> None:
+            found[number, path] = factor
+            if value.call is not None:
+                writers.add(value.call)
+
+        for number in range(self.first, self.last):
+            if not any(map(self._descends, self.calls[number].outputs)):
+                continue
+            for operand in self.calls[number].inputs:
+                factor = self.factor((number, operand.path))
+                is_side = not (operand.value.is_learned or self._descends(operand.value))
+                # Where ways ask for different factors, no factor of the edge is right.
+                if is_side and factor is not None and not math.isnan(factor):
+                    enter(number, operand.path, operand.value, factor)
         while writers:
             writer = max(writers)  # its readers have been moved already
             writers.remove(writer)
-            outputs = {value.alias for value in self.calls[writer].outputs}
-            edges = [e for v in outputs for e in self.history.reads_of_aliases.get(v, ())]
-            factors = {entries.get(edge) for edge in edges}
-            if outputs & returned or len(factors) != 1 or None in factors:
+            edges, outputs = self._readers(writer), self.calls[writer].outputs
+            factors = {found.get(edge) for edge in edges}
+            factor = factors.pop() if len(factors) == 1 else None
+            if factor is None or returned & {value.number for value in outputs}:
                 continue
-            factor = entries[edges[0]]
             for edge in edges:
-                del entries[edge]
-            for path, value in self.calls[writer].inputs:
-                if not value.is_learned:
-                    entries[writer, path] = factor
-                    if (earlier := self.history.values[value.alias].call) is not None:
-                        writers.add(earlier)
-        return entries
-
-    def _entries(self) -> dict[Edge, float]:
-        """The edges from values that do not descend from the root to calls that do."""
-        found = {}
-        for number in range(self.first, self.last):
-            call = self.calls[number]
-            if call.name in ALIASES or not any(map(self._descends, call.outputs)):
-                continue
-            for path, value in call.inputs:
-                if value.is_learned or self._descends(value):
-                    continue
-                factor = self.factor((number, path))
-                # Where ways ask for different factors, no factor of the edge is right.
-                if factor is not None and not math.isnan(factor):
-                    found[number, path] = factor
+                del found[edge]
+            for operand in self.calls[writer].inputs:
+                if not operand.value.is_learned:
+                    enter(writer, operand.path, operand.value, factor)
         return found
 
     def _descends(self, value: Value) -> bool:
         return value.number == self.root or bool(value.origins >> self.root & 1)
 
-    def _writer(self, edge: Edge) -> int | None:
-        """The call that returned the value that an edge reads, or that it reads an alias of."""
-        number, at = edge
-        value = next(value for path, value in self.calls[number].inputs if path == at)
-        return self.history.values[value.alias].call
 
-
-def calls_on_cut_edges(history: History, results: Iterable[Value]) -> set[int]:
+def calls_on_cut_edges(history: History, results: Sequence[int]) -> set[int]:
     """The numbers of the calls after all residual layers whose activations come over bridges.
 
     ``history`` is that of a whole forward; ``results`` are the values that the model returns.
@@ -173,19 +164,21 @@ def calls_on_cut_edges(history: History, results: Iterable[Value]) -> set[int]:
         for number, call in enumerate(history.calls)
         if not any(values >> v.number & 1 for values in before for v in call.outputs)
     ]
-    links = [(n, node(v)) for n in after for _, v in history.calls[n].inputs if not v.is_learned]
-    links += [(LOSS, node(value)) for value in results]
+    inputs = [(n, x.value) for n in after for x in history.calls[n].inputs]
+    links = [(n, node(value)) for n, value in inputs if not value.is_learned]
+    links += [(LOSS, node(history.values[number])) for number in results]
     bridges = set(networkx.bridges(networkx.MultiGraph(links)))
     return set(after) - {a for a, b in links if not bridges & {(a, b), (b, a)}}
 
 
 def _before_residuals(history: History) -> list[int]:
     """The values before residual layers and their results, as bits: connected parts of a graph."""
+    learned = sum(1 << value.number for value in history.values if value.is_learned)
     parts: list[int] = []
     for number in history.residuals:
         part = 0
         for value in history.calls[number].outputs:
-            part |= (value.origins & ~history.learned) | 1 << value.number
+            part |= (value.origins & ~learned) | 1 << value.number
         for other in [p for p in parts if p & part]:
             parts.remove(other)
             part |= other

@@ -1,25 +1,62 @@
-"""The history of a forward: its calls, and the inputs of each tensor.
+"""The history of a forward: its calls, the inputs of each tensor, and what each addition means.
 
-Each call of a function is a `Call`. Each floating-point tensor is a `Value` with a number; a tensor
-that an in-place function changes gets a new value. `History` holds numbers only and keeps no
-tensor, so it can be filled while ``torch.compile`` traces, and be kept until the backward pass.
+Each call of a function is a `Call`, each floating-point tensor a `Value` with a number. A view of a
+tensor, its copy in another precision and the like (`is_alias`) have the tensor's number and make no
+call; a tensor that an in-place function changes gets a new value. `History` holds numbers only and
+keeps no tensor, so it can be filled while ``torch.compile`` traces, and be kept until the backward
+pass.
+
+**Additions.** Unit scaling divides a sum of independent signals by the root of their number, and
+gives a residual sum ``x + f(x)`` weights of its own. A formula that happens to contain a plus, the
+``x * cos + rotate(x) * sin`` of rotary embeddings or the ``x + 0.044715 * x**3`` of a hand-written
+gelu, must stay as it is. `History.classify` tells them apart by what the operands were computed
+from:
+
+    KEEP      left as it is: the addition of a number, a bias vector or a mask (added to attention
+              scores, and independent of parameters), or an addition inside a formula, where both
+              operands are arithmetic of one value
+    RESIDUAL  one operand, the skip, is what the other, the branch, was computed from; or the sum
+              of such a skip and other branches of it
+    SUM       the rest: signals that are taken for independent
+
+A value is *arithmetic* of those that it was computed from by functions that hold no parameter and
+that unit scaling has no unit-scaled function for. The results of contractions, norms, activations,
+softmax, sums and residual layers are new signals. *Scores* are arithmetic of a product of two
+activations, or a sum with one: ``q k^T`` before its softmax.
+
+A residual addition computes ``y = (tau f(x) + x) / sqrt(1 + tau**2)``. **tau** is that of
+`core.functional.transformer_residual_scaling_rule` (u-muP, arXiv 2407.17465, appendix G, both
+multipliers 1) for all residual layers of the model in the order of their additions,
+``tau_i = 1 / sqrt(L/2 + i)``. The stream's first value, all branches at even places and all at odd
+places (a transformer's attention and feed-forward layers) then contribute the same variance to the
+end of the stream. With these multipliers the rule gives the ``i``-th branch the same ``tau``
+whether it is attention or not.
 """
 
 from __future__ import annotations
 
 import math
-import traceback
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Argument, Function, Path
+from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
+from float8.unit_scaling.transforms.contractions import (
+    Argument,
+    Function,
+    Path,
+    argument,
+    may_contract_activations,
+)
 
-# Functions whose result is their first operand in another view, shape or precision.
-ALIASES = frozenset(
+KEEP, SUM, RESIDUAL = "keep", "sum", "residual"
+OPERANDS = (argument(0, "input"), argument(1, "other"))
+# Names of functions whose result is their first operand in another view, shape or precision.
+_ALIASES = frozenset(
     {
         *("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "contiguous"),
         *("transpose", "swapaxes", "swapdims", "permute", "movedim", "t", "__get__"),
@@ -27,52 +64,64 @@ ALIASES = frozenset(
         *("clone", "alias"),
     }
 )
+tau_of = transformer_residual_scaling_rule()
 Edge = tuple[int, Path]  # a call, and the path in its arguments at which it reads a value
 
 
 @dataclass(slots=True)
 class Value:
-    """A floating-point tensor at one time of a forward.
+    """A floating-point tensor at one time of a forward, and its views.
 
     Args:
         number: its place among the values of the forward.
-        alias: the value that it is another view, shape or precision of; its own number if none.
         origins: the values that it was computed from, directly or not: bit n stands for value n.
-        terms: those of the origins that it is plain arithmetic of (see `additions`), as bits too.
+        terms: those of the origins that it is plain arithmetic of, and itself, as bits too.
         is_learned: whether it was computed from parameters alone.
-        is_trained: whether it is a parameter that requires a gradient.
+        has_parameters: whether a parameter is among its origins, or it is one.
         is_scores: whether it is arithmetic of a product of two activations, as attention scores.
         parameter: the parameter's name, "" for a trained one of another model; None if it is none.
+        is_trained: whether it is a parameter that requires a gradient.
         call: the number of the call that returned it; None for parameters and inputs.
-        shape: of a parameter; ``dims`` says of every value how many dimensions it has.
     """
 
     number: int
-    alias: int
-    dims: int
     origins: int = 0
     terms: int = 0
     is_learned: bool = False
-    is_trained: bool = False
+    has_parameters: bool = False
     is_scores: bool = False
     parameter: str | None = None
+    is_trained: bool = False
     call: int | None = None
-    shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Operand:
+    """A floating-point operand of a call: its path, its value and its number of dimensions."""
+
+    path: Path
+    value: Value
+    dims: int
 
 
 @dataclass(slots=True)
 class Call:
     """One call of a function.
 
-    For ``name`` see `name_of`; ``function`` is what the model calls. ``inputs`` are its
-    floating-point operands, each with its path in ``(args, kwargs)``. ``reads_integers`` says
-    whether it has tensor operands of integers or booleans, which are no values. ``outputs`` are its
-    floating-point results. The other fields are of additions (see `additions`).
+    Args:
+        function: what the model calls; ``torch.add`` in place too.
+        inputs: its floating-point operands.
+        reads_integers: whether it has tensor operands of integers or booleans, which are no values.
+        outputs: its floating-point results.
+        kind: of an addition, what it means.
+        skip: of a residual addition, which operand is the skip, 0 or 1.
+        root: the value at which branch and skip part: the skip operand itself, or the input of the
+            residual layer that returned it (``x + attention(x) + mlp(x)``).
+        tau: the weight of the branch.
     """
 
-    name: str
     function: Function
-    inputs: list[tuple[Path, Value]]
+    inputs: list[Operand]
     reads_integers: bool = False
     outputs: list[Value] = field(default_factory=list)
     kind: str = ""
@@ -80,9 +129,9 @@ class Call:
     root: int = -1
     tau: float = 0.0
 
-    def operand(self, argument: Argument) -> Value | None:
+    def operand(self, which: Argument) -> Operand | None:
         """The floating-point operand that was given as this argument."""
-        return next((value for path, value in self.inputs if path in argument.paths), None)
+        return next((operand for operand in self.inputs if operand.path in which), None)
 
     def gradient_factor(self, operand: int) -> float:
         """The factor of the gradient of operand 0 or 1 where branch and skip separate."""
@@ -97,71 +146,92 @@ class History:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.residuals: list[int] = []  # the calls that are residual additions
-        self.learned = 0  # the values that are learned, as bits
-        # The edges that read a value; and those by which calls that make no alias read it or one of
-        # its aliases.
-        self.reads: dict[int, list[Edge]] = defaultdict(list)
-        self.reads_of_aliases: dict[int, list[Edge]] = defaultdict(list)
+        self.reads: dict[int, list[Edge]] = defaultdict(list)  # value -> the edges that read it
 
-    def add_leaf(self, dims: int, parameter: str | None = None, is_trained: bool = False) -> Value:
-        """A new value that no call has returned: a parameter, a buffer, an input."""
-        new = self._new(dims, is_learned=parameter is not None)
+    def leaf(self, parameter: str | None, is_trained: bool) -> int:
+        """The number of a tensor that no call has returned; arguments as of `Value`."""
+        new = self._new()
         new.parameter, new.is_trained = parameter, is_trained
-        return new
+        new.is_learned = new.has_parameters = parameter is not None
+        return new.number
+
+    def _new(self) -> Value:
+        number = len(self.values)
+        self.values.append(Value(number, terms=1 << number))
+        return self.values[-1]
 
     def add_call(self, call: Call) -> int:
         """The number of a new call, which has no results yet."""
         number = len(self.calls)
         self.calls.append(call)
-        for path, value in call.inputs:
-            self.reads[value.number].append((number, path))
-            if call.name not in ALIASES:
-                self.reads_of_aliases[value.alias].append((number, path))
+        for operand in call.inputs:
+            self.reads[operand.value.number].append((number, operand.path))
         return number
 
-    def add_result(self, dims: int, is_new_signal: bool) -> Value:
-        """A new value, with ``dims`` dimensions, that the last call has returned.
+    def add_result(self, is_new_signal: bool) -> int:
+        """The number of a new value that the last call has returned.
 
         ``is_new_signal`` says whether it counts as a signal of its own, and not as plain arithmetic
         of the operands.
         """
         call = self.calls[-1]
-        sources = [value for _, value in call.inputs]
-        is_learned = bool(sources) and not call.reads_integers
-        new = self._new(dims, is_learned and all(v.is_learned for v in sources))
+        sources = [operand.value for operand in call.inputs]
+        new = self._new()
         new.call = len(self.calls) - 1
+        new.is_learned = bool(sources) and not call.reads_integers
+        new.is_learned &= all(v.is_learned for v in sources)
+        new.has_parameters = any(v.has_parameters for v in sources)
         for value in sources:
             new.origins |= value.origins | 1 << value.number
-        is_alias = call.name in ALIASES and bool(sources) and not is_in_place(call.function)
-        if is_alias:
-            new.alias = sources[0].alias
-        if sources and (is_alias or not is_new_signal):
+        if sources and not is_new_signal:
             new.terms = 0
             for value in sources:
                 new.terms |= value.terms
         if may_contract_activations(call.function):
-            new.is_scores = all(self.values[v.alias].parameter is None for v in sources)
-        elif is_alias or not is_new_signal or call.name == "add":
+            new.is_scores = all(v.parameter is None for v in sources)
+        elif not is_new_signal or call.function is torch.add:
             new.is_scores = any(v.is_scores for v in sources)
         call.outputs.append(new)
-        return new
+        return new.number
 
-    def _new(self, dims: int, is_learned: bool) -> Value:
-        number = len(self.values)
-        new = Value(number, number, dims, terms=1 << number, is_learned=is_learned)
-        self.values.append(new)
-        self.learned |= is_learned << number
-        return new
+    def classify(self, call: Call, is_plain: bool) -> None:
+        """Set what an addition means; ``is_plain``: of operands of one shape, with alpha 1."""
+        left, right = (call.operand(operand) for operand in OPERANDS)
+        if left is None or right is None or _is_kept(left, right):
+            call.kind = KEEP
+            return
+        call.kind = SUM
+        operands = (left.value, right.value)
+        if is_plain:
+            # The nearest value at which the two part.
+            for roots in zip_longest(*[self._stream(value) for value in operands]):
+                for skip, root in enumerate(roots):
+                    if root is not None and operands[1 - skip].origins >> root & 1:
+                        call.kind, call.skip, call.root = RESIDUAL, skip, root
+                        return
 
-    def depends_on_parameters(self, value: Value) -> bool:
-        """Whether a parameter is among the origins of a value, or is the value."""
-        return value.is_learned or bool(value.origins & self.learned)
+    def _stream(self, value: Value) -> Iterator[int]:
+        """A value, and the inputs of the residual layers that it is the result of."""
+        while True:
+            yield value.number
+            call = None if value.call is None else self.calls[value.call]
+            skip = call.operand(OPERANDS[call.skip]) if call and call.kind == RESIDUAL else None
+            if skip is None:
+                return
+            value = skip.value
 
 
-def may_contract_activations(function: Function) -> bool:
-    """Whether both operands of a function may be activations that it contracts."""
-    contraction = CONTRACTIONS.get(function)
-    return contraction is not None and contraction.kind in ("matrix", "einsum")
+def _is_kept(left: Operand, right: Operand) -> bool:
+    if any(operand.value.is_learned and operand.dims <= 1 for operand in (left, right)):
+        return True
+    pairs = ((left.value, right.value), (right.value, left.value))
+    return bool(left.value.terms & right.value.terms) or any(
+        scores.is_scores
+        and scores.has_parameters
+        and not mask.has_parameters
+        and not scores.origins >> mask.number & 1
+        for scores, mask in pairs
+    )
 
 
 def name_of(function: Any) -> str:
@@ -176,39 +246,11 @@ def is_in_place(function: Any) -> bool:
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
+def is_alias(function: Any) -> bool:
+    """Whether a function returns its first operand in another view, shape or precision."""
+    return name_of(function) in _ALIASES and not is_in_place(function)
+
+
 # torch.compile calls them while it traces and takes their results for constants.
-name_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-is_in_place._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def tensors_in(arguments: Any, path: Path = ()) -> list[tuple[Path, Tensor]]:
-    """The tensors in nested lists, tuples and dicts, each with its path."""
-    if isinstance(arguments, Tensor):
-        return [(path, arguments)]
-    found: list[tuple[Path, Tensor]] = []
-    if isinstance(arguments, list | tuple):
-        for i, item in enumerate(arguments):
-            found += tensors_in(item, (*path, i))
-    elif isinstance(arguments, dict):
-        for name, item in arguments.items():
-            found += tensors_in(item, (*path, name))
-    return found
-
-
-def with_tensors(arguments: Any, new: dict[Path, Tensor], path: Path = ()) -> Any:
-    """Nested lists, tuples and dicts with other tensors at some paths."""
-    if path in new:
-        return new[path]
-    if isinstance(arguments, dict):
-        return {name: with_tensors(item, new, (*path, name)) for name, item in arguments.items()}
-    if type(arguments) in (list, tuple):
-        items = [with_tensors(item, new, (*path, i)) for i, item in enumerate(arguments)]
-        return items if isinstance(arguments, list) else tuple(items)
-    return arguments
-
-
-def line_of_caller() -> str:
-    """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
-    own = (str(torch.__path__[0]), __file__.rpartition("/transforms/")[0], "<")
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((f"{file}:{n}" for file, n in lines if not file.startswith(own)), "an unknown line")
+for _function in (is_in_place, is_alias):
+    _function._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, LinearPlan, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import linear_in_float8
@@ -75,7 +75,7 @@ class Float8Products(Transform):
         finally:
             self.watchers = tuple(each for each in self.watchers if each is not watcher)
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
         if self.switch.is_off:
             return Mode({})
@@ -104,8 +104,10 @@ class _Float8Mode(Mode):
         if any(weight is other for other in self.skipped):
             options = () if factors is None else (factors,)
             return function(input, weight, bias, *options)
-        _check(self.config, input, weight)
         plan = plan_for(self.config, input.device, compute_dtype(input))
+        if (error := _refusal(self.config, plan, input, weight)) is not None:
+            layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
+            raise type(error)(f"{layer}: {error}")
         call = Call(plan, factors=factors or NO_FACTORS, saves=torch.is_grad_enabled())
         output = linear_in_float8(input, weight, bias, call)
         if self.watchers:
@@ -128,15 +130,13 @@ class _Float8Mode(Mode):
         return name.removesuffix(".weight") if name != "weight" else ""
 
 
-def _check(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> None:
-    name = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
+def _refusal(
+    config: Float8LinearConfig, plan: LinearPlan, input: Tensor, weight: Tensor
+) -> Exception | None:
     if weight.dim() != 2:
-        raise ValueError(f"{name}: float8 multiplies by weights of shape (N, K)")
-    if (reason := refuses_layer(weight, config)) is not None:
-        raise ValueError(f"{name}: {reason}")
-    plan = plan_for(config, input.device, compute_dtype(input))
-    if (error := error_of_call(input, weight, plan)) is not None:
-        raise type(error)(f"{name}: {error}")
+        return ValueError("float8 multiplies by weights of shape (N, K)")
+    reason = refuses_layer(weight, config)
+    return error_of_call(input, weight, plan) if reason is None else ValueError(reason)
 
 
 def float8(

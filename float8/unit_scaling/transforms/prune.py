@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
 from float8.unit_scaling.registry import respelt
-from float8.unit_scaling.transforms.metrics import Metrics
 
 
 def prune_non_float_tensors(graph: Graph) -> Graph:
@@ -25,9 +23,6 @@ def prune_non_float_tensors(graph: Graph) -> Graph:
 
     Args:
         graph: as ``model.scales_graph()`` returns it.
-
-    Raises:
-        ValueError: the graph does not come from `track_scales`.
     """
     return _without(graph, lambda node: not node.meta["outputs_float_tensor"])
 
@@ -41,16 +36,17 @@ def prune_same_scale_tensors(graph: Graph, rtol: float = 2**-16) -> Graph:
         graph: as ``model.scales_graph()`` returns it.
         rtol: how far the two mean absolute values may differ, relatively, and those of the
             gradients, where there are any. Slices change them a little.
-
-    Raises:
-        ValueError: the graph does not come from `track_scales`.
     """
 
     def is_same(node: Node) -> bool:
         source = _source(node)
         if source is None or not node.meta["outputs_float_tensor"]:
             return False
-        return _same_scale(node.meta["metrics"], source.meta["metrics"], rtol)
+        old, new = (n.meta["metrics"] for n in (source, node))
+        return all(
+            x is y or (x and y and math.isclose(x.mean_abs, y.mean_abs, rel_tol=rtol))
+            for x, y in ((old.fwd, new.fwd), (old.bwd, new.bwd))
+        )
 
     return _without(graph, is_same)
 
@@ -62,9 +58,6 @@ def prune_selected_nodes(graph: Graph, targets: Iterable[Any]) -> Graph:
         graph: as ``model.scales_graph()`` returns it.
         targets: functions, ``torch.abs``; methods, ``torch.Tensor.view`` or ``"view"``; names of
             parameters.
-
-    Raises:
-        ValueError: the graph does not come from `track_scales`.
     """
     chosen = {respelt(target) for target in targets}
     chosen |= {target.__name__ for target in chosen if _is_method(target)}
@@ -72,15 +65,10 @@ def prune_selected_nodes(graph: Graph, targets: Iterable[Any]) -> Graph:
 
 
 def _without(graph: Graph, is_pruned: Callable[[Node], bool]) -> Graph:
-    if not all("outputs_float_tensor" in node.meta for node in graph.nodes):
-        raise ValueError(
-            "the graph has no scales: give the one that model.scales_graph() returns, of a model "
-            "that track_scales returned"
-        )
     graph = copy.deepcopy(graph)
     for node in list(graph.nodes):
         if node.op != "output" and is_pruned(node):
-            _replace(node, _source(node))
+            node.replace_all_uses_with(_source(node))
             graph.erase_node(node)
     graph.lint()
     return graph
@@ -94,22 +82,3 @@ def _source(node: Node) -> Node | None:
     """The one floating-point input of a node, if it has just one."""
     found = [n for n in node.all_input_nodes if n.meta["outputs_float_tensor"]]
     return found[0] if len(found) == 1 else None
-
-
-def _replace(node: Node, other: Node | None) -> None:
-    def changed(n: Node) -> Any:
-        return other if n is node else n
-
-    for user in list(node.users):
-        user.args = map_arg(user.args, changed)
-        user.kwargs = map_arg(user.kwargs, changed)
-
-
-def _same_scale(a: Metrics, b: Metrics, rtol: float) -> bool:
-    for x, y in ((a.fwd, b.fwd), (a.bwd, b.bwd)):
-        if x is None or y is None:
-            if x is not y:
-                return False
-        elif not math.isclose(x.mean_abs, y.mean_abs, rel_tol=rtol):
-            return False
-    return True

@@ -38,12 +38,15 @@ from torch import Tensor, nn
 from float8.linear.plan import autocasts
 from float8.tensor import Float8Tensor
 from float8.unit_scaling.formats import FPFormat
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function, Path
-from float8.unit_scaling.transforms.history import tensors_in, with_tensors
+from float8.unit_scaling.transforms.contractions import (
+    CONTRACTIONS,
+    Function,
+    tensors_in,
+    with_tensors,
+)
 from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
 
 M = TypeVar("M", bound=nn.Module)
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def simulate_format(module: M, fwd_format: FPFormat, bwd_format: FPFormat) -> M:
@@ -83,46 +86,44 @@ class SimulateFormat(Transform):
     fwd_format: FPFormat
     bwd_format: FPFormat
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one call; it looks inside functions of ours, `scaled_linear` too."""
         functions = [f for f in CONTRACTIONS if not hasattr(f, "implementation")]
         return Mode({f: functools.partial(self.contract, f) for f in functions})
 
     def contract(self, function: Function, *args: Any, **kwargs: Any) -> Any:
-        """A contraction of rounded operands."""
+        """A contraction of rounded operands, whose gradient is rounded on its way to them."""
         contraction, tensors = CONTRACTIONS[function], dict(tensors_in((args, kwargs)))
+        paths = {path for argument in contraction.operands for path in argument}
         if contraction.kind == "einsum":
-            operands = list(tensors)
-            if len(operands) < 2:  # a transpose or a sum
-                return function(*args, **kwargs)
-        else:
-            operands = [p for argument in contraction.operands for p in argument.paths]
-        new: dict[Path, Tensor] = {
-            path: self.quantise_operand(tensors[path]) for path in operands if path in tensors
-        }
-        paths = () if contraction.added is None else contraction.added.paths
-        added = next(((path, tensors[path]) for path in paths if path in tensors), None)
-        if added is not None:
-            new[added[0]] = added[1].detach()
-        args, kwargs = with_tensors((args, kwargs), new)
+            paths = set(tensors) if len(tensors) > 1 else set()  # one: a transpose or a sum
+        rounded = {path: self.rounded(x) for path, x in tensors.items() if path in paths}
+        if not rounded:
+            return function(*args, **kwargs)
+        addend = None
+        for path in contraction.added or ():
+            if path in tensors:
+                rounded[path], addend = tensors[path].detach(), tensors[path]
+        args, kwargs = with_tensors((args, kwargs), rounded)
         output = function(*args, **kwargs)
-        if added is None:
-            return self.quantise_gradient(output, None)
-        addend = added[1].reshape(added[1].shape + (1,) * contraction.dims_after_added)
-        beta = kwargs.get("beta", 1)
-        return self.quantise_gradient(output, addend if beta == 1 else addend * beta)
-
-    def quantise_operand(self, x: Tensor) -> Tensor:
-        """An operand, rounded if it is a plain tensor."""
-        if isinstance(x, Float8Tensor) or x.dtype not in _PLAIN:
-            return x
-        return self.fwd_format.quantise_fwd(_autocast(x))
-
-    def quantise_gradient(self, output: Tensor, addend: Tensor | None) -> Tensor:
-        """The output of a product, whose gradient is quantised on its way to the operands."""
-        if isinstance(output, Float8Tensor) or output.dtype not in _PLAIN:
+        if not _is_plain(output):
             return output
+        if addend is not None:
+            addend = addend.reshape(addend.shape + (1,) * contraction.dims_after_added)
+            addend = addend if (beta := kwargs.get("beta", 1)) == 1 else addend * beta
         return _Gradients.apply(output, addend, self.bwd_format)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """An operand, rounded if it is a plain tensor; under autocast, to its dtype first."""
+        if not _is_plain(x):
+            return x
+        if x.dtype != torch.float64 and autocasts(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.fwd_format.quantise_fwd(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_floating_point() and not isinstance(x, Float8Tensor)
 
 
 class _Gradients(torch.autograd.Function):
@@ -144,10 +145,3 @@ class _Gradients(torch.autograd.Function):
             to_addend = grad.sum_to_size(shape).to(dtype)
         # Straight through once more, for gradients of gradients.
         return ctx.fmt.quantise_fwd(grad), to_addend, None
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """x in the dtype that autocast, if it is on, would multiply it in."""
-    if x.dtype == torch.float64 or not autocasts(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))

@@ -27,15 +27,31 @@ tensors to nodes is weak. Other transforms do not see the calls that compute the
 random state, results and gradients do not change in any bit. The model waits for its device at each
 call.
 
-An input that requires no gradient gets one for the statistics: the calls read an alias of it, on
+An input that requires no gradient gets one for the statistics: the forward reads an alias of it, on
 the same memory, that requires a gradient, and so does the output then. The caller's tensor stays as
 it is. Under ``torch.no_grad`` there are no gradients to record. Calls inside ``torch.vmap`` and
 ``torch.func`` are not recorded: their tensors have no values of their own.
+
+**Metrics** are six numbers that say where in a format's range a tensor lies:
+
+============ ==================== =================================================
+name         long name            of a tensor x of n elements
+============ ==================== =================================================
+``mean_abs`` mean absolute value  sum |x| / n
+``abs_mean`` absolute mean value  |sum x| / n
+``std``      standard deviation   sqrt(sum (x - mean)^2 / (n - 1)), 0 for n = 1
+``abs_max``  absolute maximum     max |x|: beyond a format's largest value, it saturates
+``abs_min``  absolute minimum     min |x|: below its smallest value, it becomes zero
+``numel``    number of elements   n
+============ ==================== =================================================
+
+They are computed in float32, of a float64 tensor in float64, and are NaN for n = 0.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import sys
 from dataclasses import dataclass
@@ -45,13 +61,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from float8.unit_scaling.registry import respelt
-from float8.unit_scaling.transforms.contractions import Function
-from float8.unit_scaling.transforms.decompositions import decomposition_of
-from float8.unit_scaling.transforms.metrics import Metrics
+from float8.tensor import Float8Tensor
+from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.transforms.transformed import (
     Mode,
     Transform,
@@ -69,6 +83,78 @@ _SHOWN = (
     *(int, float, bool, complex, str, type(None), type(Ellipsis), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
+_LONG = {
+    "mean_abs": "mean absolute value",
+    "abs_mean": "absolute mean value",
+    "std": "standard deviation",
+    "abs_max": "absolute maximum",
+    "abs_min": "absolute minimum",
+    "numel": "number of elements",
+}
+
+
+class Metrics:
+    """The numbers of a tensor, ``fwd``, and of its gradient, ``bwd``: None before a backward.
+
+    Args:
+        fwd_tensor: any shape, floating point. It is not kept.
+    """
+
+    @dataclass(frozen=True)
+    class Data:
+        """The numbers of one tensor."""
+
+        mean_abs: float
+        abs_mean: float
+        std: float
+        abs_max: float
+        abs_min: float
+        numel: int
+
+    def __init__(self, fwd_tensor: Tensor) -> None:
+        self.fwd = self.from_tensor(fwd_tensor)
+        self.bwd: Metrics.Data | None = None
+
+    def set_bwd(self, bwd_tensor: Tensor) -> None:
+        """Stores the numbers of the gradient in place of those of an earlier backward pass."""
+        self.bwd = self.from_tensor(bwd_tensor)
+
+    def __repr__(self) -> str:
+        return f"Metrics(fwd={self.fwd}, bwd={self.bwd})"
+
+    @staticmethod
+    def from_tensor(t: Tensor) -> Metrics.Data:
+        """The numbers of a tensor; waits for its device once. Transforms do not see these calls."""
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            x = high_precision(t)
+            if x.numel() == 0:
+                return Metrics.Data(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
+            size, std = x.abs(), x.std(correction=min(x.numel() - 1, 1))
+            found = torch.stack([size.mean(), x.mean().abs(), std, size.max(), size.min()])
+            mean_abs, abs_mean, deviation, abs_max, abs_min = found.tolist()
+            return Metrics.Data(mean_abs, abs_mean, deviation, abs_max, abs_min, x.numel())
+
+    @staticmethod
+    def names() -> list[str]:
+        """The names of the numbers, as attributes of `Data`."""
+        return list(_LONG)
+
+    @staticmethod
+    def full_names() -> list[str]:
+        """The long names, in the order of `names`."""
+        return list(_LONG.values())
+
+    @staticmethod
+    def get_full_name(short_name: str) -> str:
+        """The long name of a number; a KeyError if no number has this name."""
+        return _LONG[short_name]
+
+
+def high_precision(t: Any) -> Tensor:
+    """A tensor without graph, dense, in float32, or in float64 if it is of that; dequantised."""
+    x: Tensor = t.dequantize() if isinstance(t, Float8Tensor) else t.detach()
+    x = x if x.layout == torch.strided else x.to_dense()
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def track_scales(module: M) -> M:
@@ -86,67 +172,71 @@ def track_scales(module: M) -> M:
         TypeError: ``module`` is not a module.
         ValueError: it is tracked already, or is compiled.
     """
-    tracked = transformed(module, TrackScales())
-    tracked.scales_graph = Recorded()  # type: ignore[assignment]
+    transform = TrackScales()
+    tracked = transformed(module, transform)
+    tracked.scales_graph = transform.scales_graph  # type: ignore[assignment]
     return tracked
 
 
-class Recorded:
-    """The latest graph, and the hooks on leaves, which wait for their gradients."""
-
-    def __init__(self) -> None:
-        self.graph = Graph()
-        self.hooks: list[Any] = []
-
-    def __call__(self) -> Graph:
-        """The graph of the latest forward."""
-        return self.graph
-
-    def begin(self) -> None:
-        """Drops the graph of the forward before, and its hooks, which parameters would keep."""
-        for hook in self.hooks:
-            hook.remove()
-        self.graph, self.hooks = Graph(), []
-
-    def __reduce__(self) -> Any:
-        return Recorded, ()
-
-
-@dataclass(frozen=True)
 class TrackScales(Transform):
-    """The transform of `track_scales`."""
+    """The transform of `track_scales`: the latest graph, and the hooks that wait for gradients."""
 
     depth: ClassVar[int] = 0
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def __init__(self) -> None:
+        self.graph = Graph()
+        self.hooks: list[Any] = []  # those of leaves, which would keep them
+
+    def __reduce__(self) -> Any:
+        return TrackScales, ()
+
+    def scales_graph(self) -> Graph:
+        """The graph of the latest forward."""
+        return self.graph
+
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode that records one forward; refuses one that is being compiled."""
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 "track_scales records a model that runs in Python, and this one is being compiled: "
                 "call it without torch.compile"
             )
-        recorded: Recorded = model.scales_graph  # type: ignore[assignment]
-        recorded.begin()
-        mode = _RecordingMode(recorded, model)
-        with torch._C.DisableTorchFunction():
-            for name, value in inspect.signature(forward).bind(*args, **kwargs).arguments.items():
-                mode.add_argument(name, value)
-        return mode
+        for hook in self.hooks:
+            hook.remove()
+        self.graph, self.hooks = Graph(), []
+        return _RecordingMode(self, model)
 
 
 class _RecordingMode(Mode):
     """Records the calls of one forward; a function of ``U`` is one call."""
 
-    def __init__(self, recorded: Recorded, model: nn.Module) -> None:
+    def __init__(self, recorded: TrackScales, model: nn.Module) -> None:
         super().__init__({})
-        self.recorded, self.graph = recorded, recorded.graph
+        self.recorded, self.graph, self.model = recorded, recorded.graph, model
         self.names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
         self.modules = {id(m): n for n, m in model.named_modules() if n}
         self.nodes = WeakIdKeyDictionary()  # tensor -> its node
         self.hooked = WeakIdKeyDictionary()  # tensors with a gradient hook -> their metrics
-        self.aliases = WeakIdKeyDictionary()  # input -> what the calls read instead
         self.constants = 0
         self.running: tuple[str, ...] = ()
+
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Add a placeholder for each tensor; the forward reads aliases that require gradients."""
+        plain = super(Transformed, self.model).forward  # type: ignore[misc]
+        bound = inspect.signature(plain).bind(*args, **kwargs)
+        aliases: dict[int, Tensor] = {}
+        with torch._C.DisableTorchFunction():
+            for name, value in bound.arguments.items():
+                leaves, spec = tree_flatten(value)
+                read = list(leaves)
+                for index, leaf in enumerate(leaves):
+                    if isinstance(leaf, Tensor):
+                        label = name if leaf is value else f"{name}_{index}"
+                        read[index] = aliases.setdefault(id(leaf), _aliased(leaf))
+                        self._add_tensor(self.graph.placeholder(label), read[index])
+                if any(new is not old for new, old in zip(read, leaves, strict=True)):
+                    bound.arguments[name] = tree_unflatten(read, spec)
+        return bound.args, bound.kwargs
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -159,8 +249,6 @@ class _RecordingMode(Mode):
         with torch._C.DisableTorchFunction():
             self.running = self._running()
             shown = map_aggregate((tuple(args), dict(kwargs)), self._shown)
-            if self.aliases:
-                args, kwargs = tree_map_only(Tensor, self._alias, (args, kwargs))
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             result = args[0] if func is Tensor.__setitem__ else output
@@ -174,30 +262,12 @@ class _RecordingMode(Mode):
         alive, leaves = set(self.nodes.values()), ("get_attr", "placeholder")
         unread = [n for n in self.graph.nodes if n in alive and not n.users and n.op not in leaves]
         output = self.graph.output(unread[0] if len(unread) == 1 else tuple(unread))
-        output.meta.update(self._meta("output", None))
-
-    def add_argument(self, name: str, value: Any) -> None:
-        """A placeholder for each tensor of an argument."""
-        leaves = [value] if isinstance(value, Tensor) else tree_leaves(value)
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                label = name if leaf is value else f"{name}_{index}"
-                self._add_tensor(self.graph.placeholder(label), self._make_alias(leaf))
-
-    def _make_alias(self, x: Tensor) -> Tensor:
-        if x.requires_grad or not x.is_floating_point() or not torch.is_grad_enabled():
-            return x
-        alias = _Alias.apply(x.detach().requires_grad_())
-        self.aliases[x] = alias
-        return alias
-
-    def _alias(self, x: Tensor) -> Tensor:
-        return self.aliases.get(x, x)
+        self._describe(output, None, ())
 
     def _shown(self, value: Any) -> Any:
         """An argument as it is in the graph, a tensor as its node."""
         if isinstance(value, Tensor):
-            return self._node_of(self._alias(value))
+            return self._node_of(value)
         if isinstance(value, _SHOWN):
             return value
         return getattr(value, "__name__", f"<{type(value).__name__}>")
@@ -205,64 +275,57 @@ class _RecordingMode(Mode):
     def _node_of(self, x: Tensor) -> Node:
         node = self.nodes.get(x)
         if node is None:
-            return self._add_tensor(self.graph.create_node("get_attr", self._name_of(x)), x)
-        if (
-            x.requires_grad and x not in self.hooked and "metrics" in node.meta
-        ):  # returned by an autograd function, which torch function modes do not see
-            self._hook(x, node.meta["metrics"])
+            name = self.names.get(id(x), f"_tensor_constant{self.constants}")
+            self.constants += id(x) not in self.names
+            return self._add_tensor(self.graph.create_node("get_attr", name), x)
+        # What an autograd function returns requires a gradient after modes have seen it.
+        self._hook(x, node)
         return node
-
-    def _name_of(self, x: Tensor) -> str:
-        if id(x) in self.names:
-            return self.names[id(x)]
-        self.constants += 1
-        return f"_tensor_constant{self.constants - 1}"
 
     def _add_call(self, func: Any, shown: Any, result: Any) -> None:
         node = self.graph.create_node(*_target(func, *shown))
         if isinstance(result, Tensor):
             self._add_tensor(node, result)
             return
-        node.meta.update(self._meta(node.name, result))
+        self._describe(node, result, self.running)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
                 self._add_tensor(self.graph.call_function(operator.getitem, (node, index)), part)
 
     def _add_tensor(self, node: Node, x: Tensor) -> Node:
         """Records a tensor as the result of a node."""
-        node.meta.update(self._meta(node.name, x))
+        self._describe(node, x, self.running)
         self.nodes[x] = node
         if x.is_floating_point():
             node.meta["metrics"] = Metrics(x)
-            self._hook(x, node.meta["metrics"])
+            self.hooked.pop(x, None)
+            self._hook(x, node)
         return node
 
-    def _meta(self, name: str, value: Any) -> dict[str, Any]:
-        return {
-            "clean_name": name,
+    def _describe(self, node: Node, value: Any, modules: tuple[str, ...]) -> None:
+        node.meta |= {
+            "clean_name": node.name,
             "outputs_float_tensor": isinstance(value, Tensor) and value.is_floating_point(),
             "requires_grad": isinstance(value, nn.Parameter) and value.requires_grad,
-            "modules": () if name == "output" else self.running,
+            "modules": modules,
         }
 
     def _running(self) -> tuple[str, ...]:
         """The submodules that are running: those that are ``self`` in a frame of the stack."""
-        found: list[str] = []
-        frame = sys._getframe(2)
+        found: dict[str, None] = {}
+        frame: Any = sys._getframe(2)
         while frame is not None and frame.f_code is not Transformed.forward.__code__:
-            name = self.modules.get(id(frame.f_locals.get("self")))
-            if name is not None and name not in found:
-                found.append(name)
-            frame = frame.f_back  # type: ignore[assignment]
+            if (name := self.modules.get(id(frame.f_locals.get("self")))) is not None:
+                found[name] = None
+            frame = frame.f_back
         return tuple(reversed(found))
 
-    def _hook(self, x: Tensor, metrics: Metrics) -> None:
-        if not x.requires_grad:
-            return
-        self.hooked[x] = metrics
-        handle = x.register_hook(metrics.set_bwd)
-        if x.is_leaf:
-            self.recorded.hooks.append(handle)
+    def _hook(self, x: Tensor, node: Node) -> None:
+        if x.requires_grad and x not in self.hooked and "metrics" in node.meta:
+            self.hooked[x] = node
+            handle = x.register_hook(node.meta["metrics"].set_bwd)
+            if x.is_leaf:
+                self.recorded.hooks.append(handle)
 
 
 class _Alias(torch.autograd.Function):
@@ -275,6 +338,13 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         return None
+
+
+def _aliased(x: Tensor) -> Tensor:
+    if x.requires_grad or not x.is_floating_point() or not torch.is_grad_enabled():
+        return x
+    alias: Tensor = _Alias.apply(x.detach().requires_grad_())
+    return alias
 
 
 def _target(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:

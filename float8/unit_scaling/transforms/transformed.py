@@ -26,8 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from float8.unit_scaling.registry import respelt
-from float8.unit_scaling.transforms.decompositions import decomposition_of
+from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.transforms.refusals import RefusesCheckpointing, check_reach
 
 M = TypeVar("M", bound=nn.Module)
@@ -47,22 +46,29 @@ class Mode(TorchFunctionMode):
         super().__init__()
         self.handlers = handlers
 
+    def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Called before a forward with its arguments; returns what it is called with."""
+        return args, kwargs
+
     def finish(self, result: Any) -> None:
         """Called after a forward that returned ``result``."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, func = kwargs or {}, respelt(func)
-        if func in self.handlers:
-            return self.handlers[func](*args, **kwargs)
-        if (decomposed := decomposition_of(func)) is not None:
+        func = respelt(func)
+        if func not in self.handlers and (inside := self.inside(func)) is not None:
             with self:
-                return decomposed(*args, **kwargs)
-        if hasattr(func, "implementation"):
-            with self:
-                return func.implementation(*args, **kwargs)
-        return func(*args, **kwargs)
+                return inside(*args, **(kwargs or {}))
+        return self.call(func, args, kwargs or {})
+
+    def inside(self, func: Any) -> Callable[..., Any] | None:
+        """The function to run under this mode instead of one that hides calls, or None."""
+        return getattr(func, "implementation", None) or decomposition_of(func)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Carry out one call."""
+        return self.handlers.get(func, func)(*args, **kwargs)
 
 
 class Transform(ABC):
@@ -73,18 +79,14 @@ class Transform(ABC):
     depth: ClassVar[int]
 
     @abstractmethod
-    def mode(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Mode:
-        """The mode for one call of the transformed model.
-
-        ``forward`` is the forward of the model as it was before any transform, bound; ``args`` and
-        ``kwargs`` are what it is called with.
-        """
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
+        """The mode for one call of the transformed model, with ``args`` and ``kwargs``."""
 
 
 class Transformed:
     """The part of a transformed model's class that enters the modes."""
 
-    transforms: tuple[Transform, ...]
+    transforms: tuple[Transform, ...]  # of the largest depth first
 
     @property
     def float8_products(self) -> Transform | None:
@@ -94,12 +96,17 @@ class Transformed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
-        ordered = sorted(self.transforms, key=_depth, reverse=True)
-        modes = [t.mode(self, plain, args, kwargs) for t in ordered]  # type: ignore[arg-type]
-        if torch.compiler.is_compiling():  # which refuses checkpoints by itself
-            result = _under(modes, plain, args, kwargs)
-        else:
-            result = _finished(_under([*modes, RefusesCheckpointing()], plain, args, kwargs))
+        modes = [t.mode(self, args, kwargs) for t in self.transforms]  # type: ignore[arg-type]
+        for mode in modes:
+            args, kwargs = mode.begin(args, kwargs)
+        # torch.compile refuses checkpoints by itself.
+        checks = [] if torch.compiler.is_compiling() else [RefusesCheckpointing()]
+        result = _under([*modes, *checks], plain, args, kwargs)
+        if isinstance(result, _UNFINISHED):
+            raise TypeError(
+                f"the forward returned a {type(result).__name__}, whose body would run after the "
+                "transforms have ended: transform a module that returns tensors"
+            )
         for mode in modes:
             mode.finish(result)
         return result
@@ -111,23 +118,9 @@ class Transformed:
         return _new, (base,), state
 
 
-def _finished(result: Any) -> Any:
-    """The result of a forward that has run, which a generator's has not."""
-    if isinstance(result, _UNFINISHED):
-        raise TypeError(
-            f"the forward returned a {type(result).__name__}, whose body would run after the "
-            "transforms have ended: transform a module that returns tensors"
-        )
-    return result
-
-
 def is_in_functorch() -> bool:
     """Whether the call is inside ``torch.vmap``, ``torch.func.grad`` or the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _depth(transform: Transform) -> int:
-    return transform.depth
 
 
 def _under(modes: list[Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -166,7 +159,8 @@ def transformed(model: M, transform: Transform) -> M:
     copied: tuple[Transform, ...] = getattr(new, "transforms", ())
     if not isinstance(model, Transformed):
         new.__class__ = _subclass(type(model))
-    new.transforms = (*copied, transform)  # type: ignore[assignment]
+    ordered = sorted((*copied, transform), key=lambda t: t.depth, reverse=True)
+    new.transforms = tuple(ordered)  # type: ignore[assignment]
     return new
 
 

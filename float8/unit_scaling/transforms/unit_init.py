@@ -25,9 +25,9 @@ from collections import Counter
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
-from float8.unit_scaling.transforms.refusals import refuse_computed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,20 @@ def unit_init(model: nn.Module) -> frozenset[str]:
     meta device, or a weight is computed from others (``torch.nn.utils``: parametrizations and
     hooks); nothing has been changed then.
     """
-    refuse_computed_weights(model)
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"unit_scale: {name} is on the meta device and has no values to scale; "
-                "materialise the model first (model.to_empty(device=...), then its "
-                "reset_parameters)"
-            )
+    for name, module in model.named_modules():
+        hooks = [type(hook).__module__ for hook in module._forward_pre_hooks.values()]
+        reason = None
+        if is_parametrized(module) or any(hook.startswith("torch.nn.utils.") for hook in hooks):
+            reason = "computes its weight from other parameters: remove that first"
+        elif any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            reason = "is on the meta device and has no values to scale: materialise it first"
+        if reason is not None:
+            raise ValueError(f"unit_scale: {name or 'the model'} {reason}")
     output = _output_weight(model)
     for prefix, module in model.named_modules():
-        norm = is_norm(module)
+        kind, place = type(module).__name__.lower(), type(module).__module__
+        is_torchs = place.startswith("torch.nn.modules.")
+        norm = "norm" in kind or (is_torchs and place.endswith(_NORM_FILES))
         scaled = not norm and any(p.dim() >= 2 for p in module.parameters(recurse=False))
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if has_parameter_data(parameter):
@@ -69,14 +72,6 @@ def unit_init(model: nn.Module) -> frozenset[str]:
             role: MupType = "norm" if norm else "output" if parameter is output else "weight"
             set_parameter_data(parameter, "bias" if bias else role)
     return frozenset(n for n, p in model.named_parameters() if p.mup_type == "output")  # type: ignore[attr-defined]
-
-
-def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm: torch's, or one whose class's name says so."""
-    name = type(module).__module__
-    return "norm" in type(module).__name__.lower() or (
-        name.startswith("torch.nn.modules.") and name.endswith(_NORM_FILES)
-    )
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ instead. In order:
     weight without a unit-scaled version is refused, because no factor corrects the weight's scale.
 2.  If a branch reads a tensor and its result is added to that tensor, the addition becomes a
     residual layer, weighted by u-muP's depth rule (arXiv 2407.17465, appendix G). Other sums become
-    `U.add`, except those that are part of a formula (`additions`).
+    `U.add`, except those that are part of a formula (`history`).
 3.  After the last residual layer, calls whose activations come over cut edges are unconstrained:
     their gradients have factors of their own (`gradient_factors`).
 4.  Weights are scaled to standard deviation 1, biases are set to 0, and both are marked for the
@@ -32,38 +32,52 @@ the first trace (`decisions`). The forward must be one graph.
 
 One number is needed before the forward: the depth rule divides by the number of residual layers.
 They are counted in an additional run before the first forward, on copies of the model and its
-arguments (`counting`). The number is part of the model, as its weights are; deepcopy and pickle
+arguments. The number is part of the model, as its weights are; deepcopy and pickle
 keep it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-import weakref
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.registry import respelt
 from float8.unit_scaling.scale import scale_bwd
-from float8.unit_scaling.transforms.additions import ADDITIONS, KEEP, RESIDUAL
-from float8.unit_scaling.transforms.contractions import Function, Path
-from float8.unit_scaling.transforms.counting import copied, traceless
-from float8.unit_scaling.transforms.decisions import Decisions, GradientFactors, Step, ask, start
-from float8.unit_scaling.transforms.decompositions import decomposition_of
-from float8.unit_scaling.transforms.history import (
-    ALIASES,
-    is_in_place,
-    name_of,
+from float8.unit_scaling.transforms.contractions import (
+    Function,
+    Path,
+    Replacements,
+    keywords_of,
+    replacements_of,
     tensors_in,
     with_tensors,
 )
-from float8.unit_scaling.transforms.replacements import Replacements, is_weight, replacements_of
+from float8.unit_scaling.transforms.decisions import (
+    ALIVE,
+    Decisions,
+    GradientFactors,
+    Step,
+    ask,
+    is_weight,
+    start,
+)
+from float8.unit_scaling.transforms.history import (
+    KEEP,
+    RESIDUAL,
+    is_alias,
+    is_in_place,
+)
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 from float8.unit_scaling.transforms.unit_init import unit_init
 
@@ -71,7 +85,7 @@ M = TypeVar("M", bound=nn.Module)
 
 UNIT_SCALED = "float8.unit_scaling.functional"  # the package of functions that stay as they are
 
-# Methods that concern a tensor's place in the graph, and do not read its values.
+# Functions that concern a tensor's place in the graph, and do not read its values.
 _OF_THE_GRAPH = frozenset(
     {
         *(torch.autograd.grad, torch.autograd.backward),
@@ -84,7 +98,9 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
     """A unit-scaled copy of a model.
 
     Args:
-        module: any module. It is not changed; the copy has parameters of its own.
+        module: any module. It is not changed; the copy has parameters of its own. The first forward
+            counts its residual layers in a run on copies: its arguments are ones that
+            ``copy.deepcopy`` takes.
         replace: functions that the model calls -> the functions to call instead, before any other
             rule. A key is a function of torch, or a Python function that transforms see as one
             call. For that, decorate its definition with
@@ -97,16 +113,13 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         A module of a subclass of ``type(module)``, with the same names, methods and state dict.
 
     Raises:
-        TypeError: ``module`` is not a module, or ``replace`` has an entry that is no function.
+        TypeError: ``module`` is not a module.
         ValueError: the module is unit-scaled or compiled already, or has meta parameters; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
-            contraction has no unit-scaled version, or a trained parameter does not belong to the
-            model; or, the first time, the arguments cannot be copied.
+                model.
     """
     functions = dict(replace or {})
     for function, other in functions.items():
-        if not (callable(function) and callable(other)):
-            raise TypeError(f"replace maps functions to functions, got {function!r}: {other!r}")
         place = getattr(function, "__module__", None) or "torch"
         is_seen = place.partition(".")[0] in ("torch", "_operator")
         if not (is_seen or hasattr(function, "implementation") or function is other):
@@ -116,12 +129,12 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    for name, part in new.named_modules():
-        if part is not new and getattr(part, "float8_products", None) is not None:
-            raise ValueError(
-                f"unit_scale: {name} has the transform float8, whose contractions an outer "
-                "transform does not see: transform the whole model, float8(unit_scale(model))"
-            )
+    parts = [part for part in new.modules() if part is not new]
+    if any(getattr(part, "float8_products", None) is not None for part in parts):
+        raise ValueError(
+            "unit_scale: a part of the model has the transform float8, whose contractions an outer "
+            "transform does not see: transform the whole model, float8(unit_scale(model))"
+        )
     transform.outputs = unit_init(new)
     return new
 
@@ -140,21 +153,22 @@ class UnitScale(Transform):
     def __new__(cls, *_: Any) -> UnitScale:
         """Registers the instance; copies and unpickled ones are created here too."""
         new = super().__new__(cls)
-        _ALIVE[id(new)] = new
+        ALIVE[id(new)] = new
         return new
 
     def __init__(self, replace: tuple[tuple[Function, Function], ...] = ()) -> None:
         self.replace = replace
 
-    def mode(self, model: nn.Module, forward: Function, args: Any, kwargs: Any) -> Mode:
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one forward."""
         replacements = replacements_of(dict(self.replace))
         if torch.compiler.is_dynamo_compiling():
-            return UnitScaleMode(start(id(self), _alive), replacements, model, {})
+            return UnitScaleMode(start(id(self)), replacements, model)
         if self.layers is None:
             self.layers = self._count(replacements, model, args, kwargs)
-        decisions = Decisions(replacements, self.outputs, self.layers)
-        return UnitScaleMode(decisions, replacements, model, WeakIdKeyDictionary())
+        return UnitScaleMode(
+            Decisions(replacements, self.outputs, self.layers), replacements, model
+        )
 
     def traced(self, known: GradientFactors | None) -> Decisions:
         """The decisions for a forward that is traced."""
@@ -162,28 +176,60 @@ class UnitScale(Transform):
         return Decisions(replacements, self.outputs, self.layers, known, logs=known is None)
 
     def _count(self, replacements: Replacements, model: nn.Module, args: Any, kwargs: Any) -> int:
-        """The number of residual layers, counted in one forward without side effects."""
-        with traceless(model):
-            twin, args, kwargs = copied(model, args, kwargs)
+        """The number of residual layers, counted in one forward without side effects.
+
+        Parameters are shared, buffers and arguments are copied. Objects that a forward reaches in
+        another way, a global variable for example, are not copied.
+        """
+        decisions = Decisions(replacements, self.outputs, logs=True)
+        with _traceless(model):
+            twin, args, kwargs = _copied(model, args, kwargs)
             for module in twin.modules():
                 if isinstance(module, Transformed):  # the others change no residual layer
                     only = [t for t in module.transforms if isinstance(t, UnitScale)]
                     module.transforms = tuple(only)
-            decisions = Decisions(replacements, self.outputs, logs=True)
-            forward = super(Transformed, twin).forward  # type: ignore[misc]
-            mode = UnitScaleMode(decisions, replacements, twin, WeakIdKeyDictionary())
+            mode = UnitScaleMode(decisions, replacements, twin)
             with mode:
-                result = forward(*args, **kwargs)
+                result = super(Transformed, twin).forward(*args, **kwargs)  # type: ignore[misc]
             mode.finish(result)
-        return len(decisions.history.residuals)
+        return len(decisions.residuals)
 
 
-# By id: functions that run while torch.compile traces take constants, and an id is one.
-_ALIVE: weakref.WeakValueDictionary[int, UnitScale] = weakref.WeakValueDictionary()
+def _copied(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Copies of a model, which shares its parameters, and of the arguments of a forward.
+
+    The forward may differentiate its arguments, or change them in place: a copy requires gradients
+    where its tensor does, and is a leaf where its tensor is one.
+    """
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}
+    for x in tree_leaves((args, kwargs)):
+        if isinstance(x, Tensor):
+            new = x.detach().clone().requires_grad_(x.requires_grad)
+            memo[id(x)] = new if x.is_leaf else new.clone()
+    return copy.deepcopy((model, args, kwargs), memo)
 
 
-def _alive(transform: int) -> UnitScale:
-    return _ALIVE[transform]
+@contextlib.contextmanager
+def _traceless(model: nn.Module) -> Iterator[None]:
+    """Leaves no trace of a forward in random states, outer modes and saved-tensor hooks.
+
+    Modes of outer transformed models would record the forward. Hooks, for example a checkpoint's,
+    would save its tensors: the recomputation, which counts no more, saves fewer.
+    """
+    devices = {p.get_device() for p in model.parameters() if p.is_cuda}
+    state = random.getstate()
+    with contextlib.ExitStack() as stack:
+        # The mode of torch.set_default_device is always the last one.
+        while not isinstance(_get_current_function_mode(), DeviceContext | None):
+            stack.enter_context(_pop_mode_temporarily())
+        stack.callback(random.setstate, state)
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class UnitScaleMode(Mode):
@@ -193,14 +239,11 @@ class UnitScaleMode(Mode):
     """
 
     def __init__(
-        self,
-        decisions: Decisions | int,
-        replacements: Replacements,
-        model: nn.Module,
-        numbers: Any,
+        self, decisions: Decisions | int, replacements: Replacements, model: nn.Module
     ) -> None:
         super().__init__(replacements)
-        self.decisions, self.numbers = decisions, numbers
+        self.decisions = decisions
+        self.numbers: Any = {} if isinstance(decisions, int) else WeakIdKeyDictionary()
         for name, parameter in model.named_parameters():
             self._leaf(parameter, name)
 
@@ -216,27 +259,28 @@ class UnitScaleMode(Mode):
                 "torch.compile breaks the graph inside a unit-scaled model: fullgraph=True names "
                 "the place. Change it, or run the model in eager mode"
             )
-        kwargs, func = kwargs or {}, respelt(func)
-        if func not in self.handlers and (inside := _opened(func)) is not None:
-            with self:
-                return inside(*args, **kwargs)
-        return self._call(func, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def inside(self, func: Any) -> Function | None:
+        """As `Mode`'s; functions of ours stay as they are."""
+        is_ours = hasattr(func, "implementation") and func.__module__.startswith(UNIT_SCALED)
+        return None if is_ours else super().inside(func)
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Decide about a call and carry it out."""
         with _unseen():
             tensors = tensors_in((args, kwargs))
             operands = [(path, x) for path, x in tensors if x.is_floating_point()]
-            step = ask(
-                self.decisions,
-                "begin",
-                func,
-                tuple([(path, self._number(x)) for path, x in operands]),
-                len(operands) < len(tensors),
-                func in ADDITIONS and _is_plain(*args, **kwargs),
-                tuple([name for name, x in kwargs.items() if x is None or x is False]),
-            )
+            inputs = tuple([(path, self._number(x), x.dim()) for path, x in operands])
+            is_plain = func in (torch.add, Tensor.add_) and _is_plain(*args, **kwargs)
+        if inputs and inputs[0][0] == (0, 0) and is_alias(func):
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor):
+                self.numbers[result] = inputs[0][1]
+            return result
+        step = ask(self.decisions, "begin", func, inputs, len(operands) < len(tensors), is_plain)
         in_place = is_in_place(func) or kwargs.get("inplace") is True
-        changed = operands[0][1] if in_place and operands and func not in ADDITIONS else None
+        changed = operands[0][1] if in_place and operands and func is not Tensor.add_ else None
         read = self._reads(step, func, [(path, x) for path, x in operands if x is not changed])
         result = self._carry_out(step, func, *with_tensors((args, kwargs), read))
         if func is Tensor.add_ and result is not args[0]:
@@ -252,7 +296,7 @@ class UnitScaleMode(Mode):
                 if x.is_floating_point()
                 and (in_place or not _is_any_of(x, [y for _, y in operands]))
             ]
-            numbers = ask(self.decisions, "end", tuple([x.dim() for x in outputs]))
+            numbers = ask(self.decisions, "end", len(outputs))
             for x, number in zip(outputs, numbers, strict=True):
                 self.numbers[x] = number
         return result
@@ -266,7 +310,7 @@ class UnitScaleMode(Mode):
             return {
                 p: scale_bwd(x, factors[p]) for p, x in operands if p in factors and x.requires_grad
             }
-        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH or name_of(func) in ALIASES:
+        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
             return {}
         look_up = self.decisions.factor_of_read
         return {
@@ -278,7 +322,7 @@ class UnitScaleMode(Mode):
         }
 
     def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
-        func = torch.add if func is Tensor.add_ else func  # `_call` copies its result
+        func = torch.add if func is Tensor.add_ else func  # `call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)
         if step.role == RESIDUAL:
@@ -287,32 +331,27 @@ class UnitScaleMode(Mode):
         if step.role == "readout":
             return U.linear_readout(*args, **kwargs)
         options: dict[str, Any] = {name: True for name in step.options}
-        if step.is_unconstrained:
+        if step.is_free:
             options["constraint"] = None
-        elif step.may_be_unconstrained and isinstance(self.decisions, Decisions):
+        elif step.is_free is False and isinstance(self.decisions, Decisions):
             options["constraint"] = functools.partial(_undecided, self.decisions, step.number)
-        if step.dropped:
-            kwargs = {name: x for name, x in kwargs.items() if name not in step.dropped}
-        return self.handlers[func](*args, **kwargs, **options)
+        # Torch's Python functions pass all keywords on; the replacement need not have all.
+        known = keywords_of(self.handlers[func])
+        for name, x in kwargs.items():
+            if known is None or name in known or not (x is None or x is False):
+                options[name] = x
+        return self.handlers[func](*args, **options)
 
     def _number(self, x: Tensor) -> int:
         number: int | None = self.numbers.get(x)
-        if number is not None:
-            return number
-        if torch.compiler.is_dynamo_compiling():  # where a mode does not see x.T
-            base = x._base
-            number = None if base is None else self.numbers.get(base)
-            if number is not None:
-                self.numbers[x] = number = ask(self.decisions, "view", number, x.dim())
-                return number
-        return self._leaf(x, None)
+        if number is None and torch.compiler.is_dynamo_compiling() and x._base is not None:
+            number = self.numbers.get(x._base)  # of x.T, which a mode does not see there
+        return self._leaf(x, None) if number is None else number
 
     def _leaf(self, x: Tensor, name: str | None) -> int:
         trained = isinstance(x, nn.Parameter) and x.requires_grad
         name = "" if trained and name is None else name
-        # Sizes of activations may be symbolic.
-        shape = tuple(x.shape) if isinstance(x, nn.Parameter) else (0,) * x.dim()
-        number: int = ask(self.decisions, "leaf", name, trained, shape)
+        number: int = ask(self.decisions, "leaf", name, trained)
         self.numbers[x] = number
         return number
 
@@ -324,13 +363,6 @@ def _undecided(decisions: Decisions, call: int, output: float, *grads: float) ->
         return grad if decisions.is_unconstrained(call) else output
 
     return (output, *[functools.partial(choose, grad) for grad in grads])
-
-
-def _opened(func: Any) -> Function | None:
-    """The function to run under the mode instead of one that hides calls, or None."""
-    if hasattr(func, "implementation") and not func.__module__.startswith(UNIT_SCALED):
-        return func.implementation
-    return decomposition_of(func)
 
 
 def _addends(input: Tensor, other: Tensor, alpha: float = 1) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from float8.unit_scaling.analysis.annotate import analyse_module
+from float8.unit_scaling.analysis import analyse_module
 
 
 class Block(nn.Module):
@@ -53,7 +53,7 @@ def test_the_code_is_the_calls_in_order():
         getattr_1 = scaled_dot_product_attention.mT  (..)
         getattr_2 = getattr_1.mT  (..)
         cat = torch.cat([scaled_dot_product_attention, getattr_2], 1)  (..)
-        getitem_3 = cat[..., :5, :]  (..)
+        getitem_3 = cat[(Ellipsis, slice(None, 5, None), slice(None, None, None))]  (..)
         layers_1_weight = self.layers[1].weight  (..)
         layers_1_bias = self.layers[1].bias  (..)
         linear_1 = F.linear(getitem_3, layers_1_weight, layers_1_bias)  (..)

@@ -11,7 +11,7 @@ import float8
 import float8.unit_scaling as uu
 from float8 import E4M3, E5M2
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.analysis.operands import (
+from float8.unit_scaling.analysis import (
     Operand,
     format_operands,
     operand_table,
@@ -96,11 +96,6 @@ def test_unit_scaled_layers_are_products_and_their_gradients_the_ones_that_a_gem
     assert rows[5].std == pytest.approx(1, rel=0.3)
 
 
-def test_a_model_of_no_linear_layer_is_refused():
-    with pytest.raises(ValueError, match="Tanh ran no linear layer"):
-        operand_table(nn.Tanh(), X.clone().requires_grad_())
-
-
 def test_a_converted_model_is_refused_with_the_way_back():
     model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     with pytest.raises(ValueError, match="convert_from_float8_training"):
@@ -116,9 +111,7 @@ class Pair(nn.Module):
         return self.layer(x), x
 
 
-def test_a_model_that_returns_no_tensor_needs_to_be_told_how_to_run_backward():
-    with pytest.raises(TypeError, match=r"returns tuple.*backward=lambda"):
-        operand_table(Pair(), X)
+def test_a_model_that_returns_no_tensor_is_told_how_to_run_backward():
     rows = operand_table(Pair(), X, backward=lambda pair: pair[0].square().sum().backward())
     assert operands(rows)[-1] == ("layer", "grad_output")
 

@@ -240,13 +240,6 @@ def test_each_result_has_the_scale_that_is_documented(name, dtype):
             assert_unit_scaled(result, scale, row.band, samples=samples, replay=name, what=what)
 
 
-def test_a_wrong_factor_is_seen():
-    row = ROWS["linear None"]
-    x, w, _ = row.tensors(torch.float32)
-    with pytest.raises(AssertionError, match=r"rms 1\.\d+, claimed 1\.0000"):
-        assert_unit_scaled(U.linear(x, w * 1.1), samples=independent(x, w))
-
-
 def test_an_exponent_for_each_count_and_a_factor_for_each_product():
     x, w, b = (normal(*s, seed=i).double() for i, s in enumerate([(6, 4, 9), (16, 9), (16,)]))
     cases = [
@@ -260,17 +253,6 @@ def test_an_exponent_for_each_count_and_a_factor_for_each_product():
     for ours, torchs, factors in cases:
         found, plain = gradients(ours, x, w, b), gradients(torchs, x, w, b)
         torch.testing.assert_close(found, tuple(g * f for g, f in zip(plain, factors, strict=True)))
-
-
-def test_the_weights_gradient_keeps_every_bit_of_its_factor():
-    # one over the root of 300 rows in bfloat16 is 0.2 % away: a systematic error, not a rounding
-    x, w = normal(300, 64, dtype=torch.bfloat16), normal(64, 64, dtype=torch.bfloat16, seed=2)
-    _, _, gw = gradients(U.linear, x, w)
-    _, _, exact = gradients(lambda x, w: x @ w.t(), x.double(), w.double())
-    exact = exact / 300**0.5
-    ratio = float((gw.double() * exact).sum() / exact.square().sum())
-    rounded = float(torch.tensor(300**-0.5).bfloat16()) * 300**0.5
-    assert abs(ratio - 1) < 2e-4 < abs(rounded - 1) / 2
 
 
 EMPTY = {

@@ -1,15 +1,18 @@
-"""A transformer keeps unit scale through all its layers, forward and backward."""
+"""Transformers: scales in all layers, attention by loops, rotary pairs, stacks and their depth."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 
 import pytest
 import torch
 from scale_assertions import scale_of
+from torch import nn
 
 import float8.unit_scaling as uu
+from float8.unit_scaling.modules.transformer import rotary
 
 SMALL = {"hidden_size": 16, "vocab_size": 24, "layers": 2, "heads": 2}
 VARIANTS = [
@@ -108,3 +111,139 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_next_token():
     assert loss.dtype == torch.float32
     chosen = logits.double().log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])
     torch.testing.assert_close(loss.double(), -chosen.mean(), rtol=1e-5, atol=1e-5)
+
+
+# --- attention
+
+
+def oracle(module, x):
+    """By loops over batch and heads in float64; without the factor of attention's own scale."""
+    h = module.heads
+    out = []
+    for x_SH in x.double():
+        qkv = x_SH @ module.linear_qkv.weight.double().T / x_SH.shape[-1] ** 0.5
+        q, k, v = qkv.chunk(3, dim=-1)
+        heads = []
+        for q_SD, k_SD, v_SD in zip(q.chunk(h, -1), k.chunk(h, -1), v.chunk(h, -1), strict=True):
+            turned = (q_SD, k_SD)
+            if module.rotary_base is not None:
+                turned = tuple(rotary(t, module.rotary_base) for t in turned)
+            logits = module.mult * turned[0] @ turned[1].T / q_SD.shape[-1]
+            if module.is_causal:
+                future = torch.ones_like(logits, dtype=torch.bool).triu(1)
+                logits = logits.masked_fill(future, -math.inf)
+            weights = logits.softmax(-1)
+            weights = weights.sqrt() if module.attention == "sqrt_softmax" else weights
+            heads.append(weights @ v_SD)
+        joined = torch.cat(heads, -1)
+        out.append(joined @ module.linear_o.weight.double().T / joined.shape[-1] ** 0.5)
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
+@pytest.mark.parametrize("rotary_base", [10000.0, None])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("hidden", "heads", "mult"), [(12, 3, 1.0), (6, 1, 2.0), (8, 4, 0.5)])
+def test_the_output_is_attention_times_a_scale(
+    attention, rotary_base, is_causal, hidden, heads, mult
+):
+    module = uu.MHSA(
+        hidden, heads, is_causal, mult=mult, rotary_base=rotary_base, attention=attention
+    )
+    x = torch.randn(2, 9, hidden)
+    with torch.no_grad():
+        y, exact = module(x).double(), oracle(module, x)
+    scale = float((y * exact).sum() / exact.square().sum())
+    torch.testing.assert_close(y, scale * exact, rtol=1e-4, atol=1e-5)
+    assert scale == pytest.approx(1) if attention == "sqrt_softmax" else scale > 1
+
+
+@pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
+def test_dropout_ends_with_training(attention):
+    # That of the package unit-scaling drops in evaluation too.
+    module = uu.MHSA(8, 2, is_causal=True, dropout_p=0.5, attention=attention)
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(module(x), module(x))
+    module.eval()
+    assert torch.equal(module(x), module(x))
+    plain = uu.MHSA(8, 2, is_causal=True, attention=attention)
+    plain.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), plain(x))
+
+
+# --- rotary embedding
+
+
+def rotary_oracle(x, base):
+    """One complex number per pair, in float64, a position at a time."""
+    *_, positions, d = x.shape
+    out = torch.empty_like(x, dtype=torch.float64)
+    for s in range(positions):
+        for i in range(d // 2):
+            angle = s * base ** (-2 * i / d)
+            z = torch.complex(x[..., s, i].double(), x[..., s, i + d // 2].double())
+            z = z * complex(math.cos(angle), math.sin(angle))
+            out[..., s, i], out[..., s, i + d // 2] = z.real, z.imag
+    return out
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (9, 6), (2, 3, 17, 8), (2, 0, 4), (5, 0)])
+@pytest.mark.parametrize("base", [10000.0, 7.5])
+def test_pairs_rotate_by_their_angle(shape, base):
+    x = torch.randn(shape)
+    y = rotary(x, base)
+    torch.testing.assert_close(y.double(), rotary_oracle(x, base), rtol=1e-5, atol=1e-5)
+
+
+# --- stacks
+
+STACKS = {
+    "list": lambda *layers: uu.DepthModuleList(layers),
+    "generator": lambda *layers: uu.DepthModuleList(layer for layer in layers),
+    "sequential": uu.DepthSequential,
+    "named": lambda *layers: uu.DepthSequential(OrderedDict(zip("abc", layers, strict=False))),
+}
+EVERY = pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
+
+
+def depths(model):
+    return [p.mup_scaling_depth for p in model.parameters()]
+
+
+def three():
+    return [uu.Linear(4, 4, bias=True), uu.MLP(4, 2), uu.RMSNorm(4, elementwise_affine=True)]
+
+
+@EVERY
+def test_every_parameter_gets_the_number_of_layers(stack):
+    assert depths(stack(*three())) == [3] * 6
+    assert depths(stack(three()[0])) == [1, 1]
+
+
+@EVERY
+def test_a_parameter_without_a_role_is_named_and_nothing_is_set(stack):
+    layers = [uu.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(ValueError, match=r"weight of shape \(4, 4\) has no mup_type"):
+        stack(*layers)
+    assert depths(layers[0]) == [None]
+
+
+@EVERY
+def test_stacks_do_not_nest(stack):
+    inner, outer = uu.DepthSequential(uu.Linear(4, 4), uu.Linear(4, 4)), uu.Linear(4, 4)
+    with pytest.raises(ValueError, match="do not nest"):
+        stack(outer, inner)
+    assert (depths(outer), depths(inner)) == ([None], [2, 2])
+
+
+def test_slices_are_plain_and_keep_the_depth():
+    layers = three()
+    for model, plain in (
+        (uu.DepthSequential(*layers), nn.Sequential),
+        (uu.DepthModuleList(three()), nn.ModuleList),
+    ):
+        part = model[1:]
+        assert type(part) is plain
+        assert depths(part) == [3] * 4
+        assert part[0] is model[1]
+        assert model[-1] is model[2]

@@ -74,6 +74,10 @@ KINDS = {
     "a residual layer": (lambda m, x: x + x @ m.w, ["residual"]),
     "a norm after it": (lambda m, x: F.layer_norm(x + x @ m.w, (WIDTH,)), ["residual"]),
     "not the same tensor": (lambda m, x: x[:, :2] + x[:, 2:] @ m.w, ["sum"]),
+    "of x only the shape": (
+        lambda m, x: x + F.gelu(m.mask @ m.v[:4]).expand(2, 4, WIDTH).reshape_as(x),
+        ["sum"],
+    ),
 }
 
 
@@ -81,4 +85,4 @@ KINDS = {
 def test_an_addition_has_its_kind(name):
     body, expected = KINDS[name]
     decisions = decisions_of(unit_scale(Model(body)), torch.randn(2, 4, WIDTH))
-    assert [call.kind for call in decisions.history.calls if call.kind] == expected
+    assert [call.kind for call in decisions.calls if call.kind] == expected

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.transforms.contractions import conv2d, einsum
+from float8.unit_scaling.transforms.contractions import einsum
 from float8.unit_scaling.transforms.unit_scale import unit_scale
 
 # equation -> shapes
@@ -153,7 +153,7 @@ def test_factors_are_the_roots_of_the_terms_counted_by_a_convolution_of_ones(opt
     ones = [torch.ones_like(t).requires_grad_() for t in (x, w, b)]
     counts = F.conv2d(*ones, **options)
     terms = [g.mean() for g in torch.autograd.grad(counts, ones, torch.ones_like(counts))]
-    found = results(lambda *a: conv2d(*a, **options, constraint=None), x, w, b)
+    found = results(lambda *a: U.conv1d(*a, **options, constraint=None), x, w, b)
     plain = results(lambda *a: F.conv2d(*a, **options), x, w, b)
     for one, other, n in zip(found, plain, (w[0].numel(), *terms), strict=True):
         torch.testing.assert_close(one, other * float(n) ** -0.5)

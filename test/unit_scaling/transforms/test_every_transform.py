@@ -94,9 +94,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("float8 and unit scaling", marks=pytest.mark.slow), "simulation"]
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_one_compiled_graph_serves_other_sizes_with_eagers_results(name):
     model, counter = COMPILED[name](), CompileCounterWithBackend("aot_eager")
     compiled = compile(model, backend=counter, fullgraph=True)

@@ -42,14 +42,8 @@ class Calls(nn.Module):
 B, N, M, K = 3, 5, 7, 11
 PRODUCTS = {
     "F.linear": (F.linear, [(B, M, K), (N, K)], (N,)),
-    "F.linear by name": (
-        lambda x, w, b: F.linear(input=x, bias=b, weight=w),
-        [(M, K), (N, K)],
-        (N,),
-    ),
     "linear without bias": (F.linear, [(M, K), (N, K)], None),
     "matmul of a vector": (lambda x, y: x.matmul(y), [(M, K), (K,)], None),
-    "torch.matmul by name": (lambda x, y: torch.matmul(other=y, input=x), [(M, K), (K, N)], None),
     "torch.mm": (lambda x, y: torch.mm(x, mat2=y), [(M, K), (K, N)], None),
     "bmm": (torch.bmm, [(B, M, K), (B, K, N)], None),
     "addmm": (
@@ -60,9 +54,7 @@ PRODUCTS = {
     "baddbmm": (lambda x, y, b: torch.baddbmm(b, x, y), [(B, M, K), (B, K, N)], (1, M, 1)),
     "addbmm": (lambda x, y, b: torch.addbmm(b, x, y), [(B, M, K), (B, K, N)], (M, N)),
     "einsum": (lambda x, y: torch.einsum("bmk,nk->bnm", x, y), [(B, M, K), (N, K)], None),
-    "einsum of a list": (lambda x, y: torch.einsum("mk,nk", [x, y]), [(M, K), (N, K)], None),
     "conv1d": (lambda x, w, b: F.conv1d(x, w, b, 2, 1), [(B, 4, M), (6, 4, 3)], (6,)),
-    "conv1d, unbatched": (F.conv1d, [(4, M), (6, 4, 3)], (6,)),
     "conv2d": (
         lambda x, w, b: F.conv2d(x, w, bias=b, groups=2, padding="same"),
         [(B, 4, M, N), (6, 2, 3, 3)],

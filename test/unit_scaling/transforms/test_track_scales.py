@@ -1,14 +1,23 @@
-"""A tracked model computes the same as the model, and the graph has its calls."""
+"""A tracked model computes what the model does; its graph has the calls and their scales."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise
 from torch import nn
 
-from float8.unit_scaling.transforms.metrics import Metrics
-from float8.unit_scaling.transforms.track_scales import track_scales
+from float8 import E4M3, Float8Tensor, Tensorwise
+from float8.unit_scaling.transforms import (
+    Metrics,
+    prune_non_float_tensors,
+    prune_same_scale_tensors,
+    prune_selected_nodes,
+    track_scales,
+)
 
 
 class Net(nn.Module):
@@ -203,3 +212,104 @@ def test_decomposed_calls_do_not_end_the_graph():
     nodes = list(model.scales_graph().nodes)
     assert [node.op for node in nodes].index("output") == len(nodes) - 1
     assert nodes[-2].name == "exp"
+
+
+# --- metrics
+
+
+def by_hand(values):
+    n, mean = len(values), math.fsum(values) / len(values)
+    return {
+        "mean_abs": math.fsum(map(abs, values)) / n,
+        "abs_mean": abs(mean),
+        "std": math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)) if n > 1 else 0.0,
+        "abs_max": max(map(abs, values)),
+        "abs_min": min(map(abs, values)),
+        "numel": n,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(1,), (), (2, 1), (7, 33, 5), (1000,)])
+def test_metrics_are_those_of_float64_arithmetic(shape, dtype):
+    torch.manual_seed(1)
+    x = (torch.randn(shape, dtype=torch.float64) * 3 - 1).to(dtype).requires_grad_()
+    found, expected = Metrics(x).fwd, by_hand(x.detach().double().flatten().tolist())
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-6
+    assert Metrics.names() == list(expected)
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("x", [torch.tensor([1.0, math.nan]), torch.empty(0, 3)])
+def test_a_nan_shows_in_every_number_and_of_nothing_are_no_numbers(x):
+    found = Metrics(x).fwd
+    assert all(math.isnan(getattr(found, name)) for name in Metrics.names() if name != "numel")
+    assert found.numel == x.numel()
+
+
+def test_sparse_gradients_and_float8_tensors_count_as_what_they_stand_for():
+    dense = torch.tensor([[0.0, 2.0], [0.0, 0.0]])
+    assert Metrics(dense.to_sparse()).fwd == Metrics(dense).fwd
+    x = torch.tensor([[448.0, -2.0]] * 16)
+    assert Metrics(Float8Tensor.from_high_precision(x, E4M3, Tensorwise())).fwd == Metrics(x).fwd
+
+
+# --- pruned graphs
+
+
+class Views(nn.Module):
+    """Views, slices, integers and sums."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.linear = nn.Linear(64, 32)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        flat = x.flatten(0, -1).view(x.shape)
+        scores = F.softmax(self.linear(flat), dim=-1)
+        top = scores.argmax(-1).unsqueeze(-1)
+        a, b = torch.split(x, 32, -1)
+        return torch.cat([a, b, torch.gather(x, -1, top)], dim=-1)
+
+
+def graph():
+    torch.manual_seed(1)
+    model = track_scales(Views())
+    y = model(torch.randint(0, 50, (8, 16)))
+    y.backward(torch.randn_like(y))
+    return model.scales_graph()
+
+
+def named(g):
+    return {node.name: node for node in g.nodes}
+
+
+def test_what_is_no_float_tensor_goes_and_its_users_read_its_float_input():
+    whole = graph()
+    before = list(named(whole))
+    left = named(prune_non_float_tensors(whole))
+    assert set(before) - set(left) == {"tokens", "argmax", "unsqueeze", "split"}
+    assert left["gather"].args == (left["embedding"], -1, left["softmax"])
+    assert left["getitem"].args[0] is left["embedding"]
+    assert left["embedding"].args[0] is None
+    assert list(named(whole)) == before
+    assert left["softmax"].meta["metrics"] is named(whole)["softmax"].meta["metrics"]
+
+
+def test_what_keeps_the_scale_goes_and_what_changes_it_stays():
+    left = named(prune_same_scale_tensors(prune_non_float_tensors(graph())))
+    assert "view" not in left
+    assert left["linear"].args[0] is left["flatten"]
+    # What is gathered or split has another scale; flatten has one of the embedding's four users.
+    assert {"embedding", "flatten", "linear", "softmax", "gather", "getitem", "cat"} <= set(left)
+
+
+def test_selected_functions_and_methods_go():
+    whole = graph()
+    left = named(prune_selected_nodes(whole, [F.softmax, torch.Tensor.flatten, "view"]))
+    assert not {"softmax", "flatten", "view"} & set(left)
+    assert left["linear"].args[0] is left["embedding"]
+    assert "softmax" in named(whole)
