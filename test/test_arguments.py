@@ -145,10 +145,10 @@ CALLS = {
         (
             f.calibrate,
             {"model": model, "batches": [X]},
-            "model batches config:? method percentile",
+            "model batches config:? method",
         )
     ],
-    "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?")],
+    "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?l")],
     "convert_from_float8_training": [(f.convert_from_float8_training, {}, "-")],
     "convert_to_float8_inference": [
         (f.convert_to_float8_inference, {"model": model}, f"model {CONVERT}")

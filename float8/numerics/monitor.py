@@ -106,6 +106,7 @@ class Monitor:
         report: of the last inspected step, or None.
         step: the number of the running step, or of the next one.
         alarms: that are active after the last inspected step.
+        is_open: whether a step has started and not ended.
     """
 
     def __init__(
@@ -131,12 +132,12 @@ class Monitor:
         self.on_alarm = on_alarm
         self.path = None if path is None else Path(path)
         self.report: Report | None = None
-        self._open: ExitStack | None = None
-        self._is_inside = self._has_warned = False
+        self._inspection: ExitStack | None = None
+        self.is_open = self._has_warned = False
         run = Run([], [])
         if self.path is not None:
             if _is_first_rank():
-                _check_writable(self.path)
+                try_writing(self.path)
             run = read_run(self.path) if self.path.exists() else run
         found = [report for report in run.reports if report.step is None or report.step < step]
         self._written = {report.step: as_json(report) for report in found}
@@ -146,39 +147,28 @@ class Monitor:
         self._unused = weakref.finalize(self, logger.warning, _UNUSED)
 
     def start_step(self) -> None:
-        """Begin a step, as ``with`` does; for callbacks."""
-        if self._is_inside:
-            raise RuntimeError("inspect_every: a step is open already; end it before the next one")
+        """Begin a step, as ``with`` does; for callbacks. A step that is open is abandoned."""
+        self.abandon_step()
         self._unused.detach()
         if self.step % self.n == 0 or self.step == EARLY:
             stack = ExitStack()
             self.report = stack.enter_context(inspect(self.model, step=self.step))
-            self._open = stack
-        self._is_inside = True
-
-    def end_step(self) -> None:
-        """End a step, as ``with`` does; for callbacks."""
-        self._close(failed=False)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has started and not ended."""
-        return self._is_inside
+            self._inspection = stack
+        self.is_open = True
 
     def abandon_step(self) -> None:
         """End a step that failed, if one is open; its report is kept and not written."""
-        if self._is_inside:
-            self._close(failed=True)
+        if self.is_open:
+            self.is_open, self.step = False, self.step + 1
+            stack, self._inspection = self._inspection, None
+            if stack is not None:
+                stack.close()
 
-    def _close(self, failed: bool) -> None:
-        if not self._is_inside:
-            raise RuntimeError("inspect_every: no step is open")
-        stack, self._open, self._is_inside = self._open, None, False
-        step, self.step = self.step, self.step + 1
-        if stack is None:
-            return
-        stack.close()
-        if failed or self.report is None:
+    def end_step(self) -> None:
+        """End a step, as ``with`` does, if one is open; for callbacks."""
+        step, was_inspected = self.step, self._inspection is not None
+        self.abandon_step()
+        if not was_inspected or self.report is None:
             return
         self.report = self.report.gather()
         changes: list[Any] = [None]
@@ -220,7 +210,10 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._close(failed=kind is not None)
+        if kind is None:
+            self.end_step()
+        else:
+            self.abandon_step()
 
 
 def _log(changes: Changes, step: int) -> None:
@@ -233,16 +226,6 @@ def _log(changes: Changes, step: int) -> None:
             left = f"; and {len(others) - _NAMED} more casts" * (len(others) > _NAMED)
             also = f" (also {named}{left})" if others else ""
             logger.warning("%s%s", text.format(first, step), also)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        try_writing(path)
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): name a file in a folder that "
-            "exists, may be written to and has space"
-        ) from error
 
 
 def _is_first_rank() -> bool:

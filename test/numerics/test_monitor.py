@@ -185,13 +185,6 @@ def test_a_training_that_resumes_does_not_say_an_alarm_again(tmp_path, caplog):
 # --- files that cannot be written
 
 
-def test_a_disk_that_is_full_at_the_start_is_an_error_then(tmp_path):
-    path = tmp_path / "run.json"
-    with full_after(0), pytest.raises(OSError, match=rf"{path} cannot be written"):
-        inspect_every(model(), path=path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_disk_that_is_full_later_is_one_warning_and_the_old_report_stays(tmp_path):
     path, layers = tmp_path / "run.json", model()
     monitor = inspect_every(layers, 1, path=path)

@@ -17,7 +17,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.granularity import Tensorwise
 from float8.numerics.passes import (
-    Watcher,
+    in_forward,
     main_tensor,
     model_unchanged,
     run_model,
@@ -213,15 +213,15 @@ def test_an_observer_sees_every_call_once_and_its_own_layers_gradient(how):
     seen = {}
     layers = {"a": model.a, "b": model.b}
 
-    class Watch(Watcher):
-        def leave(self, name, module, output):
+    def leave(name, module, args, kwargs, output):
+        if in_forward():
             seen.setdefault((name, "output"), []).append(output)
 
-        def see_grad_input(self, name, module, gradient):
-            seen.setdefault((name, "grad_input"), []).append(gradient)
+    def grad_input(name, module, gradient):
+        seen.setdefault((name, "grad_input"), []).append(gradient)
 
     g = torch.randn(4, 16, dtype=torch.float64)
-    with watched(layers, Watch()):
+    with watched(layers, leave=leave, grad_input=grad_input):
         found = run_pass(model, x, lambda out: (out * g).sum(), 0)
     a, b = model.a.weight.detach(), model.b.weight.detach()
     assert [len(seen[key]) for key in (("a", "output"), ("b", "output"))] == [1, 2]
