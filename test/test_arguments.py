@@ -171,7 +171,7 @@ CALLS = {
     "fuse_norms": [(f.fuse_norms, {"model": model}, "model pairs:?")],
     "high_precision": [(f.high_precision, {}, "-")],
     "inspect": [(f.inspect, {}, "-")],
-    "inspect_every": [(f.inspect_every, {"model": converted}, "model n writer:? on_alarm:?c")],
+    "inspect_every": [(f.inspect_every, {"model": converted}, "model n on_alarm:?c")],
     "ms_amp": [
         (lambda v: f.ms_amp(v, optimizer(), "O2"), {}, "-"),
         (lambda v: f.ms_amp(model(), v, "O2"), {}, "-"),

@@ -42,6 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -163,6 +164,7 @@ def _scale(amax: float, fmt: Format) -> float:
     return float(found)
 
 
+@dataclass
 class Calibration:
     """The inputs of a model's layers, and the scales that suit them.
 
@@ -173,17 +175,10 @@ class Calibration:
         percentile: of method "percentile".
     """
 
-    def __init__(
-        self,
-        inputs: dict[str, Distribution],
-        formats: dict[str, Format],
-        method: str,
-        percentile: float,
-    ) -> None:
-        self.inputs = inputs
-        self.formats = formats
-        self.method = method
-        self.percentile = percentile
+    inputs: dict[str, Distribution]
+    formats: dict[str, Format]
+    method: str
+    percentile: float
 
     def static_scales(self, method: str | None = None) -> dict[str, float]:
         """Layer name -> scale of its input, for ``convert_to_float8_inference(static_scales=...)``.
@@ -222,10 +217,10 @@ class Calibration:
             values, fmt = self.inputs[layer], self.formats[layer]
             found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
             (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
-            lost = {"sqnr": sqnr, "saturated": saturated, "flushed": flushed}
             row = {"layer": layer, "format": fmt.name, "elements": values.elements}
-            row |= {"amax": values.amax, "scale": scale, **lost}
-            rows.append(row | {"amax_scale": widest[layer], "amax_sqnr": amax_sqnr})
+            row |= {"amax": values.amax, "scale": scale, "sqnr": sqnr, "saturated": saturated}
+            row |= {"flushed": flushed, "amax_scale": widest[layer], "amax_sqnr": amax_sqnr}
+            rows.append(row)
         return sorted(rows, key=lambda row: row["sqnr"])
 
     def table(self, top: int | None = None) -> str:

@@ -55,19 +55,8 @@ from float8.convert.filters import ModuleFilter, with_reason
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.switch import Float8Module, switched_off
+from float8.numerics import passes
 from float8.numerics.inspection import without_wrappers
-from float8.numerics.passes import (
-    LossFn,
-    RunResult,
-    check_run,
-    has_other_ranks,
-    in_forward,
-    local_part,
-    main_tensor,
-    model_unchanged,
-    run_pass,
-    watched,
-)
 from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_json, text_table
 from float8.numerics.statistics import OPERANDS
 
@@ -168,7 +157,7 @@ def compare(
     model: nn.Module,
     batch: Any,
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: passes.LossFn | None = None,
     seed: int = 0,
     layers: Sequence[str] | str | None = None,
     alone: bool = True,
@@ -201,7 +190,7 @@ def compare(
             precision, or a name fits no layer.
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_run(model, loss_fn, "compare")
+    passes.check_run(model, loss_fn, "compare")
     chosen = _chosen(model, layers)
     every: set[Any] = {m for m in model.modules() if isinstance(m, Float8Module)}
     expected: dict[Call, list[Tensor]] = {}
@@ -219,16 +208,16 @@ def compare(
         found, calls = powers.get(call, []), len(expected.get(call, []))
         return sqnr_of(found) if found and len(found) == calls else None
 
-    with model_unchanged(model):
+    with passes.model_unchanged(model):
         with switched_off(every), _shown(chosen, keep):
-            reference = run_pass(model, batch, loss_fn, seed)
-        if not reference.is_finite and not has_other_ranks():
+            reference = passes.run_pass(model, batch, loss_fn, seed)
+        if not reference.is_finite and not passes.has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"
             )
         with _shown(chosen, measure):
-            together = run_pass(model, batch, loss_fn, seed)
+            together = passes.run_pass(model, batch, loss_fn, seed)
         compared = []
         for name, layer in chosen.items():
             of_weight = _of_gradients(reference, together, [id(layer.weight)])
@@ -236,7 +225,7 @@ def compare(
             of_model: Pair = None, None
             if alone:
                 with switched_off(every - {layer}):
-                    of_model = _of_run(reference, run_pass(model, batch, loss_fn, seed))
+                    of_model = _of_run(reference, passes.run_pass(model, batch, loss_fn, seed))
             compared.append(LayerComparison(name, *of_model, *columns))
     return Comparison(
         sorted(compared, key=lambda layer: layer.harm),
@@ -273,13 +262,15 @@ def sqnr_of(powers: Iterable[Powers]) -> float | None:
     return decibels(signal, sum(noises)) if signal and math.isfinite(signal) else None
 
 
-def _of_run(reference: RunResult, other: RunResult) -> Pair:
+def _of_run(reference: passes.RunResult, other: passes.RunResult) -> Pair:
     """The SQNRs of the output and of all gradients."""
     output = sqnr_of([powers_of(reference.output, other.output)])
     return output, _of_gradients(reference, other, reference.gradients | other.gradients)
 
 
-def _of_gradients(reference: RunResult, other: RunResult, keys: Iterable[Any]) -> float | None:
+def _of_gradients(
+    reference: passes.RunResult, other: passes.RunResult, keys: Iterable[Any]
+) -> float | None:
     of, than = reference.gradients, other.gradients
     return sqnr_of([(0.0, 0.0), *(powers_of(of.get(key), than.get(key)) for key in keys)])
 
@@ -290,13 +281,13 @@ def _shown(
     """Show a function the outputs and input gradients of layers."""
 
     def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if output is not None and in_forward():  # it did not raise, and is not recomputed
-            see((name, "output"), local_part(main_tensor(output)))
+        if output is not None and passes.in_forward():  # it did not raise, and is not recomputed
+            see((name, "output"), passes.local_part(passes.main_tensor(output)))
 
     def grad_input(name: str, module: nn.Module, gradient: Tensor) -> None:
-        see((name, "grad_input"), local_part(gradient))
+        see((name, "grad_input"), passes.local_part(gradient))
 
-    return watched(layers, leave=leave, grad_input=grad_input)
+    return passes.watched(layers, leave=leave, grad_input=grad_input)
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str, Float8Linear]:

@@ -110,7 +110,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     with ExitStack() as stack:
         stack.callback(inspection.fill, report)
         stack.enter_context(runs_eagerly())
-        stack.enter_context(watched(layers, leave=inspection.see_layer))
+        stack.enter_context(watched(layers, leave=inspection.see_call))
         for fqn, products in transforms.items():
             see = partial(inspection.see_product, stack, fqn)
             stack.enter_context(products.watched(see))
@@ -198,14 +198,6 @@ class _Inspection:
         self.measured: set[str] = set()
         self.found: dict[tuple[CastKey, bool], _Found] = {}
 
-    def see_layer(
-        self, fqn: str, layer: Any, args: Any, kwargs: Any, output: Tensor | None
-    ) -> Callable[[Tensor], None] | None:
-        """See a call of a layer; the output is None if it raised."""
-        if output is None:
-            return None
-        return self.see_call(fqn, layer, args[0] if args else kwargs["input"], output)
-
     def see_product(
         self,
         stack: ExitStack,
@@ -220,14 +212,17 @@ class _Inspection:
         if self.skipped.get(owner) == _NO_PRODUCT:
             del self.skipped[owner]
         fqn = name_in_model(".".join(part for part in (owner, name) if part))
-        on_gradient = self.see_call(fqn, _Product(config, weight), input, output)
+        on_gradient = self.see_call(fqn, _Product(config, weight), (input,), {}, output)
         if on_gradient is not None:
             stack.callback(output.register_hook(on_gradient).remove)
 
     def see_call(
-        self, fqn: str, layer: _Layer, input: Tensor, output: Tensor
+        self, fqn: str, layer: Any, args: Any, kwargs: Any, output: Tensor | None
     ) -> Callable[[Tensor], None] | None:
         """Measure the operands of a forward; the result measures those of its backward."""
+        if output is None:  # the layer raised
+            return None
+        input: Tensor = args[0] if args else kwargs["input"]
         if (reason := _reason_to_skip(layer, input)) is not None:
             if fqn not in self.measured:
                 self.skipped[fqn] = reason

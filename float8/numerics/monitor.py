@@ -93,8 +93,7 @@ def inspect_every(
             one warning, the training goes on, and the file keeps its last content.
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
-        TypeError: ``model`` is no module, n or keep no integer, ``writer`` has no ``add_scalar``,
-            or ``on_alarm`` is no function.
+        TypeError: ``model`` is no module, n or keep no integer, or ``on_alarm`` no function.
     """
     return Monitor(model, n, path, writer, step, keep, on_alarm)
 
@@ -122,10 +121,6 @@ class Monitor:
         check_module(model, "inspect_every")
         check_integer(n, "inspect_every: n", 1)
         check_integer(keep, "inspect_every: keep", 1)
-        if writer is not None:
-            check_function(
-                getattr(writer, "add_scalar", None), "inspect_every", "writer.add_scalar"
-            )
         if on_alarm is not None:
             check_function(on_alarm, "inspect_every", "on_alarm")
         self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep

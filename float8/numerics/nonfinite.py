@@ -35,17 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.linear.delayed import DelayedCast
+from float8.numerics import passes
 from float8.numerics.inspection import has_float8, inspect, without_wrappers
-from float8.numerics.passes import (
-    LossFn,
-    check_run,
-    in_forward,
-    local_part,
-    model_unchanged,
-    run_pass,
-    tensors_of,
-    watched,
-)
 from float8.numerics.snapshot import Report
 from float8.tensor import Float8Tensor
 
@@ -113,7 +104,7 @@ class Finding:
 
 
 def find_nan(
-    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, seed: int = 0
+    model: nn.Module, batch: Any, *, loss_fn: passes.LossFn | None = None, seed: int = 0
 ) -> Finding | None:
     """Run a model forward and backward, and name the first tensor that is not finite.
 
@@ -142,20 +133,20 @@ def find_nan(
     Raises:
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_run(model, loss_fn, "find_nan")
+    passes.check_run(model, loss_fn, "find_nan")
     search, modules = _Search(model), dict(model.named_modules())
     inspected = inspect(model) if has_float8(model) else nullcontext(Report())
-    with model_unchanged(model), inspected as report:
+    with passes.model_unchanged(model), inspected as report:
         search.look_before(batch)
         try:
-            with watched(
+            with passes.watched(
                 modules,
                 enter=search.enter,
                 leave=search.leave,
                 grad_input=search.see_grad_input,
             ):
                 see_loss = None if loss_fn is None else partial(search.see_loss, loss_fn)
-                found = run_pass(model, batch, see_loss, seed)
+                found = passes.run_pass(model, batch, see_loss, seed)
             search.look_after(found.gradients)
         except Exception:  # what a NaN has led to, as in an index; or the user's own
             if search.found is None:
@@ -227,7 +218,7 @@ class _Search:
 
     def look_before(self, batch: Any) -> None:
         """Look at the batch, parameters and buffers."""
-        for i, value in enumerate(tensors_of(batch)):
+        for i, value in enumerate(passes.tensors_of(batch)):
             what = f"tensor {i} of the batch"
             kind = self.see(_Call("", self.model, {}), what, "before", value)
             self.inf_came_in |= kind == "inf"
@@ -243,10 +234,10 @@ class _Search:
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Look at the arguments of a module, which the module around it made."""
-        if not in_forward():
+        if not passes.in_forward():
             return
-        named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
-        named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
+        named = [(f"input {i}", t) for i, t in enumerate(passes.tensors_of(args))]
+        named += [(key, t) for key, value in kwargs.items() for t in passes.tensors_of(value)]
         inputs = {key: t for key, t in named if _is_float(t)}
         for value in inputs.values() if self.calls else ():
             remembers = () if self.inf_came_in else ("inf",)
@@ -256,7 +247,7 @@ class _Search:
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Look at the output of a module; the result looks at its gradient."""
         # The modules differ if a hook of the user's raised before `enter`.
-        if in_forward() and self.calls and self.calls[-1].module is module:
+        if passes.in_forward() and self.calls and self.calls[-1].module is module:
             call, parameters = self.calls.pop(), _parameters(module)
             counts: Kinds = ("nan",)
             remembers: Kinds = ("inf", "mask") if parameters else ("inf",)
@@ -265,16 +256,18 @@ class _Search:
             if self.first_inf or any(_kind(t) for t in call.inputs.values()):
                 remembers = ()
             call = call._replace(inputs=call.inputs | parameters)
-            values = [t for t in tensors_of(output) if _is_float(t)]
+            values = [t for t in passes.tensors_of(output) if _is_float(t)]
             for value in values:
                 self.see(call, "output", "forward", value, counts, remembers)
             if self.calls and values:
                 self.calls[-1] = self.calls[-1]._replace(after=f"{name}: output")
         return partial(self.see_gradient, name, module, _GRAD_OUTPUT)
 
-    def see_loss(self, loss_fn: LossFn, output: Any) -> Tensor:
+    def see_loss(self, loss_fn: passes.LossFn, output: Any) -> Tensor:
         """Look at the value of a loss function, which is the result."""
-        outputs = {f"output {i}": t for i, t in enumerate(tensors_of(output)) if _is_float(t)}
+        outputs = {
+            f"output {i}": t for i, t in enumerate(passes.tensors_of(output)) if _is_float(t)
+        }
         loss = loss_fn(output)
         self.see(_Call("", self.model, outputs), "loss", "forward", loss, ANY)
         return loss
@@ -349,7 +342,7 @@ def _amax(value: Tensor) -> float:
 
 def _plain(value: Tensor) -> Tensor:
     """A tensor without float8, graph and other ranks' shards."""
-    value = local_part(value.detach())
+    value = passes.local_part(value.detach())
     return value.dequantize() if isinstance(value, Float8Tensor) else value
 
 

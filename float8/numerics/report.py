@@ -21,20 +21,14 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from float8.numerics.alarms import (
-    EXPECTED_SQNR,
-    Alarm,
-    kinds_of,
-    level_of,
-    problems_of,
-    wrong_columns,
-)
-from float8.numerics.snapshot import COLUMNS, Report, layer_name, operand_name, read_run
+from float8.numerics import alarms as rules
+from float8.numerics import snapshot
+from float8.numerics.snapshot import Report, read_run
 from float8.numerics.statistics import CastStatistics, bars_of, edges_of
 
 SHOWN_ALARMS = 100  # active ones first
@@ -49,7 +43,7 @@ _RAISED = str.maketrans("-0123456789.", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹·")
 def page(
     reports: Sequence[Report],
     about: Mapping[str, str],
-    alarms: Sequence[Alarm] = (),
+    alarms: Sequence[rules.Alarm] = (),
     step: int | None = None,
 ) -> str:
     """The HTML of a run.
@@ -75,7 +69,7 @@ def page(
     for cast in report.casts:
         own = [look.get(cast.labels) for look in looks]
         line = lines({"own": [each.sqnr if each else None for each in own]}, names)
-        wrong = [n for n, each in zip(names, own, strict=True) if each and level_of(each)]
+        wrong = [n for n, each in zip(names, own, strict=True) if each and rules.level_of(each)]
         rows.append((cast, histogram(cast), line, wrong))
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -90,18 +84,19 @@ def page(
         about=about,
         alarms=sorted(reversed(alarms), key=lambda alarm: not alarm.is_active),
         most=SHOWN_ALARMS,
-        problems=problems_of(report.casts),
+        problems=rules.problems_of(report.casts),
         rows=rows,
         names=names,
         at=found[-1],
         places={cast.labels: i for i, cast in enumerate(report.casts)},
-        columns=COLUMNS,
-        tiles=_tiles(report.casts),
-        expected=EXPECTED_SQNR,
+        rules=rules,
+        snapshot=snapshot,
+        lines=lines,
+        edges_of=edges_of,
+        power_of_two=power_of_two,
         run=_run(reports),
         digests={kind: _digest(text) for kind, text in texts.items()},
         **texts,
-        **{each.__name__: each for each in _FUNCTIONS},
     )
 
 
@@ -112,7 +107,7 @@ def _name_of(report: Report, place: int) -> str:
 def _run(reports: Sequence[Report]) -> dict[str, Any]:
     """The SQNRs at each look, and the looks in a row at which the worst problem has one level."""
     known = [[c.sqnr for c in report.casts if c.sqnr is not None] for report in reports]
-    found = [problems_of(report.casts) for report in reports]
+    found = [rules.problems_of(report.casts) for report in reports]
     levels = [max((problem.level for problem in each), default=0) for each in found]
     groups = [(level, [*g]) for level, g in groupby(range(len(reports)), levels.__getitem__)]
     series = {
@@ -120,27 +115,6 @@ def _run(reports: Sequence[Report]) -> dict[str, Any]:
         "worst": [min(values, default=None) for values in known],
     }
     return {"problems": found, "groups": groups, "series": series}
-
-
-def _tiles(casts: Sequence[CastStatistics]) -> list[tuple[str, str, str]]:
-    """The key figures: a name, a number, and where."""
-    found = []
-    for name, key, spec, worst in (
-        ("worst SQNR", "sqnr", "{:.1f} dB", min),
-        ("most saturated", "saturated", "{:.2%}", max),
-        ("most flushed", "flushed", "{:.2%}", max),
-        ("inf or NaN", "nonfinite", "{:,}", max),
-    ):
-        known = [cast for cast in casts if getattr(cast, key) is not None]
-        choose: Callable[..., Any] = worst
-        cast = choose(known, key=lambda cast: getattr(cast, key), default=None)
-        value = None if cast is None else getattr(cast, key)
-        where = f"{layer_name(cast.layer)} {cast.operand}" if cast and value else "in all casts"
-        found.append((name, "-" if value is None else spec.format(value), where))
-    sqnrs = [cast.sqnr for cast in casts if cast.sqnr is not None]
-    median = f"{statistics.median(sqnrs):.1f} dB" if sqnrs else "-"
-    layers = f"{len({cast.layer for cast in casts}):,}"
-    return [*found, ("median SQNR", median, "of all casts"), ("layers", layers, "measured")]
 
 
 # --- pictures
@@ -210,11 +184,6 @@ def lines(series: Mapping[str, Sequence[float | None]], looks: Sequence[str]) ->
         paths[f"line {kind}"] = path
     marks = [(0.0, f"{looks[0]}: {low:.1f} to {high:.1f} dB"), (100.0, looks[-1])]
     return Picture(len(looks) - 1, paths, marks)
-
-
-_FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    edges_of, kinds_of, layer_name, level_of, lines, operand_name, power_of_two, wrong_columns,
-)  # fmt: skip
 
 
 def _digest(text: str) -> str:

@@ -32,8 +32,8 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -402,26 +402,22 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: it could not be written. The old file is unchanged, and no other file is left.
     """
-    with _temporary(path, text) as temporary:
-        temporary.replace(path)
-
-
-def try_writing(path: Path) -> None:
-    """Raise OSError if `replace_file` could not write a file now."""
-    with _temporary(path, " ") as temporary:
-        if path.is_dir():
-            temporary.replace(path)  # raises
-
-
-@contextmanager
-def _temporary(path: Path, text: str) -> Iterator[Path]:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         temporary.write_text(text, encoding="utf-8")
-        yield temporary
+        temporary.replace(path)
     finally:
-        with suppress(OSError):  # it was not created, or nothing in this folder can be removed
+        with suppress(OSError):  # it was not created, or was moved
             temporary.unlink()
+
+
+def try_writing(path: Path) -> None:
+    """Raise OSError if a file cannot be written now; its content stays."""
+    exists = path.exists()
+    with path.open("ab"):
+        pass
+    if not exists:
+        path.unlink()
 
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
