@@ -151,8 +151,8 @@ def find_nan(
         except Exception:  # what a NaN has led to, as in an index; or the user's own
             if search.found is None:
                 raise
-    if search.found is None:
-        return None
+    if search.found is None or search.found.phase == "before":
+        return search.found
     name = without_wrappers(search.found.module)
     casts = [cast for cast in report.casts if without_wrappers(cast.layer) == name]
     lines = Report(casts).table().splitlines() if casts else []
