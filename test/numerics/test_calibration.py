@@ -188,13 +188,6 @@ def test_the_search_finds_the_best_power_of_two(dtype):
     assert found >= best - 1e-6
 
 
-def test_the_search_keeps_an_outlier_that_the_format_can_represent():
-    x = torch.randn(1000, 100).bfloat16() * 2.0**-14
-    x[0, 0] = 2.0**-4  # 10 octaves above: E4M3 represents both
-    seen = counted(x)
-    assert seen.scale(E4M3, "sqnr", 0) >= 2.0**-4 / 448 / 2
-
-
 def test_a_percentile_leaves_that_share_unsaturated():
     x = torch.randn(200, 500).bfloat16()
     seen = counted(x, torch.zeros(1000, 500))  # zeros do not count: they need no range

@@ -171,17 +171,8 @@ def test_a_histogram_has_a_bar_for_each_power_of_two_over_the_range_of_the_forma
     )
     picture = histogram(cast)
     first = -13  # an octave below the range
-    zones = [
-        boxes(picture, f"zone {name}")[0][:2]
-        for name in (
-            "flushed",
-            "flushed-some",
-            "subnormal",
-            "normal",
-            "saturated-some",
-            "saturated",
-        )
-    ]
+    names = "flushed", "flushed-some", "subnormal", "normal", "saturated-some", "saturated"
+    zones = [boxes(picture, f"zone {name}")[0][:2] for name in names]
     ends = [first, -12, -11, -7, math.log2(112), math.log2(224), 10]
     expected = [(a - first, b - first) for a, b in pairwise(ends)]
     assert zones == [pytest.approx(pair, abs=0.06) for pair in expected]
