@@ -393,6 +393,7 @@ class _Streak:
     fine: int = 0  # in a row
     first: int = 0  # the step at which the row of wrong looks began
     alarm: tuple[object, ...] | None = None  # the key of the active alarm
+    due: int | None = None  # the step at which it ended, by the file of a run that resumes
 
 
 class Changes(NamedTuple):
@@ -404,18 +405,12 @@ class Changes(NamedTuple):
 
 
 class AlarmWatch:
-    """Applies the rules to one report after the other.
+    """Applies the rules to one report after the other."""
 
-    Args:
-        known: alarms that began before the first report that `see` will get.
-    """
-
-    def __init__(self, known: Iterable[Alarm] = ()) -> None:
+    def __init__(self) -> None:
         self._alarms: dict[tuple[object, ...], Alarm] = {}  # by cast, rule and start
         self._sqnrs: dict[CastLabels, deque[float]] = {}
         self._streaks: dict[tuple[CastLabels, str], _Streak] = {}
-        for alarm in known:
-            self._add(alarm)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -438,8 +433,10 @@ class AlarmWatch:
                 streak = self._streaks.setdefault((labels, rule.name), _Streak())
                 if seen is None:
                     streak.wrong, streak.fine = 0, streak.fine + 1
-                    if streak.alarm is not None and streak.fine >= rule.looks:
-                        ended.append(self._end(streak, step))
+                    if streak.alarm and (streak.fine >= rule.looks or step == streak.due):
+                        alarm = replace(self._alarms[streak.alarm], ended=step)
+                        self._alarms[streak.alarm], streak.alarm = alarm, None
+                        ended.append(alarm)
                     continue
                 streak.first = streak.first if streak.wrong else step
                 streak.wrong, streak.fine = streak.wrong + 1, 0
@@ -449,7 +446,7 @@ class AlarmWatch:
                 elif streak.wrong >= rule.looks or is_massive:
                     about = seen.message, rule.kind.advice
                     alarm = Alarm(rule.name, *labels, streak.first, step, step, None, *about)
-                    self._add(alarm)
+                    self.add(alarm)
                     # inf and NaN spread: their first layer says more than that with most of them.
                     severity = 0.0 if rule.kind is NONFINITE else -seen.value
                     started.append((place, severity, alarm))
@@ -463,23 +460,13 @@ class AlarmWatch:
         active = [alarm for alarm in self.alarms if alarm.is_active]
         return Changes([alarm for *_, alarm in started], ended, active)
 
-    def _add(self, alarm: Alarm) -> None:
+    def add(self, alarm: Alarm, due: int | None = None) -> None:
+        """Add an alarm; ``due`` is the step at which it ended, if that is known already."""
         key = alarm.labels, alarm.rule, alarm.started
         self._alarms[key] = alarm
         if alarm.is_active:
-            self._streaks.setdefault(key[:2], _Streak()).alarm = key
-
-    def _end(self, streak: _Streak, step: int) -> Alarm:
-        assert streak.alarm is not None
-        key, streak.alarm, streak.wrong = streak.alarm, None, 0
-        self._alarms[key] = replace(self._alarms[key], ended=step)
-        return self._alarms[key]
-
-    def end_again(self, alarm: Alarm) -> None:
-        """End an alarm at the step at which its file says that it ended, if it has not by then."""
-        streak = self._streaks.get((alarm.labels, alarm.rule))
-        if alarm.ended is not None and streak is not None and streak.alarm is not None:
-            self._end(streak, alarm.ended)
+            streak = self._streaks.setdefault(key[:2], _Streak())
+            streak.alarm, streak.due = key, due
 
 
 def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:
@@ -492,18 +479,16 @@ def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWa
     """
     steps = [report.step for report in reports if report.step is not None]
     oldest, newest = min(steps, default=0), max(steps, default=0)
-    earlier = [alarm for alarm in stored if alarm.first < oldest and alarm.started <= newest]
-    # Those that had not ended before the reports are active in them. They end where they did, also
-    # where some of the looks at which they were not wrong are no longer among the reports.
-    watch = AlarmWatch(
-        replace(alarm, last=min(alarm.last, newest), ended=None)
-        if alarm.ended is not None and alarm.ended >= oldest
-        else alarm
-        for alarm in earlier
-    )
+    watch = AlarmWatch()
+    for alarm in stored:
+        if alarm.first < oldest and alarm.started <= newest:
+            # One that had not ended before the reports is active in them. It ends where it did,
+            # also where some of the looks at which it was not wrong are no longer among them.
+            if alarm.ended is None or alarm.ended >= oldest:
+                active = replace(alarm, last=min(alarm.last, newest), ended=None)
+                watch.add(active, due=alarm.ended)
+            else:
+                watch.add(alarm)
     for report in reports:
         watch.see(report)
-        for alarm in earlier:
-            if report.step is not None and alarm.ended == report.step:
-                watch.end_again(alarm)
     return watch

@@ -42,6 +42,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def inspect_every(
     return Monitor(model, n, path, writer, step, keep, on_alarm)
 
 
+@dataclass(eq=False)
 class Monitor:
     """The context manager that `inspect_every` returns, with the arguments of that function.
 
@@ -108,33 +110,31 @@ class Monitor:
         is_open: whether a step has started and not ended.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        n: int,
-        path: str | os.PathLike[str] | None,
-        writer: Any,
-        step: int,
-        keep: int,
-        on_alarm: OnAlarm | None,
-    ) -> None:
-        check_module(model, "inspect_every")
-        check_integer(n, "inspect_every: n", 1)
-        check_integer(keep, "inspect_every: keep", 1)
-        if on_alarm is not None:
-            check_function(on_alarm, "inspect_every", "on_alarm")
-        self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep
-        self.on_alarm = on_alarm
-        self.path = None if path is None else Path(path)
-        self.report: Report | None = None
+    model: nn.Module
+    n: int
+    path: str | os.PathLike[str] | None
+    writer: Any
+    step: int
+    keep: int
+    on_alarm: OnAlarm | None
+    report: Report | None = None
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        check_module(self.model, "inspect_every")
+        check_integer(self.n, "inspect_every: n", 1)
+        check_integer(self.keep, "inspect_every: keep", 1)
+        if self.on_alarm is not None:
+            check_function(self.on_alarm, "inspect_every", "on_alarm")
         self._inspection: ExitStack | None = None
-        self.is_open = self._has_warned = False
+        self._has_warned = False
+        path = self.path = None if self.path is None else Path(self.path)
         run = Run([], [])
-        if self.path is not None:
+        if path is not None:
             if _is_first_rank():
-                try_writing(self.path)
-            run = read_run(self.path) if self.path.exists() else run
-        found = [report for report in run.reports if report.step is None or report.step < step]
+                try_writing(path)
+            run = read_run(path) if path.exists() else run
+        found = [r for r in run.reports if r.step is None or r.step < self.step]
         self._written = {report.step: as_json(report) for report in found}
         self._watch = watch_of(found, run.alarms)
         self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]

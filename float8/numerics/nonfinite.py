@@ -316,22 +316,11 @@ def _finding(call: _Call, what: str, phase: str, value: Tensor, remark: str) -> 
     inf = int(bad.sum()) - nan
     overflows = "float16 ends at 65504: larger values become inf"
     remarks = (remark, overflows if x.dtype == torch.float16 and inf else "")
-    return Finding(
-        call.name,
-        type(call.module).__name__,
-        what,
-        phase,
-        tuple(x.shape),
-        value.dtype,
-        x.numel(),
-        nan,
-        inf,
-        tuple(bad.nonzero()[0].tolist()),
-        _amax(torch.where(bad, 0.0, x)),
-        {name: _amax(tensor) for name, tensor in call.inputs.items()},
-        call.after,
-        tuple(filter(None, remarks)),
-    )
+    where = call.name, type(call.module).__name__, what, phase, tuple(x.shape), value.dtype
+    counts = x.numel(), nan, inf, tuple(bad.nonzero()[0].tolist())
+    largest = _amax(torch.where(bad, 0.0, x))
+    went_in = {name: _amax(tensor) for name, tensor in call.inputs.items()}
+    return Finding(*where, *counts, largest, went_in, call.after, tuple(filter(None, remarks)))
 
 
 def _amax(value: Tensor) -> float:
