@@ -413,11 +413,12 @@ def replace_file(path: Path, text: str) -> None:
 
 def try_writing(path: Path) -> None:
     """Raise OSError if a file cannot be written now; its content stays."""
-    exists = path.exists()
-    with path.open("ab"):
+    # A file that does not exist is not made: another rank may look for it now.
+    probe = path if path.exists() else path.with_name(f"{path.name}.{os.getpid()}.part")
+    with probe.open("ab"):
         pass
-    if not exists:
-        path.unlink()
+    if probe != path:
+        probe.unlink()
 
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
