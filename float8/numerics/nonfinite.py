@@ -143,7 +143,7 @@ def find_nan(
                 modules,
                 enter=search.enter,
                 leave=search.leave,
-                grad_input=search.see_grad_input,
+                grad_input=partial(search.see_gradient, "gradient of its input"),
             ):
                 see_loss = None if loss_fn is None else partial(search.see_loss, loss_fn)
                 found = passes.run_pass(model, batch, see_loss, seed)
@@ -261,7 +261,7 @@ class _Search:
                 self.see(call, "output", "forward", value, counts, remembers)
             if self.calls and values:
                 self.calls[-1] = self.calls[-1]._replace(after=f"{name}: output")
-        return partial(self.see_gradient, name, module, _GRAD_OUTPUT)
+        return partial(self.see_gradient, _GRAD_OUTPUT, name, module)
 
     def see_loss(self, loss_fn: passes.LossFn, output: Any) -> Tensor:
         """Look at the value of a loss function, which is the result."""
@@ -272,23 +272,19 @@ class _Search:
         self.see(_Call("", self.model, outputs), "loss", "forward", loss, ANY)
         return loss
 
-    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        """Look at the gradient of an argument."""
-        self.see_gradient(name, module, "gradient of its input", gradient)
-
     def look_after(self, gradients: dict[Any, Tensor]) -> None:
         """Look at the gradients of the parameters, by their ids."""
         for name, parameter in self.model.named_parameters():
             if (gradient := gradients.get(id(parameter))) is not None:
                 owner, _, key = name.rpartition(".")
                 module = self.model.get_submodule(owner)
-                self.see_gradient(owner, module, f"gradient of {key}", gradient, ANY)
+                self.see_gradient(f"gradient of {key}", owner, module, gradient, ANY)
 
     def see_gradient(
         self,
+        what: str,
         name: str,
         module: nn.Module,
-        what: str,
         gradient: Tensor,
         counts: Kinds = ("nan",),
     ) -> None:
