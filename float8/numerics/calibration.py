@@ -164,7 +164,7 @@ def _scale(amax: float, fmt: Format) -> float:
     return float(found)
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Calibration:
     """The inputs of a model's layers, and the scales that suit them.
 

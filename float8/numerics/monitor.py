@@ -99,7 +99,7 @@ def inspect_every(
     return Monitor(model, n, path, writer, step, keep, on_alarm)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Monitor:
     """The context manager that `inspect_every` returns, with the arguments of that function.
 
