@@ -76,7 +76,7 @@ setup(
     packages=find_packages(include=["float8", "float8.*"]),
     package_data={"float8": ["py.typed"], "float8.numerics": ["page.*"]},
     python_requires=">=3.10",
-    install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate"],
+    install_requires=["torch>=2.11", "triton; platform_system == 'Linux'", "tabulate", "jinja2"],
     extras_require={
         "checkpoints": CHECKPOINTS,
         "demo": DEMO,

@@ -143,10 +143,10 @@ CALLS = {
         (
             f.calibrate,
             {"model": model, "batches": [X]},
-            "model batches config:? method percentile",
+            "model batches config:? method",
         )
     ],
-    "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?")],
+    "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?l")],
     "convert_from_float8_training": [(f.convert_from_float8_training, {}, "-")],
     "convert_to_float8_inference": [
         (f.convert_to_float8_inference, {"model": model}, f"model {CONVERT}")
@@ -169,7 +169,7 @@ CALLS = {
     "fuse_norms": [(f.fuse_norms, {"model": model}, "model pairs:?")],
     "high_precision": [(f.high_precision, {}, "-")],
     "inspect": [(f.inspect, {}, "-")],
-    "inspect_every": [(f.inspect_every, {"model": converted}, "model n writer:? on_alarm:?c")],
+    "inspect_every": [(f.inspect_every, {"model": converted}, "model n on_alarm:?c")],
     "ms_amp": [
         (lambda v: f.ms_amp(v, optimizer(), "O2"), {}, "-"),
         (lambda v: f.ms_amp(model(), v, "O2"), {}, "-"),

@@ -21,19 +21,15 @@
 =================== ================================================================================
 statistics.py       the statistics of one cast: formulas, measurement, merging
 gradient_error.py   what the casts of a layer leave of its weight's gradient
-problems.py         what is wrong with a cast, and what to do about it
-alarms.py           problems that last over several looks
-display.py          casts as a table and as a picture
-snapshot.py         `Report` and its files
-inspection.py       `inspect`: the hooks that measure
-monitor.py          `inspect_every`
+alarms.py           what is wrong with a cast, and what to do about it; problems that last
+snapshot.py         `Report`: tables, pictures and files of casts
 passes.py           one forward and backward of a model, without a lasting change; the walk over it
+inspection.py       `inspect`: the casts that the walk measures
+monitor.py          `inspect_every`
 comparison.py       `compare`, `accurate_layers`
 nonfinite.py        `find_nan`
 calibration.py      `calibrate`
 report.py           the page, with page.html, page.css and page.js
-pictures.py         its histograms and lines, as SVG
-markup.py           HTML in which nothing of a run becomes markup
 =================== ================================================================================
 
 May import: packages of lower levels.

@@ -1,9 +1,27 @@
-"""Alarms: problems of casts that last, from the sequence of a run's reports.
+"""Problems of a cast, and their remedies, in plain words; alarms: problems that last.
 
-A single bad look is often nothing: a delayed scale is late by a step, a batch is unusual. An alarm
-starts when a rule finds a cast wrong at so many looks in a row, and ends after as many looks in a
-row at which it is not. `ALARM_RULES` is the table. Thresholds are those of
-`float8.numerics.problems`, except for the fall of an SQNR::
+**Problems.** The loss of a cast of a well-scaled operand depends on the format's mantissa only. A
+relative error that is uniform over half a step, 2^-(m+1), gives E4M3 (m = 3) about 32 dB and E5M2
+about 26 dB. The thresholds are relative to that, not fixed numbers of dB::
+
+    not finite   any inf or NaN in the operand
+    saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
+    flushed      more than 14 % of the elements became zero, bad from 50 %; of a gradient one level
+                 lower where the SQNR is as expected, as in the gradient of a softmax: the lost
+                 elements were small. In an input or a weight few outliers then have nearly all
+                 of the power, and the model needs the rest (docs/quality.md). Up to 11 % were lost
+                 behind a healthy SwiGLU, whose gate closes; 14 % and more with an outlier
+    noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
+                 not where saturation or flushing of the same level is the reason
+    stale        a delayed or static scale half an octave too small, or a delayed one six too large
+    drowns       the casts' error in the weight's gradient is 1/sqrt(3) of it (`gradient_error`)
+
+The thresholds are a matter of judgement; the page also shows the numbers.
+
+**Alarms** come from the sequence of a run's reports. A single bad look is often nothing: a delayed
+scale is late by a step, a batch is unusual. An alarm starts when a rule finds a cast wrong at so
+many looks in a row, and ends after as many looks in a row at which it is not. `ALARM_RULES` is the
+table. Thresholds are those of problems, except for the fall of an SQNR::
 
     name                     wrong                                          looks
     inf or NaN               any, in an input or a weight                   1
@@ -36,16 +54,241 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from float8.numerics import problems
-from float8.numerics.problems import EXPECTED_SQNR, FINE, SUSPICIOUS, ProblemKind
+from float8.formats import FORMATS
 from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
 
 if TYPE_CHECKING:
     from float8.numerics.snapshot import Report
+
+FINE, SUSPICIOUS, BAD = 0, 1, 2
+# Of a well-scaled operand, in dB.
+EXPECTED_SQNR = {f.name: 32.0 if f.name.startswith("e4m3") else 26.0 for f in FORMATS.values()}
+# The values above which a cast is suspicious, and bad.
+SATURATED = 1e-3, 1e-2  # fractions of the elements
+FLUSHED = 0.14, 0.5
+MISSING_SQNR = 6.0, 15.0  # dB below what is expected
+STALE_ABOVE, STALE_BELOW = 0.5, -6.0  # octaves; outside of them a cast is suspicious
+DROWNED_BELOW = 10 * math.log10(3)  # dB, of the weight's gradient: see gradient_error.py
+MANY_OUTLIERS = 30.0  # a kurtosis: no problem by itself, but the reason for a low SQNR
+
+
+class Seen(NamedTuple):
+    """A problem of a cast: its level, how bad it is among its kind, and a message with numbers."""
+
+    level: int
+    value: float
+    message: str
+
+
+class ProblemKind(NamedTuple):
+    """One thing that can be wrong with a cast.
+
+    Args:
+        many, one: its name after "3 casts" and after "one cast".
+        column: of the table of casts, in which it is seen.
+        see: what is wrong with a cast, or None.
+        advice: what to do about it.
+    """
+
+    many: str
+    one: str
+    column: str
+    see: Callable[[CastStatistics], Seen | None]
+    advice: str
+
+
+class Problem(NamedTuple):
+    """A kind of problem, and the casts that have it, the worst first, with what was seen of it."""
+
+    kind: ProblemKind
+    level: int
+    casts: list[CastStatistics]
+    message: str
+
+    @property
+    def title(self) -> str:
+        """The number of casts that have this problem."""
+        count = len(self.casts)
+        return f"One cast {self.kind.one}" if count == 1 else f"{count} casts {self.kind.many}"
+
+    @property
+    def text(self) -> str:
+        """The message about the worst cast."""
+        prefix = "The worst: " if len(self.casts) > 1 else ""
+        return f"{prefix}{place_of(self.casts[0])}. {self.message}"
+
+
+def place_of(cast: CastStatistics | Alarm) -> str:
+    """Layer and operand."""
+    return f"{cast.layer or 'the module itself'}, {cast.operand}"
+
+
+def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
+    """The problems of these casts, the worst kind first."""
+    found = []
+    for kind in PROBLEM_KINDS:
+        pairs = [(seen, cast) for cast in casts if (seen := kind.see(cast)) is not None]
+        if pairs:
+            pairs.sort(key=lambda pair: pair[0][:2], reverse=True)
+            worst = pairs[0][0]
+            found.append(Problem(kind, worst.level, [cast for _, cast in pairs], worst.message))
+    return sorted(found, key=lambda problem: -problem.level)
+
+
+def kinds_of(cast: CastStatistics) -> list[ProblemKind]:
+    """One cast's problems."""
+    return [kind for kind in PROBLEM_KINDS if kind.see(cast) is not None]
+
+
+def level_of(cast: CastStatistics) -> int:
+    """The worst level of a cast."""
+    return max(seen.level if (seen := kind.see(cast)) else FINE for kind in PROBLEM_KINDS)
+
+
+def wrong_columns(cast: CastStatistics) -> set[str]:
+    """The columns in which something is wrong; SQNR also where another problem explains it."""
+    return {kind.column for kind in kinds_of(cast)} | ({"sqnr"} if _sqnr_level(cast) else set())
+
+
+def _level(value: float | None, limits: tuple[float, float]) -> int:
+    """FINE where the value is not known."""
+    return sum(value > limit for limit in limits) if value is not None else FINE
+
+
+def _seen(level: int, value: float | None, message: str) -> Seen | None:
+    return Seen(level, value or 0.0, message) if level else None
+
+
+def _is_lost(cast: CastStatistics) -> bool:
+    """Whether nothing finite was left, as after an inf in the operand made its scale inf."""
+    return cast.sqnr == -math.inf
+
+
+def _sqnr_level(cast: CastStatistics) -> int:
+    missing = None if cast.sqnr is None else EXPECTED_SQNR[cast.format] - cast.sqnr
+    return _level(missing, MISSING_SQNR)
+
+
+def _nonfinite(cast: CastStatistics) -> Seen | None:
+    level = BAD if cast.nonfinite or _is_lost(cast) else FINE
+    text = f"{cast.nonfinite:,} of {cast.elements:,} elements are not finite."
+    return _seen(level, cast.nonfinite, text)
+
+
+def _saturated(cast: CastStatistics) -> Seen | None:
+    level, share = _level(cast.saturated, SATURATED), 100 * (cast.saturated or 0.0)
+    text = f"{share:.3g} % of its elements lie beyond the format's range."
+    return _seen(level, cast.saturated, text)
+
+
+def _flushed(cast: CastStatistics) -> Seen | None:
+    level, is_noisy = _level(cast.flushed, FLUSHED), _sqnr_level(cast) > FINE
+    if _is_lost(cast) or (cast.operand == "grad_output" and not is_noisy):
+        level = FINE if _is_lost(cast) else max(level - 1, FINE)
+    text = f"{100 * (cast.flushed or 0.0):.3g} % of its elements became zero"
+    if cast.sqnr is not None and is_noisy:
+        text += f"; its SQNR is {cast.sqnr:.1f} dB"
+    elif cast.sqnr is not None:
+        text += (
+            f". Its SQNR of {cast.sqnr:.1f} dB does not show them: it follows the large elements"
+        )
+    return _seen(level, cast.flushed, f"{text}.")
+
+
+def _noisy(cast: CastStatistics) -> Seen | None:
+    level = FINE if _is_lost(cast) else _sqnr_level(cast)
+    if cast.sqnr is None or any(s and s.level >= level for s in (_saturated(cast), _flushed(cast))):
+        return None  # the advice against noise does not help against these
+    expected = EXPECTED_SQNR[cast.format]
+    outliers = (cast.kurtosis or 0.0) > MANY_OUTLIERS
+    why = f"; a kurtosis of {cast.kurtosis:.3g} says outliers" if outliers else ""
+    text = f"Its SQNR is {cast.sqnr:.1f} dB, where {expected:.0f} dB is what "
+    text += f"{cast.format.upper()} gives by itself{why}."
+    return _seen(level, expected - cast.sqnr, text)
+
+
+def _stale(cast: CastStatistics) -> Seen | None:
+    stale = cast.staleness or 0.0
+    # A static scale is larger on purpose, and its flushed elements are another problem.
+    is_too_large = cast.scaling == "delayed" and stale < STALE_BELOW
+    level = SUSPICIOUS if stale > STALE_ABOVE or is_too_large else FINE
+    octaves = f"{abs(stale):.1f} octaves {'above' if stale > 0 else 'below'}"
+    text = f"Its amax lies {octaves} what its {cast.scaling} scale was made for."
+    return _seen(level, abs(stale), text)
+
+
+def _drowned(cast: CastStatistics) -> Seen | None:
+    sqnr = math.inf if cast.gradient_sqnr is None else cast.gradient_sqnr
+    text = (
+        f"The casts of its layer leave the weight's gradient an SQNR of {sqnr:.1f} dB; below "
+        f"{DROWNED_BELOW:.1f} dB training gains little from it."
+    )
+    return _seen(SUSPICIOUS if sqnr < DROWNED_BELOW else FINE, -sqnr, text)
+
+
+NONFINITE = ProblemKind(
+    "met inf or NaN",
+    "met inf or NaN",
+    "sqnr",
+    _nonfinite,
+    "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
+    "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
+)
+SATURATES = ProblemKind(
+    "saturate",
+    "saturates",
+    "saturated",
+    _saturated,
+    "A delayed scale lags behind: DelayedScalingConfig(margin=2) leaves a factor of 4 for values "
+    "that grow, and float8.after_step(model) must follow each step. A static scale needs to be "
+    'calibrated again. A dynamic scale never saturates: in recipe "unit" give inputs one, '
+    "cast_config_input=CastConfig().",
+)
+FLUSHES = ProblemKind(
+    "flush to zero",
+    "flushes to zero",
+    "flushed",
+    _flushed,
+    "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
+    '"rowwise" or "blockwise"), give the layer behind a SwiGLU smooth_input=True, or keep '
+    "gradients in E5M2, which reaches further down. A static scale is too large for them: "
+    "calibrate it, or take a dynamic recipe. In a gradient whose SQNR is as expected the lost "
+    "elements are small, and often harmless.",
+)
+NOISY = ProblemKind(
+    "lose precision",
+    "loses precision",
+    "sqnr",
+    _noisy,
+    "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
+    'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
+    "result: float8.compare(model, batch).",
+)
+STALE = ProblemKind(
+    "have a stale scale",
+    "has a stale scale",
+    "staleness",
+    _stale,
+    "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
+    "Below, the upper end of the format is unused: a shorter history forgets old peaks sooner. A "
+    "delayed scale that stays stale is not updated: call float8.after_step(model) in every step.",
+)
+DROWNS = ProblemKind(
+    "have errors that drown the weight's gradient",
+    "has errors that drown the weight's gradient",
+    "sqnr",
+    _drowned,
+    'Let fewer elements share a scale (recipe "rowwise" or "blockwise"), compute this gradient in '
+    'high precision (recipe "rowwise_with_gw_hp"), or leave the layer out. With healthy casts the '
+    "gradient itself has become small: a larger batch, or the end of what float8 can train.",
+)
+PROBLEM_KINDS = (NONFINITE, SATURATES, FLUSHES, NOISY, STALE, DROWNS)
+
+# --- alarms
 
 FALL = 6.0  # dB: twice the error
 MASSIVE = 0.1  # a saturated fraction of the elements: one look is enough
@@ -96,7 +339,7 @@ class Alarm:
     @property
     def place(self) -> str:
         """Layer and operand."""
-        return f"{self.layer or 'the module itself'}, {self.operand}"
+        return place_of(self)
 
     def __str__(self) -> str:
         since = "" if self.first == self.started else f" It has been so since step {self.first}."
@@ -104,48 +347,42 @@ class Alarm:
 
 
 class AlarmRule(NamedTuple):
-    """A row of the table: ``looks`` in a row start and end an alarm of a kind of problem.
-
-    ``kind`` is None for the fall of an SQNR, which has no other problem (`_falls`).
-    """
+    """A row of the table: ``looks`` in a row start and end an alarm of a kind of problem."""
 
     name: str
     looks: int
-    kind: ProblemKind | None
+    kind: ProblemKind
     operands: Sequence[str] = OPERANDS
 
 
+_FALLS = ProblemKind(
+    "fall",
+    "falls",
+    "sqnr",
+    lambda cast: None,  # one cast alone does not tell: `_fall`
+    "Its values drift away from the range of the format: compare the histograms of these "
+    "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
+    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
+)
 ALARM_RULES = (
-    AlarmRule("inf or NaN", 1, problems.NONFINITE, ("input", "weight")),
-    AlarmRule("inf or NaN in gradient", 2, problems.NONFINITE, ("grad_output",)),
-    AlarmRule("saturation", 3, problems.SATURATES),
-    AlarmRule("flush", 3, problems.FLUSHES),
-    AlarmRule("stale scale", 3, problems.STALE),
-    AlarmRule("gradient noise", 3, problems.DROWNS),
-    AlarmRule("falling SQNR", 3, None),
+    AlarmRule("inf or NaN", 1, NONFINITE, ("input", "weight")),
+    AlarmRule("inf or NaN in gradient", 2, NONFINITE, ("grad_output",)),
+    AlarmRule("saturation", 3, SATURATES),
+    AlarmRule("flush", 3, FLUSHES),
+    AlarmRule("stale scale", 3, STALE),
+    AlarmRule("gradient noise", 3, DROWNS),
+    AlarmRule("falling SQNR", 3, _FALLS),
 )
 
 
-def _falls(earlier: Sequence[float], fmt: str) -> ProblemKind:
-    """The problem of an SQNR below those of the earlier looks at a cast of this format."""
+def _fall(cast: CastStatistics, earlier: Sequence[float]) -> Seen | None:
+    """The problem of an SQNR below those of the earlier looks at this cast."""
+    if cast.sqnr is None or _is_lost(cast) or len(earlier) < LEAST_EARLIER:
+        return None
     # An operand may have been exact, as a weight of ones.
-    usual = min(statistics.median(earlier or [math.nan]), EXPECTED_SQNR[fmt])
-
-    def level(cast: CastStatistics) -> int:
-        is_known = cast.sqnr is not None and cast.sqnr > -math.inf
-        has_fallen = is_known and len(earlier) >= LEAST_EARLIER and (cast.sqnr or 0) < usual - FALL
-        return SUSPICIOUS if has_fallen else FINE
-
-    return ProblemKind(
-        "fall",
-        "falls",
-        level,
-        lambda cast: -(cast.sqnr or 0.0),
-        lambda cast: f"Its SQNR is {cast.sqnr:.1f} dB, and was {usual:.1f} dB before.",
-        "Its values drift away from the range of the format: compare the histograms of these "
-        "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
-        'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
-    )
+    usual = min(statistics.median(earlier), EXPECTED_SQNR[cast.format])
+    text = f"Its SQNR is {cast.sqnr:.1f} dB, and was {usual:.1f} dB before."
+    return _seen(SUSPICIOUS if cast.sqnr < usual - FALL else FINE, -cast.sqnr, text)
 
 
 @dataclass
@@ -155,7 +392,8 @@ class _Streak:
     wrong: int = 0  # in a row
     fine: int = 0  # in a row
     first: int = 0  # the step at which the row of wrong looks began
-    alarm: int | None = None  # the number of the active alarm
+    alarm: tuple[object, ...] | None = None  # the key of the active alarm
+    due: int | None = None  # the step at which it ended, by the file of a run that resumes
 
 
 class Changes(NamedTuple):
@@ -167,20 +405,12 @@ class Changes(NamedTuple):
 
 
 class AlarmWatch:
-    """Applies the rules to one report after the other.
+    """Applies the rules to one report after the other."""
 
-    Args:
-        known: alarms that began before the first report that `see` will get.
-    """
-
-    def __init__(self, known: Iterable[Alarm] = ()) -> None:
-        self._alarms: dict[int, Alarm] = dict(enumerate(known))
-        self._count = len(self._alarms)  # with those that were dropped
+    def __init__(self) -> None:
+        self._alarms: dict[tuple[object, ...], Alarm] = {}  # by cast, rule and start
         self._sqnrs: dict[CastLabels, deque[float]] = {}
         self._streaks: dict[tuple[CastLabels, str], _Streak] = {}
-        for number, alarm in self._alarms.items():
-            if alarm.is_active:
-                self._streaks[alarm.labels, alarm.rule] = _Streak(alarm=number)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -191,69 +421,52 @@ class AlarmWatch:
         """Apply the rules to the next report; one without a step is left out."""
         started: list[tuple[int, float, Alarm]] = []
         ended: list[Alarm] = []
+        step = -1 if report.step is None else report.step
         for cast in report.casts if report.step is not None else ():
-            labels = cast.labels
+            labels, seen, is_explained = cast.labels, None, False
             earlier = self._sqnrs.setdefault(labels, deque(maxlen=KEPT_LOOKS))
-            is_fine = True
             for place, rule in enumerate(ALARM_RULES):
-                kind = rule.kind or _falls(earlier, cast.format)
-                is_wrong = cast.operand in rule.operands and kind.level(cast) > FINE
-                is_wrong = is_wrong and (is_fine or rule.kind is not None)
-                if is_wrong:
-                    alarm = self._see_wrong(rule, kind, cast, report.step or 0)
+                seen = _fall(cast, earlier) if rule.kind is _FALLS else rule.kind.see(cast)
+                if cast.operand not in rule.operands or (rule.kind is _FALLS and is_explained):
+                    seen = None
+                is_explained |= seen is not None
+                streak = self._streaks.setdefault((labels, rule.name), _Streak())
+                if seen is None:
+                    streak.wrong, streak.fine = 0, streak.fine + 1
+                    if streak.alarm and (streak.fine >= rule.looks or step == streak.due):
+                        alarm = replace(self._alarms[streak.alarm], ended=step)
+                        self._alarms[streak.alarm], streak.alarm = alarm, None
+                        ended.append(alarm)
+                    continue
+                streak.first = streak.first if streak.wrong else step
+                streak.wrong, streak.fine = streak.wrong + 1, 0
+                is_massive = rule.kind is SATURATES and seen.value > MASSIVE
+                if streak.alarm is not None:
+                    self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
+                elif streak.wrong >= rule.looks or is_massive:
+                    about = seen.message, rule.kind.advice
+                    alarm = Alarm(rule.name, *labels, streak.first, step, step, None, *about)
+                    self.add(alarm)
                     # inf and NaN spread: their first layer says more than that with most of them.
-                    severity = 0.0 if kind is problems.NONFINITE else -kind.severity(cast)
-                    started += [] if alarm is None else [(place, severity, alarm)]
-                else:
-                    alarm = self._see_fine(rule, labels, report.step or 0)
-                    ended += [] if alarm is None else [alarm]
-                is_fine = is_fine and not is_wrong
-            has_fallen = is_wrong  # the last rule's
+                    severity = 0.0 if rule.kind is NONFINITE else -seen.value
+                    started.append((place, severity, alarm))
+            has_fallen = seen is not None  # by the last rule
             if not has_fallen and cast.sqnr is not None and cast.sqnr > -math.inf:
                 earlier.append(cast.sqnr)
         over = len(self._alarms) - KEPT_ALARMS
-        has_ended = [number for number, alarm in self._alarms.items() if not alarm.is_active]
-        for number in has_ended[: max(over, 0)]:
-            del self._alarms[number]
-        active = [alarm for alarm in self._alarms.values() if alarm.is_active]
+        for key in [k for k, alarm in self._alarms.items() if not alarm.is_active][: max(over, 0)]:
+            del self._alarms[key]
         started.sort(key=lambda each: each[:2])
+        active = [alarm for alarm in self.alarms if alarm.is_active]
         return Changes([alarm for *_, alarm in started], ended, active)
 
-    def _see_wrong(
-        self, rule: AlarmRule, kind: ProblemKind, cast: CastStatistics, step: int
-    ) -> Alarm | None:
-        """Note that a cast is wrong; the alarm, if it starts now."""
-        labels = cast.labels
-        streak = self._streaks.setdefault((labels, rule.name), _Streak())
-        streak.first = streak.first if streak.wrong else step
-        streak.wrong, streak.fine = streak.wrong + 1, 0
-        is_massive = kind is problems.SATURATES and (cast.saturated or 0.0) > MASSIVE
-        if streak.alarm is not None:
-            self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
-        elif streak.wrong >= rule.looks or is_massive:
-            since, text = streak.first, kind.message(cast)
-            alarm = Alarm(rule.name, *labels, since, step, step, None, text, kind.advice)
-            streak.alarm, self._count = self._count, self._count + 1
-            self._alarms[streak.alarm] = alarm
-            return alarm
-        return None
-
-    def _see_fine(self, rule: AlarmRule, labels: CastLabels, step: int) -> Alarm | None:
-        """Note that a cast is not wrong; the alarm, if it ends now."""
-        streak = self._streaks.get((labels, rule.name))
-        if streak is None:
-            return None
-        streak.wrong, streak.fine = 0, streak.fine + 1
-        is_over = streak.alarm is None or streak.fine >= rule.looks
-        return self.end(labels, rule.name, step) if is_over else None
-
-    def end(self, labels: CastLabels, rule: str, step: int) -> Alarm | None:
-        """End the streak of a cast and a rule; the alarm, if one was active."""
-        streak = self._streaks.pop((labels, rule), None)
-        if streak is None or streak.alarm is None:
-            return None
-        self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], ended=step)
-        return self._alarms[streak.alarm]
+    def add(self, alarm: Alarm, due: int | None = None) -> None:
+        """Add an alarm; ``due`` is the step at which it ended, if that is known already."""
+        key = alarm.labels, alarm.rule, alarm.started
+        self._alarms[key] = alarm
+        if alarm.is_active:
+            streak = self._streaks.setdefault(key[:2], _Streak())
+            streak.alarm, streak.due = key, due
 
 
 def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:
@@ -266,18 +479,16 @@ def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWa
     """
     steps = [report.step for report in reports if report.step is not None]
     oldest, newest = min(steps, default=0), max(steps, default=0)
-    earlier = [alarm for alarm in stored if alarm.first < oldest and alarm.started <= newest]
-    # Those that had not ended before the reports are active in them. They end where they did, also
-    # where some of the looks at which they were not wrong are no longer among the reports.
-    watch = AlarmWatch(
-        replace(alarm, last=min(alarm.last, newest), ended=None)
-        if alarm.ended is not None and alarm.ended >= oldest
-        else alarm
-        for alarm in earlier
-    )
+    watch = AlarmWatch()
+    for alarm in stored:
+        if alarm.first < oldest and alarm.started <= newest:
+            # One that had not ended before the reports is active in them. It ends where it did,
+            # also where some of the looks at which it was not wrong are no longer among them.
+            if alarm.ended is None or alarm.ended >= oldest:
+                active = replace(alarm, last=min(alarm.last, newest), ended=None)
+                watch.add(active, due=alarm.ended)
+            else:
+                watch.add(alarm)
     for report in reports:
         watch.see(report)
-        for alarm in earlier:
-            if alarm.ended is not None and alarm.ended == report.step:
-                watch.end(alarm.labels, alarm.rule, alarm.ended)
     return watch

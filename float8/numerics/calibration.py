@@ -42,13 +42,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.arguments import check_type, described
+from float8.arguments import described
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion
 from float8.convert.convert import high_precision
@@ -56,12 +57,22 @@ from float8.convert.filters import ModuleFilter
 from float8.formats import Format, on_device
 from float8.granularity import WHOLE
 from float8.linear.plan import compute_dtype
-from float8.numerics.display import simple_table
-from float8.numerics.passes import Watcher, model_unchanged, own_batch, run_model, watched
+from float8.numerics.passes import model_unchanged, own_batch, run_model, watched
+from float8.numerics.snapshot import FORMAT_NAME, LAYER, Column, layer_name, text_table
 
 METHODS = ("sqnr", "amax", "percentile")
 _MAGNITUDES = 2**15  # of bfloat16, inf and NaN included
 _FIRST_NONFINITE = 0x7F80
+_TABLE = (
+    LAYER,
+    FORMAT_NAME,
+    Column("amax", "amax", ".4g"),
+    Column("scale", "scale", ".4g"),
+    Column("sqnr", "SQNR dB", ".1f"),
+    Column("saturated", "satur. %", ".3f", factor=100),
+    Column("flushed", "flushed %", ".2f", factor=100),
+    Column("amax_sqnr", "amax's", ".1f"),
+)
 _OCTAVES = 16  # how far below the amax scale a search goes: 2^-16 of the range is left
 
 
@@ -102,37 +113,30 @@ class Distribution:
         found = counts.nonzero().squeeze(1)
         return found.to(torch.int16).view(torch.bfloat16).float(), counts[found]
 
-    def casts(self, scales: Tensor, fmt: Format) -> Tensor:
-        """The values after casts to a format by some scales (C,): (C, values), float64."""
-        values_V, scale_C1 = self.values[0], scales.float().unsqueeze(1)
-        exact_CV = values_V.expand(len(scales), -1)
-        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype)
-        return data_CV.double() * scale_C1.double()
-
-    def sqnr(self, scales: Tensor, fmt: Format) -> Tensor:
-        """The SQNR of casting the data, for each of some scales.
+    def losses(self, scales: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
+        """What casts to a format by some scales lose of the data.
 
         Args:
             scales: (C,) float32; ``value = data * scale``.
             fmt: the format.
 
         Returns:
-            (C,) in dB, float64; inf where a cast is exact.
+            (C,) each, float64: the SQNR in dB, inf where a cast is exact; and the shares of the
+            elements that saturate, and that are flushed from nonzero to zero.
         """
-        values_V, counts_V = self.values
-        errors_CV = self.casts(scales, fmt) - values_V.double()
-        noise_C = (errors_CV.square() * counts_V).sum(1)
-        signal = (values_V.double().square() * counts_V).sum()
-        return 10 * torch.log10(signal / noise_C)
-
-    def lost(self, scale: float, fmt: Format) -> tuple[float, float]:
-        """The fractions of elements that saturate, and that are flushed from nonzero to zero."""
-        values, counts = self.values
+        (values_V, counts_V), scale_C1 = self.values, scales.float().unsqueeze(1)
+        exact_CV = values_V.expand(len(scales), -1)
+        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype).double()
+        exact_CV, scale_C1 = exact_CV.double(), scale_C1.double()
+        noise_C = ((data_CV * scale_C1 - exact_CV).square() * counts_V).sum(1)
+        sqnr_C = 10 * torch.log10((exact_CV.square() * counts_V).sum(1) / noise_C)
         # The tolerance is the rounding to bfloat16: nothing saturates at the amax scale.
-        beyond = counts[values.double() > fmt.max * scale * (1 + 2**-8)].sum()
-        (cast,) = self.casts(torch.tensor([scale]), fmt)
-        below = counts[(values > 0) & (cast == 0)].sum()
-        return float(beyond) / max(self.elements, 1), float(below) / max(self.elements, 1)
+        beyond_CV = exact_CV > fmt.max * scale_C1 * (1 + 2**-8)
+        zero_CV = (exact_CV > 0) & (data_CV == 0)
+        saturated_C, flushed_C = (
+            (lost_CV * counts_V).sum(1).double() / self.elements for lost_CV in (beyond_CV, zero_CV)
+        )
+        return sqnr_C, saturated_C, flushed_C
 
     def scale(self, fmt: Format, method: str, percent: float) -> float:
         """The scale for a format by one of `METHODS`."""
@@ -151,7 +155,7 @@ class Distribution:
             exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
             scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
             scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
-            return float(scales[self.sqnr(scales, fmt).argmax()])
+            return float(scales[self.losses(scales, fmt)[0].argmax()])
         return widest
 
 
@@ -160,6 +164,7 @@ def _scale(amax: float, fmt: Format) -> float:
     return float(found)
 
 
+@dataclass(eq=False, repr=False)
 class Calibration:
     """The inputs of a model's layers, and the scales that suit them.
 
@@ -170,17 +175,10 @@ class Calibration:
         percentile: of method "percentile".
     """
 
-    def __init__(
-        self,
-        inputs: dict[str, Distribution],
-        formats: dict[str, Format],
-        method: str,
-        percentile: float,
-    ) -> None:
-        self.inputs = inputs
-        self.formats = formats
-        self.method = _checked_method(method)
-        self.percentile = percentile
+    inputs: dict[str, Distribution]
+    formats: dict[str, Format]
+    method: str
+    percentile: float
 
     def static_scales(self, method: str | None = None) -> dict[str, float]:
         """Layer name -> scale of its input, for ``convert_to_float8_inference(static_scales=...)``.
@@ -191,18 +189,15 @@ class Calibration:
         Raises:
             ValueError: a layer got no input, or one that was all zero or not finite.
         """
-        problems = [
-            f"{layer or 'the module itself'}: {reason}"
-            for layer, values in self.inputs.items()
-            if (reason := _reason_against(values)) is not None
-        ]
+        chosen = _checked_method(method or self.method)
+        reasons = {layer: _reason_against(values) for layer, values in self.inputs.items()}
+        problems = [f"{layer_name(fqn)}: {why}" for fqn, why in reasons.items() if why is not None]
         if problems:
             raise ValueError(
                 "no static scale fits these layers; calibrate on data that reaches them, or leave "
                 "them out by module_filter_fn, in calibrate and in the conversion:\n  "
                 + "\n  ".join(problems)
             )
-        chosen = _checked_method(method or self.method)
         return {
             layer: values.scale(self.formats[layer], chosen, self.percentile)
             for layer, values in self.inputs.items()
@@ -220,22 +215,12 @@ class Calibration:
         rows, widest = [], self.static_scales("amax")
         for layer, scale in self.static_scales().items():
             values, fmt = self.inputs[layer], self.formats[layer]
-            sqnr, amax_sqnr = values.sqnr(torch.tensor([scale, widest[layer]]), fmt).tolist()
-            saturated, flushed = values.lost(scale, fmt)
-            rows.append(
-                {
-                    "layer": layer,
-                    "format": fmt.name,
-                    "elements": values.elements,
-                    "amax": values.amax,
-                    "scale": scale,
-                    "sqnr": sqnr,
-                    "saturated": saturated,
-                    "flushed": flushed,
-                    "amax_scale": widest[layer],
-                    "amax_sqnr": amax_sqnr,
-                }
-            )
+            found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
+            (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
+            row = {"layer": layer, "format": fmt.name, "elements": values.elements}
+            row |= {"amax": values.amax, "scale": scale, "sqnr": sqnr, "saturated": saturated}
+            row |= {"flushed": flushed, "amax_scale": widest[layer], "amax_sqnr": amax_sqnr}
+            rows.append(row)
         return sorted(rows, key=lambda row: row["sqnr"])
 
     def table(self, top: int | None = None) -> str:
@@ -244,13 +229,7 @@ class Calibration:
         Args:
             top: how many; None is all.
         """
-        headers = ("layer", "format", "amax", "scale", "SQNR dB", "satur. %", "flushed %", "amax's")
-        line = (
-            "{layer}\t{format}\t{amax:.4g}\t{scale:.4g}\t{sqnr:.1f}\t{saturated:.3%}\t{flushed:.2%}"
-            "\t{amax_sqnr:.1f}"
-        )
-        cells = [line.format(**row).replace("%", "").split("\t") for row in self.rows()]
-        return simple_table(headers, cells, 2, top)
+        return text_table(_TABLE, self.rows(), top)
 
     def __str__(self) -> str:
         return f'static scales by "{self.method}" of {len(self.inputs)} layers\n{self.table(10)}'
@@ -285,48 +264,36 @@ def calibrate(
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
     Raises:
-        ValueError: no layer; an unknown method, or a percentile outside of (0, 100]; a
-            layer whose config casts no inputs.
+        ValueError: no layer whose config casts inputs, or an unknown method.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
     plan = plan_conversion(model, config, module_filter_fn, "calibrate", replaces_weights=True)
     _checked_method(method)
-    check_type(percentile, (int, float), "calibrate", "percentile", "a number in (0, 100]")
-    if not 0 < percentile <= 100:
-        raise ValueError(f"percentile must be in (0, 100], got {percentile}")
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")
-    if not plan.layers:
+    casts = {name: own.plan.output.a for name, own in plan.configs.items()}
+    formats = {
+        name: on_device(cast.format, plan.layers[name].weight.device)
+        for name, cast in casts.items()
+        if cast is not None
+    }
+    if not formats:
         raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
-    formats = {name: _format(name, plan.layers[name], own) for name, own in plan.configs.items()}
-    seen = _Inputs({name: Distribution() for name in plan.layers})
-    with model_unchanged(model), high_precision(model), watched(plan.layers, seen):
+    inputs = {name: Distribution() for name in formats}
+
+    def count(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        x = args[0] if args else kwargs["input"]
+        if isinstance(x, Tensor):  # otherwise the layer raises
+            # The dtype that conversion casts from, with autocast.
+            inputs[name].add(x.to(compute_dtype(x)))
+
+    layers = {name: plan.layers[name] for name in formats}
+    with model_unchanged(model), high_precision(model), watched(layers, enter=count):
         for module in model.modules():  # not eval(), which a module may override to merge weights
             module.training = False
         for batch in batches:
             run_model(model, own_batch(batch))
-    return Calibration(seen.inputs, formats, method, percentile)
-
-
-class _Inputs(Watcher):
-    def __init__(self, inputs: dict[str, Distribution]) -> None:
-        self.inputs = inputs
-
-    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else kwargs["input"]
-        if isinstance(x, Tensor):  # otherwise the layer raises
-            # The dtype that conversion casts from, with autocast.
-            self.inputs[name].add(x.to(compute_dtype(x)))
-
-
-def _format(name: str, layer: Any, config: Float8LinearConfig) -> Format:
-    cast = config.plan.output.a
-    if cast is None:
-        raise ValueError(
-            f"{name or 'the module itself'}: its config casts no input; leave it out by "
-            "module_filter_fn"
-        )
-    return on_device(cast.format, layer.weight.device)
+    return Calibration(inputs, formats, method, percentile)
 
 
 def _reason_against(values: Distribution) -> str | None:

@@ -38,42 +38,32 @@ error, since converting it or not would be a guess: exclude it before,
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from float8.arguments import check_type, described, did_you_mean
+from float8.arguments import check_type, did_you_mean
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
-from float8.numerics.display import layer_name, simple_table
-from float8.numerics.inspection import name_in_model
-from float8.numerics.passes import (
-    LossFn,
-    RunResult,
-    Watcher,
-    check_run,
-    has_other_ranks,
-    local_part,
-    main_tensor,
-    model_unchanged,
-    only_in_float8,
-    run_pass,
-    watched,
-)
-from float8.numerics.snapshot import Report, strict_json
+from float8.linear.switch import Float8Module, switched_off
+from float8.numerics import passes
+from float8.numerics.inspection import without_wrappers
+from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_json, text_table
 from float8.numerics.statistics import OPERANDS
 
 ALONE = ("alone_output", "alone_gradient")
 COLUMNS = (*ALONE, "output", "grad_input", "grad_weight")
-_HEADERS = ("layer", "alone: output", "gradient", "all: output", "grad_input", "grad_weight")
+_HEADS = ("alone: output", "gradient", "all: output", "grad_input", "grad_weight")
+_TABLE = [Column(key, head, ".1f") for key, head in zip(COLUMNS, _HEADS, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -140,8 +130,7 @@ class Comparison:
         Args:
             top: how many; None is all.
         """
-        rows = [[one.layer, *(_decibels(getattr(one, n)) for n in COLUMNS)] for one in self.layers]
-        return simple_table(_HEADERS, rows, 1, top)
+        return text_table([LAYER, *_TABLE], self.rows(), top)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as strict JSON, for other programs; inf is the string "inf".
@@ -154,26 +143,23 @@ class Comparison:
         Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
+        output, gradient = map(_TABLE[0].shown, (self.output, self.gradient))
         lines = [
-            f"{self.model or 'model'} in float8 against high precision: output "
-            f"{_decibels(self.output)} dB, gradient {_decibels(self.gradient)} dB"
+            f"{self.model or 'model'} in float8 against high precision: output {output} dB, "
+            f"gradient {gradient} dB"
         ]
         if self.loss_high_precision is not None:
             lines += [f"loss {self.loss_high_precision:.6g} -> {self.loss_float8:.6g}"]
         return "\n".join([*lines, self.table(top=10)])
 
 
-def _decibels(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
 def compare(
     model: nn.Module,
     batch: Any,
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: passes.LossFn | None = None,
     seed: int = 0,
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | str | None = None,
     alone: bool = True,
 ) -> Comparison:
     """Run a converted model in high precision and in float8, and rank its layers by their harm.
@@ -195,49 +181,63 @@ def compare(
             ``output.loss`` or ``output["loss"]``, or the output if it is a scalar, or else its
             first floating point tensor times a random cotangent.
         seed: of dropout, and of the cotangent where there is no loss.
-        layers: names, or shell patterns such as ``"blocks.3.*"``, of the layers to report; the
-            others take part in "all layers in float8".
+        layers: names, or shell patterns such as ``"blocks.3.*"``, of the layers to report, or one
+            of them; the others take part in "all layers in float8".
         alone: False leaves the two columns of single layers out: 2 runs.
 
     Raises:
-        ValueError: the model has no float8 layer, runs under `high_precision`, or is not finite in
-            high precision; or a name fits no layer.
+        ValueError: no layer of the model runs in float8, the model is not finite in high
+            precision, or a name fits no layer.
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_run(model, loss_fn, "compare")
+    passes.check_run(model, loss_fn, "compare")
     chosen = _chosen(model, layers)
-    with model_unchanged(model):
-        seen = _Results()
-        with only_in_float8(model, set()), watched(chosen, seen):
-            reference = run_pass(model, batch, loss_fn, seed)
-        if not reference.is_finite and not has_other_ranks():
+    every: set[Any] = {m for m in model.modules() if isinstance(m, Float8Module)}
+    expected: dict[Call, list[Tensor]] = {}
+    powers: dict[Call, list[Powers]] = {}
+
+    def keep(call: Call, value: Tensor) -> None:
+        expected.setdefault(call, []).append(value.detach().to("cpu", copy=True))
+
+    def measure(call: Call, value: Tensor) -> None:
+        found = powers.setdefault(call, [])
+        before = expected.get(call, [])[len(found) : len(found) + 1]
+        found += [powers_of(each, value) for each in before] or [(math.inf, 0.0)]
+
+    def of_layer(*call: str) -> float | None:
+        found, calls = powers.get(call, []), len(expected.get(call, []))
+        return sqnr_of(found) if found and len(found) == calls else None
+
+    with passes.model_unchanged(model):
+        with switched_off(every), _shown(chosen, keep):
+            reference = passes.run_pass(model, batch, loss_fn, seed)
+        if not reference.is_finite and not passes.has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"
             )
-        errors = _Results(seen.found)
-        with watched(chosen, errors):
-            together = run_pass(model, batch, loss_fn, seed)
-        columns = {name: errors.columns(name) for name in chosen}
+        with _shown(chosen, measure):
+            together = passes.run_pass(model, batch, loss_fn, seed)
+        compared = []
         for name, layer in chosen.items():
-            key = id(layer.weight)
-            columns[name]["grad_weight"] = _of_gradients(reference, together, [key])
+            of_weight = _of_gradients(reference, together, [id(layer.weight)])
+            columns = of_layer(name, "output"), of_layer(name, "grad_input"), of_weight
+            of_model: Pair = None, None
             if alone:
-                with only_in_float8(model, {layer}):
-                    single = run_pass(model, batch, loss_fn, seed)
-                columns[name]["alone_output"] = _of_outputs(reference, single)
-                columns[name]["alone_gradient"] = _of_gradients(reference, single)
-    found = [LayerComparison(name, *(c.get(k) for k in COLUMNS)) for name, c in columns.items()]
+                with switched_off(every - {layer}):
+                    of_model = _of_run(reference, passes.run_pass(model, batch, loss_fn, seed))
+            compared.append(LayerComparison(name, *of_model, *columns))
     return Comparison(
-        sorted(found, key=lambda layer: layer.harm),
-        _of_outputs(reference, together),
-        _of_gradients(reference, together),
+        sorted(compared, key=lambda layer: layer.harm),
+        *_of_run(reference, together),
         reference.loss,
         together.loss,
         model=type(model).__name__,
     )
 
 
+Pair = tuple[float | None, float | None]
+Call = tuple[str, ...]  # the name of a layer, and "output" or "grad_input"
 Powers = tuple[float, float]  # of a reference, and of the error of another value
 
 
@@ -262,75 +262,50 @@ def sqnr_of(powers: Iterable[Powers]) -> float | None:
     return decibels(signal, sum(noises)) if signal and math.isfinite(signal) else None
 
 
-def _of_outputs(reference: RunResult, other: RunResult) -> float | None:
-    return sqnr_of([powers_of(reference.output, other.output)])
+def _of_run(reference: passes.RunResult, other: passes.RunResult) -> Pair:
+    """The SQNRs of the output and of all gradients."""
+    output = sqnr_of([powers_of(reference.output, other.output)])
+    return output, _of_gradients(reference, other, reference.gradients | other.gradients)
 
 
-def _of_gradients(reference: RunResult, other: RunResult, keys: Iterable[Any] = ()) -> float | None:
+def _of_gradients(
+    reference: passes.RunResult, other: passes.RunResult, keys: Iterable[Any]
+) -> float | None:
     of, than = reference.gradients, other.gradients
-    return sqnr_of([(0.0, 0.0), *(powers_of(of.get(k), than.get(k)) for k in keys or of | than)])
+    return sqnr_of([(0.0, 0.0), *(powers_of(of.get(key), than.get(key)) for key in keys)])
 
 
-class _Results(Watcher):
-    """The outputs and input gradients of layers, on the host, by (layer, kind).
+def _shown(
+    layers: Mapping[str, nn.Module], see: Callable[[Call, Tensor], None]
+) -> AbstractContextManager[None]:
+    """Show a function the outputs and input gradients of layers."""
 
-    Of a second run, with the results of the first: the powers of the first's and of the errors.
-    """
+    def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if output is not None and passes.in_forward():  # it did not raise, and is not recomputed
+            see((name, "output"), passes.local_part(passes.main_tensor(output)))
 
-    def __init__(self, expected: dict[tuple[str, str], list[Any]] | None = None) -> None:
-        self.expected = expected
-        self.found: dict[tuple[str, str], list[Any]] = {}
+    def grad_input(name: str, module: nn.Module, gradient: Tensor) -> None:
+        see((name, "grad_input"), passes.local_part(gradient))
 
-    def add(self, key: tuple[str, str], value: Tensor) -> None:
-        """Add the next call of a layer."""
-        found = self.found.setdefault(key, [])
-        if self.expected is None:
-            found.append(value.detach().to("cpu", copy=True))
-        else:
-            before = self.expected.get(key, [])[len(found) : len(found) + 1]
-            found += [powers_of(each, value) for each in before] or [(math.inf, 0.0)]
-
-    def leave(self, name: str, module: nn.Module, output: Any) -> None:
-        if output is not None:  # otherwise it raised
-            self.add((name, "output"), local_part(main_tensor(output)))
-
-    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        self.add((name, "grad_input"), local_part(gradient))
-
-    def columns(self, layer: str) -> dict[str, float | None]:
-        """The SQNR of each kind; none where the layer was not called as often as before."""
-        return {
-            kind: sqnr_of(calls)
-            for kind in ("output", "grad_input")
-            if (calls := self.found.get((layer, kind)))
-            and len(calls) == len((self.expected or {}).get((layer, kind), []))
-        }
+    return passes.watched(layers, leave=leave, grad_input=grad_input)
 
 
-def _chosen(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, Float8Linear]:
+def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str, Float8Linear]:
     known = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    if not known:
-        raise ValueError(
-            "the model has no Float8Linear: convert it first (convert_to_float8_training), its "
-            "high precision is compared with the float8 that it has then"
-        )
-    off = [name or "the model" for name, layer in known.items() if layer.high_precision]
-    if off:
-        raise ValueError(f"{off[0]} runs under float8.high_precision: call compare outside of it")
-    if patterns is None:
-        return known
-    _check_names(patterns, "layers", "compare")
+    known = {name: layer for name, layer in known.items() if not layer.high_precision}
+    patterns = ["*"] if patterns is None else _names(patterns)
     for pattern in patterns:
-        if not fnmatch.filter(known, pattern):
-            some = ", ".join(list(known)[:5])
-            raise ValueError(f"no float8 layer is called {pattern!r}; there are {some}, ...")
-    return {n: m for n, m in known.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+        if not any(fnmatchcase(name, pattern) for name in known):
+            raise ValueError(
+                f"compare: layers: none that runs in float8 is called {pattern!r}, of "
+                f"{', '.join([*known][:5]) or 'none: convert the model first'}; call it outside of "
+                "float8.high_precision"
+            )
+    return {n: layer for n, layer in known.items() if any(fnmatchcase(n, p) for p in patterns)}
 
 
-def _check_names(names: Any, argument: str, caller: str) -> None:
-    """Raise TypeError unless these are names: a string would be taken for its letters."""
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"{caller}: {argument} is a sequence of names, got {described(names)}")
+def _names(names: Sequence[str] | str) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
 
 
 # --- a filter for conversion
@@ -340,7 +315,7 @@ def accurate_layers(
     report: Report | Comparison,
     min_sqnr: float,
     *,
-    by: Sequence[str] | None = None,
+    by: Sequence[str] | str | None = None,
     unknown: bool | None = None,
 ) -> ModuleFilter:
     """Return a ``module_filter_fn`` that converts the layers whose lowest SQNR is high enough.
@@ -353,7 +328,7 @@ def accurate_layers(
         min_sqnr: in dB; a layer with less is left in high precision.
         by: which numbers count: operands of a `Report` ("input", "weight", "grad_output"), columns
             of a `Comparison` ("alone_output", "alone_gradient", "output", "grad_input",
-            "grad_weight"). By default all operands, and the two "alone" columns.
+            "grad_weight"); or one of them. By default all operands, and the two "alone" columns.
         unknown: of a layer that was not measured: True converts it, False does not, None raises.
 
     Returns:
@@ -368,7 +343,7 @@ def accurate_layers(
     lowest = _lowest(report, by)
 
     def is_accurate(module: nn.Module, fqn: str) -> bool:
-        sqnr = lowest.get(_without_wrappers(fqn))
+        sqnr = lowest.get(without_wrappers(fqn))
         if sqnr is not None:
             return sqnr >= min_sqnr
         if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
@@ -380,7 +355,7 @@ def accurate_layers(
         return unknown is not False
 
     def reason(module: nn.Module, fqn: str) -> str:
-        sqnr = lowest.get(_without_wrappers(fqn))
+        sqnr = lowest.get(without_wrappers(fqn))
         if sqnr is None:
             return "it was not measured"
         return f"its lowest SQNR is {sqnr:.1f} dB, and min_sqnr is {min_sqnr:g}"
@@ -388,35 +363,24 @@ def accurate_layers(
     return with_reason(is_accurate, reason)
 
 
-def _lowest(report: Report | Comparison, by: Sequence[str] | None) -> dict[str, float]:
+def _lowest(report: Report | Comparison, by: Sequence[str] | str | None) -> dict[str, float]:
     """Layer -> its lowest SQNR; without layers that have none."""
     such_as = "what float8.inspect or float8.compare returned"
     check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
-    is_report = isinstance(report, Report)
-    known: Sequence[str] = OPERANDS if is_report else COLUMNS
-    chosen: Sequence[str] = OPERANDS if is_report else ALONE
-    if by is not None:
-        _check_names(by, "by", "accurate_layers")
-        if not by or not set(by) <= set(known):
-            raise ValueError(f"by takes some of {', '.join(known)}, got {list(by)}")
-        chosen = by
+    known: Sequence[str] = OPERANDS if isinstance(report, Report) else COLUMNS
+    chosen = (OPERANDS if isinstance(report, Report) else ALONE) if by is None else _names(by)
     if isinstance(report, Report):
         pairs = [(cast.layer, cast.sqnr) for cast in report.casts if cast.operand in chosen]
     else:
-        pairs = [(layer.layer, getattr(layer, n)) for layer in report.layers for n in chosen]
+        pairs = [(row["layer"], row.get(name)) for row in report.rows() for name in chosen]
     lowest: dict[str, float] = {}
     for layer, sqnr in pairs:
         if sqnr is not None:
-            value, name = -math.inf if math.isnan(sqnr) else sqnr, _without_wrappers(layer)
+            value, name = -math.inf if math.isnan(sqnr) else sqnr, without_wrappers(layer)
             lowest[name] = min(value, lowest.get(name, math.inf))
-    if pairs and not lowest:
+    if not lowest or not set(chosen) <= set(known):
         raise ValueError(
-            f"no layer of the report has an SQNR of {', '.join(chosen)}: name others by=(...), or "
-            "compare without alone=False"
+            f"accurate_layers: no layer of the report has an SQNR of {[*chosen]}: by takes some of "
+            f"{', '.join(known)}; with alone=False compare does not measure the first two"
         )
     return lowest
-
-
-def _without_wrappers(fqn: str) -> str:
-    parts = name_in_model(fqn).split(".")
-    return ".".join(part for part in parts if part != "module")  # DDP's

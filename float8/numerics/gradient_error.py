@@ -34,26 +34,12 @@ not in E, and neither are those of an operand that arrives in float8.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.linear.smoothing import inverse
-from float8.numerics.statistics import Float8Matrix
-
-PROBES = 16
-
-
-class Products(NamedTuple):
-    """A product of exact operands, and that of their casts; float64."""
-
-    exact: Tensor
-    cast: Tensor
-
-    def plus(self, other: Products) -> Products:
-        """The products of these calls and other ones."""
-        return Products(*(a.to(b.device) + b for a, b in zip(self, other, strict=True)))
+from float8.numerics.statistics import PROBES, Float8Matrix, Products
 
 
 def probes(features: int, factors_1K: Tensor | None, device: torch.device) -> Products:
@@ -81,12 +67,6 @@ def contracted(matrix: Float8Matrix, right: Products, is_transposed: bool) -> Pr
             else:
                 torch.mm(part, factor, out=total[piece.rows])
     return found
-
-
-def energies(products: Products) -> tuple[Tensor, Tensor]:
-    """Estimates of ``|G|^2`` and ``|E|^2`` from the sum of the products of all calls; float64."""
-    error = products.cast - products.exact
-    return products.exact.square().sum() / PROBES, error.square().sum() / PROBES
 
 
 @cache

@@ -6,10 +6,11 @@
         loss(model(x), y).backward()
     print(report)
 
-Hooks on every `Float8Linear` see its input, its weight as the layer sees it (gathered by FSDP2, in
-the dtype that autocast asks for), and the gradient of its output. So does a watcher of every
-product that the transform `float8.unit_scaling.transforms.float8` runs, named after its weight or,
-where that is computed, numbered. Products that a forward does not reach are unknown to it.
+Hooks on every `Float8Linear` (`float8.numerics.passes.watched`) see its input, its weight as the
+layer sees it (gathered by FSDP2, in the dtype that autocast asks for), and the gradient of its
+output. So does a watcher of every product that the transform
+`float8.unit_scaling.transforms.float8` runs, named after its weight or, where that is computed,
+numbered. Products that a forward does not reach are unknown to it.
 Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.bind_and_cast`
 with the layer's `OperandCast` and the scale of a delayed cast. No amax is recorded.
 `float8.numerics.statistics` compares the operand with its cast. Outputs, gradients, amax histories
@@ -38,10 +39,11 @@ Layers that were not measured are in ``report.skipped``, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +61,12 @@ from float8.linear.float8_weight import by_scaled_gradient, float8_weight, is_re
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import autocasts, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState, bind_and_cast
-from float8.linear.smoothing import inverse, smoothed, smoothing_factors, split
-from float8.numerics.gradient_error import Products, contracted, energies, probes
+from float8.linear.smoothing import inverse, smoothed, split
+from float8.numerics.gradient_error import contracted, probes
+from float8.numerics.passes import in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
-    OPERANDS,
     SMOOTH,
     CastKey,
     CastLabels,
@@ -96,37 +98,45 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     """
     check_module(model, "inspect")
     model = _unwrapped(model)
-    named = [(name_in_model(fqn), module) for fqn, module in model.named_modules()]
-    layers = {fqn: module for fqn, module in named if isinstance(module, Float8Linear)}
-    experts = [fqn for fqn, m in named if isinstance(m, Float8Experts)]
-    # Of the models that `float8.unit_scaling.transforms.float8` returns.
-    found = ((fqn, getattr(module, "float8_products", None)) for fqn, module in named)
-    transforms = {fqn: products for fqn, products in found if products is not None}
-    if not (layers or experts or transforms):
+    layers, transforms, skipped = _parts(model)
+    if not (layers or transforms or skipped):
         raise ValueError(
             f"inspect: {type(model).__name__} has no float8 layer; convert it first, as "
             "convert_to_float8_training(model), or a model of unit_scale by "
             "float8.unit_scaling.transforms.float8, and inspect what that returns, not a part of it"
         )
     report = Report(model=type(model).__name__, step=step)
-    inspection = _Inspection(layers)
-    inspection.skipped |= dict.fromkeys(experts, "the casts of experts are not watched")
-    for fqn in transforms:
-        inspection.skipped[fqn or report.model] = "none of its products ran in float8"
+    inspection = _Inspection(skipped)
     with ExitStack() as stack:
-        stack.callback(inspection.close, report)
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for fqn, layer in layers.items():
-            # The first of its hooks: others may replace the output, or free the weight.
-            hook: Any = _Hook(inspection, fqn)
-            handle = layer.register_forward_hook(hook, prepend=True, with_kwargs=True)
-            stack.callback(handle.remove)
+        stack.callback(inspection.fill, report)
+        stack.enter_context(runs_eagerly())
+        stack.enter_context(watched(layers, leave=inspection.see_call))
         for fqn, products in transforms.items():
-            watcher = partial(_see_product, inspection, fqn, fqn or report.model)
-            stack.enter_context(products.watched(watcher))
+            see = partial(inspection.see_product, stack, fqn)
+            stack.enter_context(products.watched(see))
         yield report
 
 
+def has_float8(model: nn.Module) -> bool:
+    """Whether there is something in a model that `inspect` takes."""
+    return any(_parts(_unwrapped(model)))
+
+
+def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], dict[str, str]]:
+    """Layers and transforms whose casts can be watched, and what was not seen yet, with reasons."""
+    named = {name_in_model(fqn): module for fqn, module in model.named_modules()}
+    layers = {fqn: m for fqn, m in named.items() if isinstance(m, Float8Linear)}
+    skipped = dict.fromkeys(layers, "it was not called")
+    for fqn, module in named.items():
+        if isinstance(module, Float8Experts):
+            skipped[fqn] = "the casts of experts are not watched"
+    # Of the models that `float8.unit_scaling.transforms.float8` returns.
+    found = {fqn: getattr(module, "float8_products", None) for fqn, module in named.items()}
+    transforms = {fqn: products for fqn, products in found.items() if products is not None}
+    return layers, transforms, skipped | dict.fromkeys(transforms, _NO_PRODUCT)
+
+
+_NO_PRODUCT = "none of its products ran in float8"
 # Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
 _WRAPPERS = {
     "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
@@ -145,54 +155,24 @@ def name_in_model(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
-class _Hook(NamedTuple):
-    """The forward hook of one layer. Copies and pickles of the model get one that does nothing."""
-
-    inspection: _Inspection | None = None
-    fqn: str = ""
-
-    def __call__(
-        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if self.inspection is not None:
-            self.inspection.see_call(self.fqn, layer, args[0] if args else kwargs["input"], output)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+def without_wrappers(fqn: str) -> str:
+    """A module's name without those parts and without ``module``, which DDP adds."""
+    return ".".join(part for part in name_in_model(fqn).split(".") if part != "module")
 
 
-def _see_product(
-    inspection: _Inspection,
-    owner: str,
-    said: str,
-    name: str,
-    config: Float8LinearConfig,
-    input: Tensor,
-    weight: Tensor,
-    output: Tensor,
-) -> None:
-    """See a product of a transformed module."""
-    inspection.skipped.pop(said, None)
-    fqn = name_in_model(".".join(part for part in (owner, name) if part))
-    inspection.see_call(fqn, _Product(config, weight), input, output)
-
-
-class _Product(NamedTuple):
+@dataclass
+class _Product:
     """A product that a transform runs: what `_Inspection` reads of a layer."""
 
     config: Float8LinearConfig
     weight: Tensor
-    high_precision: bool = False  # a transform that is switched off calls no watcher
+    high_precision: ClassVar[bool] = False  # a transform that is switched off calls no watcher
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         return input, self.weight, STATELESS
 
-    def local_factors(self, _: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        factors_1K = smoothing_factors(x_MK)
-        return factors_1K, factors_1K
-
-    def local_grad_output(self, grad_output: Tensor) -> Tensor:
-        return grad_output
+    local_factors: ClassVar[Any] = Float8Linear.local_factors
+    local_grad_output: ClassVar[Any] = Float8Linear.local_grad_output
 
 
 _Layer = Float8Linear | _Product
@@ -204,117 +184,112 @@ class _Use(NamedTuple):
     operand: str
     gemm: str
     cast: OperandCast
-    is_transposed: bool = False
-
-
-class _Cast(NamedTuple):
-    """An operand of a call, as its GEMM reads it: this rank's part, and its cast."""
-
-    labels: CastLabels
-    matrix: Float8Matrix
     is_transposed: bool
-
-    def measured(self) -> tuple[CastLabels, CastTotals]:
-        return self.labels, measure_cast(self.matrix)
 
 
 _Found = tuple[CastLabels, CastTotals]
-_Key = tuple[CastKey, bool]
-
-
-def _key(labels: CastLabels) -> _Key:
-    return labels[:3], labels.scaling == IN_FLOAT8
 
 
 class _Inspection:
     """The numbers between the opening and the closing of a block."""
 
-    def __init__(self, layers: Iterable[str]) -> None:
-        self.layers = dict.fromkeys(layers, False)  # whether a call was measured
-        self.skipped = dict.fromkeys(self.layers, "it was not called")
-        self.found: dict[_Key, _Found] = {}
-        self.gradients: dict[_Key, Products] = {}
-        self.handles: list[Any] = []
-        self.is_open = True
+    def __init__(self, skipped: dict[str, str]) -> None:
+        self.skipped = skipped  # layers that were not measured -> the reason
+        self.measured: set[str] = set()
+        self.found: dict[tuple[CastKey, bool], _Found] = {}
 
-    def see_call(self, fqn: str, layer: _Layer, input: Tensor, output: Tensor) -> None:
-        """Measure the operands of a forward, and let a hook measure those of its backward."""
+    def see_product(
+        self,
+        stack: ExitStack,
+        owner: str,
+        name: str,
+        config: Float8LinearConfig,
+        input: Tensor,
+        weight: Tensor,
+        output: Tensor,
+    ) -> None:
+        """See a product of a transformed module."""
+        if self.skipped.get(owner) == _NO_PRODUCT:
+            del self.skipped[owner]
+        fqn = name_in_model(".".join(part for part in (owner, name) if part))
+        on_gradient = self.see_call(fqn, _Product(config, weight), (input,), {}, output)
+        if on_gradient is not None:
+            stack.callback(output.register_hook(on_gradient).remove)
+
+    def see_call(
+        self, fqn: str, layer: Any, args: Any, kwargs: Any, output: Tensor | None
+    ) -> Callable[[Tensor], None] | None:
+        """Measure the operands of a forward; the result measures those of its backward."""
+        if output is None:  # the layer raised
+            return None
+        input: Tensor = args[0] if args else kwargs["input"]
         if (reason := _reason_to_skip(layer, input)) is not None:
-            if not self.layers.setdefault(fqn, False):  # a product is known when it is called
+            if fqn not in self.measured:
                 self.skipped[fqn] = reason
-            return
-        self.layers[fqn] = True
+            return None
+        self.measured.add(fqn)
         self.skipped.pop(fqn, None)
         dtype = compute_dtype(input)  # which autocast decides
         uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
+        backward = [use for use in uses if use.gemm != "output"]
+        of_gradient = [use for use in backward if use.operand == "grad_output"]
         with _without_side_effects(input):
             x, weight, states = layer.local_operands(input)
             factors, is_smooth = None, layer.config.smooth_input
-            if is_smooth:
+            if is_smooth:  # of float16 the products are float32
                 x, weight, factors = _smoothed(layer, input, x, weight, dtype)
-            cast_dtype = None if is_smooth else dtype  # of float16 the products are float32
             operands = {"input": (x, states[0]), "weight": (weight, states[1])}
 
-            def of(use: _Use) -> _Cast:
-                return _cast(fqn, layer, use, *operands[use.operand], cast_dtype)
+            def of(use: _Use) -> tuple[CastLabels, Float8Matrix]:
+                wanted = None if is_smooth else dtype
+                return _cast(fqn, layer, use, *operands[use.operand], wanted)
 
-            backward = [use for use in uses if use.gemm != "output"]
-            if torch._C._current_graph_task_id() == -1:  # otherwise a backward recomputes it
-                self.add([of(use).measured() for use in uses if use.gemm == "output"])
+            def measured(use: _Use) -> _Found:
+                labels, matrix = of(use)
+                return labels, measure_cast(matrix)
+
+            if in_forward():
+                self.add([measured(use) for use in uses if use.gemm == "output"])
             if not output.requires_grad:
-                return
+                return None
             # Not added before the gradient arrives: a forward may be discarded without a backward.
-            later = [of(use).measured() for use in backward if use.operand in operands]
+            later = [measured(use) for use in backward if use.operand in operands]
             factor, projected = _factor_of_gradient(layer, dtype), None
             product = layer.config.plan.grad_weight
             if layer.weight.requires_grad and product.a is not None and product.b is not None:
-                read = of([use for use in uses if use.operand == "input"][-1])
-                features = read.matrix.data.shape[0 if read.is_transposed else 1]
-                v = probes(features, factors, read.matrix.data.device)
-                projected = contracted(read.matrix, v, read.is_transposed)
+                read = [use for use in uses if use.operand == "input"][-1]
+                _, matrix = of(read)
+                features = matrix.data.shape[0 if read.is_transposed else 1]
+                v = probes(features, factors, matrix.data.device)
+                projected = contracted(matrix, v, read.is_transposed)
 
         def on_gradient(grad_output: Tensor) -> None:
-            if not self.is_open:
-                return
             with _without_side_effects(grad_output):
                 g = layer.local_grad_output(grad_output)
                 g = g if factor is None else as_matrix(g) * factor
-                of_g = [use for use in backward if use.operand not in operands]
-                seen = [_cast(fqn, layer, use, g, states[2]) for use in of_g]
-                self.add([*later, *(each.measured() for each in seen)])
-                if projected is not None:
-                    self.add_gradient(seen[-1], projected)
+                self.add(later)
+                for use in of_gradient:
+                    labels, matrix = _cast(fqn, layer, use, g, states[2])
+                    totals = measure_cast(matrix)
+                    tokens = matrix.data.shape[1 if use.is_transposed else 0]
+                    # Not where other ranks have some of the tokens.
+                    if use is of_gradient[-1] and projected and len(projected.exact) == tokens:
+                        products = contracted(matrix, projected, not use.is_transposed)
+                        totals = totals._replace(products=products)
+                    self.add([(labels, totals)])
 
-        self.handles.append(output.register_hook(on_gradient))
+        return on_gradient
 
     def add(self, found: list[_Found]) -> None:
         for labels, totals in found:
-            before = self.found.get(_key(labels))
-            self.found[_key(labels)] = labels, before[1].plus(totals) if before else totals
+            key = labels[:3], labels.scaling == IN_FLOAT8
+            before = self.found.get(key)
+            self.found[key] = labels, before[1].plus(totals) if before else totals
 
-    def add_gradient(self, g: _Cast, projected: Products) -> None:
-        """Add the products of a call; none where other ranks have some of its tokens."""
-        if len(projected.exact) == g.matrix.data.shape[1 if g.is_transposed else 0]:
-            found = contracted(g.matrix, projected, not g.is_transposed)
-            before = self.gradients.get(_key(g.labels))
-            self.gradients[_key(g.labels)] = before.plus(found) if before else found
-
-    def close(self, report: Report) -> None:
-        """Move the numbers to the host and into the report."""
-        self.is_open = False
-        for handle in self.handles:  # a loss that is kept would keep the projections of its layers
-            handle.remove()
-        for key, products in self.gradients.items():
-            labels, totals = self.found[key]
-            self.found[key] = labels, totals.with_gradient(energies(products))
-        self.handles.clear()
-        layers = list(self.layers)
-
-        def place(found: _Found) -> tuple[int, int, int]:
-            layer, operand, gemm = found[0][:3]
-            return layers.index(layer), OPERANDS.index(operand), GEMMS.index(gemm)
-
-        report.fill(statistics_of(sorted(self.found.values(), key=place)), self.skipped)
+    def fill(self, report: Report) -> None:
+        """Move the numbers to the host and into the report, in the order of the GEMMs."""
+        ordered = sorted(self.found.values(), key=lambda found: GEMMS.index(found[0].gemm))
+        report.fill(statistics_of(ordered), self.skipped)
 
 
 def _cast(
@@ -324,11 +299,13 @@ def _cast(
     x: Tensor,
     state: DelayedState | None,
     dtype: torch.dtype | None = None,
-) -> _Cast:
-    """Cast an operand as the layer does."""
+) -> tuple[CastLabels, Float8Matrix]:
+    """Cast an operand as the layer does: this rank's part of what its GEMM reads."""
     scaling, suffix = use.cast.scaling_type.value, ""
     if isinstance(x, Float8Tensor):
-        scaling, matrix = IN_FLOAT8, _as_matrix_in_float8(x)
+        block = x.block if x.dim() > 1 else (WHOLE, *x.block)
+        scaling = IN_FLOAT8
+        matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
     else:
         x = as_matrix(x)
         x = x if dtype is None else x.to(dtype)
@@ -336,9 +313,8 @@ def _cast(
         data, scale = bind_and_cast(x, use.cast, state, emulate=layer.config.emulate)
         matrix = _local_part(Float8Matrix(data, scale, use.cast.block, x))
         suffix = SMOOTH if layer.config.smooth_input and use.operand != "grad_output" else ""
-    fmt, block = FORMATS[matrix.data.dtype].name, block_name(matrix.block)
-    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, block + suffix)
-    return _Cast(labels, matrix, use.is_transposed)
+    fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
+    return CastLabels(fqn, use.operand, use.gemm, fmt, scaling, granularity), matrix
 
 
 def _smoothed(
@@ -354,7 +330,7 @@ def _smoothed(
     x_MK = as_matrix(x).to(dtype)
     factors, of_weight = layer.local_factors(input, x_MK)
     products = smoothed(x_MK, factors), smoothed(weight, inverse(of_weight))
-    return *products, _of_local_columns(factors, x_MK)
+    return *products, _like(x_MK, factors, (1,)) if is_sharded(factors) else factors
 
 
 def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
@@ -414,12 +390,6 @@ def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def _as_matrix_in_float8(x: Float8Tensor) -> Float8Matrix:
-    """A tensor in float8 as a matrix, with its leading dimensions flattened."""
-    block = x.block if x.dim() > 1 else (WHOLE, *x.block)
-    return Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
-
-
 def _local_part(matrix: Float8Matrix) -> Float8Matrix:
     """This rank's part of the cast of a DTensor, with the scales of that part."""
     whole, data = cast(Any, matrix.source), cast(Any, matrix.data)
@@ -427,11 +397,6 @@ def _local_part(matrix: Float8Matrix) -> Float8Matrix:
         return matrix
     local_scale = _like(whole, matrix.scale, (0, 1))
     return Float8Matrix(data.to_local(), local_scale, matrix.block, whole.to_local())
-
-
-def _of_local_columns(factors_1K: Tensor, x_MK: Tensor) -> Tensor:
-    """The factors of the columns of this rank's part of x."""
-    return _like(x_MK, factors_1K, (1,)) if is_sharded(factors_1K) else factors_1K
 
 
 def _like(whole: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:

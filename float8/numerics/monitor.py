@@ -42,6 +42,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,12 @@ def inspect_every(
             one warning, the training goes on, and the file keeps its last content.
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
-        TypeError: ``model`` is no module, n or keep no integer, ``writer`` has no ``add_scalar``,
-            or ``on_alarm`` is no function.
+        TypeError: ``model`` is no module, n or keep no integer, or ``on_alarm`` no function.
     """
     return Monitor(model, n, path, writer, step, keep, on_alarm)
 
 
+@dataclass(eq=False, repr=False)
 class Monitor:
     """The context manager that `inspect_every` returns, with the arguments of that function.
 
@@ -106,39 +107,34 @@ class Monitor:
         report: of the last inspected step, or None.
         step: the number of the running step, or of the next one.
         alarms: that are active after the last inspected step.
+        is_open: whether a step has started and not ended.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        n: int,
-        path: str | os.PathLike[str] | None,
-        writer: Any,
-        step: int,
-        keep: int,
-        on_alarm: OnAlarm | None,
-    ) -> None:
-        check_module(model, "inspect_every")
-        check_integer(n, "inspect_every: n", 1)
-        check_integer(keep, "inspect_every: keep", 1)
-        if writer is not None:
-            check_function(
-                getattr(writer, "add_scalar", None), "inspect_every", "writer.add_scalar"
-            )
-        if on_alarm is not None:
-            check_function(on_alarm, "inspect_every", "on_alarm")
-        self.model, self.n, self.writer, self.step, self.keep = model, n, writer, step, keep
-        self.on_alarm = on_alarm
-        self.path = None if path is None else Path(path)
-        self.report: Report | None = None
-        self._open: ExitStack | None = None
-        self._is_inside = self._has_warned = False
+    model: nn.Module
+    n: int
+    path: str | os.PathLike[str] | None
+    writer: Any
+    step: int
+    keep: int
+    on_alarm: OnAlarm | None
+    report: Report | None = None
+    is_open: bool = False
+
+    def __post_init__(self) -> None:
+        check_module(self.model, "inspect_every")
+        check_integer(self.n, "inspect_every: n", 1)
+        check_integer(self.keep, "inspect_every: keep", 1)
+        if self.on_alarm is not None:
+            check_function(self.on_alarm, "inspect_every", "on_alarm")
+        self._inspection: ExitStack | None = None
+        self._has_warned = False
+        path = self.path = None if self.path is None else Path(self.path)
         run = Run([], [])
-        if self.path is not None:
+        if path is not None:
             if _is_first_rank():
-                _check_writable(self.path)
-            run = read_run(self.path) if self.path.exists() else run
-        found = [report for report in run.reports if report.step is None or report.step < step]
+                try_writing(path)
+            run = read_run(path) if path.exists() else run
+        found = [r for r in run.reports if r.step is None or r.step < self.step]
         self._written = {report.step: as_json(report) for report in found}
         self._watch = watch_of(found, run.alarms)
         self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
@@ -146,39 +142,28 @@ class Monitor:
         self._unused = weakref.finalize(self, logger.warning, _UNUSED)
 
     def start_step(self) -> None:
-        """Begin a step, as ``with`` does; for callbacks."""
-        if self._is_inside:
-            raise RuntimeError("inspect_every: a step is open already; end it before the next one")
+        """Begin a step, as ``with`` does; for callbacks. A step that is open is abandoned."""
+        self.abandon_step()
         self._unused.detach()
         if self.step % self.n == 0 or self.step == EARLY:
             stack = ExitStack()
             self.report = stack.enter_context(inspect(self.model, step=self.step))
-            self._open = stack
-        self._is_inside = True
-
-    def end_step(self) -> None:
-        """End a step, as ``with`` does; for callbacks."""
-        self._close(failed=False)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a step has started and not ended."""
-        return self._is_inside
+            self._inspection = stack
+        self.is_open = True
 
     def abandon_step(self) -> None:
         """End a step that failed, if one is open; its report is kept and not written."""
-        if self._is_inside:
-            self._close(failed=True)
+        if self.is_open:
+            self.is_open, self.step = False, self.step + 1
+            stack, self._inspection = self._inspection, None
+            if stack is not None:
+                stack.close()
 
-    def _close(self, failed: bool) -> None:
-        if not self._is_inside:
-            raise RuntimeError("inspect_every: no step is open")
-        stack, self._open, self._is_inside = self._open, None, False
-        step, self.step = self.step, self.step + 1
-        if stack is None:
-            return
-        stack.close()
-        if failed or self.report is None:
+    def end_step(self) -> None:
+        """End a step, as ``with`` does, if one is open; for callbacks."""
+        step, was_inspected = self.step, self._inspection is not None
+        self.abandon_step()
+        if not was_inspected or self.report is None:
             return
         self.report = self.report.gather()
         changes: list[Any] = [None]
@@ -220,7 +205,10 @@ class Monitor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._close(failed=kind is not None)
+        if kind is None:
+            self.end_step()
+        else:
+            self.abandon_step()
 
 
 def _log(changes: Changes, step: int) -> None:
@@ -233,16 +221,6 @@ def _log(changes: Changes, step: int) -> None:
             left = f"; and {len(others) - _NAMED} more casts" * (len(others) > _NAMED)
             also = f" (also {named}{left})" if others else ""
             logger.warning("%s%s", text.format(first, step), also)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        try_writing(path)
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written ({error.strerror or error}): name a file in a folder that "
-            "exists, may be written to and has space"
-        ) from error
 
 
 def _is_first_rank() -> bool:

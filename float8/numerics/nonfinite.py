@@ -17,46 +17,27 @@ Other infs are harmless: attention masks are -inf, and softmax turns them into z
 counts only in the output of a module with parameters, never in a batch, a buffer or the output of
 another module.
 
-**Float8 layers.** A `Float8Linear` makes inf or NaN of finite operands in few ways, and
-`remarks_of` checks each. A loaded or written scale may be NaN, inf or 0. A product that the formats
-represent may be too large for float16. An infinite element makes a dynamic scale infinite and every
-product with it NaN; under a given scale the element becomes NaN. Saturation is reported too: it
-makes nothing infinite, but an outdated scale is often an earlier cause.
+**Float8 layers.** A cast makes no inf or NaN of finite values, but a loaded or written scale may be
+NaN, inf or 0, a product that the formats represent may be too large for float16, and an infinite
+element makes a dynamic scale infinite and every product with it NaN. So the model runs under
+`float8.inspect`, and a finding in a float8 layer has the report of its casts: amaxes, scales, and
+what saturates, which makes nothing infinite but tells of an outdated scale.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from float8 import kernels
-from float8.config import ScalingType
-from float8.formats import on_device
 from float8.linear.delayed import DelayedCast
-from float8.linear.layer import Float8Linear
-from float8.linear.scaling import Cast
-from float8.numerics.passes import (
-    LossFn,
-    Watcher,
-    check_run,
-    has_other_ranks,
-    local_part,
-    model_unchanged,
-    own_batch,
-    run_model,
-    seed_everything,
-    start_of_backward,
-    tensors_of,
-    watched,
-)
-from float8.numerics.statistics import OPERANDS
+from float8.numerics import passes
+from float8.numerics.inspection import has_float8, inspect, without_wrappers
+from float8.numerics.snapshot import Report
 from float8.tensor import Float8Tensor
 
 
@@ -78,7 +59,7 @@ class Finding:
         amax: the largest finite magnitude.
         went_in: the tensors that it was made of: name -> amax, inf or NaN where that is not finite.
         after: the last finite tensor before it.
-        remarks: further information, such as the scales of a float8 layer.
+        remarks: further information, such as the casts of a float8 layer, as in a `Report`.
         led_to: where NaN followed, if this is an inf that became one.
     """
 
@@ -103,10 +84,6 @@ class Finding:
         """Module and tensor, in words."""
         return f"{self.module or 'the model'} ({self.module_type}): {self.tensor}"
 
-    def that_led_to(self, other: Finding) -> Finding:
-        """This one, as the origin of another."""
-        return replace(self, led_to=f"{other.where} in the {other.phase}")
-
     def __str__(self) -> str:
         counts = [f"{n} {what}" for n, what in ((self.nan, "NaN"), (self.inf, "inf")) if n]
         when = "before the run" if self.phase == "before" else f"in the {self.phase}"
@@ -127,7 +104,7 @@ class Finding:
 
 
 def find_nan(
-    model: nn.Module, batch: Any, *, loss_fn: LossFn | None = None, seed: int = 0
+    model: nn.Module, batch: Any, *, loss_fn: passes.LossFn | None = None, seed: int = 0
 ) -> Finding | None:
     """Run a model forward and backward, and name the first tensor that is not finite.
 
@@ -156,122 +133,45 @@ def find_nan(
     Raises:
         TypeError: ``model`` is no module, or ``loss_fn`` no function.
     """
-    check_run(model, loss_fn, "find_nan")
-    with model_unchanged(model):
-        search = _Search(model)
-        with suppress(_Stop):
-            search.look_before(batch)
-            search.run(own_batch(batch), loss_fn, seed)
+    passes.check_run(model, loss_fn, "find_nan")
+    search, modules = _Search(model), dict(model.named_modules())
+    inspected = inspect(model) if has_float8(model) else nullcontext(Report())
+    with passes.model_unchanged(model), inspected as report:
+        search.look_before(batch)
+        try:
+            with passes.watched(
+                modules,
+                enter=search.enter,
+                leave=search.leave,
+                grad_input=partial(search.see_gradient, "gradient of its input"),
+            ):
+                see_loss = None if loss_fn is None else partial(search.see_loss, loss_fn)
+                found = passes.run_pass(model, batch, see_loss, seed)
+            search.look_after(found.gradients)
+        except Exception:  # what a NaN has led to, as in an index; or the user's own
+            if search.found is None:
+                raise
+    if search.found is None or search.found.phase == "before":
         return search.found
+    name = without_wrappers(search.found.module)
+    casts = [cast for cast in report.casts if without_wrappers(cast.layer) == name]
+    lines = Report(casts).table().splitlines() if casts else []
+    return replace(search.found, remarks=(*search.found.remarks, *lines))
 
 
-def finding_of(
-    module: tuple[str, nn.Module],
-    tensor: str,
-    phase: str,
-    value: Tensor,
-    went_in: Mapping[str, Tensor] | None = None,
-    after: str | None = None,
-    remarks: tuple[str, ...] = (),
-) -> Finding:
-    """The `Finding` of a value that is not finite, with its numbers counted."""
-    x = _plain(value)
-    bad = ~x.isfinite()
-    nan = int(x.isnan().sum())
-    if x.dtype == torch.float16 and nan < int(bad.sum()):
-        remarks = (*remarks, "float16 ends at 65504: larger values become inf")
-    return Finding(
-        module[0],
-        type(module[1]).__name__,
-        tensor,
-        phase,
-        tuple(x.shape),
-        value.dtype,
-        x.numel(),
-        nan,
-        int(bad.sum()) - nan,
-        tuple(bad.nonzero()[0].tolist()),
-        amax_of(torch.where(bad, 0.0, x)),
-        {name: amax_of(tensor) for name, tensor in (went_in or {}).items()},
-        after,
-        remarks,
-    )
+Kinds = tuple[str, ...]  # what `_kind` returns
 
 
-def amax_of(value: Tensor) -> float:
-    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
-    x = _plain(value)
-    return float(x.abs().max()) if x.numel() else 0.0
-
-
-def _plain(value: Tensor) -> Tensor:
-    """A tensor without float8, graph and other ranks' shards."""
-    value = local_part(value.detach())
-    return value.dequantize() if isinstance(value, Float8Tensor) else value
-
-
-# --- remarks on a float8 layer
-
-
-def remarks_of(
-    module: nn.Module, input: Any = None, grad_output: Tensor | None = None
-) -> tuple[str, ...]:
-    """The amaxes and scales of a float8 layer's operands; nothing for other modules."""
-    if not isinstance(module, Float8Linear) or module.high_precision:
-        return ()
-    values = (input, module.weight, grad_output)
-    return tuple(
-        remark
-        for name, cast, value in zip(OPERANDS, module.casts, values, strict=True)
-        if isinstance(value, Tensor) and (remark := _remark(name, cast, value)) is not None
-    )
-
-
-def _remark(name: str, cast: Cast, value: Tensor) -> str | None:
-    is_shard = local_part(value) is not value  # the scale is that of the whole tensor
-    if cast.config.scaling_type is ScalingType.DISABLED or is_shard:
-        return None
-    fmt, kind = on_device(cast.format, value.device), cast.config.scaling_type.value
-    is_delayed = isinstance(cast, DelayedCast) and cast.history_ready
-    if isinstance(value, Float8Tensor):
-        scale = value.scale.detach()
-    elif isinstance(cast, DelayedCast) and is_delayed:
-        scale = cast.scale.detach()
-    elif cast.config.scaling_type is ScalingType.STATIC:
-        scale = torch.tensor(cast.config.static_scale)
-    else:
-        kind = "dynamic (no history yet)" if kind == "delayed" else kind
-        amaxes = kernels.amax(value.detach(), cast.config.granularity.block_of(value.shape))
-        scale = kernels.scale_from_amax(amaxes, fmt.max, cast.config.scale_format.value)
-    low, high, amax = float(scale.double().min()), float(scale.double().max()), amax_of(value)
-    text = f"{name}: amax {amax:.4g}, {kind} {fmt} scale {low:.4g}"
-    text += "" if low == high else f" to {high:.4g}"
-    if not math.isfinite(amax):
-        return f"{text}: not finite before its cast"
-    if not (math.isfinite(low) and math.isfinite(high) and low > 0):
-        return f"{text}: the scale itself is not finite and > 0"
-    saturated = float((_plain(value).abs().double() > fmt.max * high).double().mean())
-    return f"{text}: {saturated:.2%} saturated" if saturated else text
-
-
-# --- the search
-
-
-class _Stop(Exception):
-    """Ends a forward at its first NaN."""
-
-
-@dataclass
-class _Call:
-    """A module that is running."""
+class _Call(NamedTuple):
+    """A module that is running, the tensors that it reads, and what was finite before."""
 
     name: str
     module: nn.Module
     inputs: dict[str, Tensor]
-    after: str | None = None  # the last finite output inside it
+    after: str | None = None
 
 
-class _Search(Watcher):
+class _Search:
     """The state of one `find_nan`.
 
     Attributes:
@@ -279,161 +179,156 @@ class _Search(Watcher):
         first_inf: an inf that becomes the finding if it led to one, or None.
         inf_came_in: whether +inf came with the batch or a buffer.
         last_gradient: the last finite gradient.
-        grad_outputs: of the float8 layers that backward reached last.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.calls: list[_Call] = []
-        self.may_stop = not has_other_ranks()
         self.first_inf: Finding | None = None
         self.found: Finding | None = None
         self.inf_came_in = False
         self.last_gradient: str | None = None
-        self.grad_outputs: dict[str, Tensor] = {}
 
-    def conclude(self, finding: Finding) -> None:
-        """Take a tensor that counts, or the inf that led to it, as the result."""
-        if self.found is None:
-            self.found = self.first_inf.that_led_to(finding) if self.first_inf else finding
-        if finding.phase != "backward" and self.may_stop:
-            raise _Stop
+    def see(
+        self,
+        call: _Call,
+        what: str,
+        phase: str,
+        value: Tensor,
+        counts: Kinds = ("nan",),
+        remembers: Kinds = (),
+        remark: str = "",
+    ) -> str | None:
+        """Look at a tensor, and return its `_kind`.
 
-    def take(self, finding: Finding, kind: str) -> None:
-        """Conclude with a NaN; remember the first inf, which may be harmless."""
-        if kind == "nan":
-            self.conclude(finding)
-        self.first_inf = self.first_inf or finding
+        If that is in ``counts``, this is the finding, or what an earlier inf led to. If it is in
+        ``remembers``, it may be such an inf.
+        """
+        kind = _kind(value) if self.found is None else None
+        if kind is not None and kind in (*counts, *remembers):
+            finding = _finding(call, what, phase, value, remark)
+            if kind not in counts:
+                self.first_inf = self.first_inf or finding
+            elif self.first_inf is not None:
+                led_to = f"{finding.where} in the {phase}"
+                self.found = replace(self.first_inf, led_to=led_to)
+            else:
+                self.found = finding
+        return kind
 
     def look_before(self, batch: Any) -> None:
         """Look at the batch, parameters and buffers."""
-        for i, value in enumerate(tensors_of(batch)):
-            kind = _kind(value)
-            if kind == "nan":
-                what = f"tensor {i} of the batch"
-                self.conclude(finding_of(("", self.model), what, "before", value))
+        for i, value in enumerate(passes.tensors_of(batch)):
+            what = f"tensor {i} of the batch"
+            kind = self.see(_Call("", self.model, {}), what, "before", value)
             self.inf_came_in |= kind == "inf"
         for name, module in self.model.named_modules():
+            call, is_cast = _Call(name, module, {}), isinstance(module, DelayedCast)
             for key, parameter in _parameters(module).items():
-                if _kind(parameter) is not None:
-                    what = f"parameter {key}"
-                    self.conclude(finding_of((name, module), what, "before", parameter))
-            records = _RECORDS if isinstance(module, DelayedCast) else ()
+                self.see(call, f"parameter {key}", "before", parameter, ANY)
             for key, buffer in module._buffers.items():
-                kind = None if buffer is None or key in records else _kind(buffer)
-                if buffer is not None and (kind == "nan" or (kind is not None and records)):
-                    finding = finding_of((name, module), f"buffer {key}", "before", buffer)
-                    self.first_inf = self.first_inf or finding
-                self.inf_came_in |= kind == "inf"
-
-    def run(self, batch: Any, loss_fn: LossFn | None, seed: int) -> None:
-        """Run forward, loss and backward."""
-        seed_everything(seed, self.model)
-        root = ("", self.model)
-        with ExitStack() as stack:
-            stack.enter_context(watched(dict(self.model.named_modules()), self))
-            for name, parameter in self.model.named_parameters():
-                if parameter.requires_grad:
-                    see = partial(self._see_parameter_gradient, name)
-                    stack.callback(parameter.register_hook(see).remove)
-            output = run_model(self.model, batch)
-            for value in tensors_of(output):
-                kind = _kind(value)
-                if kind == "inf" or (kind is not None and self.first_inf is not None):
-                    self.conclude(finding_of(root, "output", "forward", value))
-            start, cotangent = start_of_backward(output, loss_fn, seed)
-            if cotangent is None and _kind(start) is not None:
-                values = enumerate(tensors_of(output))
-                went_in = {f"output {i}": t for i, t in values if _is_float(t)}
-                self.conclude(finding_of(root, "loss", "forward", start, went_in))
-            if start.requires_grad:
-                start.backward(cotangent)
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:  # also of sharded parameters, whose hooks do not run
-                self._see_parameter_gradient(name, parameter.grad)
+                if buffer is not None and not (is_cast and key in _RECORDS):
+                    remembers = ANY if is_cast else ("nan",)
+                    kind = self.see(call, f"buffer {key}", "before", buffer, (), remembers)
+                    self.inf_came_in |= kind == "inf"
 
     def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        named = [(f"input {i}", t) for i, t in enumerate(tensors_of(args))]
-        named += [(key, t) for key, value in kwargs.items() for t in tensors_of(value)]
+        """Look at the arguments of a module, which the module around it made."""
+        if not passes.in_forward():
+            return
+        named = [(f"input {i}", t) for i, t in enumerate(passes.tensors_of(args))]
+        named += [(key, t) for key, value in kwargs.items() for t in passes.tensors_of(value)]
         inputs = {key: t for key, t in named if _is_float(t)}
-        around, is_inside = (self.calls or [_Call("", module, {})])[-1], bool(self.calls)
+        for value in inputs.values() if self.calls else ():
+            remembers = () if self.inf_came_in else ("inf",)
+            self.see(self.calls[-1], f"input of {name}", "forward", value, remembers=remembers)
         self.calls.append(_Call(name, module, inputs))
-        for value in inputs.values() if is_inside and self.found is None else ():
-            kind = _kind(value)  # the module around it made it
-            if kind == "nan" or (kind == "inf" and not (self.first_inf or self.inf_came_in)):
-                what, at = f"input of {name}", (around.name, around.module)
-                self.take(finding_of(at, what, "forward", value, around.inputs, around.after), kind)
 
-    def leave(self, name: str, module: nn.Module, output: Any) -> None:
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Look at the output of a module; the result looks at its gradient."""
         # The modules differ if a hook of the user's raised before `enter`.
-        if not self.calls or self.calls[-1].module is not module:
-            return
-        call = self.calls.pop()
-        values = [t for t in tensors_of(output) if _is_float(t)]
-        for value in values if self.found is None else ():
-            self._look_at_output(call, value)
-        if self.calls and values:
-            self.calls[-1].after = f"{name}: output"
+        if passes.in_forward() and self.calls and self.calls[-1].module is module:
+            call, parameters = self.calls.pop(), _parameters(module)
+            counts: Kinds = ("nan",)
+            remembers: Kinds = ("inf", "mask") if parameters else ("inf",)
+            if not self.calls:  # the output of the model
+                counts = ("nan", "inf") if self.first_inf is None else ANY
+            if self.first_inf or any(_kind(t) for t in call.inputs.values()):
+                remembers = ()
+            call = call._replace(inputs=call.inputs | parameters)
+            values = [t for t in passes.tensors_of(output) if _is_float(t)]
+            for value in values:
+                self.see(call, "output", "forward", value, counts, remembers)
+            if self.calls and values:
+                self.calls[-1] = self.calls[-1]._replace(after=f"{name}: output")
+        return partial(self.see_gradient, _GRAD_OUTPUT, name, module)
 
-    def _look_at_output(self, call: _Call, value: Tensor) -> None:
-        kind, parameters = _kind(value), _parameters(call.module)
-        if kind is None or (kind == "mask" and not parameters):
-            return
-        came_in = any(_kind(t) is not None for t in call.inputs.values())
-        if kind != "nan" and (came_in or self.first_inf is not None):
-            return
-        remarks = remarks_of(call.module, next(iter(call.inputs.values()), None))
-        at, went_in = (call.name, call.module), call.inputs | parameters
-        finding = finding_of(at, "output", "forward", value, went_in, call.after, remarks)
-        self.take(finding, kind)
+    def see_loss(self, loss_fn: passes.LossFn, output: Any) -> Tensor:
+        """Look at the value of a loss function, which is the result."""
+        outputs = {
+            f"output {i}": t for i, t in enumerate(passes.tensors_of(output)) if _is_float(t)
+        }
+        loss = loss_fn(output)
+        self.see(_Call("", self.model, outputs), "loss", "forward", loss, ANY)
+        return loss
 
-    def see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        is_finite = self._is_finite(name, module, _GRAD_OUTPUT, gradient, {})
-        if is_finite and isinstance(module, Float8Linear):
-            self.grad_outputs[name] = gradient.detach()
-            for old in list(self.grad_outputs)[:-8]:  # the gradient of its input follows soon
-                del self.grad_outputs[old]
+    def look_after(self, gradients: dict[Any, Tensor]) -> None:
+        """Look at the gradients of the parameters, by their ids."""
+        for name, parameter in self.model.named_parameters():
+            if (gradient := gradients.get(id(parameter))) is not None:
+                owner, _, key = name.rpartition(".")
+                module = self.model.get_submodule(owner)
+                self.see_gradient(f"gradient of {key}", owner, module, gradient, ANY)
 
-    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        self._is_finite(name, module, "gradient of its input", gradient, _parameters(module))
-
-    def _see_parameter_gradient(self, name: str, gradient: Tensor) -> None:
-        owner, _, key = name.rpartition(".")
-        module = self.model.get_submodule(owner)
-        self._is_finite(owner, module, f"gradient of {key}", gradient, {}, counts=True)
-
-    def _is_finite(
+    def see_gradient(
         self,
+        what: str,
         name: str,
         module: nn.Module,
-        what: str,
         gradient: Tensor,
-        went_in: dict[str, Tensor],
-        counts: bool = False,
-    ) -> bool:
-        """Look at a gradient; ``counts`` is whether an inf counts by itself."""
-        if self.found is not None:
-            return False
-        kind = _kind(gradient)
-        if kind is None:
-            self.last_gradient = f"{name}: {what}" if name else what
-            return True
-        if (grad_output := self.grad_outputs.get(name)) is not None:
-            went_in = {"grad_output": grad_output} | went_in
-        remarks = remarks_of(module, None, grad_output)
+        counts: Kinds = ("nan",),
+    ) -> None:
+        """Look at a gradient."""
+        inputs, remark = _parameters(module), ""
         if what == _GRAD_OUTPUT:
-            remarks = (_FIRST if self.last_gradient is None else _ARRIVED,)
-        at, last = (name, module), self.last_gradient
-        finding = finding_of(at, what, "backward", gradient, went_in, last, remarks)
-        self.take(finding, "nan" if counts else kind)
-        return False
+            inputs, remark = {}, _FIRST if self.last_gradient is None else _ARRIVED
+        call = _Call(name, module, inputs, self.last_gradient)
+        if self.see(call, what, "backward", gradient, counts, ANY, remark) is None:
+            self.last_gradient = f"{name}: {what}" if name else what
 
 
+ANY = "nan", "inf", "mask"
 _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output, after the module in the forward"
 _FIRST = "it came in before any other gradient: made by the loss, or by what reads this output"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
 _RECORDS = "amax_history", "current_amax", "scale_age"
+
+
+def _finding(call: _Call, what: str, phase: str, value: Tensor, remark: str) -> Finding:
+    """The `Finding` of a value that is not finite, with its numbers counted."""
+    x = _plain(value)
+    bad, nan = ~x.isfinite(), int(x.isnan().sum())
+    inf = int(bad.sum()) - nan
+    overflows = "float16 ends at 65504: larger values become inf"
+    remarks = (remark, overflows if x.dtype == torch.float16 and inf else "")
+    where = call.name, type(call.module).__name__, what, phase, tuple(x.shape), value.dtype
+    counts = x.numel(), nan, inf, tuple(bad.nonzero()[0].tolist())
+    largest = _amax(torch.where(bad, 0.0, x))
+    went_in = {name: _amax(tensor) for name, tensor in call.inputs.items()}
+    return Finding(*where, *counts, largest, went_in, call.after, tuple(filter(None, remarks)))
+
+
+def _amax(value: Tensor) -> float:
+    """The largest magnitude, NaN if there is one; 0 of an empty tensor."""
+    x = _plain(value)
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _plain(value: Tensor) -> Tensor:
+    """A tensor without float8, graph and other ranks' shards."""
+    value = passes.local_part(value.detach())
+    return value.dequantize() if isinstance(value, Float8Tensor) else value
 
 
 def _is_float(value: Tensor) -> bool:

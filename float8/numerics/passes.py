@@ -18,8 +18,9 @@ states are restored, and hooks on finished gradients (an optimizer that steps in
 gradients held in float8) do not run. Compiled models run eagerly inside it: compiled graphs do not
 call hooks that were added later.
 
-**The result** is a `RunResult`: output, loss and gradients. `watched` is the walk over a model: it
-passes on what enters and leaves modules meanwhile, and their gradients.
+**The result** is a `RunResult`: output, loss and gradients. `watched` is the walk over a model that
+`inspect`, `compare`, `find_nan` and `calibrate` share: it calls functions with what enters and
+leaves modules, and with their gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -38,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
-from float8.linear.switch import Float8Module, switched_off
 from float8.tensor import Float8Tensor
 
 LossFn = Callable[[Any], Tensor]
@@ -117,16 +117,9 @@ def start_of_backward(
     """Where the backward of an output starts, and its cotangent; None for a scalar (the loss).
 
     The random cotangent of a seed is the same on every device.
-
-    Raises:
-        TypeError: ``loss_fn`` did not return a scalar tensor.
     """
     if loss_fn is not None:
-        loss: Any = loss_fn(output)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
-            raise TypeError(f"loss_fn must return a scalar tensor, the loss; got {got}")
-        return loss, None
+        return loss_fn(output), None
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss, None
@@ -138,6 +131,25 @@ def start_of_backward(
 
 
 # --- no lasting change
+
+
+class _Eager:
+    blocks = 0  # of `runs_eagerly` that are open
+    stance: Any = None
+
+
+@contextmanager
+def runs_eagerly() -> Iterator[None]:
+    """Run compiled functions eagerly; the last of overlapping blocks restores the stance."""
+    if _Eager.blocks == 0:
+        _Eager.stance = torch.compiler.set_stance("force_eager")
+    _Eager.blocks += 1
+    try:
+        yield
+    finally:
+        _Eager.blocks -= 1
+        if _Eager.blocks == 0:
+            _Eager.stance.__exit__(None, None, None)
 
 
 @contextmanager
@@ -155,9 +167,7 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
     ]
     states = [(source, source[0]()) for source in _random_sources(model)]
     copies: dict[int, Tensor] = {}  # two names of one buffer get one copy
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # nothing was compiled without it
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+    with runs_eagerly():
         try:
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -255,72 +265,79 @@ def run_pass(model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int) ->
     return found
 
 
-@contextmanager
-def only_in_float8(model: nn.Module, layers: Set[nn.Module]) -> Iterator[None]:
-    """Switch all float8 modules of a model but ``layers`` to high precision."""
-    others = [m for m in model.modules() if isinstance(m, Float8Module) and m not in layers]
-    with switched_off(others):
-        yield
-
-
 # --- the walk
 
 
-class Watcher:
-    """What `watched` calls, with the name of a module and the module.
+def in_forward() -> bool:
+    """Whether this is no recomputation (activation checkpointing), which backward runs."""
+    return torch._C._current_graph_task_id() == -1
 
-    Nothing is called in a recomputation (activation checkpointing) but for gradients.
-    """
 
-    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """See the arguments of a call."""
-
-    def leave(self, name: str, module: nn.Module, output: Any) -> None:
-        """See its output, None if it raised."""
-
-    def see_grad_input(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        """See the gradient that a tensor of the arguments gets from this call."""
-
-    def see_grad_output(self, name: str, module: nn.Module, gradient: Tensor) -> None:
-        """See the gradient of a tensor of the output."""
+Enter = Callable[[str, nn.Module, Any, Any], None]
+Leave = Callable[[str, nn.Module, Any, Any, Any], Callable[[Tensor], None] | None]
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], watcher: Watcher) -> Iterator[None]:
-    """Show a watcher the calls of modules, and their gradients, while the block is open.
+def watched(
+    modules: Mapping[str, nn.Module],
+    *,
+    enter: Enter | None = None,
+    leave: Leave | None = None,
+    grad_input: Callable[[str, nn.Module, Tensor], None] | None = None,
+) -> Iterator[None]:
+    """Call functions when modules are called, with their names, while the block is open.
 
-    It sees the arguments after the user's own hooks, and the output before them.
+    They see arguments after the user's own hooks, and outputs before them, of recomputations too.
+
+    Args:
+        modules: by name.
+        enter: called with name, module, args and kwargs.
+        leave: called with these and the output, None if the module raised. What it returns is
+            called with the gradient of each tensor of the output, unless it is None.
+        grad_input: called with name, module and the gradient that a tensor of the arguments gets
+            from this call. The module gets aliases of its arguments then.
     """
-
-    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if _in_forward():
-            watcher.enter(name, module, args, kwargs)
-        if getattr(module, "inplace", False):  # it has to write to its argument, not to an alias
-            return None
-        return with_gradient_hooks(args, kwargs, partial(watcher.see_grad_input, name, module))
-
-    def after(name: str, module: nn.Module, args: Any, output: Any) -> None:
-        if _in_forward():
-            watcher.leave(name, module, output)
-        for value in tensors_of(output):
-            # A leaf would keep the hook; a parameter that a module returns has one of its own.
-            if value.grad_fn is not None and torch.is_grad_enabled():
-                value.register_hook(partial(watcher.see_grad_output, name, module))
-
     with ExitStack() as stack:
+
+        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+            if enter is not None:
+                enter(name, module, args, kwargs)
+            # A module that works in place has to write to its argument, not to an alias.
+            if grad_input is None or getattr(module, "inplace", False):
+                return None
+            return with_gradient_hooks(args, kwargs, partial(grad_input, name, module))
+
+        def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            see = None if leave is None else leave(name, module, args, kwargs, output)
+            for value in tensors_of(output) if see is not None else ():
+                # A leaf would keep the hook; a parameter that is returned has one of its own.
+                if value.grad_fn is not None and torch.is_grad_enabled():
+                    # Removed: a loss that is kept would keep what the function refers to.
+                    stack.callback(value.register_hook(see).remove)
+
         for name, module in modules.items():
-            hook = module.register_forward_pre_hook(partial(before, name), with_kwargs=True)
-            stack.callback(hook.remove)
+            hook: Any = _Hook(partial(before, name))
+            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            hook = _Hook(partial(after, name))
             # Also where a module raises and the module around it handles the exception.
-            hook = module.register_forward_hook(
-                partial(after, name), prepend=True, always_call=True
+            handle = module.register_forward_hook(
+                hook, prepend=True, with_kwargs=True, always_call=True
             )
-            stack.callback(hook.remove)
+            stack.callback(handle.remove)
         yield
 
 
-def _in_forward() -> bool:
-    return torch._C._current_graph_task_id() == -1
+class _Hook:
+    """A hook; copies and pickles of a watched model have one that does nothing."""
+
+    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self.call is None else self.call(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, ()
 
 
 def with_gradient_hooks(
@@ -337,17 +354,15 @@ def with_gradient_hooks(
     def alias(value: Any) -> Any:
         if type(value) is tuple:
             return tuple(alias(item) for item in value)
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(alias(item) for item in value))
-        if type(value) in (Tensor, nn.Parameter, Float8Tensor):
-            if not value.requires_grad or not torch.is_grad_enabled():
-                return value
+        if not torch.is_grad_enabled():
+            return value
+        if type(value) in (Tensor, nn.Parameter, Float8Tensor) and value.requires_grad:
             if id(value) not in aliases:
                 aliases[id(value)] = value.view_as(value)
                 aliases[id(value)].register_hook(on_gradient)
             return aliases[id(value)]
         for t in tensors_of(value):
-            if t.grad_fn is not None and torch.is_grad_enabled():  # a leaf would keep the hook
+            if t.grad_fn is not None:  # a leaf would keep the hook
                 t.register_hook(on_gradient)
         return value
 

@@ -1,5 +1,8 @@
 """`Report`: the casts of a model at one moment, to read, to draw, to save and to merge.
 
+`COLUMNS` are the numbers that a table of casts has, as text and on the page: each with the field of
+`CastStatistics` that it shows, its head, and its format.
+
 ::
 
     with inspect(model) as report:
@@ -13,6 +16,12 @@ A file is strict JSON and holds a run: one snapshot or many, and its alarms::
      "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}],
      "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
 
+A picture has one panel for each cast: a bar for each power of two, as high as the share of the
+operand's nonzero elements in it, on a logarithmic scale. The range that the format represents under
+the scale in use is white. Values in the shaded parts saturate (right) or become zero (left: below
+half of the smallest subnormal). Between the left shade and the dashed line, the smallest normal
+value, values lose bits. Where blocks have scales of their own, the range is the widest of them.
+
 inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `load_alarms`
 the alarms, `Report.load` a file that has one snapshot.
 """
@@ -22,17 +31,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from float8.numerics.alarms import Alarm
-from float8.numerics.display import layer_name, plot_casts, table_of_casts
-from float8.numerics.problems import kinds_of, level_of
+from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import (
     FORMAT_OF,
     SMOOTH,
@@ -40,18 +48,78 @@ from float8.numerics.statistics import (
     CastStatistics,
     Histogram,
     Sums,
+    bars_of,
+    edges_of,
     merged,
 )
 from float8.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from matplotlib.axes import Axes
 
 FORMAT, VERSION = "float8.numerics", 2
-_SCALARS = (
-    "amax", "scale_max", "flushed", "saturated", "sqnr", "kurtosis", "staleness", "nonfinite",
-    "gradient_sqnr",
-)  # fmt: skip
+
+
+class Column(NamedTuple):
+    """A column of a table: which value, its name, how a number is printed, its unit and name."""
+
+    key: str
+    head: str
+    spec: str = ""
+    unit: str = ""
+    factor: float = 1
+    name: str = ""  # on the page
+
+    def shown(self, value: Any) -> str:
+        """A value as text; a dash where it is not known."""
+        if value is None or not self.spec:
+            return value or "-"
+        text = format(self.factor * value, self.spec)
+        return text.lstrip("+-") if float(text) == 0 else text
+
+
+LAYER, FORMAT_NAME = Column("layer", "layer"), Column("format", "format")
+COLUMNS = (
+    Column("amax", "amax", ".2g", name="Amax"),
+    Column("scale_max", "scale", ".2g", name="Scale"),
+    Column("flushed", "flushed", ".2f", "%", 100, "Flushed %"),
+    Column("saturated", "satur.", ".2f", "%", 100, "Saturated %"),
+    Column("sqnr", "SQNR", ".1f", "dB", name="SQNR dB"),
+    Column("kurtosis", "kurt.", ".3g", name="Kurtosis"),
+    Column("staleness", "stale", "+.1f", "2^", name="Stale"),
+)
+
+
+def text_table(
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], top: int | None
+) -> str:
+    """The first ``top`` rows as text."""
+    from tabulate import tabulate
+
+    lines = [[c.shown(row[c.key]) for c in columns] for row in rows[:top]]
+    heads, units = ([getattr(c, name) for c in columns] for name in ("head", "unit"))
+    align = ["right" if c.spec else "left" for c in columns]
+    if any(units):
+        # Lines of the table: with headers of its own tabulate makes columns two wider.
+        text = tabulate([heads, units, *lines], (), "plain", colalign=align, disable_numparse=True)
+    else:
+        text = tabulate(lines, heads, "simple", colalign=align, disable_numparse=True)
+    return f"{text}\nand {len(rows) - len(lines)} more" if len(lines) < len(rows) else text
+
+
+_SCALARS = (*(column.key for column in COLUMNS), "nonfinite", "gradient_sqnr")
+
+
+def layer_name(fqn: str) -> str:
+    """A layer's name; the root of a model has none."""
+    return fqn or "(the module itself)"
+
+
+def operand_name(cast: CastStatistics) -> str:
+    """The operand, with ".T" if it is cast for the GEMM that contracts its other dimension."""
+    first = "grad_input" if cast.operand == "grad_output" else "output"
+    return cast.operand if cast.gemm == first else f"{cast.operand}.T"
 
 
 class Report:
@@ -107,12 +175,29 @@ class Report:
         return [c.as_dict() | {"problems": [k.one for k in kinds_of(c)]} for c in self.casts]
 
     def table(self, top: int | None = None) -> str:
-        """The casts as text of at most 100 columns, worst first; then problems and skipped layers.
+        """The casts as text, worst first; then the problems of all, and skipped layers.
+
+        An operand that is cast otherwise for its second GEMM, which contracts its other dimension,
+        has a second line marked ``.T``. A common beginning of all layer names is written once.
 
         Args:
             top: how many casts; None is all.
         """
-        return table_of_casts(self.casts, self.skipped, top)
+        casts = self.casts
+        prefix = os.path.commonprefix([c.layer for c in casts[:top]])  # noqa: RUF071  cut at a dot
+        prefix = prefix[: prefix.rfind(".") + 1]
+
+        def row(cast: CastStatistics) -> dict[str, Any]:
+            name = layer_name(cast.layer.removeprefix(prefix))
+            return vars(cast) | {"layer": name, "operand": operand_name(cast)}
+
+        columns = LAYER, Column("operand", "operand"), FORMAT_NAME, *COLUMNS
+        text = text_table(columns, [row(cast) for cast in casts], top)
+        notes = [f"layer names begin with {prefix!r}"] if prefix else []
+        notes += [f"{problem.title}: {problem.text}" for problem in problems_of(casts)]
+        notes += [f"not seen: {layer_name(fqn)}: {why}" for fqn, why in self.skipped.items()]
+        wrapped = (textwrap.fill(n, 100, subsequent_indent="  ") for n in notes)
+        return "\n".join([text, *wrapped])
 
     def plot(self, path: str | os.PathLike[str], top: int = 24) -> None:
         """Draw the histograms in powers of two against the formats' ranges, worst first.
@@ -122,11 +207,24 @@ class Report:
             top: how many casts.
 
         Raises:
-            ValueError: there is nothing to draw.
+            ValueError: no operand had a nonzero finite element.
             ModuleNotFoundError: matplotlib is not installed.
         """
+        from matplotlib.figure import Figure
+
+        casts = [cast for cast in self.casts if cast.histogram.counts][:top]
+        across, down = min(_ACROSS, len(casts)), math.ceil(len(casts) / _ACROSS)
+        figure = Figure(figsize=(3.4 * across + 0.6, 2.3 * down + 1), layout="constrained")
+        panels = figure.subplots(down, across, squeeze=False, sharey=True).flat
+        for axes in panels[len(casts) :]:
+            axes.set_visible(False)
+        for cast, axes in zip(casts, panels, strict=False):
+            _draw(axes, cast)
         at = "" if self.step is None else f", step {self.step}"
-        plot_casts(self.casts, path, f"{self.model}{at}", top)
+        figure.suptitle(f"{self.model}{at} ({len(casts)} worst of {len(self)} casts)")
+        figure.supxlabel(_LEGEND, fontsize=9)
+        figure.supylabel("share of nonzero elements", fontsize=9)
+        figure.savefig(path, dpi=130)
 
     def static_scales(self, operand: str = "input") -> dict[str, float]:
         """Layer -> the scale that maps the largest magnitude to the format's largest value.
@@ -141,13 +239,21 @@ class Report:
             ValueError: the report has no such operand, or one that was all zero or not finite, or
                 one that ``smooth_input=True`` multiplied by factors.
         """
-        by_layer: dict[str, list[CastStatistics]] = {}
-        for cast in self._rows:
-            if cast.operand == operand:
-                by_layer.setdefault(cast.layer, []).append(cast)
-        if not by_layer:
-            raise ValueError(f"the report has no row for operand {operand!r}")
-        return {layer: _static_scale(casts) for layer, casts in by_layer.items()}
+        casts = [cast for cast in self._rows if cast.operand == operand]
+        wrong = [c for c in casts if c.granularity.endswith(SMOOTH) or c.nonfinite or not c.amax]
+        if wrong or not casts:
+            at = f"{layer_name(wrong[0].layer)}, {wrong[0].amax:g}" if wrong else "none was seen"
+            raise ValueError(
+                f"no static scale suits operand {operand!r} ({at}): it needs finite values like "
+                "those to come, and float8.calibrate(model, batches) with smooth_input=True"
+            )
+        first = {cast.layer: cast.gemm for cast in reversed(casts)}  # other GEMMs, other formats
+        scales = dict.fromkeys(first, torch.finfo(torch.float32).tiny)
+        for cast in casts:
+            if cast.gemm == first[cast.layer]:
+                scale = cast.amax / FORMAT_OF[cast.format].max
+                scales[cast.layer] = max(scales[cast.layer], scale)
+        return scales
 
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
         """Give each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
@@ -224,12 +330,8 @@ class Report:
             ValueError: it holds none or many (`load_run` reads those), or is of another kind or
                 version.
         """
-        reports = load_run(path)
-        if len(reports) != 1:
-            raise ValueError(
-                f"{path} holds {len(reports)} snapshots; float8.numerics.load_run reads them all"
-            )
-        return reports[0]
+        (report,) = load_run(path)
+        return report
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -242,17 +344,32 @@ class Report:
         return f"Report({self.model or 'no model'}, {len(self._rows)} rows{at})"
 
 
-def _static_scale(casts: Sequence[CastStatistics]) -> float:
-    first_use = [cast for cast in casts if cast.gemm == casts[0].gemm]
-    cast = max(first_use, key=lambda cast: (cast.nonfinite, cast.amax))
-    if any(c.granularity.endswith(SMOOTH) for c in casts) or cast.nonfinite or not cast.amax > 0:
-        raise ValueError(
-            f"{layer_name(cast.layer)}: no static scale suits its {cast.operand} (amax "
-            f"{cast.amax:g}, {cast.nonfinite} elements that are not finite, {cast.granularity}); "
-            "it needs values like those to come, and float8.calibrate(model, batches) if "
-            "smooth_input=True multiplies them"
-        )
-    return max(cast.amax / FORMAT_OF[cast.format].max, torch.finfo(torch.float32).tiny)
+_ACROSS = 4  # panels of a picture
+_COLOURS = {"input": "tab:blue", "weight": "tab:green", "grad_output": "tab:orange"}
+_LEGEND = (
+    "magnitude, in powers of two; shaded: becomes zero (left) or saturates (right)\n"
+    "dashed: the smallest normal value"
+)
+
+
+def _draw(axes: Axes, cast: CastStatistics) -> None:
+    starts, ends, shares = zip(*bars_of(cast), strict=True)
+    widths = [end - start for start, end in zip(starts, ends, strict=True)]
+    axes.set(yscale="log", ylim=(1e-7, 1.5))
+    axes.bar(starts, shares, width=widths, align="edge", color=_COLOURS[cast.operand], lw=0)
+    edges = edges_of(cast)
+    left, right = min([starts[0], *edges]) - 2, max([ends[-1], *edges]) + 2
+    axes.set_xlim(left, right)
+    if edges:
+        for span in ((left, edges[0]), (edges[-1], right)):
+            axes.axvspan(*span, color="tab:red", alpha=0.13, lw=0, zorder=0)
+        normal = edges[2] - math.log2(cast.scale_max / cast.scale_min)
+        axes.axvline(normal, color="0.4", ls="--", lw=0.8)
+    parts = [f"{c.head} {c.shown(getattr(cast, c.key))} {c.unit}" for c in COLUMNS if c.unit]
+    parts += [f"{cast.nonfinite} inf or NaN"] if cast.nonfinite else []
+    what = f"{layer_name(cast.layer)[-34:]}: {operand_name(cast)}, {cast.format}"
+    axes.set_title(f"{what}\n{', '.join(parts)}", fontsize=7, loc="left")
+    axes.tick_params(labelsize=7)
 
 
 # --- files
@@ -260,7 +377,9 @@ def _static_scale(casts: Sequence[CastStatistics]) -> float:
 
 def as_json(report: Report) -> str:
     """A snapshot as `write_run` takes it."""
-    return json.dumps(_as_snapshot(report), allow_nan=False)
+    rows = [strict_json(row.as_dict()) for row in report._rows]
+    snapshot = {"step": report.step, "rows": rows, "skipped": report.skipped}
+    return json.dumps(snapshot, allow_nan=False)
 
 
 def write_run(
@@ -270,13 +389,8 @@ def write_run(
     alarms: Sequence[Alarm] = (),
 ) -> None:
     """Write snapshots, each as `as_json` returns it, to a file; see `replace_file`."""
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "float8": __version__,
-        "torch": torch.__version__,
-        "model": model,
-    }
+    head = {"format": FORMAT, "version": VERSION, "float8": __version__}
+    head |= {"torch": torch.__version__, "model": model}
     found = json.dumps([asdict(alarm) for alarm in alarms], allow_nan=False)
     text = f'{json.dumps(head)[:-1]}, "snapshots": [{", ".join(snapshots)}], "alarms": {found}}}'
     replace_file(Path(path), text)
@@ -288,27 +402,23 @@ def replace_file(path: Path, text: str) -> None:
     Raises:
         OSError: it could not be written. The old file is unchanged, and no other file is left.
     """
-    with _temporary(path) as temporary:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
+    finally:
+        with suppress(OSError):  # it was not created, or was moved
+            temporary.unlink()
 
 
 def try_writing(path: Path) -> None:
-    """Raise OSError if `replace_file` could not write a file now."""
-    with _temporary(path) as temporary:
-        if path.is_dir():
-            raise IsADirectoryError("it is a folder")
-        temporary.write_text(" ", encoding="utf-8")
-
-
-@contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        yield temporary
-    finally:
-        with suppress(OSError):  # it was not created, or nothing in this folder can be removed
-            temporary.unlink()
+    """Raise OSError if a file cannot be written now; its content stays."""
+    # A file that does not exist is not made: another rank may look for it now.
+    probe = path if path.exists() else path.with_name(f"{path.name}.{os.getpid()}.part")
+    with probe.open("ab"):
+        pass
+    if probe != path:
+        probe.unlink()
 
 
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
@@ -346,12 +456,14 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     """All that a file holds; see `load_run`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if (kind := (content["format"], content["version"])) != (FORMAT, VERSION):
-            raise ValueError(f"it has format and version {kind}, and not {(FORMAT, VERSION)}")
-        reports = [_from_snapshot(each, content["model"]) for each in content["snapshots"]]
+        # The KeyError of another kind or version names it.
+        snapshots = {(FORMAT, VERSION): content["snapshots"]}[content["format"], content["version"]]
+        reports = [_from_snapshot(each, content["model"]) for each in snapshots]
         return Run(reports, [Alarm(**each) for each in content["alarms"]])
     except (KeyError, TypeError, AttributeError, ValueError) as error:  # or not JSON, not text
-        raise ValueError(f"{path} is not a report of float8.numerics: {error!r}") from error
+        raise ValueError(
+            f"{path} is not a report of {FORMAT}, version {VERSION}: {error!r}"
+        ) from error
 
 
 def strict_json(value: Any) -> Any:
@@ -381,11 +493,6 @@ def cast_from_json(found: Mapping[str, Any]) -> CastStatistics:
 def _number(name: str, value: Any) -> Any:
     is_label = name in CastLabels._fields  # a layer may be called "nan"
     return float(value) if isinstance(value, str) and not is_label else value
-
-
-def _as_snapshot(report: Report) -> dict[str, Any]:
-    rows = [strict_json(row.as_dict()) for row in report._rows]
-    return {"step": report.step, "rows": rows, "skipped": report.skipped}
 
 
 def _from_snapshot(found: Mapping[str, Any], model: str) -> Report:

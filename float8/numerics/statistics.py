@@ -36,6 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -203,6 +204,19 @@ def edges_of(cast: CastStatistics) -> list[float]:
     return [math.log2(value) + math.log2(scale) for value, scale in pairs]
 
 
+def bars_of(cast: CastStatistics) -> list[tuple[float, float, float]]:
+    """Start and end of each power of two, as exponents, and the share of its nonzero elements.
+
+    The last ends at the amax: it reaches beyond the range only if something saturates.
+    """
+    lowest, counts = cast.histogram
+    ends = [lowest + i + 1.0 for i in range(len(counts))]
+    if counts and cast.amax > 0:
+        ends[-1] = min(max(math.log2(cast.amax), ends[-1] - 0.8), ends[-1])
+    found = zip(ends, counts, strict=True)
+    return [(math.ceil(end) - 1, end, count / sum(counts)) for end, count in found if count]
+
+
 # --- measuring
 
 _BIAS, _FIELDS = 1023, 2048  # of float64
@@ -211,6 +225,7 @@ _TOTALS = (*Sums._fields, "flushed", "saturated", "zeros", "nonfinite")
 _GRADIENT = slice(5, 7)  # of `_TOTALS`
 _PIECE = {"cpu": 1 << 17}  # elements: a megabyte in float64
 _PIECE_ON_DEVICES = 1 << 22
+PROBES = 16  # columns of `Products`
 
 
 class Piece(NamedTuple):
@@ -266,33 +281,55 @@ def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     return scale
 
 
+class Products(NamedTuple):
+    """A product of exact operands, and that of their casts; float64. See `gradient_error`."""
+
+    exact: Tensor
+    cast: Tensor
+
+    def plus(self, other: Products) -> Products:
+        """The products of these calls and other ones."""
+        return Products(*(a.to(b.device) + b for a, b in zip(self, other, strict=True)))
+
+    def energies(self) -> Tensor:
+        """Estimates of ``|G|^2`` and ``|E|^2`` from the sum of the products of all calls."""
+        pair = torch.stack([self.exact, self.cast - self.exact])
+        return pair.square().sum((1, 2)) / PROBES
+
+
 class CastTotals(NamedTuple):
     """The sums and maxima of one cast over its calls, in float64 on the device of the newest call.
 
     ``sums``: `_TOTALS`, NaN where unknown, then how many elements have the exponents -160 to 319.
     ``maxima``: of amax, minus the scale, the scale, and the staleness.
+    ``products``: of a gradient with the input, in random projections; None of other operands.
     """
 
     elements: int
     sums: Tensor
     maxima: Tensor
     calls: int = 1
+    products: Products | None = None
 
     def plus(self, other: CastTotals) -> CastTotals:
         """The totals of these calls and other ones."""
-        device = other.sums.device
+        device, both = other.sums.device, (self.products, other.products)
+        products = both[0].plus(both[1]) if both[0] and both[1] else both[0] or both[1]
         return CastTotals(
             self.elements + other.elements,
             self.sums.to(device) + other.sums,
             torch.maximum(self.maxima.to(device), other.maxima),
             self.calls + other.calls,
+            products,
         )
 
-    def with_gradient(self, energies: Sequence[Tensor]) -> CastTotals:
-        """These totals, with the energies of the weight's gradient and of its error."""
-        sums = self.sums.clone()
-        sums[_GRADIENT] = torch.stack([*energies]).to(sums.device)
-        return self._replace(sums=sums)
+    def vector(self, device: torch.device) -> Tensor:
+        """All numbers, with the energies of the weight's gradient and of its error."""
+        sums = self.sums
+        if self.products is not None:
+            sums = sums.clone()
+            sums[_GRADIENT] = self.products.energies().to(sums.device)
+        return torch.cat([sums, self.maxima]).to(device)
 
 
 def measure_cast(matrix: Float8Matrix) -> CastTotals:
@@ -359,8 +396,7 @@ def statistics_of(casts: Sequence[tuple[CastLabels, CastTotals]]) -> list[CastSt
     if not casts:
         return []
     device = casts[0][1].sums.device
-    vectors = [torch.cat([totals.sums, totals.maxima]).to(device) for _, totals in casts]
-    numbers = torch.stack(vectors).tolist()
+    numbers = torch.stack([totals.vector(device) for _, totals in casts]).tolist()
     return [_statistics(*cast, row) for cast, row in zip(casts, numbers, strict=True)]
 
 
@@ -417,8 +453,7 @@ def _histogram(bins: Sequence[float]) -> Histogram:
 
 def _totals(cast: CastStatistics) -> CastTotals:
     """The inverse of `statistics_of`."""
-    if cast.sums is None:
-        raise ValueError(f"{cast.layer} {cast.operand}: statistics without sums cannot be merged")
+    assert cast.sums is not None, "statistics that were written by hand have no sums to merge"
     n = cast.elements
     fractions = [math.nan if f is None else round(f * n) for f in (cast.flushed, cast.saturated)]
     sums = [math.nan if each is None else each for each in cast.sums]
@@ -437,29 +472,20 @@ def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
     An operand that arrived in float8 in some calls only has two: these are not merged.
 
     Raises:
-        ValueError: two of one key are of different casts, or have no sums.
+        ValueError: two of one key are of different casts.
     """
     by_key: dict[tuple[CastKey, bool], list[CastStatistics]] = {}
     for cast in casts:
         by_key.setdefault((cast.key, cast.scaling == IN_FLOAT8), []).append(cast)
+    for one, *others in by_key.values():
+        if other := next((each for each in others if each.labels != one.labels), None):
+            raise ValueError(
+                f"{'/'.join(one.labels)} and {'/'.join(other.labels)} are different casts: merge "
+                "reports of one model with one config"
+            )
     return [
-        same[0] if len(same) == 1 else statistics_of([(_same_labels(same), _sum_of(same))])[0]
+        same[0]
+        if len(same) == 1
+        else statistics_of([(same[0].labels, reduce(CastTotals.plus, map(_totals, same)))])[0]
         for same in by_key.values()
     ]
-
-
-def _sum_of(casts: Sequence[CastStatistics]) -> CastTotals:
-    first, *others = map(_totals, casts)
-    for other in others:
-        first = first.plus(other)
-    return first
-
-
-def _same_labels(casts: Sequence[CastStatistics]) -> CastLabels:
-    labels = casts[0].labels
-    if other := next((cast.labels for cast in casts if cast.labels != labels), None):
-        raise ValueError(
-            f"{'/'.join(labels)} and {'/'.join(other)} are different casts: merge reports of one "
-            "model with one config"
-        )
-    return labels

@@ -13,7 +13,7 @@ from float8 import Float8LinearConfig, convert_to_float8_training, inspect
 from float8.granularity import WHOLE
 from float8.kernels.sqnr import sqnr
 from float8.numerics import inspection, statistics
-from float8.numerics.gradient_error import contracted, energies, probes
+from float8.numerics.gradient_error import contracted, probes
 from float8.numerics.statistics import Float8Matrix
 
 TOLERANCE = 1.5  # dB: the standard deviation of 16 projections of a matrix of rank 1
@@ -59,7 +59,7 @@ def test_a_transposed_operand_and_pieces_change_nothing(monkeypatch):
     def found(turns_x, turns_g):
         xs, gs = (x.t().contiguous() if turns_x else x), (g.t().contiguous() if turns_g else g)
         projected = contracted(cast(xs), probes(33, None, x.device), turns_x)
-        return energies(contracted(cast(gs), projected, not turns_g))
+        return contracted(cast(gs), projected, not turns_g).energies()
 
     expected = found(False, False)
     monkeypatch.setitem(statistics._PIECE, "cpu", 99)

@@ -10,7 +10,6 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
-from processes import failures
 from recompute import KINDS, Checkpointed
 from torch import nn
 
@@ -300,23 +299,16 @@ def test_a_compiled_model_is_watched_eagerly_and_runs_its_graphs_again():
         assert_bitwise(buffer, expected[name], name)
 
 
-def test_what_ranks_see_is_what_one_process_sees(tmp_path):
-    """Several claims, one set of processes."""
-    whole = "data_parallel_reports_gather_to_that_of_one_process"
-    parts = "tensor_parallel_parts_gather_to_the_whole"
-    claims = {
-        "ddp": (whole, "ddp"),
-        "ddp, static graph": (whole, "ddp, static graph"),
-        "fsdp2": (whole, "fsdp2"),
-        "gathered in float8": ("gathered_weights_are_those_of_one_process",),
-        "tensor parallel": (parts, "tensorwise", False),
-        "sequence parallel": (parts, "delayed", True),
-        "smooth, tensor parallel": (parts, "tensorwise", False, True),
-        "smooth, sequence parallel": (parts, "tensorwise", True, True),
-        "smooth, columns": ("smooth_channels_of_other_ranks_have_factors_too",),
-        "DTensor": ("a_layer_of_dtensors_is_measured_by_its_shards",),
-        "smooth DTensor": ("a_layer_of_dtensors_is_measured_by_its_shards", True),
-        "monitor": ("a_monitor_writes_on_one_rank_what_all_have_seen", tmp_path / "run.json"),
-        "alarm": ("an_alarm_of_one_rank_stops_all", tmp_path / "alarm.json"),
-    }
-    assert failures("numerics_program", claims) == {}
+@pytest.mark.parametrize("first", [0, 1])
+def test_blocks_that_overlap_leave_the_stance_as_it_was(first):
+    graphs, x = [], torch.ones(3)
+    double = torch.compile(lambda x: 2 * x, backend=lambda graph, _: graphs.append(graph) or graph)
+    blocks = [inspect(mlp()) for _ in range(2)]
+    for block in blocks:
+        block.__enter__()
+    for block in (blocks[first], blocks[1 - first]):
+        double(x)
+        assert graphs == []
+        block.__exit__(None, None, None)
+    double(x)
+    assert len(graphs) == 1

@@ -5,7 +5,6 @@ Its alarms: in the log once, in the file, to the writer, to a callback that may 
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -56,13 +55,7 @@ def test_every_nth_step_and_step_4_are_in_the_file(tmp_path):
         assert [r.step for r in load_run(path)] == [s for s in (0, 3, 4, 6) if s <= i]
     assert [r.step for r in reports] == [0, 0, 0, 3, 4, 4, 6]
     assert sorted(set(writer.steps)) == [0, 3, 4, 6]
-    assert [r.rows() for r in load_run(path)] == [json_like(reports[i]) for i in (0, 3, 4, 6)]
-
-
-def json_like(report):
-    """Its rows; a file has tuples as lists, which `load_run` makes tuples again."""
-    json.dumps([row.key for row in report.casts])
-    return report.rows()
+    assert [r.rows() for r in load_run(path)] == [reports[i].rows() for i in (0, 3, 4, 6)]
 
 
 def test_a_training_that_resumes_continues_its_file(tmp_path):
@@ -183,13 +176,6 @@ def test_a_training_that_resumes_does_not_say_an_alarm_again(tmp_path, caplog):
 
 
 # --- files that cannot be written
-
-
-def test_a_disk_that_is_full_at_the_start_is_an_error_then(tmp_path):
-    path = tmp_path / "run.json"
-    with full_after(0), pytest.raises(OSError, match=rf"{path} cannot be written"):
-        inspect_every(model(), path=path)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_full_later_is_one_warning_and_the_old_report_stays(tmp_path):

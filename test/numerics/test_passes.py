@@ -1,9 +1,9 @@
-"""How a model is run on a batch, what stays as it was, and what the results are."""
+"""How a model is run on a batch, what stays as it was, and what the walk over it sees."""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict, UserDict
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.granularity import Tensorwise
-from float8.numerics.passes import (
-    Watcher,
-    main_tensor,
-    model_unchanged,
-    run_model,
-    run_pass,
-    seed_everything,
-    start_of_backward,
-    watched,
-    with_gradient_hooks,
-)
+from float8.numerics import passes
 from float8.tensor import Float8Tensor
 
 
@@ -47,30 +37,10 @@ ONE, TWO = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 
 @pytest.mark.parametrize(
     ("batch", "expected"),
-    [
-        (ONE, ONE),
-        ((ONE,), ONE),
-        ((ONE, TWO), ONE + 2 * TWO),
-        ([ONE, TWO], ONE + 2 * TWO),
-        ({"b": ONE, "a": TWO}, TWO + 2 * ONE),
-        (UserDict(a=ONE, b=TWO), ONE + 2 * TWO),
-    ],
+    [(ONE, ONE), ((ONE, TWO), ONE + 2 * TWO), ({"b": ONE, "a": TWO}, TWO + 2 * ONE)],
 )
 def test_a_batch_is_spread_over_the_arguments(batch, expected):
-    assert torch.equal(run_model(Sum(), batch), expected)
-
-
-@pytest.mark.parametrize(
-    "output",
-    [
-        torch.ones(2, 3),
-        (torch.ones(2, 3), torch.zeros(4)),
-        {"ids": torch.tensor([1]), "loss": torch.tensor(1.0), "logits": torch.ones(2, 3)},
-        Plain("x", torch.ones(2, 3), torch.tensor(5.0)),
-    ],
-)
-def test_the_main_tensor_is_the_first_that_is_no_scalar(output):
-    assert torch.equal(main_tensor(output), torch.ones(2, 3))
+    assert torch.equal(passes.run_model(Sum(), batch), expected)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +48,13 @@ def test_the_main_tensor_is_the_first_that_is_no_scalar(output):
     [
         OrderedDict(loss=torch.tensor(5.0), logits=torch.ones(2)),
         Plain("x", torch.ones(2), torch.tensor(5.0)),
-        torch.tensor(5.0),
         torch.tensor([5.0]),
     ],
 )
 def test_backward_starts_from_the_loss_where_there_is_one(output):
-    assert start_of_backward(output, None, 0) == (torch.tensor(5.0), None)
+    assert passes.start_of_backward(output, None, 0) == (torch.tensor(5.0), None)
+    if not isinstance(output, Tensor):
+        assert torch.equal(passes.main_tensor(output), torch.ones(2))
 
 
 def test_without_a_loss_the_cotangent_is_random_and_follows_from_the_seed():
@@ -91,55 +62,33 @@ def test_without_a_loss_the_cotangent_is_random_and_follows_from_the_seed():
     gradients = []
     for seed in (1, 1, 2):
         state = torch.get_rng_state()
-        start, cotangent = start_of_backward(x * 1, None, seed)
-        start.backward(cotangent)
+        start, cotangent = passes.start_of_backward(x * 1, None, seed)
+        (gradient,) = torch.autograd.grad(start, x, cotangent)
         assert torch.equal(torch.get_rng_state(), state)
-        gradients.append(x.grad)
-        x.grad = None
+        gradients.append(gradient)
     assert torch.equal(gradients[0], gradients[1])
     assert not torch.equal(gradients[0], gradients[2])
     assert 0.5 < gradients[0].std() < 1.5
 
 
-def a_model() -> nn.Module:
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 16))
-    config = Float8LinearConfig.from_recipe_name("delayed")
-    return convert_to_float8_training(model, config=config)
-
-
-def disturb(model: nn.Module) -> None:
-    """Everything that a run may do to a model."""
-    seed_everything(3)
-    model(torch.randn(8, 16)).square().sum().backward()
-    model.eval()
-    model[1].running_mean = torch.full((32,), 7.0)  # another tensor in its place
-    model[0].cast_input.current_amax.fill_(float("nan"))
-    random.random()
-
-
 def test_an_optimizer_inside_backward_does_not_step():
-    model = nn.Linear(8, 8)
-    before = model.weight.detach().clone()
-    steps = []
-
-    def step(parameter):
-        steps.append(parameter)
-        parameter.data -= parameter.grad
-
-    model.weight.register_post_accumulate_grad_hook(step)
-    with model_unchanged(model):
+    model, steps = nn.Linear(8, 8), []
+    model.weight.register_post_accumulate_grad_hook(steps.append)
+    with passes.model_unchanged(model):
         model(torch.randn(4, 8)).sum().backward()
     assert steps == []
-    assert_bitwise(model.weight.detach(), before)
     model(torch.randn(4, 8)).sum().backward()
     assert len(steps) == 1
 
 
 def test_a_backward_that_is_waiting_still_runs():
-    model = a_model()
+    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16))
+    convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("delayed"))
     loss = model(torch.randn(8, 16)).square().sum()  # saved scales, before they are ready
-    with model_unchanged(model):
-        disturb(model)
+    with passes.model_unchanged(model):
+        model(torch.randn(8, 16)).square().sum().backward()
+        model[1].running_mean = torch.full((32,), 7.0)  # another tensor in its place
+        model[0].cast_input.current_amax.fill_(float("nan"))
     loss.backward()
     assert model[0].weight.grad is not None
 
@@ -158,34 +107,28 @@ class Keeps(nn.Module):
         return float(torch.rand((), generator=self.generator))
 
 
-def test_what_is_one_buffer_stays_one():
-    model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
-    model[1].running_mean = model[0].running_mean
-    with model_unchanged(model):
-        assert model[1].running_mean is model[0].running_mean
-
-
 def draw(model: Keeps) -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(np.random.rand()), model()
 
 
-def test_seeds_reach_torch_python_numpy_and_the_models_own_generators():
+def test_what_is_one_buffer_stays_one():
+    model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4)])
+    model[1].running_mean = model[0].running_mean
+    with passes.model_unchanged(model):
+        assert model[1].running_mean is model[0].running_mean
+
+
+def test_random_numbers_follow_from_a_seed_and_none_is_lost():
+    """Of torch, Python, NumPy, and the generators of the model itself."""
     model, numbers = Keeps(), []
     for _ in range(2):
-        seed_everything(5, model)
+        passes.seed_everything(6, model)
         numbers.append(draw(model))
-    assert numbers[0] == numbers[1]
-
-
-def test_no_random_number_is_lost():
-    model = Keeps()
-    seed_everything(6, model)
-    expected = draw(model)
-    seed_everything(6, model)
-    with model_unchanged(model):
-        seed_everything(7, model)
+    passes.seed_everything(6, model)
+    with passes.model_unchanged(model):
+        passes.seed_everything(7, model)
         draw(model)
-    assert draw(model) == expected
+    assert draw(model) == numbers[0] == numbers[1]
 
 
 class Shared(nn.Module):
@@ -207,45 +150,39 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
-def test_an_observer_sees_every_call_once_and_its_own_layers_gradient(how):
+def test_the_walk_sees_every_call_once_and_its_own_modules_gradients(how):
     model = Shared(how).double()
     x = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    seen = {}
-    layers = {"a": model.a, "b": model.b}
+    outputs, gradients = {"a": [], "b": []}, {"a": [], "b": []}
 
-    class Watch(Watcher):
-        def leave(self, name, module, output):
-            seen.setdefault((name, "output"), []).append(output)
+    def leave(name, module, args, kwargs, output):
+        if passes.in_forward():
+            outputs[name].append(output)
 
-        def see_grad_input(self, name, module, gradient):
-            seen.setdefault((name, "grad_input"), []).append(gradient)
+    def grad_input(name, module, gradient):
+        gradients[name].append(gradient)
 
     g = torch.randn(4, 16, dtype=torch.float64)
-    with watched(layers, Watch()):
-        found = run_pass(model, x, lambda out: (out * g).sum(), 0)
+    with passes.watched({"a": model.a, "b": model.b}, leave=leave, grad_input=grad_input):
+        found = passes.run_pass(model, x, lambda out: (out * g).sum(), 0)
     a, b = model.a.weight.detach(), model.b.weight.detach()
-    assert [len(seen[key]) for key in (("a", "output"), ("b", "output"))] == [1, 2]
-    assert len(seen["a", "grad_input"]) == 1
-    assert_sqnr_at_least(seen["a", "grad_input"][0], g @ b @ a, 250, how)  # in float64
-    for gradient in seen["b", "grad_input"]:
+    assert [len(calls) for calls in (outputs["a"], outputs["b"], gradients["a"])] == [1, 2, 1]
+    assert_sqnr_at_least(gradients["a"][0], g @ b @ a, 250, how)  # in float64
+    for gradient in gradients["b"]:
         assert_sqnr_at_least(gradient, g @ b, 250, how)
     assert_sqnr_at_least(found.gradients["input 0"], g @ b @ a + g @ b, 250, how)
-    assert not model.a._forward_hooks
-    assert not model.a._forward_pre_hooks
+    assert not model.a._forward_hooks and not model.a._forward_pre_hooks
 
 
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_a_gradient_hook_gets_the_gradient_of_its_own_reader(in_float8):
     x = torch.randn(2, 4, 16, requires_grad=True)
-    t = (
-        Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, Tensorwise())
-        if in_float8
-        else x * 1
-    )
-    seen = []
-    (first, (again,)), kwargs = with_gradient_hooks((t, (t,)), {"other": t}, seen.append)
+    t, read, seen = x * 1, (lambda t: t), []
+    if in_float8:
+        t = Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, Tensorwise())
+        read = Float8Tensor.dequantize
+    (first, (again,)), kwargs = passes.with_gradient_hooks((t, (t,)), {"other": t}, seen.append)
     assert first is again is kwargs["other"] is not t
-    read = (lambda t: t.dequantize()) if in_float8 else (lambda t: t)
     (2 * read(first) + 3 * read(t)).sum().backward()
     (gradient,) = seen
     assert_bitwise(gradient, torch.full_like(x, 2.0).detach())
@@ -255,7 +192,7 @@ def test_a_gradient_hook_gets_the_gradient_of_its_own_reader(in_float8):
 def test_what_a_callee_may_write_to_stays_what_it_is():
     leaf, seen = nn.Parameter(torch.ones(2)), []
     held, state = [leaf * 1, leaf], {"x": leaf * 1}
-    args, kwargs = with_gradient_hooks((held,), {"state": state}, seen.append)
+    args, kwargs = passes.with_gradient_hooks((held,), {"state": state}, seen.append)
     assert args[0] is held
     assert kwargs["state"] is state
     (2 * held[0] + 3 * state["x"] + leaf).sum().backward()

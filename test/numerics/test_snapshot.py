@@ -1,4 +1,4 @@
-"""Reports: their order, files that are read back the same, scales, scalars."""
+"""Reports: tables, pictures, files that are read back the same, scales, scalars."""
 
 from __future__ import annotations
 
@@ -90,3 +90,62 @@ def test_a_cast_with_a_problem_comes_before_one_with_a_lower_sqnr():
     fine = replace(ROW, format="e5m2", sqnr=25.5, flushed=0.0, saturated=0.0, staleness=0.0)
     flushed = replace(fine, format="e4m3", sqnr=92.0, flushed=0.9999)  # one element has the power
     assert Report([fine, flushed]).casts == [flushed, fine]
+
+
+# --- tables and pictures
+
+LONG = replace(
+    ROW, layer="model.layers.11.self_attention.query_key_value_projection", operand="grad_output",
+    gemm="grad_weight", format="e5m2", amax=123456.0, scale_min=1.234e-05, scale_max=1.234e-05,
+    flushed=1.0, saturated=0.12345, sqnr=-12.34, kurtosis=12345.6, staleness=-12.3,
+)  # fmt: skip
+
+
+def test_a_table_has_a_row_for_each_cast_and_says_what_is_wrong():
+    healthy = {"flushed": 0.0, "saturated": 0.0, "sqnr": None, "staleness": -0.01}
+    rows = [LONG, replace(LONG, layer="model.layers.0.mlp.up", **healthy)]
+    text = Report(rows, skipped={"head": "it was not called"}).table()
+    lines = text.splitlines()
+    assert lines[2].split() == [
+        *("11.self_attention.query_key_value_projection", "grad_output.T", "e5m2"),
+        *("1.2e+05", "1.2e-05", "100.00", "12.35", "-12.3", "1.23e+04", "-12.3"),
+    ]
+    assert lines[3].split()[-5:] == ["0.00", "0.00", "-", "1.23e+04", "0.0"]
+    assert lines[4] == "layer names begin with 'model.layers.'"
+    assert lines[5].startswith("One cast saturates: model.layers.11.self_attention.")
+    assert lines[-1] == "not seen: head: it was not called"
+    assert max(map(len, lines[4:])) <= 100
+    assert Report(rows).table(top=1).splitlines()[3] == "and 1 more"
+
+
+def test_each_panel_shows_shares_against_the_range(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    kept, savefig = [], figure.Figure.savefig
+
+    def keep(self, *args, **kwargs):
+        kept.append(self)
+        savefig(self, *args, **kwargs)
+
+    monkeypatch.setattr(figure.Figure, "savefig", keep)
+    lost = replace(
+        ROW, nonfinite=4, scale_min=math.nan, scale_max=math.nan, sqnr=-math.inf, flushed=1e-5
+    )
+    empty, path = replace(ROW, histogram=Histogram()), tmp_path / "x.png"
+    Report([ROW, empty, lost], model="GPT", step=3).plot(path)
+    assert path.stat().st_size > 10_000
+    assert kept[0].get_suptitle() == "GPT, step 3 (2 worst of 3 casts)"
+    second, first, *others = kept[0].axes
+    assert not any(axes.get_visible() for axes in others)
+    bars = [p for p in first.patches if p.get_height() < 1 and p.get_width() == 1]
+    assert [bar.get_height() for bar in bars] == pytest.approx([1 / 9, 8 / 9])
+    assert [bar.get_x() for bar in bars] == [-2, 0]
+    # E4M3 at scales of 1/4 to 1/2: half of 2^-9 / 4, and 448 / 2.
+    left, right = first.get_xlim()
+    assert left < -12 and right > math.log2(224)
+    shades = [p.get_x() for p in first.patches][-2:]
+    assert shades == pytest.approx([left, math.log2(224)])
+    assert left + first.patches[-2].get_width() == pytest.approx(-12)
+    assert "flushed 10.00 %, satur. 20.00 %, SQNR 30.0 dB" in first.get_title("left")
+    assert "4 inf or NaN" in second.get_title("left")
+    with pytest.raises(ValueError, match="0"):
+        Report([empty]).plot(path)
