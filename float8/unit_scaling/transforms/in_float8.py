@@ -136,7 +136,8 @@ def _refusal(
     if weight.dim() != 2:
         return ValueError("float8 multiplies by weights of shape (N, K)")
     reason = refuses_layer(weight, config)
-    return error_of_call(input, weight, plan) if reason is None else ValueError(reason)
+    error = error_of_call(input, weight, plan)
+    return error or (None if reason is None else ValueError(reason))
 
 
 def float8(
