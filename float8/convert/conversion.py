@@ -36,14 +36,14 @@ from float8.convert.filters import (
 )
 from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
+from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
 from float8.linear.registration import (
-    MODEL_CHECKS,
+    MODULE_RULES,
     WEIGHT_RULES,
     ModuleRule,
-    rule_of,
     stacked_weights,
 )
 from float8.linear.switch import Float8Module
@@ -215,9 +215,12 @@ def plan_conversion(
     """
     check_module(model, caller, argument)
     found = Float8LinearConfig() if config is None else check_config(config, caller)
-    for check in MODEL_CHECKS:
-        if (why := check(model)) is not None:
-            raise ValueError(f"nothing was converted: {why}")
+    if any(hasattr(module, "float8_products") for module in model.modules()):
+        raise ValueError(
+            "nothing was converted: the model is transformed, and transforms do not see the "
+            "functions that a Float8Linear calls. Use "
+            "float8.unit_scaling.transforms.float8(model, config) in place of conversion"
+        )
     plan = ConversionPlan(caller, found, module_filter_fn, config_is_given=config is not None)
     is_wanted = module_filter_fn or all_of()
     routers = routers_of(model)
@@ -300,6 +303,11 @@ def _multiplies_otherwise(m: Any) -> str | None:
         ),
     )
     return next((reason for is_so, reason in reasons if is_so), None)
+
+
+def rule_of(module: nn.Module) -> ModuleRule | None:
+    """The rule of a module's type, or None where conversion leaves the type alone."""
+    return MODULE_RULES.get(type(module)) or rule_of_experts(type(module))
 
 
 def _rule_of(layer: nn.Module) -> ModuleRule:

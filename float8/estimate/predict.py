@@ -24,6 +24,7 @@ from torch import nn
 
 from float8.arguments import check_type
 from float8.config import RECIPES, Float8LinearConfig, check_config
+from float8.convert.conversion import rule_of
 from float8.convert.filters import Because, ModuleFilter
 from float8.estimate.devices import Device, find_device
 from float8.estimate.roofline import (
@@ -40,7 +41,7 @@ from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call, refuses_layer
-from float8.linear.registration import rule_of, stacked_weights
+from float8.linear.registration import stacked_weights
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]

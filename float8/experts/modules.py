@@ -38,7 +38,7 @@ from float8.experts.grouped_mm import grouped_mm
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import RULE_FINDERS, ModuleRule, stacked_weights, stored_by
+from float8.linear.registration import ModuleRule, stacked_weights, stored_by
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -294,5 +294,6 @@ def _refuses(module: nn.Module, config: Float8LinearConfig) -> str | None:
     return None
 
 
-_RULE = ModuleRule(_refuses, _convert, stacked=True)
-RULE_FINDERS.append(lambda kind: _RULE if _forward_of(kind) is not None else None)
+def rule_of_experts(kind: type[nn.Module]) -> ModuleRule | None:
+    """The conversion rule of a type of experts, known by what it has; None for another type."""
+    return ModuleRule(_refuses, _convert, stacked=True) if _forward_of(kind) is not None else None

@@ -55,7 +55,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes
+from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes, rule_of
 from float8.convert.filters import ModuleFilter
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
@@ -64,7 +64,7 @@ from float8.experts.modules import float8_type
 from float8.integrations.conversion import require
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import WEIGHT_RULES, rule_of
+from float8.linear.registration import WEIGHT_RULES
 
 require("torchtitan", "torchtitan", ("0.3", "0.4"))
 

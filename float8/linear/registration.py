@@ -6,11 +6,8 @@ packages above fill when they are imported:
 - ``MODULE_RULES``: `float8.convert` registers ``nn.Linear``, `float8.unit_scaling` and
   `float8.distributed` their layers, and users their own types; conversion and `float8.estimate`
   read it.
-- ``RULE_FINDERS``: `float8.experts` registers one, for types that it knows by what they have;
-  `rule_of` asks it.
 - ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
   ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
-- ``MODEL_CHECKS``: `float8.unit_scaling.transforms` registers one; conversion reads it first.
 - ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
   model calls it.
 """
@@ -68,11 +65,7 @@ class WeightRule:
 
 
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
-# (type) -> its rule, or None where the finder does not know the type.
-RULE_FINDERS: list[Callable[[type[nn.Module]], ModuleRule | None]] = []
 WEIGHT_RULES: list[WeightRule] = []  # at most one
-# (the whole model) -> the reason why swapping its layers would be wrong, or None.
-MODEL_CHECKS: list[Callable[[nn.Module], str | None]] = []
 # (model, the ranks that take part, their groups): raises where ranks disagree.
 FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int], list[Any]], None]] = []
 
@@ -90,13 +83,6 @@ def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None
     if module_type in MODULE_RULES:
         raise ValueError(f"{module_type.__name__} already has a conversion rule")
     MODULE_RULES[module_type] = rule
-
-
-def rule_of(module: nn.Module) -> ModuleRule | None:
-    """The rule of a module's type, or None where conversion leaves the type alone."""
-    kind = type(module)
-    found = (rule for find in RULE_FINDERS if (rule := find(kind)) is not None)
-    return MODULE_RULES.get(kind) or next(found, None)
 
 
 def stacked_weights(module: nn.Module) -> dict[str, Tensor]:

@@ -39,14 +39,19 @@ def cast_sharded(
             continue
         part, of_data, mesh = matrix.to_local(), matrix.placements, matrix.device_mesh
         known = scale.to_local() if isinstance(scale, DTensor) else scale
-        if known is None and known_scale(how, state, part) is None:
+        is_recorded = record and how.is_delayed and state is not None
+        is_known = known is not None or known_scale(how, state, part) is not None
+        if is_recorded or not is_known:
             amax = kernels.amax(part, how.block)
             for index, placement in enumerate(of_data):
                 if placement.is_shard() and how.block[placement.dim] == WHOLE:
                     amax = max_over_ranks(amax, mesh.get_group(index))
-            known = kernels.scale_from_amax(amax, how.largest, how.scales)
-        data, known = cast_both(part, how, state, record, known, True, False)[:2]
-        record = False  # an amax is recorded once
+            if is_recorded:  # once, for ranks whose `sync` does not reduce over this mesh
+                kernels.record_amax(state.current_amax, amax)  # type: ignore[union-attr]
+                record = False
+            if not is_known:
+                known = kernels.scale_from_amax(amax, how.largest, how.scales)
+        data, known = cast_both(part, how, state, False, known, True, False)[:2]
         of_scale = [
             p if p.is_shard() and how.block[p.dim] != WHOLE else Replicate() for p in of_data
         ]

@@ -38,10 +38,9 @@ from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for
 from float8.linear.refusals import error_of_call, refuses_layer
-from float8.linear.registration import MODEL_CHECKS
 from float8.linear.switch import Switch
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
-from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
+from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
 
 M = TypeVar("M", bound=nn.Module)
 _DYNAMIC_INPUTS = replace(RECIPES["unit"], cast_config_input=CastConfig())
@@ -176,16 +175,3 @@ def float8(
         and not keeps(module, fqn)
     )
     return transformed(model, Float8Products(config, skipped))
-
-
-def _swaps_under_a_transform(model: nn.Module) -> str | None:
-    if not any(isinstance(module, Transformed) for module in model.modules()):
-        return None
-    return (
-        "the model is transformed: transforms see the functions that a forward calls, and the "
-        "functions that a Float8Linear calls are unknown to them. Use "
-        "float8.unit_scaling.transforms.float8(model, config) in place of conversion"
-    )
-
-
-MODEL_CHECKS.append(_swaps_under_a_transform)
