@@ -92,7 +92,7 @@ CONFIG_FIELDS = [
     "cast_config_grad_output_for_grad_weight:?",
 ]
 CONVERT = "config:? module_filter_fn:?c"
-SAVE = "layout:? input_scales:? recast max_shard_bytes"
+SAVE = "layout:? recast"
 STATIC = {"scaling_type": f.ScalingType.STATIC}
 TENSOR = {"data": codes, "scale": torch.ones(1), "block": (-1,), "dtype": torch.float32}
 
@@ -113,7 +113,7 @@ CALLS = {
             "history_len amax_compute_algo margin interval remember_nonfinite",
         )
     ],
-    "FineGrained": [(checkpoints.FineGrained, {}, "block scale_format")],
+    "FineGrained": [(checkpoints.FineGrained, {}, "scale_format")],
     "Float8Linear": [
         (Float8Linear, {"in_features": 16, "out_features": 16}, "config:?"),
         (Float8Linear.from_float, {"linear": nn.Linear(16, 16)}, "linear config:?"),
@@ -197,7 +197,7 @@ CALLS = {
         (
             checkpoints.load,
             {"model": model, "path": "folder"},
-            "model path:s weights ignore device",
+            "model weights ignore",
         ),
         (
             checkpoints.load,
@@ -210,12 +210,10 @@ CALLS = {
         (
             checkpoints.save_pretrained,
             {"model": converted, "folder": NOWHERE},
-            f"model folder:s {SAVE} overwrite progress",
+            f"model {SAVE} overwrite",
         )
     ],
-    "weight_updates": [
-        (checkpoints.weight_updates, {"model": converted}, "model layout:? input_scales:? recast")
-    ],
+    "weight_updates": [(checkpoints.weight_updates, {"model": converted}, "model layout:? recast")],
     "check_config": [(f.config.check_config, {}, "-")],
     "float8_gradients": [(f.distributed.gradients.float8_gradients, {}, "-")],
     # float8.filters

@@ -13,15 +13,16 @@ reads published ones as a base to train on.
 
 How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
-`ModelOpt` (per tensor, static inputs). It converts a `Float8Tensor` to named tensors and back. A
-new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the files
-(``files.py``), so this package needs the extra ``checkpoints``.
+`ModelOpt` (per tensor, static inputs). It says once what a file has of a layer (``Layout.parts``),
+from which a `Float8Tensor` becomes named tensors and comes back. A new layout is its class and its
+row in ``LAYOUTS``. safetensors reads and writes the files (``files.py``), so this package needs the
+extra ``checkpoints``.
 
-``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a weight is stored), ``source.py``
+``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a layer is stored), ``source.py``
 (the weights of a checkpoint). A model: ``names.py`` (names and experts as published checkpoints
 have them), ``casts.py`` < ``weights.py`` (what each parameter becomes) < ``save.py``; and
-``source.py``, ``parameters.py`` (the part that a rank has) < ``loading.py``. Files alone:
-``source.py`` < ``inspection.py`` < ``rewriting.py`` < ``__main__.py``.
+``source.py``, ``names.py`` < ``loading.py``. Files alone: ``source.py`` < ``inspection.py``, and
+``source.py``, ``casts.py`` < ``rewriting.py``; both < ``__main__.py``.
 """
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt

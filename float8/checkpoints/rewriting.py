@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +29,17 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.checkpoints.casts import (
-    STORED,
-    TENSORWISE,
-    WeightCast,
-    cast_anew,
-    largest,
-    sharing,
-    stores,
-)
-from float8.checkpoints.files import (
-    INDEX_SUFFIX,
-    MAX_SHARD_BYTES,
-    SUFFIX,
-    Spec,
-    in_files,
-    specs_of,
-    write_shards,
-)
-from float8.checkpoints.inspection import size
-from float8.checkpoints.layouts import TRANSFORMERS, Layer, Layout, transformers_refuses
+from float8.checkpoints.casts import RECAST, StoredLayer, stored_layer
+from float8.checkpoints.files import INDEX_SUFFIX, SUFFIX, Spec, in_files, size, write_shards
+from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
 from float8.checkpoints.source import WEIGHT, Source, told
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from float8.granularity import WHOLE
 from float8.tensor import Float8Tensor
 
 # Names of modules whose matrices stay in high precision.
 SKIP = ("*embed*", "*wte", "*wpe", "*lm_head", "*.gate", "*router*", "*score", "*classifier")
-KEPT, CAST, AGAIN = "float8 data kept", "cast from high precision", "dequantised and cast again"
 DEQUANTISED, OTHER_DTYPE, COPIED = "dequantised", "converted to this dtype", "copied"
-_HOW = (KEPT, CAST, AGAIN, DEQUANTISED, OTHER_DTYPE, COPIED)
 _CONFIGS = ("config.json", "hf_quant_config.json")
 # What is not copied beside the new tensors.
 _LEFT_OUT = (SUFFIX, INDEX_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".pkl", *_CONFIGS)
@@ -70,19 +52,20 @@ class Rewriting:
     Attributes:
         source: what is read.
         target: the layout, or the dtype of a result in high precision.
+        layers: name -> the layers that are stored in float8.
         specs: key -> dtype and shape of the result.
-        how: weight -> what happens to it, one of the constants of this module.
-        notes: what a user should know.
+        how: weight -> what happens to it: one of the constants of this module, or of `casts`.
+        make: weight -> the tensors that it becomes.
     """
 
     source: Source
     target: Layout | torch.dtype
+    layers: dict[str, StoredLayer] = field(default_factory=dict)
     specs: dict[str, Spec] = field(default_factory=dict)
     how: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    make: dict[str, Callable[[], dict[str, Tensor]]] = field(default_factory=dict, repr=False)
+    make: dict[str, Callable[[], Mapping[str, Tensor]]] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """For JSON."""
         return {
             "source": str(self.source.path),
@@ -90,7 +73,7 @@ class Rewriting:
             "target": _text(self.target),
             "nbytes": sum(spec.nbytes for spec in self.specs.values()),
             "weights": self.how,
-            "notes": self.notes,
+            "notes": [*self.notes()],
         }
 
     def __str__(self) -> str:
@@ -100,23 +83,15 @@ class Rewriting:
         )
         lines = [f"{self.source.path}: {before}, {_text(self.source.layout)}"]
         lines += [f"as {_text(self.target)}: {after}"]
-        counts = Counter(self.how.values())
-        lines += [f"  {counts[how]} tensors: {how}" for how in _HOW if how in counts]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+        counts = sorted(Counter(self.how.values()).items(), key=lambda item: item[0] == COPIED)
+        lines += [f"  {count} tensors: {how}" for how, count in counts]
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes())])
 
-    def write(
-        self,
-        folder: str | Path,
-        *,
-        max_shard_bytes: float = MAX_SHARD_BYTES,
-        overwrite: bool = False,
-    ) -> None:
+    def write(self, folder: str | Path, max_shard_bytes: float, overwrite: bool) -> None:
         """Write the result to a folder, which appears when all of it is on the disk.
 
-        See `write_shards`. Raises ValueError if the folder is that of the source.
+        See `write_shards`.
         """
-        if Path(folder).resolve() == self.source.folder.resolve():
-            raise ValueError(f"{folder}: it is the folder that is read; give another name")
         tensors = (entry for make in self.make.values() for entry in make().items())
         specs = in_files(self.specs, max_shard_bytes)
         write_shards(folder, specs, tensors, files=self._files(), overwrite=overwrite)
@@ -132,24 +107,46 @@ class Rewriting:
         config.pop("quantization_config", None)
         configs = {path.name: config}
         if isinstance(self.target, torch.dtype):
-            for field_ in {"dtype", "torch_dtype"} & config.keys():
-                config[field_] = _text(self.target)
+            for name in {"dtype", "torch_dtype"} & config.keys():
+                config[name] = _text(self.target)
         else:
-            in_float8 = [key.removesuffix(WEIGHT) for key, how in self.how.items() if how != COPIED]
-            skipped = [
-                key.removesuffix(WEIGHT)
-                for key in self._copied()
-                if key.endswith(WEIGHT) and len(self.specs[key].shape) == 2
-            ]
+            matrices = (k for k in self._copied() if k.endswith(WEIGHT))
+            skipped = [k.removesuffix(WEIGHT) for k in matrices if len(self.specs[k].shape) == 2]
             if "lm_head.weight" not in self.specs:  # tied to the embedding
                 skipped.append("lm_head")
-            own = self.target.quantization_config(in_float8, skipped)
-            config["quantization_config"] = own
-            configs |= self.target.other_files(own)
+            config["quantization_config"] = self.target.quantization_config(self.layers, skipped)
+            configs |= self.target.other_files(config["quantization_config"])
         return files | {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}
 
     def _copied(self) -> Iterator[str]:
         return (key for key, how in self.how.items() if how == COPIED)
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know."""
+        how, layout = Counter(self.how.values()), self.source.layout
+        if how[RECAST]:
+            yield (
+                f"{how[RECAST]} weights are dequantised and cast again, so their values are rounded"
+                " twice; a checkpoint in high precision gives better ones"
+            )
+        stays = isinstance(self.target, Layout) and self.target.static_inputs
+        if layout is not None and layout.static_inputs and not stays:
+            yield "the static scales of inputs are left out"
+        if isinstance(self.target, torch.dtype):
+            return
+        shapes = {name: layer.shape for name, layer in self.layers.items()}
+        if (reason := transformers_refuses(self.target, shapes)) is not None:
+            yield f"not read by {TRANSFORMERS}: {reason}"
+        kept = [key for key in self._copied() if len(self.specs[key].shape) > 1]
+        if not self.layers:
+            yield "no weight becomes float8: all names are skipped"
+        if not self.source.layers and kept:
+            shown = ", ".join(kept[:8]) + (f", ... ({len(kept)} in all)" if len(kept) > 8 else "")
+            yield f"left in high precision: {shown}"
+
+
+def _text(form: Layout | torch.dtype | None) -> str:
+    return "high precision" if form is None else str(form).removeprefix("torch.")
 
 
 def plan_rewriting(
@@ -163,138 +160,71 @@ def plan_rewriting(
     some layers, or if ``skip`` does not fit the source.
     """
     found = Rewriting(source, target)
-    if skip is not None and (source.layers or isinstance(target, torch.dtype)):
-        raise ValueError(
-            "skip is for a checkpoint in high precision that becomes float8; layers of one in "
-            "float8 are known"
-        )
-    has_inputs = source.layout is not None and source.layout.static_inputs
-    if isinstance(target, Layout) and target.static_inputs and not has_inputs:
-        raise ValueError(
-            f"{source.path} has no scales of inputs, which {_text(target)} stores; take a layout "
-            "with dynamic inputs, or save a model with the scales that float8.calibrate finds"
-        )
-    layers = set(source.layers) or _linear(source.weights, skip)
-    if isinstance(target, torch.dtype):
-        for key, spec in source.weights.items():
-            in_float8 = spec.dtype in FORMATS
-            is_other = in_float8 or spec.dtype in HIGH_PRECISION_DTYPES
-            _plan_copy(found, key, target if is_other else spec.dtype, in_float8)
-    else:
-        casts = {name: _cast(source, target, name) for name in layers}
-        problems = []
-        for key, spec in source.weights.items():
-            name = key.removesuffix(WEIGHT)
-            if not key.endswith(WEIGHT) or name not in layers:
-                _plan_copy(found, key, spec.dtype)
-                continue
-            empty = target.without_data(name, spec.shape, _input_scale(source, target, name))
-            if (reason := target.refuses(empty)) is not None:
-                problems.append(f"{name}: {reason}")
-                continue
-            found.specs |= specs_of(target.tensors(empty))
-            is_stored = casts[name].operand is None
-            found.how[key] = KEPT if is_stored else AGAIN if name in source.layers else CAST
-        if problems:
-            raise ValueError(told(f"{source.path} cannot be stored as {_text(target)}", problems))
-        _plan_layers(found, target, casts)
-    found.notes = list(_notes(found))
+    problems = []
+    names = _float8_names(source, target, skip)
+    for key, spec in source.weights.items():
+        name = key.removesuffix(WEIGHT)
+        if isinstance(target, torch.dtype) or not key.endswith(WEIGHT) or name not in names:
+            is_plain = spec.dtype in HIGH_PRECISION_DTYPES or spec.dtype in FORMATS
+            dtype = target if isinstance(target, torch.dtype) and is_plain else spec.dtype
+            how = COPIED if dtype == spec.dtype else OTHER_DTYPE
+            found.how[key] = DEQUANTISED if spec.dtype in FORMATS else how
+            found.specs[key] = Spec(dtype, spec.shape)
+            found.make[key] = partial(_copy, source, key, dtype)
+            continue
+        weight: Tensor = torch.empty(0)
+        scale = None
+        if name in source.layers:
+            weight, scale = source.layer(name, torch.float32)
+            scale = scale if target.static_inputs else None
+        layer = stored_layer(name, spec.shape, weight, target, scale, None, recast=True)
+        if isinstance(layer, str):
+            problems.append(f"{name}: {layer}")
+            continue
+        found.layers[name], found.how[key] = layer, layer.how
+        found.specs |= layer.specs
+        found.make[key] = partial(_cast, found, layer)
+    if problems:
+        raise ValueError(told(f"{source.path} cannot be stored as {_text(target)}", problems))
     return found
 
 
-def _text(form: Layout | torch.dtype | None) -> str:
-    return "high precision" if form is None else str(form).removeprefix("torch.")
-
-
-def _linear(weights: dict[str, Spec], skip: Sequence[str] | None) -> set[str]:
-    """The names of the linear layers of a checkpoint in high precision."""
-    names = {
+def _float8_names(
+    source: Source, target: Layout | torch.dtype, skip: Sequence[str] | None
+) -> set[str]:
+    """The names of the layers that become float8."""
+    linear = {
         key.removesuffix(WEIGHT)
-        for key, spec in weights.items()
+        for key, spec in source.weights.items()
         if key.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype in HIGH_PRECISION_DTYPES
     }
-    for pattern in skip or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"skip: no weight has a name that {pattern!r} matches")
-    patterns = SKIP if skip is None else skip
-    return {n for n in names if not any(fnmatchcase(n, pattern) for pattern in patterns)}
-
-
-def _plan_copy(found: Rewriting, key: str, dtype: torch.dtype, in_float8: bool = False) -> None:
-    spec = found.source.weights[key]
-
-    def make() -> dict[str, Tensor]:
-        x = found.source.read(key, torch.float32)
-        made = x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)
-        if made.dtype == torch.float16 != spec.dtype and not bool(made.isfinite().all()):
-            raise ValueError(f"{found.source.place(key)}: it has values that float16 does not hold")
-        return {key: made}
-
-    found.specs[key] = Spec(dtype, spec.shape)
-    found.how[key] = DEQUANTISED if in_float8 else COPIED if dtype == spec.dtype else OTHER_DTYPE
-    found.make[key] = make
-
-
-# --- layers in float8
-
-
-def _input_scale(source: Source, target: Layout, name: str) -> Tensor | None:
-    return source.layer(name, torch.float32).input_scale if target.static_inputs else None
-
-
-def _cast(source: Source, target: Layout, name: str) -> WeightCast:
-    """How one layer becomes float8 of the target: its bits, or a cast."""
-    if name in source.layers:
-        weight = source.layer(name, torch.float32).weight
-        if stores(target, weight, _input_scale(source, target, name)) is None:
-            return WeightCast(STORED, target.scale_format)
-    return cast_anew(target)
-
-
-def _plan_layers(found: Rewriting, target: Layout, casts: dict[str, WeightCast]) -> None:
-    def weight(name: str) -> Tensor:
-        return found.source.read(name + WEIGHT, torch.float32)
-
-    def amax(name: str) -> Tensor:
-        x = weight(name)
-        return kernels.amax(x.dequantize() if isinstance(x, Float8Tensor) else x, TENSORWISE)
-
-    @cache
-    def shared(group: tuple[str, ...]) -> Tensor:
-        return largest(casts[name].scale(partial(amax, name)) for name in group)
-
-    def make(name: str) -> dict[str, Tensor]:
-        group = sharing(name, casts, target)
-        cast = casts[name].of(weight(name), shared(tuple(group)) if group else None)
-        layer = Layer(name, cast, _input_scale(found.source, target, name))
-        if (reason := target.refuses(layer)) is not None:  # NaN or inf in the source
-            raise ValueError(f"{found.source.place(name + WEIGHT)}: {reason}")
-        return target.tensors(layer)
-
-    planned = found.make | {name + WEIGHT: partial(make, name) for name in casts}
-    found.make = {key: planned[key] for key in found.how}  # in the order of the specs
-
-
-def _notes(found: Rewriting) -> Iterator[str]:
-    target, layout, how = found.target, found.source.layout, Counter(found.how.values())
-    if how[AGAIN]:
-        yield (
-            f"{how[AGAIN]} weights are dequantised and cast again, so their values are rounded "
-            "twice; a checkpoint in high precision gives better ones"
+    known = set() if source.layers or isinstance(target, torch.dtype) else linear
+    unused = [p for p in skip or () if not any(fnmatchcase(name, p) for name in known)]
+    if unused:
+        raise ValueError(
+            f"skip: {unused[0]!r} is the name of no weight in high precision that becomes float8; "
+            "a checkpoint in float8 keeps its choice of layers"
         )
-    stays = isinstance(target, Layout) and target.static_inputs
-    if layout is not None and layout.static_inputs and not stays:
-        yield "the static scales of inputs are left out"
-    if isinstance(target, torch.dtype):
-        return
-    shapes = {
-        k.removesuffix(WEIGHT): found.specs[k].shape for k, h in found.how.items() if h != COPIED
+    patterns = SKIP if skip is None else skip
+    return set(source.layers) or {
+        name for name in linear if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
-    if (reason := transformers_refuses(target, shapes)) is not None:
-        yield f"not read by {TRANSFORMERS}: {reason}"
-    kept = [key for key in found._copied() if len(found.specs[key].shape) > 1]
-    if not found.source.layers and not how[CAST]:
-        yield "no weight becomes float8: all names are skipped"
-    if not found.source.layers and kept:
-        shown = ", ".join(kept[:8]) + (f", ... ({len(kept)} in all)" if len(kept) > 8 else "")
-        yield f"left in high precision: {shown}"
+
+
+def _copy(source: Source, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    x = source.read(key, torch.float32)
+    made = x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)
+    if made.dtype == torch.float16 != x.dtype and not bool(made.isfinite().all()):
+        raise ValueError(f"{source.place(key)}: it has values that float16 does not hold")
+    return {key: made}
+
+
+def _cast(found: Rewriting, layer: StoredLayer) -> dict[str, Tensor]:
+    def read(each: StoredLayer) -> Tensor:
+        return found.source.read(each.name + WEIGHT, torch.float32)
+
+    def amax(each: StoredLayer) -> Tensor:
+        x = read(each)
+        return kernels.amax(x.dequantize() if isinstance(x, Float8Tensor) else x, (WHOLE, WHOLE))
+
+    return layer.tensors(read(layer), layer.shared_scale(found.layers, amax))

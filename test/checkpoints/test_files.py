@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -111,13 +109,6 @@ def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
     assert {file: file.read_bytes() for file in before} == before
 
 
-def test_a_missing_package_is_named_with_its_extra():
-    program = "import sys; sys.modules['safetensors'] = None; import float8.checkpoints"
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "pip install 'float8[checkpoints]'" in ended.stderr
-
-
 # --- what cannot be read
 
 
@@ -132,7 +123,7 @@ def sharded(folder: Path, **numbers: int) -> None:
 
 def ambiguous(folder: Path) -> None:
     sharded(folder, a=1, b=2, c=1)
-    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
 
 
 def twice(folder: Path) -> None:
@@ -150,10 +141,6 @@ def damaged(change):
     return lambda folder: (folder / "model.safetensors").write_bytes(change(data))
 
 
-def indexed(text: object):
-    return lambda folder: (folder / INDEX).write_text(json.dumps(text))
-
-
 DAMAGED = r"model\.safetensors: it is damaged or no \.safetensors file"
 UNREADABLE = [
     (damaged(lambda data: data[:-3]), DAMAGED),
@@ -164,9 +151,7 @@ UNREADABLE = [
     (damaged(lambda data: data.replace(b"F32", b"F99")), DAMAGED),
     (without_a_shard, r"model-00002-of"),
     (twice, r"a.safetensors and b.safetensors both have x"),
-    *((indexed(text), "it is no index of shards") for text in ([], {}, {"weight_map": 3})),
-    (lambda folder: indexed({})(folder) and (folder / f"b.{INDEX}").touch(), "it has both"),
-    (ambiguous, r"both .* and model\.safetensors; give the path of one"),
+    (ambiguous, "both have a; give the path of one"),
     (lambda folder: None, r"it has no .safetensors file, and pickled"),
     (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
 ]

@@ -177,7 +177,7 @@ def test_wrapped_models_load(stored, wrapped):
 def test_a_float8_weight_that_an_embedding_reads_is_dequantised(tmp_path):
     tensors = tensors_of(Block(seed=1), [*LAYERS, "embed"])
     model = load(Block(seed=2), write(tmp_path, tensors), "float8")
-    assert "that of embed too, and dequantised" in model.float8_conversion.skipped["head"]
+    assert "that of another module too, and dequantised" in model.float8_conversion.skipped["head"]
     wanted = dequantised(tensors, "embed", torch.bfloat16)
     assert_bitwise(model.embed.weight.detach(), wanted)
 
@@ -326,7 +326,7 @@ def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path)
     folder = write(tmp_path, tensors, FINE | {"weight_block_size": [64, 64]})
     model = Block(seed=2)
     before = bits_of(model)
-    with pytest.raises(ValueError, match=r"(?s)up: .*multiplies.*high_precision"):
+    with pytest.raises(ValueError, match=r"up: .*multiplies"):
         load(model, folder, "float8")
     assert_unchanged(model, before)
     load(model, folder)

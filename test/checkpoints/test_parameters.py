@@ -12,9 +12,9 @@ from fresh import facts_of
 from torch import nn
 
 from float8 import Float8Tensor
-from float8.checkpoints import parameters
+from float8.checkpoints import loading as parameters
+from float8.checkpoints.loading import materialise, write
 from float8.checkpoints.names import Slot
-from float8.checkpoints.parameters import materialise, write
 
 E, A, B = 3, 10, 7
 SLOTS = {
