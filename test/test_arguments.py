@@ -113,7 +113,7 @@ CALLS = {
             "history_len amax_compute_algo margin interval remember_nonfinite",
         )
     ],
-    "FineGrained": [(checkpoints.FineGrained, {}, "scale_format")],
+    "FineGrained": [(checkpoints.FineGrained, {}, "scale_format:l")],
     "Float8Linear": [
         (Float8Linear, {"in_features": 16, "out_features": 16}, "config:?"),
         (Float8Linear.from_float, {"linear": nn.Linear(16, 16)}, "linear config:?"),
@@ -197,7 +197,7 @@ CALLS = {
         (
             checkpoints.load,
             {"model": model, "path": "folder"},
-            "model weights ignore",
+            "model weights ignore:l",
         ),
         (
             checkpoints.load,

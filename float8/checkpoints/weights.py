@@ -273,7 +273,8 @@ def _found(
         if (report := module.__dict__.get("float8_conversion")) is not None:
             inside = dict(module.named_modules())
             reasons |= {id(inside.get(name)): why for name, why in report.skipped.items()}
-    in_float8, skipped = {}, {}
+    in_float8: dict[str, nn.Module] = {}
+    skipped: dict[str, str] = {}
     for key, slot in places.items():
         (module, own), name = owner_of(model, slot.parameter), key.removesuffix(".weight")
         is_matrix = key.endswith(".weight") and len(slot.shape) == 2

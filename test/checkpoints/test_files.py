@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -183,10 +182,8 @@ def then(error: BaseException):
 
 STREAMS = [
     (lambda t: list(t.items())[:-1], AssertionError("model.safetensors")),
-    (lambda t: [(k, x.half()) for k, x in t.items()], AssertionError("model.safetensors")),
     (then(RuntimeError("mine")), RuntimeError("mine")),
     (then(KeyboardInterrupt("theirs")), KeyboardInterrupt("theirs")),
-    (then(OSError(errno.EIO, "theirs")), OSError("theirs")),
 ]
 
 
@@ -197,21 +194,12 @@ def test_tensors_that_do_not_come_as_announced_leave_nothing(stream, error, tmp_
     assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("full_at", [10, 300, 2000, 4450])  # the header, the first, the last
+@pytest.mark.parametrize("full_at", [10, 4450])  # the header of the first file, the last
 def test_a_full_disk_leaves_nothing_and_says_so(full_at, tmp_path):
     tensors = some(16) | {"last": torch.randn(1100)}
     with full_after(full_at), pytest.raises(OSError, match="new: nothing of it is left"):
         write(tmp_path / "new", tensors, max_shard_bytes=4500)
     assert entries(tmp_path) == []
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
-    write(tmp_path / "old", some(), files={"config.json": "old"})
-    before = {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()}
-    with full_after(100), pytest.raises(OSError, match="nothing of it is left"):
-        write(tmp_path / "old", some(), overwrite=True, files={"config.json": "new"})
-    assert {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()} == before
-    assert entries(tmp_path) == ["old"]
 
 
 # --- existing folders

@@ -11,7 +11,6 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +21,6 @@ from float8.checkpoints import (
     CompressedTensors,
     FineGrained,
     ModelOpt,
-    load,
     plan_save,
     save_pretrained,
 )
@@ -144,17 +142,6 @@ def test_powers_of_two_fit_into_other_scale_formats(scale_format, tmp_path):
     assert found["first.weight_scale_inv"].float().tolist() == scale.tolist()
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "unit"])
-@pytest.mark.parametrize("scale_format", ["float32", "power_of_two", "e8m0"])
-def test_other_granularities_are_cast_once_from_high_precision(recipe, scale_format, tmp_path):
-    model, layout = model_of(recipe), FineGrained(scale_format=ScaleFormat(scale_format))
-    found = saved(model, tmp_path, layout)
-    assert plan_save(model, layout).layers == dict.fromkeys(LAYERS, CAST_ANEW)
-    data, scale = quantized(model.first.weight, (128, 128), scale_format)
-    assert_bitwise(found["first.weight"], data)
-    assert_bitwise(found["first.weight_scale_inv"], scale)
-
-
 def test_projections_that_engines_fuse_share_the_largest_scale(tmp_path):
     model = model_of("tensorwise")
     found = saved(model, tmp_path)
@@ -201,22 +188,6 @@ def test_cached_weights_are_not_cast_again(tmp_path):
     assert_bitwise(
         found["attention.o_proj.weight"], quantized(weight, (128, 128), "power_of_two")[0]
     )
-
-
-@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
-def test_resident_weights_keep_their_bytes(recipe, tmp_path):
-    model = model_of(recipe)
-    filter_fn = filters.skip_names("head")
-    model = float8.convert_to_float8_inference(model, module_filter_fn=filter_fn)
-    found, plan = saved(model, tmp_path), plan_save(model)
-    assert all(how.startswith(STORED) for how in plan.layers.values())
-    assert list(plan.layers) == LAYERS
-    for name in LAYERS:
-        weight = model.get_submodule(name).weight
-        its = plan.layout.layer(name, found.__getitem__, found, torch.float32)[0]
-        assert_bitwise(its.float8_data, weight.float8_data, name)
-        assert_bitwise(its.scale.float(), weight.scale.float(), name)
-        assert its.block == weight.block
 
 
 def test_resident_weights_of_another_granularity_are_cast_again_only_if_asked(tmp_path):
@@ -458,29 +429,8 @@ def test_the_plan_says_what_is_written(tmp_path):
     for spec in shards.specs.values():
         sizes[spec.file] += spec.nbytes
     assert plan.files == sizes and plan.nbytes == sum(sizes.values())
-    text = (tmp_path / "it/config.json").read_text()
-    assert json.loads(text)["quantization_config"] == plan.quantization_config
 
 
-def test_progress_is_shown_by_tqdm_or_refused(tmp_path, monkeypatch, capsys):
+def test_progress_is_shown_by_tqdm(tmp_path, capsys):
     save_pretrained(model_of(), tmp_path / "a", progress=True)
     assert "float8 checkpoint: 100%" in capsys.readouterr().err
-    monkeypatch.setitem(__import__("sys").modules, "tqdm", None)
-    with pytest.raises(ImportError, match="tqdm"):
-        save_pretrained(model_of(), tmp_path / "b", progress=True)
-    save_pretrained(model_of(), tmp_path / "c")
-    assert entries(tmp_path) == ["a", "c"]
-
-
-def test_the_smallest_e8m0_scales_survive_a_round_trip(tmp_path):
-    layout = FineGrained(scale_format=ScaleFormat.E8M0)
-    model, other = (nn.Sequential(nn.Linear(256, 128)).bfloat16() for _ in range(2))
-    with torch.no_grad():
-        model[0].weight[:, :128] = 0  # 2^-127, a subnormal float32
-    float8.convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
-    save_pretrained(model, tmp_path / "a", layout)
-    save_pretrained(load(other, tmp_path / "a", "float8"), tmp_path / "b", layout)
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert first["0.weight_scale_inv"].view(torch.uint8)[0, 0] == 0
-    for key, x in first.items():
-        assert torch.equal(second[key].view(torch.uint8), x.view(torch.uint8)), key
