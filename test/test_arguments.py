@@ -113,7 +113,6 @@ CALLS = {
             "history_len amax_compute_algo margin interval remember_nonfinite",
         )
     ],
-    "FineGrained": [(checkpoints.FineGrained, {}, "scale_format:l")],
     "Float8Linear": [
         (Float8Linear, {"in_features": 16, "out_features": 16}, "config:?"),
         (Float8Linear.from_float, {"linear": nn.Linear(16, 16)}, "linear config:?"),
@@ -238,7 +237,7 @@ NO_CALLS = {
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
-    *("Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
+    *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
 }
 
 

@@ -49,10 +49,12 @@ FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 # Which scales of a training cast a layout's scale format can hold, exactly.
+_IN_BYTES = (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO)
 _HOLDS = {
     ScaleFormat.FLOAT32: (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO),
     ScaleFormat.POWER_OF_TWO: (ScaleFormat.POWER_OF_TWO,),
-    ScaleFormat.E8M0: (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO),
+    ScaleFormat.E8M0: _IN_BYTES,
+    ScaleFormat.E8M0_FLOOR: _IN_BYTES,
 }
 
 
@@ -66,7 +68,7 @@ class StoredLayer:
         layout: how it is stored.
         input_scale: the static scale of its input, or None.
         how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
-        scale_format: which numbers the scales of its cast are; of no use to a stored weight.
+        scale_format: which numbers its scales are.
         known: the scale of a static or delayed cast; None computes it.
         cached: the stored weight of a cache; None where the weight itself is in float8.
     """
@@ -87,17 +89,6 @@ class StoredLayer:
         return {
             self.name + suffix: Spec(dtypes[0], shapes[0]) for suffix, (dtypes, shapes) in parts
         }
-
-    def has_powers_of_two(self, weight: Tensor) -> bool:
-        """Whether all scales are powers of two; ``weight`` is (N, K), or the stack that has it."""
-        if self.how != STORED:
-            return self.scale_format is not ScaleFormat.FLOAT32
-        return powers_of_two(self._float8(weight).scale)
-
-    def _float8(self, weight: Tensor) -> Float8Tensor:
-        found = weight if self.cached is None else self.cached
-        assert isinstance(found, Float8Tensor)
-        return found
 
     def fused_with(self, layers: Mapping[str, StoredLayer]) -> list[StoredLayer]:
         """The layers that engines fuse to one scale with this one, itself among them, or none."""
@@ -134,7 +125,8 @@ class StoredLayer:
         scales that no layout stores, as with a NaN in the weight.
         """
         if self.how == STORED:
-            found = self._float8(weight)
+            found = weight if self.cached is None else self.cached
+            assert isinstance(found, Float8Tensor)
         else:
             plain = weight.dequantize(torch.float32) if is_resident(weight) else weight
             scale = self.known if scale is None else scale
@@ -181,7 +173,10 @@ def stored_layer(
         )
     reason = layout.fit(stored) if stored is not None else ""
     if isinstance(reason, Float8Tensor):
-        return replace(anew, how=STORED, cached=None if stored is weight else stored)
+        powers = powers_of_two(reason.scale)
+        scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
+        cached = None if stored is weight else stored
+        return replace(anew, how=STORED, scale_format=scales, cached=cached)
     if stored is weight:
         way_out = (
             ". It has no copy in high precision: take a layout that stores it, or recast=True to "

@@ -65,6 +65,7 @@ _READABLE = {
     ScaleFormat.FLOAT32: (*_FLOATS, torch.float8_e8m0fnu),
     ScaleFormat.POWER_OF_TWO: (*_FLOATS, *_BYTES),
     ScaleFormat.E8M0: _BYTES,
+    ScaleFormat.E8M0_FLOOR: _BYTES,
 }
 _ONE_ELEMENT: tuple[Shape, ...] = ((), (1,), (1, 1))
 MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
@@ -287,9 +288,6 @@ class FineGrained(Layout):
     def __post_init__(self) -> None:
         rows, columns = self.block
         Blockwise(rows, columns)  # checks both
-        if self.scale_format not in _READABLE:
-            known = ", ".join(map(str, _READABLE))
-            raise ValueError(f"scale_format must be one of {known}, got {self.scale_format!r}")
         object.__setattr__(self, "block", (rows, columns))
 
     @property

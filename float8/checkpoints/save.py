@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8 import kernels
 from float8.arguments import check_bool, check_module
-from float8.checkpoints.files import MAX_SHARD_BYTES, refuses_folder, write_shards
+from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
 from float8.checkpoints.weights import (
     Item,
@@ -142,8 +142,6 @@ def save_pretrained(
     try:
         plan, items = planned(model, layout, input_scales, recast, max_shard_bytes)
         _warn_of_readers(plan, model)
-        if writes and (reason := refuses_folder(Path(folder), overwrite)) is not None:
-            raise FileExistsError(reason)
         check_values(items)
         files = _files_beside(model, plan)
         if progress and writes:

@@ -179,10 +179,8 @@ def planned(
     how = {name: _how(layer, layers, model, places) for name, layer in layers.items()}
     config = layout.quantization_config(how, skipped)
     notes = [read_by(layout, shapes)]
-    if (layout.scale_format, layout.granularity) == (ScaleFormat.FLOAT32, BLOCKS) and not all(
-        layer.has_powers_of_two(tensor_of(model, places[f"{name}.weight"]))
-        for name, layer in layers.items()
-    ):
+    scales = {layer.scale_format for layer in layers.values()}
+    if layout.granularity == BLOCKS and ScaleFormat.FLOAT32 in scales:
         notes.append(
             "not all scales are powers of two: on Blackwell, engines that multiply by UE8M0 scales "
             "cast such weights again, or misread them (SGLang before June 2026; by its source); "

@@ -246,7 +246,6 @@ def test_a_layer_of_another_kind_is_refused_with_the_reason(layout):
     [
         (lambda: CompressedTensors(Blockwise(3, 5)), "granularity must be one of"),
         (lambda: CompressedTensors(BLOCKS, static_inputs=True), "granularity must be one of"),
-        (lambda: FineGrained(scale_format=ScaleFormat.E8M0_FLOOR), "scale_format must be one of"),
     ],
 )
 def test_a_layout_that_no_file_can_have_is_refused(make, says):

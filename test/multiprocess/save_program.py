@@ -172,7 +172,7 @@ def an_existing_folder(rank):
         (folder / "notes").write_text("mine")
     dist.barrier()
     message = raised(lambda: save_pretrained(sharded, folder))
-    assert "rank 0 calls save_pretrained:" in message and "exists and is not empty" in message
+    assert "rank 0 has saved:" in message and "exists and is not empty" in message
     assert entries(folder) == {"notes": b"mine"}
     save_pretrained(sharded, folder, overwrite=True)
     assert entries(folder).keys() >= {"notes", "model.safetensors", "config.json"}
