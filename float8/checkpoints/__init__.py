@@ -20,14 +20,15 @@ extra ``checkpoints``.
 
 ``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a layer is stored), ``source.py``
 (the weights of a checkpoint). A model: ``names.py`` (names and experts as published checkpoints
-have them), ``casts.py`` < ``weights.py`` (what each parameter becomes) < ``save.py``; and
-``source.py``, ``names.py`` < ``loading.py``. Files alone: ``source.py`` < ``inspection.py``, and
-``source.py``, ``casts.py`` < ``rewriting.py``; both < ``__main__.py``.
+have them), ``casts.py`` < ``plan.py`` (what will be written) < ``weights.py`` (what each parameter
+becomes) < ``save.py``; and ``source.py``, ``names.py`` < ``loading.py``. Files alone: ``source.py``
+< ``inspection.py``, and ``source.py``, ``plan.py`` < ``rewriting.py``; both < ``__main__.py``.
 """
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.save import SavePlan, plan_save, save_pretrained, weight_updates
+from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
     "CompressedTensors",

@@ -29,7 +29,7 @@ from float8.checkpoints.inspection import (
     is_within,
 )
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
-from float8.checkpoints.rewriting import SKIP, plan_rewriting
+from float8.checkpoints.rewriting import SKIP, Rewriting
 from float8.checkpoints.source import Source
 from float8.formats import ScaleFormat
 from float8.granularity import Rowwise, Tensorwise
@@ -69,12 +69,13 @@ def compare(options: argparse.Namespace) -> Result:
 
 def convert(options: argparse.Namespace) -> Result:
     """Write a checkpoint in another layout, or in high precision."""
-    plan = plan_rewriting(Source(options.path), TARGETS[options.layout], options.skip)
+    source, target = Source(options.path), TARGETS[options.layout]
+    found = Rewriting(source, target, options.skip, options.max_shard_size)
     end = "nothing was written"
     if not options.dry_run:
-        plan.write(options.out, options.max_shard_size, options.overwrite)
+        found.write(options.out, options.overwrite)
         end = f"written to {options.out}"
-    return 0, f"{plan}\n{end}", plan.report()
+    return 0, f"{found.plan}\n\n{end}", found.report()
 
 
 def parser() -> argparse.ArgumentParser:

@@ -144,7 +144,7 @@ class StoredLayer:
 def stored_layer(
     name: str,
     shape: tuple[int, ...],
-    weight: Tensor,
+    weight: Tensor | None,
     layout: Layout,
     input_scale: Tensor | None,
     module: nn.Module | None,
@@ -152,14 +152,14 @@ def stored_layer(
 ) -> StoredLayer | str:
     """How a layer is stored, or the reason why the layout cannot store it.
 
-    Only scales of ``weight`` are read; it is (N, K), or the stack that has it. ``module`` is a
-    `Float8Linear`, or experts in float8; None of a file alone. ``recast`` allows casting a float8
-    weight of another granularity again.
+    Only scales of ``weight`` are read; it is (N, K), or the stack that has it; None of a file in
+    high precision. ``module`` is a `Float8Linear`, or experts in float8; None of a file.
+    ``recast`` allows casting a float8 weight of another granularity again.
     """
     anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
     linear = module if isinstance(module, Float8Linear) else None
     stored: Float8Tensor | None = None
-    if is_resident(weight):
+    if weight is not None and is_resident(weight):
         stored = weight
     elif linear is not None and weight is linear.weight:
         stored = cached_tensor(linear)
@@ -177,7 +177,7 @@ def stored_layer(
         scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
         cached = None if stored is weight else stored
         return replace(anew, how=STORED, scale_format=scales, cached=cached)
-    if stored is weight:
+    if stored is not None and stored is weight:
         way_out = (
             ". It has no copy in high precision: take a layout that stores it, or recast=True to "
             "dequantise it and cast again, which rounds twice"

@@ -34,9 +34,9 @@ from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
+from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.weights import (
     Item,
-    SavePlan,
     check_values,
     planned,
     transformers_config,

@@ -18,11 +18,10 @@ layer's name; the constant of a static cast; or the scale in use of a delayed on
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from textwrap import fill
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.casts import CAST_ANEW, STORED, TRAINING_CAST, StoredLayer, stored_layer
-from float8.checkpoints.files import MAX_SHARD_BYTES, Spec, in_files, kind_of, kinds_of, table
+from float8.checkpoints.files import MAX_SHARD_BYTES, Spec, kinds_of
 from float8.checkpoints.layouts import (
     BLOCKS,
     LAYOUTS,
@@ -42,10 +41,10 @@ from float8.checkpoints.layouts import (
     Layout,
     ModelOpt,
     Shapes,
-    read_by,
     transformers_refuses,
 )
 from float8.checkpoints.names import Slot, inside_of, owner_of, published, tensor_of, walk
+from float8.checkpoints.plan import SavePlan, plan_of
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
@@ -69,59 +68,6 @@ class Item:
     source: Tensor
     specs: dict[str, Spec]
     read: Callable[[], Iterator[tuple[str, Tensor]]]
-
-
-@dataclass(frozen=True)
-class SavePlan:
-    """What a checkpoint will have. ``print(plan)`` shows it as a table.
-
-    Layers whose names differ in numbers alone share a line of the table.
-
-    Attributes:
-        layout: how layers in float8 are stored.
-        layers: the layers in float8, as files name them -> how their weights are cast.
-        skipped: the linear layers that stay in high precision -> why.
-        tensors: key -> dtype, shape and file of every tensor.
-        files: file -> bytes of its tensors.
-        quantization_config: what ``config.json`` says to readers.
-        notes: which libraries read it, and what they do with it.
-    """
-
-    layout: Layout
-    layers: dict[str, str]
-    skipped: dict[str, str]
-    tensors: dict[str, Spec]
-    files: dict[str, int]
-    quantization_config: dict[str, Any]
-    notes: list[str]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all tensors."""
-        return sum(self.files.values())
-
-    def __str__(self) -> str:
-        sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
-        lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)  # -> bytes
-        for name, how in self.layers.items():
-            shape = "x".join(map(str, self.tensors[f"{name}.weight"].shape))
-            keys = [f"{name}{suffix}" for suffix in (".weight", *self.layout.suffixes)]
-            lines[kind_of(name), shape, how].append(sum(sizes.pop(key) for key in keys))
-        for key, nbytes in sizes.items():
-            dtype = str(self.tensors[key].dtype).removeprefix("torch.")
-            lines[f"other tensors, {dtype}", "", "as they are"].append(nbytes)
-        rows = [[a, len(n), b, f"{sum(n) / 1e6:,.2f}", c] for (a, b, c), n in lines.items()]
-        files = f"{len(self.files)} file{'s' * (len(self.files) > 1)}"
-        parts = [
-            f"{self.layout!r}\n{len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in "
-            + files,
-            table(["layers", "count", "weight", "MB", "float8 by"], rows, "lrrrl"),
-        ]
-        if self.skipped:
-            kinds = Counter((kind_of(name), why) for name, why in self.skipped.items())
-            left = [[name, count, fill(why, 60)] for (name, why), count in kinds.items()]
-            parts.append(table(["in high precision", "count", "why"], left, "lrl"))
-        return "\n\n".join([*parts, "\n".join(fill(note, 100) for note in self.notes)])
 
 
 def planned(
@@ -172,21 +118,8 @@ def planned(
     amax = partial(_amax, model, places)
     items = [_item(model, its, layers, amax) for its in slots.values()]
     specs = {key: spec for item in items for key, spec in item.specs.items()}
-    tensors = in_files(specs, max_shard_bytes)
-    files: dict[str, int] = defaultdict(int)
-    for spec in tensors.values():
-        files[spec.file] += spec.nbytes
     how = {name: _how(layer, layers, model, places) for name, layer in layers.items()}
-    config = layout.quantization_config(how, skipped)
-    notes = [read_by(layout, shapes)]
-    scales = {layer.scale_format for layer in layers.values()}
-    if layout.granularity == BLOCKS and ScaleFormat.FLOAT32 in scales:
-        notes.append(
-            "not all scales are powers of two: on Blackwell, engines that multiply by UE8M0 scales "
-            "cast such weights again, or misread them (SGLang before June 2026; by its source); "
-            "take FineGrained(scale_format=ScaleFormat.POWER_OF_TWO)"
-        )
-    return SavePlan(layout, how, skipped, tensors, dict(files), config, notes), items
+    return plan_of(layout, layers, how, skipped, specs, max_shard_bytes), items
 
 
 def _unfit_scales(
