@@ -64,36 +64,37 @@ class Rewriting:
         max_shard_bytes: float,
     ) -> None:
         self.source, self.target = source, target
-        layout = target if isinstance(target, Layout) else None
         self.layers: dict[str, StoredLayer] = {}
         self._make: list[Callable[[], Mapping[str, Tensor]]] = []
+        layout = target if isinstance(target, Layout) else None
         names = _float8_names(source, target, skip)
-        skipped, problems, specs = {}, [], {}
+        skipped: dict[str, str] = {}
+        specs: dict[str, Spec] = {}
+        problems = []
         for key, spec in source.weights.items():
             name = key.removesuffix(WEIGHT)
-            if layout is None or not key.endswith(WEIGHT) or name not in names:
+            if layout is not None and key.endswith(WEIGHT) and name in names:
+                weight, scale = None, None
+                if name in source.layers:
+                    weight, scale = source.layer(name, torch.float32)
+                scale = scale if layout.static_inputs else None
+                layer = stored_layer(name, spec.shape, weight, layout, scale, None, recast=True)
+                if isinstance(layer, str):
+                    problems.append(f"{name}: {layer}")
+                    continue
+                self.layers[name], make = layer, partial(self._cast, layer)
+                specs |= layer.specs
+            else:
                 is_plain = spec.dtype in HIGH_PRECISION_DTYPES or spec.dtype in FORMATS
                 dtype = target if isinstance(target, torch.dtype) and is_plain else spec.dtype
-                specs[key] = Spec(dtype, spec.shape)
-                self._make.append(partial(self._copy, key, dtype))
+                specs[key], make = Spec(dtype, spec.shape), partial(self._copy, key, dtype)
                 if key.endswith(WEIGHT) and len(spec.shape) == 2 and layout is not None:
                     skipped[name] = _IN_SOURCE if source.layers else _SKIPPED
-                continue
-            weight, scale = (
-                source.layer(name, torch.float32) if name in source.layers else (None, None)
-            )
-            scale = scale if layout.static_inputs else None
-            layer = stored_layer(name, spec.shape, weight, layout, scale, None, recast=True)
-            if isinstance(layer, str):
-                problems.append(f"{name}: {layer}")
-                continue
-            self.layers[name] = layer
-            specs |= layer.specs
-            self._make.append(partial(self._cast, layer))
+            self._make.append(make)
         if problems:
             raise ValueError(told(f"{source.path} cannot be stored as {target}", problems))
-        if layout is not None and "lm_head.weight" not in specs:  # tied to the embedding
-            skipped["lm_head"] = _IN_SOURCE
+        if layout is not None and "lm_head.weight" not in specs:
+            skipped["lm_head"] = "it has the weight of the embedding, if there is one"
         how = {name: layer.how for name, layer in self.layers.items()}
         self.plan = plan_of(layout, self.layers, how, skipped, specs, max_shard_bytes)
         again = [*how.values()].count(RECAST)

@@ -72,10 +72,11 @@ def plan_save(
 
 
 def _warn_of_readers(plan: SavePlan, model: nn.Module) -> None:
-    if plan.layout.name != "fine_grained" or transformers_config(model) is None:
+    layout, config = plan.layout, transformers_config(model)
+    if layout is None or layout.name != "fine_grained" or config is None:
         return
     shapes = {name: plan.tensors[f"{name}.weight"].shape for name in plan.layers}
-    if (reason := transformers_refuses(plan.layout, shapes)) is not None:
+    if (reason := transformers_refuses(layout, shapes)) is not None:
         warnings.warn(
             f"{TRANSFORMERS} misreads this checkpoint: {reason}. It reads "
             "CompressedTensors(Rowwise()) in all sizes",
@@ -179,6 +180,7 @@ def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
     The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
     ``quantization_config`` added. Of any other model the file has that entry alone.
     """
+    assert plan.layout is not None
     others = plan.layout.other_files(plan.quantization_config)
     others["config.json"] = {"quantization_config": plan.quantization_config}
     files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}

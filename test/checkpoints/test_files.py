@@ -56,10 +56,8 @@ def test_shared_memory_other_strides_and_lazy_signs_are_written_as_values(tmp_pa
     tensors = {
         "transposed": x.t(),
         "rows": x[:3],
-        "sliced": x[1::2, ::3],
-        "expanded": x[:1].expand(5, 10),
+        "expanded": x[1::2, ::3][:1].expand(5, 4),
         "parameter": torch.nn.Parameter(x[2]),
-        "conjugate": z.conj(),
         "negative": z.conj().imag,
         "float8": x.to(torch.float8_e4m3fn).t(),
     }
@@ -143,15 +141,10 @@ def damaged(change):
 DAMAGED = r"model\.safetensors: it is damaged or no \.safetensors file"
 UNREADABLE = [
     (damaged(lambda data: data[:-3]), DAMAGED),
-    (damaged(lambda data: data[:20]), DAMAGED),
     (damaged(lambda data: b""), DAMAGED),
-    (damaged(lambda data: data + b"0"), DAMAGED),
-    (damaged(lambda data: b"PK\x03\x04" + b"x" * 100), DAMAGED),
-    (damaged(lambda data: data.replace(b"F32", b"F99")), DAMAGED),
     (without_a_shard, r"model-00002-of"),
     (twice, r"a.safetensors and b.safetensors both have x"),
     (ambiguous, "both have a; give the path of one"),
-    (lambda folder: None, r"it has no .safetensors file, and pickled"),
     (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
 ]
 
@@ -162,11 +155,6 @@ def test_a_folder_that_cannot_be_read_as_a_whole_is_refused(make, message, tmp_p
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         Shards(tmp_path)
     assert str(tmp_path) in str(error.value)
-
-
-def test_paths_that_are_not_there_are_named():
-    with pytest.raises(FileNotFoundError, match=r"a/b: there is no such .*snapshot_download"):
-        Shards("a/b")
 
 
 # --- errors while writing

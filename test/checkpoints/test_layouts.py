@@ -289,12 +289,8 @@ CONFIGS = [
     (FINE | {"fmt": "e5m2"}, "'fmt': 'e5m2'"),
     (FINE | {"scale_fmt": "float16"}, "'scale_fmt': 'float16'"),
     (FINE | {"weight_block_size": None}, "weight_block_size"),
-    (FINE | {"weight_block_size": [128]}, "weight_block_size"),
     (FINE | {"weight_block_size": ["128", 128]}, "weight_block_size"),
-    (FINE | {"quant_method": "bitsandbytes"}, "bitsandbytes"),
     (with_arguments("weights", num_bits=4), "'num_bits': 4"),
-    (with_arguments("weights", type="int"), "'type': 'int'"),
-    (with_arguments("weights", symmetric=False), "'symmetric': False"),
     (with_arguments("weights", dynamic=True), "config_groups"),
     (with_arguments("input_activations", strategy="tensor"), "one scheme of 8 bit"),
     (with_groups(), "one scheme of 8 bit"),
@@ -319,16 +315,11 @@ def skipped_of(config: dict) -> list[str]:
     return config.get("modules_to_not_convert", config.get("ignore"))
 
 
-# Readers of fine_grained go by the end and the beginning of names (transformers), those of modelopt
-# by any part (vLLM), those of compressed_tensors by whole names.
+# Readers of modelopt go by any part of names (vLLM), those of compressed_tensors by whole names; of
+# fine_grained see test_layouts_readers.py.
 @pytest.mark.parametrize(
     ("layout", "layer", "name", "is_misread"),
     [
-        ("fine_grained", "model.q_proj", "q_proj", True),
-        ("fine_grained", "model.mlp.up", "model.mlp", True),
-        ("fine_grained", "a", "a", True),
-        ("fine_grained", "layers.0.mlp.gate_proj", "layers.0.mlp.gate", False),
-        ("fine_grained", "layers.11.up", "layers.1.up", False),
         ("modelopt", "layers.0.mlp.gate_proj", "layers.0.mlp.gate", True),
         ("modelopt", "lm_head_2", "lm_head", True),
         ("modelopt", "a", "a", True),

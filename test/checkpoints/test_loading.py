@@ -426,22 +426,16 @@ def test_models_that_do_not_fit_the_mode_are_refused(stored):
 def test_a_checkpoint_or_model_without_layers_to_convert_is_refused(stored, tmp_path):
     state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
     folder = write(tmp_path, state, config=None)
-    model = Block(seed=2)
+    other, model = Block(seed=2), Block(seed=2)
+    other.up.__class__ = other.down.__class__ = type("Other", (nn.Linear,), {})
     before = bits_of(model)
-    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
+    for weights, config in (("float8", None), ("training", config_of("delayed"))):
         with pytest.raises(ValueError, match=r"the checkpoint has no weight in float8"):
-            load(model, folder, weights, **options)
+            load(model, folder, weights, config=config)
         assert_unchanged(model, before)
-
-    class Other(nn.Linear):
-        pass
-
-    model.up.__class__, model.down.__class__ = Other, Other
-    for weights, options in (("float8", {}), ("training", {"config": config_of("delayed")})):
         with pytest.raises(ValueError, match=r"(?s)no layer .* up: its type is Other, not nn\.Lin"):
-            load(model, stored[1], weights, **options)
-        assert_unchanged(model, before)
-    load(model, stored[1])
+            load(other, stored[1], weights, config=config)
+        assert_unchanged(other, before)
 
 
 def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path):
