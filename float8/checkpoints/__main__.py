@@ -16,18 +16,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from float8.checkpoints import inspection
 from float8.checkpoints.files import MAX_SHARD_BYTES
-from float8.checkpoints.inspection import (
-    Report,
-    compare_checkpoints,
-    comparison_text,
-    inspect_checkpoint,
-    inspection_text,
-    is_within,
-)
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
 from float8.checkpoints.rewriting import SKIP, Rewriting
 from float8.checkpoints.source import Source
@@ -47,7 +41,7 @@ TARGETS: dict[str, Layout | torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-Result = tuple[int, str, Report]  # the exit status, what is printed, and as JSON
+Result = tuple[int, str, dict[str, Any]]  # the exit status, what is printed, and as JSON
 
 
 def size(text: str) -> float:
@@ -57,14 +51,15 @@ def size(text: str) -> float:
 
 def inspect(options: argparse.Namespace) -> Result:
     """What a checkpoint holds, and what is wrong with it."""
-    found = inspect_checkpoint(options.path, data=options.data)
-    return int(bool(found["problems"])), inspection_text(found), found
+    found = inspection.inspect_checkpoint(options.path, data=options.data)
+    return int(bool(found["problems"])), inspection.inspection_text(found), found
 
 
 def compare(options: argparse.Namespace) -> Result:
     """How far the weights of B are from those of A, by value."""
-    found = compare_checkpoints(options.a, options.b)
-    return int(not is_within(found, options.at_least)), comparison_text(found, options.top), found
+    found = inspection.compare_checkpoints(options.a, options.b)
+    status = int(not inspection.is_within(found, options.at_least))
+    return status, inspection.comparison_text(found, options.top), found
 
 
 def convert(options: argparse.Namespace) -> Result:

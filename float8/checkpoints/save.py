@@ -22,7 +22,6 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,6 @@ def save_pretrained(
     recast: bool = False,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> SavePlan:
     """Write a model as a float8 checkpoint that other libraries load.
 
@@ -120,7 +118,6 @@ def save_pretrained(
             much memory is needed beside the model.
         overwrite: replace the checkpoint in an existing folder once the new one is complete. Files
             of other names stay.
-        progress: show a bar, by tqdm.
 
     Returns:
         what was written.
@@ -132,23 +129,17 @@ def save_pretrained(
         FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False; or it
             cannot be replaced, as the current folder and mount points.
         OSError: the disk is full, or cannot be written to; the folder is as it was before.
-        ImportError: ``progress`` is True and tqdm is missing.
         RuntimeError: of a sharded model, on every rank: the error of any rank.
     """
     check_bool(overwrite, "save_pretrained: overwrite")
     ranks, groups = sharing(model)
     writes = not ranks or dist.get_rank() == ranks[0]
     plan, error = None, None
-    bar: Any = nullcontext()
     try:
         plan, items = planned(model, layout, input_scales, recast, max_shard_bytes)
         _warn_of_readers(plan, model)
         check_values(items)
         files = _files_beside(model, plan)
-        if progress and writes:
-            from tqdm import tqdm
-
-            bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="float8 checkpoint")
     except Exception as caught:
         error = caught
     agree(groups, "calls save_pretrained", error, plan)
@@ -156,9 +147,8 @@ def save_pretrained(
     left = iter(items)
     try:
         if writes:
-            with bar as shown:
-                tensors = _tensors(left, shown)
-                write_shards(folder, plan.tensors, tensors, files=files, overwrite=overwrite)
+            tensors = _tensors(left)
+            write_shards(folder, plan.tensors, tensors, files=files, overwrite=overwrite)
     except Exception as caught:
         error = caught
     for item in left:  # all of them, or those after an error
@@ -167,11 +157,9 @@ def save_pretrained(
     return plan
 
 
-def _tensors(items: Iterator[Item], bar: Any = None) -> Iterator[tuple[str, Tensor]]:
+def _tensors(items: Iterator[Item]) -> Iterator[tuple[str, Tensor]]:
     for item in items:
         yield from item.read()
-        if bar is not None:
-            bar.update(sum(spec.nbytes for spec in item.specs.values()))
 
 
 def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:

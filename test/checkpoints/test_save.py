@@ -420,8 +420,3 @@ def test_the_plan_says_what_is_written(tmp_path):
     for spec in shards.specs.values():
         sizes[spec.file] += spec.nbytes
     assert plan.files == sizes and plan.nbytes == sum(sizes.values())
-
-
-def test_progress_is_shown_by_tqdm(tmp_path, capsys):
-    save_pretrained(model_of(), tmp_path / "a", progress=True)
-    assert "float8 checkpoint: 100%" in capsys.readouterr().err
