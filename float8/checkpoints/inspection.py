@@ -35,6 +35,7 @@ from float8.kernels.sqnr import decibels, power
 from float8.tensor import Float8Tensor
 
 _CODES = {"nan": 0x7F, "saturated": 0x7E, "zero": 0}  # magnitudes in E4M3
+_MISSING = "missing"
 _MEASURED = ("smallest_scale", "largest_scale", *_CODES)
 
 
@@ -174,57 +175,43 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Report:
     config.
 
     Returns:
-        the paths ``a`` and ``b``; the ``weights`` that both have, the worst first, each with its
-        ``key``, how ``a`` and ``b`` store it, whether all values are ``equal``, and the ``sqnr`` of
-        B's values against A's in dB. That is None for equal weights, and where one is NaN or
-        infinite and the other is not: JSON has no infinities. ``only_a`` and ``only_b`` are the
-        keys that the other lacks, and ``other_shapes`` has key -> both shapes, of weights that
-        cannot be compared.
+        the paths ``a`` and ``b``; and the ``weights``, the worst first, each with its ``key``, how
+        ``a`` and ``b`` store it, whether all values are ``equal``, and the ``sqnr`` of B's values
+        against A's in dB. That is None for equal weights, and where one is missing, of another
+        shape, or NaN or infinite where the other is not: JSON has no infinities.
     """
     first, second = Source(a), Source(b)
-    weights, other_shapes = [], {}
-    for key in sorted(first.weights.keys() & second.weights.keys()):
-        shapes = first.weights[key].shape, second.weights[key].shape
-        if shapes[0] != shapes[1]:
-            other_shapes[key] = shapes
-            continue
-        x, y = first.read(key, torch.float32), second.read(key, torch.float32)
-        sqnr = _sqnr(_values(x), _values(y))
-        own: Report = {"key": key, "a": _stored(x), "b": _stored(y), "equal": sqnr == math.inf}
+    weights = []
+    for key in sorted(first.weights.keys() | second.weights.keys()):
+        x, y = (s.read(key, torch.float32) if key in s.weights else None for s in (first, second))
+        sqnr, stored = -math.inf, [_stored(x), _stored(y)]
+        if x is not None and y is not None and x.shape == y.shape:
+            sqnr = _sqnr(_values(x), _values(y))
+        elif x is not None and y is not None:
+            stored = [f"{_stored(each)} {tuple(each.shape)}" for each in (x, y)]
+        own: Report = {"key": key, "a": stored[0], "b": stored[1], "equal": sqnr == math.inf}
         weights.append(own | {"sqnr": sqnr if math.isfinite(sqnr) else None})
-    return {
-        "a": str(a),
-        "b": str(b),
-        "weights": sorted(weights, key=lambda weight: (weight["equal"], _of(weight))),
-        "only_a": sorted(first.weights.keys() - second.weights.keys()),
-        "only_b": sorted(second.weights.keys() - first.weights.keys()),
-        "other_shapes": other_shapes,
-    }
+    weights.sort(key=lambda weight: (weight["equal"], _of(weight)))
+    return {"a": str(a), "b": str(b), "weights": weights}
 
 
 def is_within(report: Report, least: float) -> bool:
     """Whether both have the same weights, each with at least this SQNR in dB."""
-    is_same = not (report["only_a"] or report["only_b"] or report["other_shapes"])
-    return is_same and all(w["equal"] or _of(w) >= least for w in report["weights"])
+    return all(w["equal"] or _of(w) >= least for w in report["weights"])
 
 
 def comparison_text(report: Report, top: int) -> str:
-    """The ``top`` worst weights, and what only one of the two has."""
+    """What `compare_checkpoints` returned: the ``top`` worst weights as a table."""
     different = [found for found in report["weights"] if not found["equal"]]
-    count = len(report["weights"])
+    both = [found for found in report["weights"] if _MISSING not in (found["a"], found["b"])]
+    equal = len(report["weights"]) - len(different)
     lines = [f"A = {report['a']}", f"B = {report['b']}"]
-    lines.append(f"{count} weights in both, {count - len(different)} of them with equal values")
+    lines.append(f"{len(both)} weights in both, {equal} of them with equal values")
     if different:
         rows = [[f"{_of(w):.1f}", w["key"], w["a"], w["b"]] for w in different[:top]]
         lines += ["", table(["SQNR dB", "weight", "in A", "in B"], rows, "rlll")]
     if len(different) > top:
         lines.append(f"... and {len(different) - top} more, up to {_of(different[-1]):.1f} dB")
-    shapes = [f"{key}: {a} in A, {b} in B" for key, (a, b) in report["other_shapes"].items()]
-    left = {"only in A": report["only_a"], "only in B": report["only_b"], "of other shapes": shapes}
-    for title, texts in left.items():
-        if texts:
-            more = f", ... ({len(texts)} in all)" if len(texts) > top else ""
-            lines += ["", f"{title}: " + ", ".join(texts[:top]) + more]
     return "\n".join(lines)
 
 
@@ -233,7 +220,9 @@ def _of(weight: Report) -> float:
     return -math.inf if found is None else found
 
 
-def _stored(x: Tensor) -> str:
+def _stored(x: Tensor | None) -> str:
+    if x is None:
+        return _MISSING
     return f"float8 by {block_name(x.block)}" if isinstance(x, Float8Tensor) else _text(x.dtype)
 
 

@@ -27,6 +27,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -83,17 +84,9 @@ def published(model: nn.Module) -> dict[str, Slot]:
     return {key: replace(slot, parameter=names[slot.parameter]) for key, slot in slots}
 
 
-def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has a parameter or buffer, and the name that it has there."""
-    prefix, _, own = name.rpartition(".")
-    return model.get_submodule(prefix), own
-
-
 def tensor_of(model: nn.Module, slot: Slot) -> Tensor:
     """The parameter or buffer of a slot."""
-    module, own = owner_of(model, slot.parameter)
-    found = module._parameters.get(own, module._buffers.get(own))
-    assert found is not None, slot
+    found: Tensor = attrgetter(slot.parameter)(model)
     return found
 
 

@@ -43,7 +43,7 @@ from float8.checkpoints.layouts import (
     Shapes,
     transformers_refuses,
 )
-from float8.checkpoints.names import Slot, inside_of, owner_of, published, tensor_of, walk
+from float8.checkpoints.names import Slot, inside_of, published, tensor_of, walk
 from float8.checkpoints.plan import SavePlan, plan_of
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
@@ -207,7 +207,8 @@ def _found(
     in_float8: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     for key, slot in places.items():
-        (module, own), name = owner_of(model, slot.parameter), key.removesuffix(".weight")
+        parent, _, own = slot.parameter.rpartition(".")
+        module, name = model.get_submodule(parent), key.removesuffix(".weight")
         is_matrix = key.endswith(".weight") and len(slot.shape) == 2
         if _multiplies_in_float8(module, own):
             why = [
