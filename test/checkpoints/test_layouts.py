@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 import float8
 from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor
-from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt, load, save_pretrained
+from float8.checkpoints import (
+    CompressedTensors,
+    FineGrained,
+    ModelOpt,
+    load,
+    plan_save,
+    save_pretrained,
+)
 from float8.checkpoints.__main__ import TARGETS, main
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.checkpoints.layouts import Layout, layout_of
@@ -245,6 +252,15 @@ def test_a_layer_of_another_kind_is_refused_with_the_reason(layout):
     ("make", "says"),
     [
         (lambda: CompressedTensors(Blockwise(3, 5)), "granularity must be one of"),
+        (
+            lambda: plan_save(
+                float8.convert_to_float8_training(
+                    model_of((5, 40)), config=Float8LinearConfig(emulate=True)
+                ),
+                LAYOUT_CASES["mx"],
+            ),
+            "up: in_features=40 is not a multiple of 32",
+        ),
         (lambda: CompressedTensors(BLOCKS, static_inputs=True), "granularity must be one of"),
     ],
 )

@@ -105,6 +105,7 @@ OWN_LAYOUTS = {
     "blockwise": (FineGrained(scale_format=ScaleFormat.POWER_OF_TWO), (128, 128), "power_of_two"),
     "rowwise": (CompressedTensors(Rowwise()), (1, WHOLE), "power_of_two"),
     "tensorwise": (CompressedTensors(), (WHOLE, WHOLE), "float32"),
+    "unit": (CompressedTensors(static_inputs=True), (WHOLE, WHOLE), None),  # scale 1
 }
 
 
@@ -117,13 +118,16 @@ def test_a_recipe_has_its_layout_and_the_bits_of_its_cast(recipe, dtype, tmp_pat
     plan = plan_save(model)
     assert plan.layout == layout and list(plan.layers) == LAYERS
     for name in LAYERS:
-        is_fused = recipe == "tensorwise" and name[-6:] in ("q_proj", "k_proj", "v_proj")
+        is_fused = layout.block == (WHOLE, WHOLE) and name[-6:] in ("q_proj", "k_proj", "v_proj")
         assert plan.layers[name].startswith(CAST_ANEW if is_fused else TRAINING_CAST)
         layer = model.get_submodule(name)
         its = layout.layer(name, found.__getitem__, found, dtype)[0]
         if is_fused:
             continue  # one scale, see below
-        data, scale = quantized(layer.weight, block, scale_format)
+        weight, scale = layer.weight.detach(), torch.ones(1, 1)
+        if scale_format is not None:
+            scale = oracle.scales(weight, block, E4M3.dtype, scale_format)
+        data = oracle.cast(weight, scale, block, E4M3.dtype)
         assert_bitwise(its.float8_data, data, (recipe, name), "data")
         assert_bitwise(its.scale, scale, (recipe, name), "scale")
         trained = layer.cast_weight(layer.weight)
@@ -294,6 +298,9 @@ def test_parts_of_a_model_in_memory_only(tmp_path):
     with torch.device("meta"):
         model = convert(Model(), "blockwise")
     assert plan_save(model) == plan_save(model_of("blockwise"))
+    with torch.device("meta"):
+        resident = float8.convert_to_float8_inference(convert(Model(), "mxfp8"))
+    assert len(plan_save(resident).layers) == len(LAYERS)
     with pytest.raises(ValueError, match=r"embed.weight, .* on the meta device"):
         save_pretrained(model, tmp_path / "it")
     assert entries(tmp_path) == []
