@@ -120,22 +120,18 @@ def test_a_converted_model_loads_and_starts_new_histories(stored, recipe):
 # --- float8
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("dtype", "meta"), [*((d, False) for d in DTYPES), (DTYPES[0], True)])
 def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
     tensors, folder = stored
     with torch.device("meta" if meta else "cpu"):
         model = Block(dtype, seed=2)
     assert load(model, folder, "float8") is model
     for name in LAYERS:
-        layer = model.get_submodule(name)
-        assert isinstance(layer, Float8Linear)
-        assert_bitwise(layer.weight.float8_data, tensors[f"{name}.weight"])
-        assert layer.weight.float8_data.untyped_storage().nbytes() == layer.weight.numel()
-        assert_bitwise(layer.weight.scale, tensors[f"{name}.weight_scale_inv"])
-        assert not layer.weight.requires_grad
+        weight = model.get_submodule(name).weight
+        assert_bitwise(weight.float8_data, tensors[f"{name}.weight"])
+        assert weight.float8_data.untyped_storage().nbytes() == weight.numel()
+        assert not weight.requires_grad
     assert_bitwise(model.up.bias.detach(), tensors["up.bias"].to(dtype))
-    assert type(model.gate) is nn.Linear
     assert model.float8_conversion.converted == list(LAYERS)
     why = "the checkpoint has its weight in high precision"
     assert model.float8_conversion.skipped["gate"] == why

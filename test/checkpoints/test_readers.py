@@ -188,19 +188,3 @@ def test_a_plan_says_that_blackwell_casts_or_misreads_scales_that_are_no_powers_
         for each in (model, float8.convert_to_float8_inference(copy.deepcopy(model))):
             notes = plan_save(each, layout, recast=True).notes
             assert any("Blackwell" in note for note in notes) == is_said, (recipe, layout)
-
-
-def test_scales_of_layers_that_are_left_out_are_ignored(tmp_path):
-    """`calibrate` measures every linear layer, the head too, and saving asks for its scales."""
-    from float8.integrations.transformers import convert as convert_for_the_trainer
-
-    model = convert_for_the_trainer(model_of("llama", tie_word_embeddings=False), "tensorwise")
-    scales = float8.calibrate(model, [{"input_ids": TOKENS}]).static_scales()
-    assert "lm_head" in scales
-    plan = save_pretrained(model, tmp_path / "it", "modelopt", input_scales=scales)
-    assert "lm_head" in plan.skipped
-    shards = Shards(tmp_path / "it")
-    for layer in plan.layers:
-        assert shards.read(f"{layer}.input_scale").item() == pytest.approx(scales[layer])
-    with pytest.raises(ValueError, match="lm_haed: there is no layer of this name"):
-        plan_save(model, "modelopt", input_scales=scales | {"lm_haed": 1.0})
