@@ -32,9 +32,10 @@ from safetensors.torch import save_file
 from tabulate import tabulate
 from torch import Tensor
 
+from float8.convert.folding import pattern_of
+
 MAX_SHARD_BYTES = 5_000_000_000
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # The files that belong to a checkpoint's weights: those of an old one go when a new one comes.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -61,16 +62,11 @@ def specs_of(tensors: Mapping[str, Tensor], file: str = "") -> dict[str, Spec]:
     return {key: Spec(x.dtype, tuple(x.shape), file) for key, x in tensors.items()}
 
 
-def kind_of(key: str) -> str:
-    """A key or name of a layer with ``*`` for each number between dots."""
-    return _NUMBER.sub("*", key)
-
-
 def kinds_of(names: Iterable[str]) -> str:
     """Names in words: those that differ in numbers alone become one pattern, with its count."""
     patterns: dict[str, list[str]] = {}
     for name in names:
-        patterns.setdefault(kind_of(name), []).append(name)
+        patterns.setdefault(pattern_of(name), []).append(name)
     return ", ".join(n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items())
 
 
@@ -95,8 +91,8 @@ def table(headers: list[str], rows: list[list[Any]], align: str) -> str:
 class Shards:
     """The tensors of a folder of safetensors files, or of one such file.
 
-    A folder is read as its index says; without an index ``model.safetensors`` is read, and without
-    that all ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
+    Of a folder, the files of its indices and ``model.safetensors`` are read, and without these all
+    ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
     shard is missing, and ValueError if a file is damaged or two files have the same key.
 
     Attributes:

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.checkpoints.files import kind_of, size, table
+from float8.checkpoints.files import size, table
 from float8.checkpoints.layouts import read_by
 from float8.checkpoints.source import WEIGHT, Source
+from float8.convert.folding import pattern_of
 from float8.granularity import block_name
 from float8.kernels import e8m0
 from float8.kernels.sqnr import decibels, power
@@ -67,7 +68,7 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Report:
     for key in source.weights:
         name = key.removesuffix(WEIGHT)
         is_layer = key.endswith(WEIGHT) and name in source.layers
-        kinds[is_layer, kind_of(name if is_layer else key)].append(key)
+        kinds[is_layer, pattern_of(name if is_layer else key)].append(key)
     for (is_layer, name), keys in kinds.items():
         specs = [source.specs[key] for key in keys]
         names = [key.removesuffix(WEIGHT) for key in keys]

@@ -9,8 +9,9 @@ from textwrap import fill
 from typing import Any
 
 from float8.checkpoints.casts import StoredLayer
-from float8.checkpoints.files import Spec, in_files, kind_of, table
+from float8.checkpoints.files import Spec, in_files, table
 from float8.checkpoints.layouts import BLOCKS, Layout, read_by
+from float8.convert.folding import pattern_of
 from float8.formats import ScaleFormat
 
 
@@ -50,7 +51,7 @@ class SavePlan:
             assert self.layout is not None
             shape = "x".join(map(str, self.tensors[f"{name}.weight"].shape))
             keys = [f"{name}{suffix}" for suffix in (".weight", *self.layout.suffixes)]
-            lines[kind_of(name), shape, how].append(sum(sizes.pop(key) for key in keys))
+            lines[pattern_of(name), shape, how].append(sum(sizes.pop(key) for key in keys))
         for key, nbytes in sizes.items():
             dtype = str(self.tensors[key].dtype).removeprefix("torch.")
             lines[f"other tensors, {dtype}", "", "as they are"].append(nbytes)
@@ -62,7 +63,7 @@ class SavePlan:
             table(["layers", "count", "weight", "MB", "float8 by"], rows, "lrrrl"),
         ]
         if self.skipped:
-            kinds = Counter((kind_of(name), why) for name, why in self.skipped.items())
+            kinds = Counter((pattern_of(name), why) for name, why in self.skipped.items())
             left = [[name, count, fill(why, 60)] for (name, why), count in kinds.items()]
             parts.append(table(["in high precision", "count", "why"], left, "lrl"))
         notes = "\n".join(fill(note, 100) for note in self.notes)

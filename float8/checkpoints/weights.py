@@ -47,6 +47,7 @@ from float8.checkpoints.names import Slot, inside_of, published, tensor_of, walk
 from float8.checkpoints.plan import SavePlan, plan_of
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
+from float8.convert.folding import folded
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Rowwise, block_name
 from float8.linear.float8_weight import is_resident
@@ -93,7 +94,7 @@ def planned(
     layout = layout_for(model, layout, shapes)
     given = {name: float(scale) for name, scale in (input_scales or {}).items()}
     layers: dict[str, StoredLayer] = {}
-    problems: dict[str, list[str]] = defaultdict(list)  # reason -> names
+    problems: list[tuple[str, str]] = []  # name and reason
     for name, module in in_float8.items():
         own = next((given[n] for n in (name, *names[id(module)]) if n in given), None)
         scale = _input_scale(module, own) if layout.static_inputs else None
@@ -102,16 +103,15 @@ def planned(
         weight = slot.of(weight) if slot.index and is_resident(weight) else weight
         stored = stored_layer(name, shapes[name], weight, layout, scale, module, recast)
         if isinstance(stored, str):
-            problems[stored].append(name)
+            problems.append((name, stored))
         else:
             layers[name] = stored
     known = {*in_float8, *skipped, *(name for its in names.values() for name in its)}
-    for name, reason in _unfit_scales(given, known, layout):
-        problems[reason].append(name)
+    problems += _unfit_scales(given, known, layout)
     if problems or not layers:
-        told = [f"{kinds_of(names)}: {reason}" for reason, names in problems.items()]
         none = "it has no layer in float8: convert_to_float8_training converts it"
-        raise ValueError("this model cannot be stored:\n  " + "\n  ".join(told or [none]))
+        told = "\n  ".join(folded(problems) or [none])
+        raise ValueError(f"this model cannot be stored:\n  {told}")
     slots: dict[str, dict[str, Slot]] = defaultdict(dict)
     for key, slot in places.items():
         slots[slot.parameter][key] = slot
