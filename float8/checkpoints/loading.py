@@ -59,7 +59,7 @@ from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div
-from float8.kernels import dequantize, e8m0, is_sharded
+from float8.kernels import e8m0, is_sharded
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import as_parameter, is_resident
 from float8.linear.layer import Float8Linear
@@ -453,19 +453,13 @@ def _overlap(
 
 
 def _plain(source: Tensor, box: Box) -> Tensor:
-    """A part of a tensor in high precision; blocks that the box splits are dequantised whole.
-
-    Data and scale are indexed apart. Indexing the `Float8Tensor` would make torch (2.13) import
-    torch.distributed.tensor once, which takes longer than loading a small model.
-    """
+    """A part of a tensor in high precision; blocks that the box splits are dequantised whole."""
     if not isinstance(source, Float8Tensor):
         return source[box]
-    wide, scales, inside = [], [], []
+    wide, inside = [], []
     for part, size, block in zip(box, source.shape, source.block, strict=True):
         extent = 1 if block == WHOLE else block
-        first, last = part.start // extent, ceil_div(part.stop, extent)
-        wide.append(slice(first * extent, min(last * extent, size)))
-        scales.append(slice(None) if block == WHOLE else slice(first, last))
-        inside.append(slice(part.start - first * extent, part.stop - first * extent))
-    data, scale = source.float8_data[tuple(wide)], source.scale[tuple(scales)]
-    return dequantize(data, scale, source.block, source.dtype)[tuple(inside)]
+        first = part.start // extent * extent
+        wide.append(slice(first, min(ceil_div(part.stop, extent) * extent, size)))
+        inside.append(slice(part.start - first, part.stop - first))
+    return source[tuple(wide)].dequantize()[tuple(inside)]
