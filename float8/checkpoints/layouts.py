@@ -333,7 +333,7 @@ class FineGrained(Layout):
 # granularity -> format's arguments of weights, of dynamic inputs
 _TOKEN, _GROUP = {"strategy": "token", "dynamic": True}, {"strategy": "group", "dynamic": True}
 _OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
+SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
     Tensorwise(): ({"strategy": "tensor"}, _TOKEN),
     Rowwise(): ({"strategy": "channel"}, _TOKEN),
     BLOCKS: (
@@ -379,7 +379,7 @@ class CompressedTensors(Layout):
 
     def __post_init__(self) -> None:
         check_bool(self.static_inputs, "CompressedTensors: static_inputs")
-        known = [*_SCHEMES][: 2 if self.static_inputs else None]
+        known = [*SCHEMES][: 2 if self.static_inputs else None]
         if self.granularity not in known:
             raise ValueError(
                 f"CompressedTensors: granularity must be one of {', '.join(map(repr, known))} with "
@@ -398,7 +398,7 @@ class CompressedTensors(Layout):
 
     def _config(self) -> dict[str, Any]:
         """What compressed-tensors' ``QuantizationConfig`` reads."""
-        weights, inputs = _SCHEMES[self.granularity]
+        weights, inputs = SCHEMES[self.granularity]
         kind = "mxfp8-quantized" if self.granularity == MX else "float-quantized"
         group = {
             "targets": ["Linear"],
@@ -422,8 +422,8 @@ class CompressedTensors(Layout):
         if sparsity != "dense" or config.get("transform_config"):
             return None
         schemes = _decisive(config)
-        variants = [cls(granularity) for granularity in _SCHEMES]
-        variants += [cls(granularity, static_inputs=True) for granularity in [*_SCHEMES][:2]]
+        variants = [cls(granularity) for granularity in SCHEMES]
+        variants += [cls(granularity, static_inputs=True) for granularity in [*SCHEMES][:2]]
         return next(
             (
                 x

@@ -36,6 +36,7 @@ from float8.checkpoints.layouts import (
     BLOCKS,
     LAYOUTS,
     MX,
+    SCHEMES,
     CompressedTensors,
     FineGrained,
     Layout,
@@ -49,7 +50,7 @@ from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.convert.folding import folded
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import WHOLE, Rowwise, block_name
+from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import stacked_weights, stored_by
@@ -154,28 +155,24 @@ def layout_for(
     # Engines then round the scales of inputs to powers of two, as the recipe does.
     fine = FineGrained(scale_format=ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32)
     inputs = {None if (a := plan.output.a) is None else a.scaling_type for plan in plans}
-    tensorwise = CompressedTensors(static_inputs=inputs == {ScalingType.STATIC})
-    variants = {
-        "tensorwise": tensorwise,
-        "rowwise": CompressedTensors(Rowwise()),
-        "128x128": CompressedTensors(BLOCKS),
-        "1x32": CompressedTensors(MX),
-    }
-    blocks = sorted({block_name(cast.block) for cast in casts})
-    own = variants.get(blocks[0]) if len(blocks) == 1 else None
+    blocks = {cast.block for cast in casts}
+    by = next((each for each in SCHEMES if {each.block_of((0, 0))} == blocks), None)
+    is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
+    own = CompressedTensors(by or Tensorwise(), is_static)
     choices: dict[str | None, Layout | None] = {
         "fine_grained": fine,
-        "compressed_tensors": own or tensorwise,
+        "compressed_tensors": own,
         "modelopt": ModelOpt(),
-        None: fine if blocks == ["128x128"] else own,
+        None: fine if by == BLOCKS else own if by is not None else None,
     }
     found = next((each for name, each in choices.items() if name == layout), None)
     if found is None:
+        has = ", ".join(sorted(map(block_name, blocks))) or "no layer in float8: convert it"
         raise ValueError(
             f"layout must be a Layout, such as FineGrained(), or one of {', '.join(LAYOUTS)}; got "
-            f"{layout!r}, and the model has {', '.join(blocks) or 'no layer in float8: convert it'}"
+            f"{layout!r}, and the model has {has}"
         )
-    if layout is None and blocks == ["1x32"] and transformers_config(model) is not None:
+    if layout is None and by == MX and transformers_config(model) is not None:
         instead = FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
         refused = [transformers_refuses(each, shapes or {}) for each in (found, instead)]
         found = instead if refused[0] and not refused[1] else found
