@@ -277,7 +277,8 @@ def _item(
 ) -> Item:
     first = next(iter(slots.values()))
     name, tensor = first.parameter, tensor_of(model, first)
-    own = {f"{n}.weight": layer for n, layer in layers.items() if f"{n}.weight" in slots}
+    named = {key: key.removesuffix(".weight") for key in slots if key.endswith(".weight")}
+    own = {key: layers[layer] for key, layer in named.items() if layer in layers}
     specs: dict[str, Spec] = {}
     for key, slot in slots.items():
         plain = {key: Spec(tensor.dtype, tuple(slot.shape))}
