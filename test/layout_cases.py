@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 
 from float8 import E4M3, Float8Tensor
 from float8.checkpoints import CompressedTensors, FineGrained, ModelOpt
-from float8.checkpoints.layouts import Layer, Layout
+from float8.checkpoints.layouts import Layout
 from float8.formats import ScaleFormat
 from float8.granularity import Blockwise, Rowwise
 
@@ -26,6 +29,14 @@ LAYOUT_CASES = {
     "modelopt": ModelOpt(),
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUT_CASES.values(), ids=LAYOUT_CASES)
+
+
+class Layer(NamedTuple):
+    """A layer as a layout stores it."""
+
+    name: str
+    weight: Float8Tensor
+    input_scale: Tensor | None
 
 
 def layer_of(layout: Layout, shape=(200, 320), dtype=torch.bfloat16, name="a.up_proj") -> Layer:

@@ -92,7 +92,7 @@ CONFIG_FIELDS = [
     "cast_config_grad_output_for_grad_weight:?",
 ]
 CONVERT = "config:? module_filter_fn:?c"
-SAVE = "layout:? input_scales:? recast max_shard_bytes"
+SAVE = "layout:? recast"
 STATIC = {"scaling_type": f.ScalingType.STATIC}
 TENSOR = {"data": codes, "scale": torch.ones(1), "block": (-1,), "dtype": torch.float32}
 
@@ -113,7 +113,6 @@ CALLS = {
             "history_len amax_compute_algo margin interval remember_nonfinite",
         )
     ],
-    "FineGrained": [(checkpoints.FineGrained, {}, "block scale_format")],
     "Float8Linear": [
         (Float8Linear, {"in_features": 16, "out_features": 16}, "config:?"),
         (Float8Linear.from_float, {"linear": nn.Linear(16, 16)}, "linear config:?"),
@@ -195,7 +194,7 @@ CALLS = {
         (
             checkpoints.load,
             {"model": model, "path": "folder"},
-            "model path:s weights ignore device",
+            "model weights ignore:l",
         ),
         (
             checkpoints.load,
@@ -208,12 +207,10 @@ CALLS = {
         (
             checkpoints.save_pretrained,
             {"model": converted, "folder": NOWHERE},
-            f"model folder:s {SAVE} overwrite progress",
+            f"model {SAVE} overwrite",
         )
     ],
-    "weight_updates": [
-        (checkpoints.weight_updates, {"model": converted}, "model layout:? input_scales:? recast")
-    ],
+    "weight_updates": [(checkpoints.weight_updates, {"model": converted}, "model layout:? recast")],
     "check_config": [(f.config.check_config, {}, "-")],
     "float8_gradients": [(f.distributed.gradients.float8_gradients, {}, "-")],
     # float8.filters
@@ -238,7 +235,7 @@ NO_CALLS = {
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
-    *("Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
+    *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
 }
 
 

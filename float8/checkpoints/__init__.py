@@ -13,20 +13,22 @@ reads published ones as a base to train on.
 
 How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
-`ModelOpt` (per tensor, static inputs). It converts a `Float8Tensor` to named tensors and back. A
-new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the files
-(``files.py``), so this package needs the extra ``checkpoints``.
+`ModelOpt` (per tensor, static inputs). It says once what a file has of a layer (``Layout.parts``),
+from which a `Float8Tensor` becomes named tensors and comes back. A new layout is its class and its
+row in ``LAYOUTS``. safetensors reads and writes the files (``files.py``), so this package needs the
+extra ``checkpoints``.
 
-``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a weight is stored), ``source.py``
+``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a layer is stored), ``source.py``
 (the weights of a checkpoint). A model: ``names.py`` (names and experts as published checkpoints
-have them), ``casts.py`` < ``weights.py`` (what each parameter becomes) < ``save.py``; and
-``source.py``, ``parameters.py`` (the part that a rank has) < ``loading.py``. Files alone:
-``source.py`` < ``inspection.py`` < ``rewriting.py`` < ``__main__.py``.
+have them), ``casts.py`` < ``plan.py`` (what will be written) < ``weights.py`` (what each parameter
+becomes) < ``save.py``; and ``source.py``, ``names.py`` < ``loading.py``. Files alone: ``source.py``
+< ``inspection.py``, and ``source.py``, ``plan.py`` < ``rewriting.py``; both < ``__main__.py``.
 """
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.save import SavePlan, plan_save, save_pretrained, weight_updates
+from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
     "CompressedTensors",

@@ -1,4 +1,4 @@
-"""`WeightCast`: how the weight of one layer becomes the float8 bits that a layout stores.
+"""`StoredLayer`: how the weight of one layer becomes the float8 bits that a layout stores.
 
 The first of these that applies:
 
@@ -19,28 +19,28 @@ scale per tensor get their largest, once, from high precision. Stored weights ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.checkpoints.layouts import Layer, Layout, powers_of_two
+from float8.checkpoints.files import Spec
+from float8.checkpoints.layouts import MX, Layout, powers_of_two
 from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import WHOLE
+from float8.granularity import Tensorwise
 from float8.linear.float8_weight import cached_tensor, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.linear.scaling import bind_and_cast
 from float8.tensor import Float8Tensor
 
 STORED = "float8 bits as they are"
 TRAINING_CAST = "the cast it trains with"
 CAST_ANEW = "cast from high precision"
 RECAST = "float8, cast again"
-TENSORWISE = (WHOLE, WHOLE)
 # The last parts of the names of projections that engines fuse.
 FUSED = (
     ("q_proj", "k_proj", "v_proj"),
@@ -49,153 +49,151 @@ FUSED = (
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
 # Which scales of a training cast a layout's scale format can hold, exactly.
+_IN_BYTES = (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO)
 _HOLDS = {
     ScaleFormat.FLOAT32: (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO),
     ScaleFormat.POWER_OF_TWO: (ScaleFormat.POWER_OF_TWO,),
-    ScaleFormat.E8M0: (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO),
+    ScaleFormat.E8M0: _IN_BYTES,
+    ScaleFormat.E8M0_FLOOR: _IN_BYTES,
 }
 
 
 @dataclass(frozen=True)
-class WeightCast:
-    """How a weight (N, K) becomes float8 under a layout.
+class StoredLayer:
+    """A layer in float8, as a checkpoint will have it.
 
-    ``how`` is `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`. ``scale_format`` is the layout's.
-    ``operand`` is None for a stored weight, and ``state`` for a cast that is not delayed.
-    ``stored`` is the float8 weight of a cache; None where the weight itself is in float8.
+    Attributes:
+        name: in the file.
+        shape: of its weight (N, K).
+        layout: how it is stored.
+        input_scale: the static scale of its input, or None.
+        how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
+        scale_format: which numbers its scales are.
+        known: the scale of a static or delayed cast; None computes it.
+        cached: the stored weight of a cache; None where the weight itself is in float8.
     """
 
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+    input_scale: Tensor | None
     how: str
     scale_format: ScaleFormat
-    operand: OperandCast | None = None
-    state: DelayedState | None = None
-    stored: Float8Tensor | None = None
+    known: Tensor | None = None
+    cached: Float8Tensor | None = None
 
-    def has_powers_of_two(self, weight: Tensor) -> bool:
-        """Whether all scales of a weight are powers of two; (N, K), or the stack that has it."""
-        if self.operand is not None:
-            return self.operand.scale_format is not ScaleFormat.FLOAT32
-        found = weight if self.stored is None else self.stored
-        assert isinstance(found, Float8Tensor)
-        return powers_of_two(found.scale)
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the file has of the layer."""
+        parts = self.layout.parts(self.shape).items()
+        return {
+            self.name + suffix: Spec(dtypes[0], shapes[0]) for suffix, (dtypes, shapes) in parts
+        }
 
-    def scale(self, amax: Callable[[], Tensor]) -> Tensor:
-        """The scale (1, 1) of a weight that has one for the whole tensor.
+    def fused_with(self, layers: Mapping[str, StoredLayer]) -> list[StoredLayer]:
+        """The layers that engines fuse to one scale with this one, itself among them, or none."""
+        if self.layout.granularity != Tensorwise():
+            return []
+        parent, dot, last = self.name.rpartition(".")
+        names = next((names for names in FUSED if last in names), ())
+        found = [layers[each] for n in names if (each := f"{parent}{dot}{n}") in layers]
+        return found if len(found) > 1 else []
 
-        ``amax`` finds the largest magnitude of the weight; it is called only where that is needed.
+    def shared_scale(
+        self, layers: Mapping[str, StoredLayer], amax: Callable[[StoredLayer], Tensor]
+    ) -> Tensor | None:
+        """The scale (1, 1) that it has with the layers of which engines fuse the weights, or None.
+
+        ``amax`` finds the largest magnitude of a weight; it is called only where that is needed.
         """
-        assert self.operand is not None
-        if self.operand.static_scale is not None:
-            return torch.full((1, 1), float(self.operand.static_scale))
-        is_delayed = self.operand.scaling_type is ScalingType.DELAYED
-        if is_delayed and self.state is not None and self.state.ready:
-            return self.state.scale.detach().reshape(1, 1)
-        found = amax().reshape(1, 1)
-        largest, scale_format = self.operand.format.max, self.operand.scale_format.value
-        return kernels.scale_from_amax(found, largest, scale_format)
+        casts = [each for each in self.fused_with(layers) if each.how != STORED]
+        if self.how == STORED or len(casts) < 2:
+            return None
+        scales = [
+            kernels.scale_from_amax(amax(each).reshape(1, 1), E4M3.max, each.scale_format.value)
+            if each.known is None
+            else each.known
+            for each in casts
+        ]
+        return torch.stack([scale.to(scales[0].device) for scale in scales]).amax(0)
 
     @torch.no_grad()
-    def of(self, weight: Tensor, scale: Tensor | None = None) -> Float8Tensor:
-        """The float8 weight (N, K), from high precision or from a `Float8Tensor`.
+    def tensors(self, weight: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
+        """The tensors of the file by key; ``weight`` is in high precision or a `Float8Tensor`.
 
-        ``scale`` is the one that it shares with other weights; None computes its own.
+        ``scale`` is the one that it shares with other layers. Raises ValueError if it is cast to
+        scales that no layout stores, as with a NaN in the weight.
         """
-        if self.operand is None:
-            found = weight if self.stored is None else self.stored
+        if self.how == STORED:
+            found = weight if self.cached is None else self.cached
             assert isinstance(found, Float8Tensor)
-            return with_scales_of(found, self.scale_format)
-        source = weight.dequantize(torch.float32) if is_resident(weight) else weight
-        if scale is not None:
-            scale = scale.to(source.device)
-        data, used = bind_and_cast(source, self.operand, self.state, scale=scale)
-        cast = Float8Tensor(data, used, self.operand.block, weight.dtype)
-        return with_scales_of(cast, self.scale_format)
+        else:
+            plain = weight.dequantize(torch.float32) if is_resident(weight) else weight
+            scale = self.known if scale is None else scale
+            scale = None if scale is None else scale.to(plain.device)
+            block = self.layout.block
+            how = OperandCast(ScalingType.DYNAMIC, E4M3, block, self.scale_format)
+            data, scale = bind_and_cast(plain, how, scale=scale)
+            found = Float8Tensor(data, scale, block, plain.dtype)
+        stored = self.layout.fit(found)
+        if isinstance(stored, str):
+            raise ValueError(f"{self.name}: {stored}")
+        return self.layout.tensors(self.name, stored, self.input_scale)
 
 
-def with_scales_of(weight: Float8Tensor, scale_format: ScaleFormat) -> Float8Tensor:
-    """The same weight, its float32 scales as bytes of E8M0 where a layout has those."""
-    scale = weight.scale
-    if not scale_format.is_e8m0 or scale.dtype != torch.float32:
-        return weight
-    if scale.is_meta:
-        return weight._replace(scale=scale.to(torch.float8_e8m0fnu))
-    mantissa, exponent = scale.frexp()  # 0.5 and n + 1 of 2^n
-    if not bool(((mantissa == 0.5) & (exponent >= -126)).all()):
-        return weight
-    return weight._replace(scale=(exponent + 126).to(torch.uint8).view(torch.float8_e8m0fnu))
+def stored_layer(
+    name: str,
+    shape: tuple[int, ...],
+    weight: Tensor | None,
+    layout: Layout,
+    input_scale: Tensor | None,
+    module: nn.Module | None,
+    recast: bool,
+) -> StoredLayer | str:
+    """How a layer is stored, or the reason why the layout cannot store it.
 
-
-def cast_anew(layout: Layout, how: str = CAST_ANEW) -> WeightCast:
-    """One cast with the layout's own granularity."""
-    block, scales = layout.granularity.block_of((0, 0)), layout.scale_format
-    return WeightCast(how, scales, OperandCast(ScalingType.DYNAMIC, E4M3, block, scales))
-
-
-def stores(layout: Layout, weight: Float8Tensor, input_scale: Tensor | None) -> str | None:
-    """The reason why a layout cannot store a float8 weight with its bits, or None."""
-    return layout.refuses(Layer("", with_scales_of(weight, layout.scale_format), input_scale))
-
-
-def weight_cast(
-    module: nn.Module, weight: Tensor, layout: Layout, input_scale: Tensor | None, recast: bool
-) -> WeightCast | str:
-    """How a layer's weight is cast, or the reason why the layout cannot store it.
-
-    ``module`` is a `Float8Linear`, or experts in float8. Only scales of ``weight`` (N, K) are read.
+    Only scales of ``weight`` are read; it is (N, K), or the stack that has it; None of a file in
+    high precision. ``module`` is a `Float8Linear`, or experts in float8; None of a file.
     ``recast`` allows casting a float8 weight of another granularity again.
     """
-    wanted = layout.scale_format
-    if is_resident(weight):
-        reason = stores(layout, weight, input_scale)
-        if reason is None:
-            return WeightCast(STORED, wanted)
-        if recast:
-            return cast_anew(layout, RECAST)
+    anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
+    linear = module if isinstance(module, Float8Linear) else None
+    stored: Float8Tensor | None = None
+    if weight is not None and is_resident(weight):
+        stored = weight
+    elif linear is not None and weight is linear.weight:
+        stored = cached_tensor(linear)
+    if layout.name == "compressed_tensors" and layout.granularity == MX and shape[1] % 32:
+        return f"in_features={shape[1]} is not a multiple of 32"
+    if layout.static_inputs and input_scale is None:
         return (
-            f"{reason}. It has no copy in high precision: take a layout that stores it, or "
-            "recast=True to dequantise it and cast again, which rounds twice"
+            "it has no static input scale, which this layout stores: give input_scales="
+            "float8.calibrate(model, batches).static_scales(), which has those of linear layers"
+            " and none of experts, or take a layout with dynamic inputs"
         )
-    config = own_config(module)
+    reason = layout.fit(stored) if stored is not None else ""
+    if isinstance(reason, Float8Tensor):
+        powers = powers_of_two(reason.scale)
+        scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
+        cached = None if stored is weight else stored
+        return replace(anew, how=STORED, scale_format=scales, cached=cached)
+    if stored is not None and stored is weight:
+        way_out = (
+            ". It has no copy in high precision: take a layout that stores it, or recast=True to "
+            "dequantise it and cast again, which rounds twice"
+        )
+        return replace(anew, how=RECAST) if recast else reason + way_out
+    config = None if module is None else own_config(module)
     trained = None if config is None else config.plan.output.b
-    anew, state = cast_anew(layout), None
-    if isinstance(module, Float8Linear):
-        cached = cached_tensor(module) if weight is module.weight else None
-        if cached is not None and stores(layout, cached, input_scale) is None:
-            return WeightCast(STORED, wanted, stored=cached)
-        state = module.casts[1].state
-    assert anew.operand is not None
     if (
-        trained is not None
-        and (trained.format, trained.block) == (E4M3, anew.operand.block)
-        and trained.scale_format in _HOLDS[wanted]
+        trained is None
+        or (trained.format, trained.block) != (E4M3, layout.block)
+        or trained.scale_format not in _HOLDS[layout.scale_format]
     ):
-        return WeightCast(TRAINING_CAST, wanted, trained, state)
-    return anew
-
-
-# --- scales that layers share
-
-
-def fused(name: str, layers: Collection[str], layout: Layout) -> list[str]:
-    """The layers whose weights engines fuse to one scale with that of one, itself among them.
-
-    Empty if there are no others in ``layers``.
-    """
-    if layout.granularity.block_of((0, 0)) != TENSORWISE:
-        return []
-    parent, dot, last = name.rpartition(".")
-    names = next((names for names in FUSED if last in names), ())
-    found = [each for n in names if (each := f"{parent}{dot}{n}") in layers]
-    return found if len(found) > 1 else []
-
-
-def sharing(name: str, casts: Mapping[str, WeightCast], layout: Layout) -> list[str]:
-    """The layers that share the scale of one, itself among them; empty if it has its own."""
-    group = [each for each in fused(name, casts, layout) if casts[each].operand is not None]
-    return group if name in group and len(group) > 1 else []
-
-
-def largest(scales: Iterable[Tensor]) -> Tensor:
-    """The largest of scales (1, 1), on the device of the first."""
-    first, *others = scales
-    return torch.stack([first, *(scale.to(first.device) for scale in others)]).amax(0)
+        return anew
+    known, state = None, None if linear is None else linear.casts[1].state
+    if trained.static_scale is not None:
+        known = torch.full((1, 1), float(trained.static_scale))
+    elif trained.scaling_type is ScalingType.DELAYED and state is not None and state.ready:
+        known = state.scale.detach().reshape(1, 1)
+    return replace(anew, how=TRAINING_CAST, scale_format=trained.scale_format, known=known)

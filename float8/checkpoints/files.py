@@ -27,21 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tabulate import tabulate
 from torch import Tensor
 
-from float8.arguments import check_type
-
-try:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "float8.checkpoints needs safetensors: pip install 'float8[checkpoints]'"
-    ) from error
+from float8.convert.folding import pattern_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 # The files that belong to a checkpoint's weights: those of an old one go when a new one comes.
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 
@@ -63,22 +57,32 @@ class Spec:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
+def specs_of(tensors: Mapping[str, Tensor], file: str = "") -> dict[str, Spec]:
     """The dtypes and shapes of tensors, by key."""
-    return {key: Spec(x.dtype, tuple(x.shape)) for key, x in tensors.items()}
-
-
-def kind_of(key: str) -> str:
-    """A key or name of a layer with ``*`` for each number between dots."""
-    return _NUMBER.sub("*", key)
+    return {key: Spec(x.dtype, tuple(x.shape), file) for key, x in tensors.items()}
 
 
 def kinds_of(names: Iterable[str]) -> str:
     """Names in words: those that differ in numbers alone become one pattern, with its count."""
     patterns: dict[str, list[str]] = {}
     for name in names:
-        patterns.setdefault(kind_of(name), []).append(name)
+        patterns.setdefault(pattern_of(name), []).append(name)
     return ", ".join(n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items())
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def table(headers: list[str], rows: list[list[Any]], align: str) -> str:
+    """``align`` has l or r for each of the first columns; the others are right."""
+    kinds = ["left" if x == "l" else "right" for x in align.ljust(len(headers), "r")]
+    return tabulate(rows, headers, "simple", colalign=kinds, disable_numparse=True)
 
 
 # --- read
@@ -87,8 +91,8 @@ def kinds_of(names: Iterable[str]) -> str:
 class Shards:
     """The tensors of a folder of safetensors files, or of one such file.
 
-    A folder is read as its index says; without an index ``model.safetensors`` is read, and without
-    that all ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
+    Of a folder, the files of its indices and ``model.safetensors`` are read, and without these all
+    ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
     shard is missing, and ValueError if a file is damaged or two files have the same key.
 
     Attributes:
@@ -101,11 +105,12 @@ class Shards:
         self.folder = self.path if self.path.is_dir() else self.path.parent
         self.specs: dict[str, Spec] = {}
         self._open: tuple[str, Any] | None = None  # the file that was read last
-        for name in _files_of(self.path):
-            for key, spec in _read_specs(self.folder / name).items():
-                if (other := self.specs.get(key)) is not None:
-                    raise ValueError(f"{self.path}: {other.file} and {name} both have {key}")
-                self.specs[key] = spec
+        for name in sorted(_files_of(self.path)):
+            own = _specs_in(self.folder / name)
+            for key in own.keys() & self.specs.keys():
+                both = f"{self.specs[key].file} and {name}"
+                raise ValueError(f"{self.path}: {both} both have {key}; give the path of one")
+            self.specs |= own
 
     def read(self, key: str) -> Tensor:
         """A tensor on the CPU; its memory is that of the mapped file, so it is not written to.
@@ -119,7 +124,7 @@ class Shards:
         return found
 
 
-def _files_of(path: Path) -> list[str]:
+def _files_of(path: Path) -> set[str]:
     """The names of the files to read."""
     if not path.exists():
         raise FileNotFoundError(
@@ -128,29 +133,25 @@ def _files_of(path: Path) -> list[str]:
         )
     files = [path]
     if path.is_dir():
-        whole, indices = path / "model.safetensors", sorted(path.glob("*" + INDEX_SUFFIX))
-        files = [*indices, *([whole] if whole.exists() else [])]
-        if len(files) > 1:
-            both = " and ".join(file.name for file in files)
-            raise ValueError(f"{path}: it has both {both}; give the path of one")
-        files = files or sorted(path.glob("*" + SUFFIX))
-    if not files or not files[0].name.endswith((SUFFIX, INDEX_SUFFIX)):
+        files = [*path.glob("*" + INDEX_SUFFIX), *path.glob("model" + SUFFIX)]
+        files = files or [*path.glob("*" + SUFFIX)]
+    names: set[str] = set()
+    for file in files:
+        is_index = file.name.endswith(INDEX_SUFFIX)
+        names |= set(
+            json.loads(file.read_bytes())["weight_map"].values() if is_index else [file.name]
+        )
+    if not names:
         raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
-    if not files[0].name.endswith(INDEX_SUFFIX):
-        return [file.name for file in files]
-    try:
-        return sorted(set(json.loads(files[0].read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{files[0]}: it is no index of shards: {error!r}") from error
+    return names
 
 
-def _read_specs(path: Path) -> dict[str, Spec]:
+def _specs_in(path: Path) -> dict[str, Spec]:
     try:
-        with safe_open(path, "pt") as file:
-            tensors = {key: file.get_tensor(key) for key in sorted(file.keys())}  # mapped, not read
+        with safe_open(path, "pt") as file:  # tensors are mapped, not read
+            return specs_of({key: file.get_tensor(key) for key in sorted(file.keys())}, path.name)
     except SafetensorError as error:
         raise ValueError(f"{path}: it is damaged or no {SUFFIX} file: {error}") from error
-    return {key: Spec(x.dtype, tuple(x.shape), path.name) for key, x in tensors.items()}
 
 
 # --- write
@@ -158,9 +159,6 @@ def _read_specs(path: Path) -> dict[str, Spec]:
 
 def in_files(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, Spec]:
     """The specs with their files: no more than so many bytes, unless it is one tensor alone."""
-    check_type(max_shard_bytes, (int, float), "checkpoints", "max_shard_bytes", "a number")
-    if not max_shard_bytes > 0:
-        raise ValueError(f"max_shard_bytes must be > 0, got {max_shard_bytes}")
     numbers: dict[str, int] = {}
     count, filled = 1, 0
     for key, spec in specs.items():
@@ -168,9 +166,11 @@ def in_files(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, Spe
             count, filled = count + 1, 0
         numbers[key] = count
         filled += spec.nbytes
-    names = {n: f"model-{n:05}-of-{count:05}{SUFFIX}" for n in numbers.values()}
-    names = names if count > 1 else {1: f"model{SUFFIX}"}
-    return {key: replace(spec, file=names[numbers[key]]) for key, spec in specs.items()}
+    one = f"model{SUFFIX}" if count == 1 else ""
+    return {
+        key: replace(spec, file=one or f"model-{numbers[key]:05}-of-{count:05}{SUFFIX}")
+        for key, spec in specs.items()
+    }
 
 
 def write_shards(
@@ -191,10 +191,15 @@ def write_shards(
     the checkpoint in it, and other files stay. Raises OSError if the disk is full: the folder is
     as it was before.
     """
-    stream = iter(tensors)
+    stream, files = iter(tensors), dict(files or {})
     shards: dict[str, dict[str, Spec]] = {}
     for key, spec in specs.items():
-        shards.setdefault(spec.file, {})[key] = replace(spec, file="")
+        shards.setdefault(spec.file, {})[key] = spec
+    if len(shards) > 1:
+        total = {"total_size": sum(spec.nbytes for spec in specs.values())}
+        weight_map = {key: specs[key].file for key in sorted(specs)}
+        index = {"metadata": total, "weight_map": weight_map}
+        files[f"model{INDEX_SUFFIX}"] = json.dumps(index, indent=2) + "\n"
     with new_folder(folder, overwrite) as temporary:
         for name, shard in shards.items():
             # Copies: safetensors takes no tensors that share memory or have other strides.
@@ -202,19 +207,14 @@ def write_shards(
                 key: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
                 for key, x in islice(stream, len(shard))
             }
-            assert specs_of(own) == shard, name
+            assert specs_of(own, name) == shard, name
             try:
                 save_file(own, temporary / name, {"format": "pt"})
             except SafetensorError as error:
                 raise OSError(f"{folder}: nothing of it is left, {error}") from error
             _sync(temporary / name)
         assert next(stream, None) is None
-        if len(shards) > 1:
-            weight_map = {key: spec.file for key, spec in specs.items()}
-            total = {"total_size": sum(spec.nbytes for spec in specs.values())}
-            index = {"metadata": total, "weight_map": dict(sorted(weight_map.items()))}
-            files = {f"model{INDEX_SUFFIX}": json.dumps(index, indent=2) + "\n", **(files or {})}
-        for name, content in (files or {}).items():
+        for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             (temporary / name).write_bytes(data)
             _sync(temporary / name)
@@ -253,13 +253,10 @@ def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
         _sync(temporary)
         if overwrite and final.exists():
             final.rename(old)
-        try:
-            temporary.rename(final)  # fails if a folder with files has appeared meanwhile
-        except BaseException:
-            if old.exists():
-                old.rename(final)
-            raise
+        temporary.rename(final)  # fails if a folder with files has appeared meanwhile
     except BaseException:
+        if old.exists():
+            old.rename(final)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     if old.exists():

@@ -36,17 +36,18 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from float8.arguments import check_bool, check_type
+from float8.arguments import check_bool
 from float8.checkpoints.files import kinds_of
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import (
+    Block,
     Blockwise,
     Granularity,
     Rowwise,
@@ -57,41 +58,34 @@ from float8.granularity import (
 from float8.kernels import e8m0
 from float8.tensor import Float8Tensor
 
+Shape = tuple[int, ...]
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
 _READABLE = {
     ScaleFormat.FLOAT32: (*_FLOATS, torch.float8_e8m0fnu),
     ScaleFormat.POWER_OF_TWO: (*_FLOATS, *_BYTES),
     ScaleFormat.E8M0: _BYTES,
+    ScaleFormat.E8M0_FLOOR: _BYTES,
 }
-_ONE_ELEMENT: tuple[tuple[int, ...], ...] = ((), (1,), (1, 1))
-_BAD = "a scale is finite and > 0"
+_ONE_ELEMENT: tuple[Shape, ...] = ((), (1,), (1, 1))
+MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 TRANSFORMERS = "Transformers 5.23"
-Shapes = Mapping[str, tuple[int, ...]]  # layer in float8, as files name it -> (N, K)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The name, weight and input scale of one linear layer in float8.
-
-    ``weight`` is E4M3 (N, K), on the meta device where only names and sizes are asked for.
-    ``input_scale`` is float32 of one element, None where inputs are cast with dynamic scales.
-    """
-
-    name: str
-    weight: Float8Tensor
-    input_scale: Tensor | None = None
+Shapes = Mapping[str, Shape]  # layer in float8, as files name it -> (N, K)
 
 
 class Layout(ABC):
     """Abstract: one variant of one file format. Final: a frozen dataclass per format.
 
-    It converts a `Layer` to named tensors and back, and reads neither files nor modules.
+    It converts the float8 weight of a layer to named tensors and back, and reads neither files nor
+    modules. The input scale of a layer is float32 of one element, None where inputs are cast with
+    dynamic scales.
 
     Attributes:
         name: of the format, as users write it: ``fine_grained``.
+        method: the ``quant_method`` of the config.
         scale_key: the name of the weight's scale.
         one_scale: the shape of a scale per tensor.
+        scale_bytes: the dtype under which E8M0 scales are stored.
         skipped_key: the field of the config that lists layers in high precision.
         granularity: which elements of a weight share a scale.
         scale_format: which numbers a scale may be; weights in high precision are cast to it.
@@ -99,8 +93,10 @@ class Layout(ABC):
     """
 
     name: ClassVar[str]
+    method: ClassVar[str]
     scale_key: ClassVar[str] = "weight_scale"
-    one_scale: ClassVar[tuple[int, ...]] = ()
+    one_scale: ClassVar[Shape] = ()
+    scale_bytes: ClassVar[torch.dtype] = torch.uint8
     skipped_key: ClassVar[str] = "ignore"
     static_inputs: Any = False
 
@@ -114,77 +110,71 @@ class Layout(ABC):
     def scale_format(self) -> ScaleFormat:
         """Which numbers the scale of a weight may be."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The ends of a layer's keys beside ``.weight``."""
-        return (f".{self.scale_key}", *([".input_scale"] if self.static_inputs else []))
-
     def __str__(self) -> str:
-        granularity = block_name(self.granularity.block_of((0, 0)))
         inputs = "static" if self.static_inputs else "dynamic"
-        return f"{self.name}, {granularity} {self.scale_format.value} scales, {inputs} inputs"
+        scales = f"{block_name(self.block)} {self.scale_format.value} scales"
+        return f"{self.name}, {scales}, {inputs} inputs"
+
+    @property
+    def block(self) -> Block:
+        """The granularity, as the extents of a block."""
+        return self.granularity.block_of((0, 0))
 
     # --- layers
 
-    def without_data(
-        self, name: str, shape: tuple[int, ...], input_scale: Tensor | None = None
-    ) -> Layer:
-        """A layer with a weight of this shape (N, K) and any input scale, on the meta device."""
-        block, scales = self.granularity.block_of(shape), self.scale_format.dtype
-        data = torch.empty(shape, dtype=E4M3.dtype, device="meta")
-        scale = torch.empty(scale_shape(shape, block), dtype=scales, device="meta")
-        weight = Float8Tensor(data, scale, block, torch.float32)
-        return Layer(name, weight, None if input_scale is None else input_scale.to("meta"))
+    def parts(self, shape: Shape) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[Shape, ...]]]:
+        """What a file has of a layer (N, K): the end of a key -> its dtypes and shapes.
 
-    def refuses(self, layer: Layer) -> str | None:
-        """The reason why this layout cannot store a layer as it is, or None.
-
-        Its weight has another granularity, format or scale than the layout's, or its input scale is
-        missing. Asked of layers without data too.
+        All of them are read, and the first of each is written.
         """
-        return next(self._reasons(layer), None)
+        one, dtypes = (self.one_scale, *_ONE_ELEMENT), _READABLE[self.scale_format]
+        dtypes = (self.scale_bytes, *dtypes) if self.scale_format.is_e8m0 else dtypes
+        scales = one if self.granularity == Tensorwise() else (scale_shape(shape, self.block),)
+        parts = {".weight": ((E4M3.dtype,), (shape,)), f".{self.scale_key}": (dtypes, scales)}
+        return parts | ({".input_scale": (_FLOATS, one)} if self.static_inputs else {})
 
-    def _reasons(self, layer: Layer) -> Iterator[str]:
-        weight, scale, wanted = layer.weight, layer.weight.scale, self.scale_format
-        if weight.dim() != 2 or weight.format != E4M3:
-            yield f"its weight is {weight.format} {tuple(weight.shape)}, not {E4M3} (N, K)"
-        block = self.granularity.block_of(weight.shape)
-        if weight.block != block:
-            found = block_name(weight.block)
-            yield f"its weight has {found} scales, and the layout stores {block_name(block)} ones"
-        if scale.dtype != wanted.dtype:
-            yield f"its scales are {scale.dtype}, and the layout's {wanted.dtype}"
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The ends of a layer's keys beside ``.weight``."""
+        return tuple(self.parts((1, 1)))[1:]
+
+    def fit(self, weight: Float8Tensor) -> Float8Tensor | str:
+        """A weight as this layout stores it, with the same values, or why it cannot store it."""
+        scale, wanted = weight.scale, self.scale_format
+        if wanted.is_e8m0 and scale.dtype == torch.float32:
+            in_bytes = scale.to(torch.float8_e8m0fnu)
+            is_exact = scale.is_meta or torch.equal(in_bytes.float(), scale)
+            scale = in_bytes if is_exact else scale
+        if (weight.format, weight.block, scale.dtype) != (E4M3, self.block, wanted.dtype):
+            found = f"{weight.format} with {block_name(weight.block)} scales of {scale.dtype}"
+            stored = f"{E4M3} with {block_name(self.block)} ones of {wanted.dtype}"
+            return f"its weight is {found}, and the layout stores {stored}"
         if (bad := _bad_scale(scale)) is not None:
-            yield f"its weight has the scale {bad}; {_BAD}"
+            return f"the scale of its weight {bad}"
         if wanted is ScaleFormat.POWER_OF_TWO and not powers_of_two(scale):
-            yield f"not all of its scales are powers of two, as {wanted} asks for"
-        if self.static_inputs and layer.input_scale is None:
-            yield (
-                "it has no static input scale, which this layout stores: give input_scales="
-                "float8.calibrate(model, batches).static_scales(), which has those of linear layers"
-                " and none of experts, or take a layout with dynamic inputs"
-            )
-        if self.static_inputs and (bad := _bad_scale(layer.input_scale)) is not None:
-            yield f"its input scale is {bad}; {_BAD}"
+            return f"not all of its scales are powers of two, as {wanted} asks for"
+        return weight._replace(scale=scale)
 
-    def tensors(self, layer: Layer) -> dict[str, Tensor]:
+    def tensors(
+        self, name: str, weight: Float8Tensor, input_scale: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The tensors of a layer by their keys in the file, the weight first; nothing is copied.
 
-        A bias is no part of it: biases stay as they are.
+        ``weight`` is as of `fit`. A bias is no part of it: biases stay as they are.
         """
-        scale = layer.weight.scale
-        if self.granularity == Tensorwise():
-            scale = scale.reshape(self.one_scale)
-        found = {"weight": layer.weight.float8_data, self.scale_key: scale}
-        if self.static_inputs:
-            assert layer.input_scale is not None  # refuses() says so
-            found["input_scale"] = layer.input_scale.reshape(self.one_scale)
-        return {f"{layer.name}.{key}": x for key, x in found.items()}
+        found = {}
+        values = (weight.float8_data, weight.scale, input_scale)
+        for (suffix, (dtypes, shapes)), x in zip(
+            self.parts(weight.shape).items(), values, strict=False
+        ):
+            assert x is not None, suffix
+            found[name + suffix] = x.view(dtypes[0]).reshape(shapes[0])
+        return found
 
     def layer(
         self, name: str, read: Callable[[str], Tensor], keys: Collection[str], dtype: torch.dtype
-    ) -> Layer:
-        """The layer that a file stores: the inverse of `tensors`, to the same bits.
+    ) -> tuple[Float8Tensor, Tensor | None]:
+        """The weight and input scale of a layer: the inverse of `tensors`, to the same bits.
 
         ``{name}.weight`` exists and is float8; ``keys`` are all keys under ``{name}.``. The weight
         dequantises to ``dtype``. E8M0 scales become float32, exactly, unless the layout has E8M0.
@@ -192,37 +182,26 @@ class Layout(ABC):
         or shape, or if a scale is not finite and positive.
         """
         data = read(f"{name}.weight")
-        if data.dtype != E4M3.dtype or data.dim() != 2:
-            raise ValueError(
-                f"{name}.weight is {data.dtype} of shape {tuple(data.shape)}, expected a matrix "
-                f"(N, K) of {E4M3.dtype}"
-            )
-        found = []
-        block = self.granularity.block_of(data.shape)
-        for suffix in self.suffixes:
-            key, shapes, readable = name + suffix, _ONE_ELEMENT, _FLOATS
-            if suffix != ".input_scale":
-                shapes, readable = _ONE_ELEMENT[::-1], _READABLE[self.scale_format]
-                if self.granularity != Tensorwise():
-                    shapes = (scale_shape(data.shape, block),)
-            if key not in keys:
-                raise ValueError(f"{key} is missing: the layer is in float8 and needs this scale")
-            scale = read(key)
-            if scale.dtype not in readable or tuple(scale.shape) not in shapes:
-                raise ValueError(
-                    f"{key} is {scale.dtype} of shape {tuple(scale.shape)}, expected "
-                    f"{' or '.join(map(str, shapes))} of {' or '.join(map(str, readable))}"
-                )
-            if scale.dtype in _FLOATS:
-                scale = scale.to(torch.float32)
-            else:
-                scale = scale.view(torch.float8_e8m0fnu)
-                scale = scale if self.scale_format.is_e8m0 else e8m0.as_float32(scale)
-            if (bad := _bad_scale(scale)) is not None:
-                raise ValueError(f"{key} holds {bad}; {_BAD}")
-            found.append(scale.reshape(shapes[0]))
-        weight = Float8Tensor(data, found[0], block, dtype)
-        return Layer(name, weight, found[1] if self.static_inputs else None)
+        shape, scales = tuple(data.shape) if data.dim() == 2 else (0, 0), []
+        for suffix, (dtypes, shapes) in self.parts(shape).items():
+            key, bad = name + suffix, None
+            x = data if suffix == ".weight" else read(key) if key in keys else None
+            if x is None:
+                bad = "is missing: the layer is in float8 and needs this scale"
+            elif x.dtype not in dtypes or tuple(x.shape) not in shapes:
+                wanted = " or ".join(map(str, dict.fromkeys(shapes)))
+                wanted = "a matrix (N, K)" if x is data and x.dim() != 2 else wanted
+                wanted += f" of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
+                bad = f"is {x.dtype} of shape {tuple(x.shape)}, expected {wanted}"
+            elif x is not data:
+                x = x.view(_BYTES[0]) if x.dtype in _BYTES else x.float()
+                scales.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
+                bad = _bad_scale(x)
+            if bad is not None:
+                raise ValueError(f"{key} {bad}")
+        scale = scales[0].reshape(scale_shape(shape, self.block))
+        weight = Float8Tensor(data, scale, self.block, dtype)
+        return weight, scales[1].reshape(()) if self.static_inputs else None
 
     # --- configs
 
@@ -242,7 +221,7 @@ class Layout(ABC):
                         f" of {self.name} skip {layer} too: leave {layer} in high precision, or "
                         "take another layout"
                     )
-        return self._config() | {self.skipped_key: names}
+        return {"quant_method": self.method} | self._config() | {self.skipped_key: names}
 
     @staticmethod
     @abstractmethod
@@ -251,7 +230,7 @@ class Layout(ABC):
 
     @abstractmethod
     def _config(self) -> dict[str, Any]:
-        """The ``quantization_config`` without the list of skipped layers."""
+        """The fields of the ``quantization_config`` that say how weights are stored."""
 
     def other_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """JSON files that readers of a ``quantization_config`` want beside it; mostly none."""
@@ -260,27 +239,27 @@ class Layout(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Mapping[str, Any]) -> Layout | None:
-        """The layout that a ``quantization_config`` describes; None if it is of another format.
+        """The layout that a ``quantization_config`` of this format describes.
 
-        Raises ValueError if the config is of this format and not readable.
+        None if no values of this class store what it describes.
         """
 
 
-def _bad_scale(scale: Tensor | None) -> str | None:
+def _bad_scale(scale: Tensor) -> str | None:
     """The first element that is not finite and > 0, and where it is, or None."""
-    if scale is None or scale.device.type == "meta":
+    if scale.is_meta:
         return None
     scale32 = e8m0.as_float32(scale)
-    bad = (~(scale32.isfinite() & (scale32 > 0))).nonzero()
-    if not bad.shape[0]:
+    bad = (~(scale32.isfinite() & (scale32 > 0))).nonzero().tolist()
+    if not bad:
         return None
-    where = tuple(bad[0].tolist())
-    return f"{scale32[where].item()}" + (f" at {list(where)}" if where else "")
+    where = f" at {bad[0]}" if bad[0] else ""
+    return f"holds {scale32[tuple(bad[0])].item()}{where}; a scale is finite and > 0"
 
 
 def powers_of_two(scale: Tensor) -> bool:
     """Whether all of these scales are powers of two, as far as there are data."""
-    known = scale.device.type == "meta" or scale.dtype != torch.float32
+    known = scale.is_meta or scale.dtype != torch.float32
     return known or bool((scale.frexp().mantissa == 0.5).all())
 
 
@@ -292,33 +271,24 @@ class FineGrained(Layout):
     """One scale per 128x128 block of a weight, as DeepSeek-V3; inputs are cast while serving.
 
     Args:
-        block: the rows and columns that share a scale.
+        block: the rows and columns that share a scale, integers >= 1.
         scale_format: which numbers a scale is: ``FLOAT32``; ``POWER_OF_TWO``, in float32, as
             DeepSeek-V3.1; ``E8M0``, one byte, as DeepSeek-V4 and what transformers 5.23 writes.
-
-    Raises:
-        TypeError: ``block`` is no tuple of integers, or ``scale_format`` no `ScaleFormat`.
-        ValueError: ``block`` is not two integers >= 1, or ``scale_format`` another one.
     """
 
     block: tuple[int, int] = (128, 128)
     scale_format: ScaleFormat = ScaleFormat.FLOAT32
 
     name: ClassVar[str] = "fine_grained"
+    method: ClassVar[str] = "fp8"
     scale_key: ClassVar[str] = "weight_scale_inv"
+    scale_bytes: ClassVar[torch.dtype] = torch.float8_e8m0fnu
     skipped_key: ClassVar[str] = "modules_to_not_convert"
 
     def __post_init__(self) -> None:
-        check_type(self.block, (tuple, list), "FineGrained", "block", "such as (128, 128)")
-        such_as = "a ScaleFormat, such as ScaleFormat.FLOAT32"
-        check_type(self.scale_format, ScaleFormat, "FineGrained", "scale_format", such_as)
-        if len(self.block) != 2 or self.scale_format not in _READABLE:
-            raise ValueError(
-                "FineGrained: block must be (rows, columns), and scale_format must be one of "
-                f"{', '.join(map(str, _READABLE))}; got {self.block}, {self.scale_format}"
-            )
-        object.__setattr__(self, "block", tuple(self.block))
-        Blockwise(*self.block)  # checks both
+        rows, columns = self.block
+        Blockwise(rows, columns)  # checks both
+        object.__setattr__(self, "block", (rows, columns))
 
     @property
     def granularity(self) -> Blockwise:
@@ -338,7 +308,6 @@ class FineGrained(Layout):
         """
         is_float32 = self.scale_format is ScaleFormat.FLOAT32
         return {
-            "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": list(self.block),
@@ -347,45 +316,31 @@ class FineGrained(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FineGrained | None:
-        """The layout of ``quant_method="fp8"``; ``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``.
-
-        Of MX blocks, 1x32, it gives ``E8M0``.
-        """
-        if config.get("quant_method") != "fp8":
-            return None
+        """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks, 1x32, ``E8M0``."""
         block: Any = config.get("weight_block_size")
-        fmt = config.get("scale_fmt")
-        for field, values in (
-            ("fmt", ("e4m3", None)),
-            ("activation_scheme", ("dynamic", None)),
-            ("scale_fmt", ("ue8m0", "float", None)),
-            ("weight_block_size", (block,) if _is_block(block) else ("two integers",)),
-        ):
-            if config.get(field) not in values:
-                raise ValueError(
-                    f"quantization_config has {field}={config.get(field)!r}, readable: "
-                    + ", ".join(repr(value) for value in values if value is not None)
-                )
-        is_mx = fmt == "ue8m0" and tuple(block) == (1, 32)
-        scales = ScaleFormat.POWER_OF_TWO if fmt == "ue8m0" else ScaleFormat.FLOAT32
-        return cls(tuple(block), ScaleFormat.E8M0 if is_mx else scales)
-
-
-def _is_block(block: Any) -> bool:
-    return isinstance(block, (list, tuple)) and [type(size) for size in block] == [int, int]
+        fmt = config.get("scale_fmt") or "float"
+        if not isinstance(block, list) or [*map(type, block)] != [int, int]:
+            return None
+        if (config.get("fmt") or "e4m3", config.get("activation_scheme") or "dynamic") != (
+            "e4m3",
+            "dynamic",
+        ) or fmt not in ("float", "ue8m0"):
+            return None
+        powers = ScaleFormat.E8M0 if block == [1, 32] else ScaleFormat.POWER_OF_TWO
+        return cls((block[0], block[1]), powers if fmt == "ue8m0" else ScaleFormat.FLOAT32)
 
 
 # granularity -> format's arguments of weights, of dynamic inputs
 _TOKEN, _GROUP = {"strategy": "token", "dynamic": True}, {"strategy": "group", "dynamic": True}
-_MX = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-_SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
+_OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
     Tensorwise(): ({"strategy": "tensor"}, _TOKEN),
     Rowwise(): ({"strategy": "channel"}, _TOKEN),
-    Blockwise(128, 128): (
+    BLOCKS: (
         {"strategy": "block", "block_structure": [128, 128]},
         {**_GROUP, "group_size": 128},
     ),
-    Blockwise(1, 32): (_MX, {**_GROUP, **_MX}),
+    MX: (_OF_32, {**_GROUP, **_OF_32}),
 }
 _STATIC = {"strategy": "tensor"}  # arguments of static inputs
 # What decides how values are read; the format's own defaults (QuantizationArgs).
@@ -411,7 +366,7 @@ class CompressedTensors(Layout):
             with dynamic scales.
 
     Raises:
-        TypeError: ``granularity`` is no `Granularity`, or ``static_inputs`` no bool.
+        TypeError: ``static_inputs`` is no bool.
         ValueError: the format has no such granularity, or none with static inputs.
     """
 
@@ -419,13 +374,12 @@ class CompressedTensors(Layout):
     static_inputs: bool = False
 
     name: ClassVar[str] = "compressed_tensors"
+    method: ClassVar[str] = "compressed-tensors"
     one_scale: ClassVar[tuple[int, ...]] = (1,)
 
     def __post_init__(self) -> None:
-        such_as = "a Granularity, such as Rowwise()"
-        check_type(self.granularity, Granularity, "CompressedTensors", "granularity", such_as)
         check_bool(self.static_inputs, "CompressedTensors: static_inputs")
-        known = [g for g in _SCHEMES if not (self.static_inputs and isinstance(g, Blockwise))]
+        known = [*SCHEMES][: 2 if self.static_inputs else None]
         if self.granularity not in known:
             raise ValueError(
                 f"CompressedTensors: granularity must be one of {', '.join(map(repr, known))} with "
@@ -435,22 +389,7 @@ class CompressedTensors(Layout):
     @property
     def scale_format(self) -> ScaleFormat:
         """``E8M0`` in blocks of 1x32, ``FLOAT32`` otherwise."""
-        return ScaleFormat.E8M0 if self._is_mx else ScaleFormat.FLOAT32
-
-    @property
-    def _is_mx(self) -> bool:
-        return self.granularity == Blockwise(1, 32)
-
-    def _reasons(self, layer: Layer) -> Iterator[str]:
-        yield from super()._reasons(layer)
-        if self._is_mx and layer.weight.shape[1] % 32:
-            yield f"in_features={layer.weight.shape[1]} is not a multiple of 32"
-
-    def tensors(self, layer: Layer) -> dict[str, Tensor]:
-        """``weight``, ``weight_scale``, and with static inputs ``input_scale``."""
-        found = super().tensors(layer)
-        key = f"{layer.name}.weight_scale"
-        return found | ({key: found[key].view(torch.uint8)} if self._is_mx else {})
+        return ScaleFormat.E8M0 if self.granularity == MX else ScaleFormat.FLOAT32
 
     @staticmethod
     def skips(layer: str, name: str) -> bool:
@@ -459,17 +398,16 @@ class CompressedTensors(Layout):
 
     def _config(self) -> dict[str, Any]:
         """What compressed-tensors' ``QuantizationConfig`` reads."""
-        weights, dynamic = _SCHEMES[self.granularity]
-        kind = "mxfp8-quantized" if self._is_mx else "float-quantized"
+        weights, inputs = SCHEMES[self.granularity]
+        kind = "mxfp8-quantized" if self.granularity == MX else "float-quantized"
         group = {
             "targets": ["Linear"],
             "weights": _arguments(weights),
-            "input_activations": _arguments(_STATIC if self.static_inputs else dynamic),
+            "input_activations": _arguments(_STATIC if self.static_inputs else inputs),
             "output_activations": None,
             "format": kind,
         }
         return {
-            "quant_method": "compressed-tensors",
             "format": kind,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
@@ -479,26 +417,20 @@ class CompressedTensors(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CompressedTensors | None:
-        """The layout of ``quant_method="compressed-tensors"``; None for others."""
-        if config.get("quant_method") != "compressed-tensors":
+        """One scheme of 8 bit floats for all groups; neither sparse nor transformed weights."""
+        sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense" or config.get("transform_config"):
             return None
-        odd = (config.get("sparsity_config") or {}).get("format", "dense") != "dense"
-        odd = odd or bool(config.get("transform_config"))
-        found = [
-            tuple(_decisive(group.get(which)) for which in ("weights", "input_activations"))
-            for group in (config.get("config_groups") or {}).values()
-        ]
-        for granularity, (weights, dynamic) in _SCHEMES.items():
-            is_block = isinstance(granularity, Blockwise)
-            for is_static in (False,) if is_block else (False, True):
-                inputs = _STATIC if is_static else dynamic
-                scheme = tuple(_decisive(_arguments(x)) for x in (weights, inputs))
-                if found and not odd and all(group == scheme for group in found):
-                    return cls(granularity, is_static)
-        raise ValueError(
-            "quantization_config is readable with one scheme of 8 bit floats for all config_groups,"
-            f" of {', '.join(map(repr, _SCHEMES))}, and neither sparse nor transformed weights; it "
-            f"has {dict(config)!r}"
+        schemes = _decisive(config)
+        variants = [cls(granularity) for granularity in SCHEMES]
+        variants += [cls(granularity, static_inputs=True) for granularity in [*SCHEMES][:2]]
+        return next(
+            (
+                x
+                for x in variants
+                if schemes and all(scheme in _decisive(x._config()) for scheme in schemes)
+            ),
+            None,
         )
 
 
@@ -508,12 +440,19 @@ def _arguments(differing: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _decisive(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The arguments that decide how values are read, with defaults; None if there are none."""
-    if arguments is None:
-        return None
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+def _decisive(config: Mapping[str, Any]) -> list[list[dict[str, Any] | None]]:
+    """The arguments that decide how each group's values are read, with defaults.
+
+    Of weights and of inputs; None where inputs are not cast.
+    """
+
+    def of(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        given = {name: x for name, x in (arguments or {}).items() if x is not None}
+        found = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
+        return None if arguments is None else found
+
+    groups = (config.get("config_groups") or {}).values()
+    return [[of(group.get(x)) for x in ("weights", "input_activations")] for group in groups]
 
 
 _PRODUCER = {"name": "modelopt", "version": "0.40.0"}  # whose format this is
@@ -527,6 +466,7 @@ class ModelOpt(Layout):
     scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT32
     static_inputs = True
     name: ClassVar[str] = "modelopt"
+    method: ClassVar[str] = "modelopt"
 
     @staticmethod
     def skips(layer: str, name: str) -> bool:
@@ -538,7 +478,6 @@ class ModelOpt(Layout):
         float8 = {"dynamic": False, "num_bits": 8, "type": "float"}
         group = {"input_activations": float8, "weights": float8, "targets": ["Linear"]}
         return {
-            "quant_method": "modelopt",
             "quant_algo": "FP8",
             "config_groups": {"group_0": group},
             "producer": _PRODUCER,
@@ -555,14 +494,9 @@ class ModelOpt(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelOpt | None:
-        """The layout of ``quant_method="modelopt"``, or of an ``hf_quant_config.json``."""
-        producer = (config.get("producer") or {}).get("name")
-        if "modelopt" not in (config.get("quant_method"), producer):
-            return None
+        """Of a ``quantization_config``, or of an ``hf_quant_config.json``."""
         found = config.get("quantization", config).get("quant_algo")
-        if str(found).upper() != "FP8":
-            raise ValueError(f"quantization_config has quant_algo={found!r}; readable: 'FP8'")
-        return cls()
+        return cls() if str(found).upper() == "FP8" else None
 
 
 # The name that users write -> the class. A row also makes `layout_of` read the format.
@@ -573,12 +507,14 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 def layout_of(config: Mapping[str, Any]) -> Layout:
     """The layout that a ``quantization_config`` describes; ValueError if none reads it."""
+    method = config.get("quant_method") or (config.get("producer") or {}).get("name")
     for layout in LAYOUTS.values():
-        if (found := layout.from_config(config)) is not None:
+        if layout.method == method and (found := layout.from_config(config)) is not None:
             return found
     raise ValueError(
-        f"quantization_config has quant_method={config.get('quant_method')!r}; readable: "
-        + ", ".join(LAYOUTS)
+        f"quantization_config has {dict(config)!r}; readable are fine_grained (E4M3, dynamic "
+        "inputs), compressed_tensors (one scheme of 8 bit floats, neither sparse nor transformed "
+        "weights) and modelopt (FP8)"
     )
 
 
@@ -597,11 +533,10 @@ def transformers_refuses(layout: Layout, shapes: Shapes) -> str | None:
     if not isinstance(by, Blockwise):
         return None
     if layout.name == "fine_grained":
-        sizes = (by.rows, by.cols)
         odd = [
             name
-            for name, shape in shapes.items()
-            if any(n > size and n % size for n, size in zip(shape, sizes, strict=True))
+            for name, (n, k) in shapes.items()
+            if (n > by.rows and n % by.rows) or (k > by.cols and k % by.cols)
         ]
         why = (
             f"where it dequantises, as without a GPU, sizes that are no multiples of {by.rows}x"
@@ -620,7 +555,7 @@ def transformers_refuses(layout: Layout, shapes: Shapes) -> str | None:
 def read_by(layout: Layout, shapes: Shapes) -> str:
     """The libraries that read a checkpoint, in words, and why Transformers does not."""
     engines = ["vLLM", "SGLang"] + ["TensorRT-LLM"] * (layout.name == "modelopt")
-    if layout.name == "fine_grained" and layout.granularity != Blockwise(128, 128):
+    if layout.name == "fine_grained" and layout.granularity != BLOCKS:
         engines = []
     reason = transformers_refuses(layout, shapes)
     readers = [] if reason else [f"{TRANSFORMERS} (tested on a CPU)"]

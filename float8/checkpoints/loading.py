@@ -42,10 +42,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from float8.arguments import check_module, check_type, described
-from float8.checkpoints.layouts import Layout
-from float8.checkpoints.names import Slot, published
-from float8.checkpoints.parameters import materialise, write
+from float8.arguments import check_module, check_type
+from float8.checkpoints.layouts import MX, Layout
+from float8.checkpoints.names import Slot, published, tensor_of
 from float8.checkpoints.source import WEIGHT, Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
 from float8.convert.conversion import (
@@ -55,11 +54,11 @@ from float8.convert.conversion import (
     sharded_before,
 )
 from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import NO_REASON
+from float8.convert.filters import with_reason
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div
 from float8.kernels import e8m0, is_sharded
 from float8.linear.delayed import DelayedCast
 from float8.linear.float8_weight import as_parameter, is_resident
@@ -68,8 +67,11 @@ from float8.tensor import Float8Tensor
 
 __all__ = ["load"]
 
+Box = tuple[slice, ...]  # start and stop along each dimension
+
 HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
+_DEQUANTISED = "its weight is that of another module too, and dequantised"
 _SHARDED = (
     "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
     'whole model, or load with weights="high_precision"'
@@ -109,105 +111,71 @@ def load(
             layer cannot be converted. Nothing has changed then.
         TypeError: arguments of other types.
     """
-    device = _checked(model, path, weights, config, ignore, device)
-    source = Source(path)
-    _tie_on_meta(model)
-    slots = matched(model, source, tuple(ignore))
-    stored = _stored_layers(source, slots)
-    wanted = set() if config is None else _in_float8(model, source, slots)
-
-    def is_wanted(module: nn.Module, fqn: str) -> bool:
-        return fqn in wanted
-
+    check_module(model, "load")
+    check_type(ignore, (list, tuple), "load", "ignore", 'a list of patterns, as ["*.k_scale"]')
+    config = None if config is None else check_config(config, "load")
+    _check_mode(model, weights, config)
+    device, source = torch.device(device), Source(path)
+    tie = getattr(model, "tie_weights", None)  # which accelerate's empty models lose
+    if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
+        tie()
+    slots = matched(model, source, ignore)
+    own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
+    # Name in the model -> name in the files, of layers in float8 with a weight of their own.
+    stored = {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
     plan = None
-    if weights == FLOAT8:
-        plan = _plan_of_float8(model, source, stored, device)
-    elif config is not None:
-        plan = plan_conversion(model, config, is_wanted, "load")
-    if plan is not None and not plan.layers:
-        why = f"no layer of the model can be converted:{plan.reasons}"
-        raise ValueError(
-            f'nothing was loaded from {source.path}: weights="{weights}", and '
-            f"{why if source.layers else 'the checkpoint has no weight in float8'}\n"
-            f'weights="{HIGH_PRECISION}" loads it into any model'
-        )
-    if plan is not None and weights == TRAINING:
-        plan.check(sharded_before(model, plan))
+    if weights == FLOAT8 or config is not None:
+        in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
+        plan = _planned(model, config, stored, in_float8)
+        if not plan.layers:
+            why = f"no layer of the model can be converted:{plan.reasons}"
+            raise ValueError(
+                f'nothing was loaded from {source.path}: weights="{weights}", and '
+                f"{why if source.layers else 'the checkpoint has no weight in float8'}\n"
+                f'weights="{HIGH_PRECISION}" loads it into any model'
+            )
+        further = sharded_before(model, plan)
+        plan.check(further if config else _refused_float8(source, stored, plan, device))
     # The model changes from here on.
     kept: set[str] = set()
-    if plan is not None and weights == FLOAT8:
+    if plan is not None and config is None:
         model, kept = plan.convert(model), set(plan.layers)
         _keep_float8(source, stored, plan, device)
     materialise(model, device)
-    if config is not None:
-        model = convert_to_float8_training(model, config=config, module_filter_fn=is_wanted)
-        conversion: Any = model.float8_conversion
-        skipped = conversion.skipped
-        skipped.update({n: _IN_HIGH_PRECISION for n, why in skipped.items() if why == NO_REASON})
+    if plan is not None and config is not None:
+        keep = plan.module_filter_fn
+        model = convert_to_float8_training(model, config=config, module_filter_fn=keep)
     for key, slot in slots.items():
         if _layer_of(slot) not in kept or not key.endswith(WEIGHT):
-            parameter = _tensor_of(model, slot.parameter)
+            parameter = tensor_of(model, slot)
             write(slot, parameter, source.read(key, _dtype_of(parameter)))
     _start_casts(model, source, stored if weights == TRAINING else {})
-    if plan is not None and weights == FLOAT8:
+    if plan is not None and kept:
         hide_from_ddp(model)
         plan.finish(model)
     # Transformers' save_pretrained would write it beside weights that are not stored so.
-    own: Any = getattr(model, "config", None)
-    if hasattr(own, "to_json_string") and "quantization_config" in vars(own):
-        del own.quantization_config
+    model_config: Any = getattr(model, "config", None)
+    if hasattr(model_config, "to_json_string") and "quantization_config" in vars(model_config):
+        del model_config.quantization_config
     return model
 
 
-def _checked(
-    model: nn.Module, path: Any, weights: Any, config: Any, ignore: Any, device: Any
-) -> torch.device:
-    """The device; raises if an argument has another type, or the model does not fit the mode."""
-    check_module(model, "load")
-    check_type(path, (str, Path), "load", "path", "a folder or a .safetensors file")
-    check_type(ignore, (list, tuple), "load", "ignore", 'a list of patterns, as ["*.k_scale"]')
-    for pattern in ignore:
-        check_type(pattern, str, "load", "ignore", 'a list of patterns, as ["*.k_scale"]')
-    try:
-        device = torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"load: device must be a torch.device, got {described(device)}") from error
-    if config is not None:
-        check_config(config, "load")
-    if weights not in MODES or (config is not None and weights != TRAINING):
-        raise ValueError(
-            f"load: weights must be one of {', '.join(map(repr, MODES))}, and config is for "
-            f"weights={TRAINING!r}, which converts the model; got {described(weights)}"
-        )
+def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
+    """Raise if the model does not fit the mode."""
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    converts = weights == FLOAT8 or config is not None
-    for fqn, layer in layers.items():
-        if converts or is_resident(layer._parameters.get("weight")):
-            raise ValueError(
-                f"load: {named(fqn)} is in float8 already: call convert_from_float8_training(model)"
-                " first" + (", or leave config out" if config is not None else "")
-            )
-    if weights == TRAINING and not layers and config is None:
-        raise ValueError(
-            f'load: weights="{TRAINING}" needs a converted model, or config=: '
-            'Float8LinearConfig.from_recipe_name("blockwise")'
-        )
-    return device
-
-
-def _tie_on_meta(model: nn.Module) -> None:
-    """Share tied weights of a model of Transformers again, which accelerate's empty models lose."""
-    tie = getattr(model, "tie_weights", None)
-    if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
-        tie()
-
-
-def _tensor_of(model: nn.Module, name: str) -> Tensor:
-    prefix, _, last = name.rpartition(".")
-    module = model.get_submodule(prefix)
-    found = module._parameters.get(last, module._buffers.get(last))
-    assert found is not None, name
-    return found
+    resident = [fqn for fqn, m in layers.items() if is_resident(m._parameters.get("weight"))]
+    in_float8 = [*layers] if weights == FLOAT8 or config is not None else resident
+    why = None
+    if weights not in MODES or (config is not None and weights != TRAINING):
+        modes = ", ".join(map(repr, MODES))
+        why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
+    elif in_float8:
+        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
+        why += "first" + (", or leave config out" if config is not None else "")
+    elif weights == TRAINING and not layers and config is None:
+        why = 'weights="training" needs a converted model, or config= as "blockwise"'
+    if why is not None:
+        raise ValueError(f"load: {why}")
 
 
 def _layer_of(slot: Slot) -> str:
@@ -231,55 +199,46 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
     if keys are missing or unexpected, or if shapes or dtypes differ.
     """
     slots = published(model)
-    places = {key: key for key in slots}
-    by_tensor = {id(_tensor_of(model, s.parameter)): key for key, s in slots.items() if not s.index}
-    named_tensors = (
+    by_tensor = {id(tensor_of(model, s)): key for key, s in slots.items() if not s.index}
+    names = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
-    )
-    for name, tensor in named_tensors:
-        if id(tensor) in by_tensor:
-            places.setdefault(name, by_tensor[id(tensor)])
+    ]
+    places = {name: by_tensor[id(x)] for name, x in names if id(x) in by_tensor}
+    places |= {key: key for key in slots}
     found: dict[str, Slot] = {}
     problems: list[str] = []
     filled: dict[str, str] = {}  # key of the model -> that of the files
     for key in source.weights:
+        own, reason = places.get(key), None
         if any(fnmatchcase(key, pattern) for pattern in ignore):
             continue
-        if (own := places.get(key)) is None:
+        if own is None:
             if not _leaves_out(model, "_keys_to_ignore_on_load_unexpected", key):
-                problems.append(f"{source.place(key)} is not in the model")
-            continue
-        slot, reason = slots[own], None
-        if own in filled:
+                reason = "is not in the model"
+        elif own in filled:
             reason = _differs(source, filled[own], key)
         else:
-            filled[own], found[key] = key, slot
-            reason = _misfit(source, key, _tensor_of(model, slot.parameter), slot)
+            filled[own], found[key] = key, slots[own]
+            reason = _misfit(source, key, tensor_of(model, slots[own]), slots[own])
         if reason is not None:
             problems.append(f"{source.place(key)} {reason}")
-    problems += _not_filled(model, slots, filled, ignore)
+    for key, slot in slots.items():
+        tensor = tensor_of(model, slot)
+        is_left = key in filled or any(fnmatchcase(key, pattern) for pattern in ignore)
+        if not (is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)):
+            problems.append(f"{key} of the model is missing")
+        if tensor.is_meta and is_sharded(tensor):
+            why = "is sharded on the meta device: call model.to_empty(device=...) first"
+            problems.append(f"{key} {why}")
+        elif tensor.is_meta and key not in filled:
+            problems.append(f"{key} is on the meta device and gets no values: initialise it before")
     if problems:
         what = f"nothing was loaded from {source.path}, because it does not fit the model"
         raise ValueError(
             told(what, problems) + "\nignore=[...] leaves keys out, by name or pattern"
         )
     return found
-
-
-def _not_filled(
-    model: nn.Module, slots: Mapping[str, Slot], filled: Mapping[str, str], ignore: Sequence[str]
-) -> Iterator[str]:
-    """Keys of the model that are missing, and tensors that would have no values."""
-    for key, slot in slots.items():
-        tensor = _tensor_of(model, slot.parameter)
-        is_left = key in filled or any(fnmatchcase(key, pattern) for pattern in ignore)
-        if not (is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)):
-            yield f"{key} of the model is missing"
-        if tensor.is_meta and is_sharded(tensor):
-            yield f"{key} is sharded on the meta device: call model.to_empty(device=...) first"
-        elif tensor.is_meta and key not in filled:
-            yield f"{key} is on the meta device and gets no values: initialise it before"
 
 
 def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
@@ -306,21 +265,33 @@ def _differs(source: Source, first: str, second: str) -> str | None:
     return f"differs from {first}, and the model has one tensor for both; ignore one, or untie them"
 
 
-def _in_float8(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> set[str]:
-    """The modules whose weights the files have in float8, and layers that share such a weight."""
-    names = {_layer_of(slots[key]) for name in source.layers if (key := name + WEIGHT) in slots}
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    weights = {id(linears[n].weight) for n in names if n in linears}
-    return names | {n for n, linear in linears.items() if id(linear.weight) in weights}
+# --- layers that are converted
 
 
-def _stored_layers(source: Source, slots: Mapping[str, Slot]) -> dict[str, str]:
-    """Name in the model -> name in the files, of layers in float8 with a weight of their own."""
-    own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
-    return {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
+def _planned(
+    model: nn.Module,
+    config: Float8LinearConfig | None,
+    stored: Mapping[str, str],
+    in_float8: set[int],
+) -> ConversionPlan:
+    """The layers of a plain model that become float8.
 
+    With a config, to train, all that have a weight of ``in_float8``, by id. Without one, to keep
+    the weights of the files, those of ``stored``.
+    """
 
-# --- layers that keep float8 weights
+    float8 = {
+        fqn
+        for fqn, module in model.named_modules()
+        if any(id(parameter) in in_float8 for parameter in module._parameters.values())
+    }
+    is_wanted = with_reason(
+        lambda module, fqn: fqn in (stored if config is None else float8),
+        lambda module, fqn: _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION,
+    )
+    any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
+    keeps = config is None
+    return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
 
 
 def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8LinearConfig:
@@ -329,7 +300,7 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
     ``input_scale`` is None where the layer's inputs are not cast with a static scale.
     """
     granularity, scales = layout.granularity, layout.scale_format
-    if scales.is_e8m0 and granularity == Blockwise(1, 32):
+    if scales.is_e8m0 and granularity == MX:
         return RECIPES["mxfp8"]
     if scales is not ScaleFormat.FLOAT32:
         scales = ScaleFormat.POWER_OF_TWO
@@ -346,41 +317,22 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
     return Float8LinearConfig(row, weight, gradient)
 
 
-def _plan_of_float8(
-    model: nn.Module, source: Source, stored: Mapping[str, str], device: torch.device
-) -> ConversionPlan:
-    """The layers of a plain model that keep the float8 weights of the files, each with its config.
+def _refused_float8(
+    source: Source, stored: Mapping[str, str], plan: ConversionPlan, device: torch.device
+) -> Iterator[tuple[str, str | None]]:
+    """Give each layer of a plan its config; name and reason, of those that cannot keep float8.
 
-    ``device`` is that of weights that are on the meta device. Raises ValueError if a layer cannot
-    keep its weight; nothing has been changed then.
+    ``device`` is that of weights that are on the meta device.
     """
-    weights = {fqn: _tensor_of(model, f"{fqn}.weight".lstrip(".")) for fqn in stored}
-    any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
-    plan = plan_conversion(
-        model, any_size, lambda _, fqn: fqn in stored, "load", replaces_weights=True
-    )
-    plan.module_filter_fn = None
-    shared = {id(weight): fqn for fqn, weight in weights.items() if fqn not in plan.layers}
-    for fqn, reason in plan.conversion.skipped.items():
-        if reason == NO_REASON:
-            other = shared.get(id(model.get_submodule(fqn)._parameters.get("weight")))
-            also = f"its weight is that of {other} too, and dequantised"
-            plan.conversion.skipped[fqn] = _IN_HIGH_PRECISION if other is None else also
-    refused = {fqn: _SHARDED for fqn, weight in weights.items() if is_sharded(weight)}
-    for fqn in plan.layers:
-        assert source.layout is not None
-        weight = weights[fqn]
-        layer = source.layer(stored[fqn], _dtype_of(weight))
-        plan.configs[fqn] = config_of(source.layout, layer.input_scale)
-        place = device if weight.is_meta else weight.device
-        if fqn not in refused and (why := refuses_device(weight, plan.configs[fqn], place)):
-            refused[fqn] = why
-    try:
-        plan.check(refused.items())
-    except ValueError as error:
-        instead = f'weights="{HIGH_PRECISION}" loads dequantised weights'
-        raise ValueError(f"nothing was loaded from {source.path}: {error}\n{instead}") from error
-    return plan
+    assert source.layout is not None
+    for fqn, linear in plan.layers.items():
+        _, input_scale = source.layer(stored[fqn], torch.float32)
+        plan.configs[fqn] = config = config_of(source.layout, input_scale)
+        place = device if linear.weight.is_meta else linear.weight.device
+        if is_sharded(linear.weight):
+            yield fqn, _SHARDED
+        else:
+            yield fqn, refuses_device(linear.weight, config, place)
 
 
 @torch.no_grad()
@@ -391,7 +343,7 @@ def _keep_float8(
     """Replace the weights of converted layers by those of the files, each freed before the next."""
     for fqn, linear in plan.layers.items():
         old: Tensor = linear.weight
-        weight = source.layer(stored[fqn], _dtype_of(old)).weight
+        weight, _ = source.layer(stored[fqn], _dtype_of(old))
         place = device if old.is_meta else old.device
         data = torch.empty_like(weight.float8_data, device=place).copy_(weight.float8_data)
         scale = weight.scale if weight.block == (1, 32) else e8m0.as_float32(weight.scale)
@@ -411,10 +363,103 @@ def _start_casts(model: nn.Module, source: Source, stored: Mapping[str, str]) ->
                 cast.start_beside(layer.weight)
         if fqn not in stored:
             continue
-        found = source.layer(stored[fqn], torch.float32)
+        weight, input_scale = source.layer(stored[fqn], torch.float32)
         x, w, _ = layer.casts
-        if isinstance(w, DelayedCast) and found.weight.scale.numel() == 1:
-            w.start_from(found.weight.scale)
+        if isinstance(w, DelayedCast) and weight.scale.numel() == 1:
+            w.start_from(weight.scale)
         casts_x = not layer.config.smooth_input  # else it casts the input times factors
-        if isinstance(x, DelayedCast) and found.input_scale is not None and casts_x:
-            x.start_from(found.input_scale)
+        if isinstance(x, DelayedCast) and input_scale is not None and casts_x:
+            x.start_from(input_scale)
+
+
+# --- parameters: their memory, and the part of them that this rank has
+
+# A tensor of a file goes to a `Slot` of a parameter: all of it, or one expert's part of a stack. A
+# parameter that FSDP2 has sharded has a box of the whole on this rank; `write` copies what the two
+# have in common. No rank reads more than that, but for float8 blocks that the border of a shard
+# splits.
+
+
+@torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give parameters and persistent buffers on the meta device memory; shared ones stay shared."""
+    new: dict[int, tuple[Tensor, Any]] = {}  # id -> the old one, whose id stays its, and the new
+    for module in model.modules():
+        for entries in (module._parameters, module._buffers):
+            for name, own in entries.items():
+                if own is None or not own.is_meta or name in module._non_persistent_buffers_set:
+                    continue
+                if id(own) not in new:
+                    data = torch.empty_like(own, device=device, requires_grad=False)
+                    if isinstance(own, nn.Parameter):
+                        data = as_parameter(own, data, own.requires_grad)
+                    new[id(own)] = own, data
+                entries[name] = new[id(own)][1]
+
+
+@torch.no_grad()
+def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
+    """Copy a tensor of a file into its slot, dequantised if it is a `Float8Tensor`.
+
+    ``source`` has the slot's shape. If ``parameter``, that of the slot, is a DTensor, it gets the
+    part that this rank has.
+    """
+    local, offset = _local(parameter)
+    target, box = _overlap(slot, parameter.shape, local.shape, offset)
+    if target is not None:
+        view = local[target]
+        (view.mT if slot.transposed else view).copy_(_plain(source, box))
+
+
+def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a parameter, and where it starts in the whole."""
+    if not is_sharded(parameter):
+        return parameter.detach(), (0,) * parameter.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return parameter._local_tensor.detach(), offset
+
+
+def _overlap(
+    slot: Slot, shape: torch.Size, local: torch.Size, offset: tuple[int, ...]
+) -> tuple[tuple[int | slice, ...] | None, Box]:
+    """What this rank has of a slot: its index in the local part, and the box of the source.
+
+    The index is None where they have nothing in common.
+    """
+    index = (*slot.index, *(slice(None) for _ in range(len(shape) - len(slot.index))))
+    target: list[int | slice] = []
+    box: list[slice] = []
+    for entry, size, own, start in zip(index, shape, local, offset, strict=True):
+        if isinstance(entry, int):
+            if not start <= entry < start + own:
+                return None, ()
+            target.append(entry - start)
+            continue
+        covered = range(*entry.indices(size))
+        first, step = covered.start, covered.step
+        begin = max(0, ceil_div(start - first, step))
+        end = min(len(covered), ceil_div(start + own - first, step))
+        if begin >= end:
+            return None, ()
+        target.append(slice(first + begin * step - start, first + end * step - start, step))
+        box.append(slice(begin, end))
+    if slot.transposed:
+        box[-2:] = reversed(box[-2:])
+    return tuple(target), tuple(box)
+
+
+def _plain(source: Tensor, box: Box) -> Tensor:
+    """A part of a tensor in high precision; blocks that the box splits are dequantised whole."""
+    if not isinstance(source, Float8Tensor):
+        return source[box]
+    wide, inside = [], []
+    for part, size, block in zip(box, source.shape, source.block, strict=True):
+        extent = 1 if block == WHOLE else block
+        first = part.start // extent * extent
+        wide.append(slice(first, min(ceil_div(part.stop, extent) * extent, size)))
+        inside.append(slice(part.start - first, part.stop - first))
+    return source[tuple(wide)].dequantize()[tuple(inside)]

@@ -26,7 +26,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def published(model: nn.Module) -> dict[str, Slot]:
     Transformers' has its own names. Raises ValueError if a published tensor is no part of one
     parameter, or if a wrapper hides parameters.
     """
-    plain, names = _plain(model, "", "")
+    plain, names = _plain(model)
     kept = _kept(plain)
     slots: list[tuple[str, Slot]] = []
     rest = dict(kept)
@@ -80,7 +81,13 @@ def published(model: nn.Module) -> dict[str, Slot]:
     slots += [(name, Slot(name, (), False, x.shape)) for name, x in rest.items()]
     order = {name: position for position, name in enumerate(kept)}
     slots.sort(key=lambda item: order[item[1].parameter])  # stable: parts keep their order
-    return {key: Slot(names[s.parameter], s.index, s.transposed, s.shape) for key, s in slots}
+    return {key: replace(slot, parameter=names[slot.parameter]) for key, slot in slots}
+
+
+def tensor_of(model: nn.Module, slot: Slot) -> Tensor:
+    """The parameter or buffer of a slot."""
+    found: Tensor = attrgetter(slot.parameter)(model)
+    return found
 
 
 # --- the plain model
@@ -101,39 +108,51 @@ def inside_of(module: nn.Module) -> str | None:
     return WRAPPERS.get(type(module).__name__.removeprefix("FSDP"))  # which fully_shard adds
 
 
-def _plain(module: nn.Module, name: str, plain_name: str) -> tuple[nn.Module, dict[str, str]]:
-    """The module without wrappers, of plain types, and (plain name -> name) of its tensors."""
-    if (reason := _refuses(type(module))) is not None:
-        raise ValueError(f"{name.rstrip('.') or 'the model'} {reason}")
+def walk(
+    module: nn.Module, name: str = "", plain: str = ""
+) -> Iterator[tuple[str, str, nn.Module]]:
+    """(name, name without those of wrappers, module) of all modules, shared ones several times."""
     inside = inside_of(module)
-    if inside is not None:
-        return _plain(module.get_submodule(inside), f"{name}{inside}.", plain_name)
-    own: Any = with_state_of(module, _plain_type(module))
-    names = {plain_name + n: name + n for n in (*module._parameters, *module._buffers)}
-    own._modules.clear()
-    for child_name, child in module._modules.items():
-        if child is None or isinstance(child, DelayedCast):
+    if inside is None:  # a wrapper shares its name with what it wraps
+        yield name, plain, module
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from walk(
+                child, within(name, own), plain if own == inside else within(plain, own)
+            )
+
+
+def within(prefix: str, name: str) -> str:
+    """The name of a part of a module; ``prefix`` is empty for the model itself."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _plain(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
+    """The model without wrappers, of plain types, and (plain name -> name) of its tensors."""
+    modules: dict[str, Any] = {}
+    names: dict[str, str] = {}
+    for name, plain, module in walk(model):
+        if isinstance(module, DelayedCast):
             continue
-        plain, inner_names = _plain(child, f"{name}{child_name}.", f"{plain_name}{child_name}.")
-        own._modules[child_name] = plain
-        names |= inner_names
-    return own, names
-
-
-def _refuses(kind: type[nn.Module]) -> str | None:
-    """The reason why the parameters of modules of a type are not those that are published."""
-    if kind.__name__ == "FullyShardedDataParallel":
-        return "is wrapped by FullyShardedDataParallel, which flattens parameters: use fully_shard"
-    if kind.__module__.partition(".")[0] == "peft":
-        return "has adapters, which published layers do not have: merge them (merge_and_unload())"
-    return None
-
-
-def _plain_type(module: nn.Module) -> type[nn.Module]:
-    kind = type(module)
-    while any(base.__name__ == "FSDPModule" for base in kind.__bases__):  # made by fully_shard
-        kind = next(base for base in kind.__bases__ if base.__name__ != "FSDPModule")
-    return getattr(module, "plain_type", kind)
+        kind = type(module)
+        if kind.__name__.endswith("FullyShardedDataParallel") or kind.__module__.startswith(
+            "peft."
+        ):
+            raise ValueError(
+                f"{name or 'the model'} is a {kind.__name__}, whose parameters are not those that "
+                "are published: merge adapters of PEFT (merge_and_unload()), shard by fully_shard"
+            )
+        while any(base.__name__ == "FSDPModule" for base in kind.__bases__):  # by fully_shard
+            kind = next(base for base in kind.__bases__ if base.__name__ != "FSDPModule")
+        modules[plain] = own = with_state_of(module, getattr(module, "plain_type", kind))
+        own._modules.clear()
+        names |= {
+            within(plain, n): within(name, n) for n in (*module._parameters, *module._buffers)
+        }
+        if plain:
+            parent, _, last = plain.rpartition(".")
+            modules[parent]._modules[last] = own
+    return modules[""], names
 
 
 def _kept(plain: nn.Module) -> dict[str, Tensor]:
@@ -142,14 +161,11 @@ def _kept(plain: nn.Module) -> dict[str, Tensor]:
     droppable: list[str] = []
     ignored: list[str] = []
     for name, module in plain.named_modules(remove_duplicate=False):
-        prefix = f"{name}." if name else ""
-        buffers = {
-            n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set
-        }
-        own = {**module._parameters, **buffers}
-        found |= {prefix + n: x for n, x in own.items() if x is not None}
-        droppable += [prefix + n for n in getattr(module, "_tied_weights_keys", None) or ()]
-        ignored += [prefix + n for n in getattr(module, "_keys_to_ignore_on_save", None) or ()]
+        own = module._parameters | module._buffers
+        left = module._non_persistent_buffers_set
+        found |= {within(name, n): x for n, x in own.items() if x is not None and n not in left}
+        droppable += [within(name, n) for n in getattr(module, "_tied_weights_keys", None) or ()]
+        ignored += [within(name, n) for n in getattr(module, "_keys_to_ignore_on_save", None) or ()]
     by_tensor: dict[int, list[str]] = {}
     for name, x in found.items():
         if name not in ignored:
@@ -162,16 +178,16 @@ def _kept(plain: nn.Module) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if name in kept}
 
 
-def _pretrained(plain: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _pretrained(plain: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """(prefix, module) of the outermost modules that are models of Transformers."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")  # without it there is none
-    if modeling is None:
-        return
-    if isinstance(plain, modeling.PreTrainedModel):
-        yield prefix, plain
-        return
-    for name, child in plain.named_children():
-        yield from _pretrained(child, f"{prefix}{name}.")
+    found: list[str] = []
+    for name, module in plain.named_modules():
+        prefix = within(name, "")
+        is_one = modeling is not None and isinstance(module, modeling.PreTrainedModel)
+        if is_one and not prefix.startswith(tuple(found)):
+            found.append(prefix)
+            yield prefix, module
 
 
 # --- the run of Transformers' conversion
@@ -197,18 +213,27 @@ def _reverted(model: Any, prefix: str, own: dict[str, Tensor]) -> list[tuple[str
             model, {n.removeprefix(prefix): x for n, x in roots.items()}
         )
     slots = []
+    left = {name: x.numel() for name, x in roots.items()}
     for key, part in found.items():
-        name = name_of.get(part.untyped_storage()._cdata)
-        if name is None:
+        name = name_of.get(part.untyped_storage()._cdata, "")
+        slot = _slot(name, roots[name], part) if name else None
+        if slot is None:
             raise ValueError(
                 f"{prefix}{key}: Transformers computes it from the parameters of "
                 f"{type(model).__name__} (rows permuted, or several parameters joined), so it is "
                 "no part of one of them. Such models are not supported; leave their module out by "
                 "passing the part of the model that is, such as model.language_model"
             )
-        slots.append((prefix + key, _slot(prefix + key, name, roots[name], part)))
-    _check_cover(slots, own)
-    slots.sort(key=lambda item: _start(item[1]))
+        slots.append((prefix + key, slot))
+        left[name] -= part.numel()
+    for name, count in left.items():
+        if count != 0:
+            raise ValueError(
+                f"{name}: {own[name].numel()} elements, of which Transformers would write "
+                f"{own[name].numel() - count} into a checkpoint; its conversion of this model is "
+                "not supported"
+            )
+    slots.sort(key=lambda item: [getattr(i, "start", i) for i in item[1].index])
     return slots
 
 
@@ -220,7 +245,8 @@ def _without_data(shape: torch.Size) -> Tensor:
     return torch.empty_strided(shape, strides[: len(shape)], device="meta")
 
 
-def _slot(key: str, name: str, root: Tensor, part: Tensor) -> Slot:
+def _slot(name: str, root: Tensor, part: Tensor) -> Slot | None:
+    """The place of a part, or None if no slices of a parameter give it."""
     if part.shape == root.shape and part.stride() == root.stride():
         return Slot(name, (), False, part.shape)
     offset, strides = part.storage_offset(), root.stride()
@@ -234,26 +260,6 @@ def _slot(key: str, name: str, root: Tensor, part: Tensor) -> Slot:
     if transposed:
         dims[-2:] = dims[-1], dims[-2]
     if dims != sorted({*dims} - {-1}):
-        raise ValueError(
-            f"{key}: Transformers rearranges {name} {tuple(root.shape)} to {tuple(part.shape)}; it "
-            "has to be a part of it, at most with the last two dimensions swapped"
-        )
+        return None
     index = [slice(i, i + sizes[dim]) if dim in sizes else i for dim, i in enumerate(index)]
     return Slot(name, tuple(index), transposed, part.shape)
-
-
-def _start(slot: Slot) -> tuple[int, ...]:
-    return tuple(i.start if isinstance(i, slice) else i for i in slot.index)
-
-
-def _check_cover(slots: list[tuple[str, Slot]], own: dict[str, Tensor]) -> None:
-    """Raise unless the parts of each parameter have as many elements as it has."""
-    counts = dict.fromkeys(own, 0)
-    for _, slot in slots:
-        counts[slot.parameter] += slot.shape.numel()
-    for name, count in counts.items():
-        if count != own[name].numel():
-            raise ValueError(
-                f"{name}: {own[name].numel()} elements, of which Transformers would write {count} "
-                "into a checkpoint; its conversion of this model is not supported"
-            )

@@ -1,4 +1,4 @@
-"""`plan_rewriting`: a checkpoint in another layout, without a model, one tensor at a time.
+"""`Rewriting`: a checkpoint in another layout, without a model, one tensor at a time.
 
 The source is in high precision or in any layout that is readable, and so is the result. What
 happens to the weight of a linear layer:
@@ -17,11 +17,9 @@ default.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,97 +27,99 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.checkpoints.casts import (
-    STORED,
-    TENSORWISE,
-    WeightCast,
-    cast_anew,
-    largest,
-    sharing,
-    stores,
-)
-from float8.checkpoints.files import (
-    INDEX_SUFFIX,
-    MAX_SHARD_BYTES,
-    SUFFIX,
-    Spec,
-    in_files,
-    specs_of,
-    write_shards,
-)
-from float8.checkpoints.inspection import size
-from float8.checkpoints.layouts import TRANSFORMERS, Layer, Layout, transformers_refuses
+from float8.checkpoints.casts import RECAST, StoredLayer, stored_layer
+from float8.checkpoints.files import INDEX_SUFFIX, SUFFIX, Spec, write_shards
+from float8.checkpoints.layouts import Layout
+from float8.checkpoints.plan import plan_of
 from float8.checkpoints.source import WEIGHT, Source, told
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from float8.granularity import WHOLE
 from float8.tensor import Float8Tensor
 
 # Names of modules whose matrices stay in high precision.
 SKIP = ("*embed*", "*wte", "*wpe", "*lm_head", "*.gate", "*router*", "*score", "*classifier")
-KEPT, CAST, AGAIN = "float8 data kept", "cast from high precision", "dequantised and cast again"
-DEQUANTISED, OTHER_DTYPE, COPIED = "dequantised", "converted to this dtype", "copied"
-_HOW = (KEPT, CAST, AGAIN, DEQUANTISED, OTHER_DTYPE, COPIED)
+_SKIPPED, _IN_SOURCE = "its name is skipped", "the source has it in high precision"
 _CONFIGS = ("config.json", "hf_quant_config.json")
 # What is not copied beside the new tensors.
 _LEFT_OUT = (SUFFIX, INDEX_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".pkl", *_CONFIGS)
 
 
-@dataclass
 class Rewriting:
-    """What a rewritten checkpoint will be; nothing has been written.
+    """A checkpoint in another layout, planned; headers and scales of the source are read.
+
+    A dtype as ``target``, bfloat16, float16 or float32, means high precision. ``skip`` has patterns
+    of modules whose weights stay in high precision, `SKIP` by default. It is for a source in high
+    precision only: one in float8 keeps its choice. Raises ValueError if the target cannot store
+    some layers, or if ``skip`` does not fit the source.
 
     Attributes:
-        source: what is read.
-        target: the layout, or the dtype of a result in high precision.
-        specs: key -> dtype and shape of the result.
-        how: weight -> what happens to it, one of the constants of this module.
-        notes: what a user should know.
+        plan: what the result will be.
     """
 
-    source: Source
-    target: Layout | torch.dtype
-    specs: dict[str, Spec] = field(default_factory=dict)
-    how: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    make: dict[str, Callable[[], dict[str, Tensor]]] = field(default_factory=dict, repr=False)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "source": str(self.source.path),
-            "source_layout": _text(self.source.layout),
-            "target": _text(self.target),
-            "nbytes": sum(spec.nbytes for spec in self.specs.values()),
-            "weights": self.how,
-            "notes": self.notes,
-        }
-
-    def __str__(self) -> str:
-        before, after = (
-            size(sum(spec.nbytes for spec in specs.values()))
-            for specs in (self.source.specs, self.specs)
-        )
-        lines = [f"{self.source.path}: {before}, {_text(self.source.layout)}"]
-        lines += [f"as {_text(self.target)}: {after}"]
-        counts = Counter(self.how.values())
-        lines += [f"  {counts[how]} tensors: {how}" for how in _HOW if how in counts]
-        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-    def write(
+    def __init__(
         self,
-        folder: str | Path,
-        *,
-        max_shard_bytes: float = MAX_SHARD_BYTES,
-        overwrite: bool = False,
+        source: Source,
+        target: Layout | torch.dtype,
+        skip: Sequence[str] | None,
+        max_shard_bytes: float,
     ) -> None:
+        self.source, self.target = source, target
+        self.layers: dict[str, StoredLayer] = {}
+        self._make: list[Callable[[], Mapping[str, Tensor]]] = []
+        layout = target if isinstance(target, Layout) else None
+        names = _float8_names(source, target, skip)
+        skipped: dict[str, str] = {}
+        specs: dict[str, Spec] = {}
+        problems = []
+        for key, spec in source.weights.items():
+            name = key.removesuffix(WEIGHT)
+            if layout is not None and key.endswith(WEIGHT) and name in names:
+                weight, scale = None, None
+                if name in source.layers:
+                    weight, scale = source.layer(name, torch.float32)
+                scale = scale if layout.static_inputs else None
+                layer = stored_layer(name, spec.shape, weight, layout, scale, None, recast=True)
+                if isinstance(layer, str):
+                    problems.append(f"{name}: {layer}")
+                    continue
+                self.layers[name], make = layer, partial(self._cast, layer)
+                specs |= layer.specs
+            else:
+                is_plain = spec.dtype in HIGH_PRECISION_DTYPES or spec.dtype in FORMATS
+                dtype = target if isinstance(target, torch.dtype) and is_plain else spec.dtype
+                specs[key], make = Spec(dtype, spec.shape), partial(self._copy, key, dtype)
+                if key.endswith(WEIGHT) and len(spec.shape) == 2 and layout is not None:
+                    skipped[name] = _IN_SOURCE if source.layers else _SKIPPED
+            self._make.append(make)
+        if problems:
+            raise ValueError(told(f"{source.path} cannot be stored as {target}", problems))
+        if layout is not None and "lm_head.weight" not in specs:
+            skipped["lm_head"] = "it has the weight of the embedding, if there is one"
+        how = {name: layer.how for name, layer in self.layers.items()}
+        self.plan = plan_of(layout, self.layers, how, skipped, specs, max_shard_bytes)
+        again = [*how.values()].count(RECAST)
+        if again:
+            self.plan.notes.append(
+                f"{again} weights are dequantised and cast again, so their values are rounded "
+                "twice; a checkpoint in high precision gives better ones"
+            )
+        has_inputs = source.layout is not None and source.layout.static_inputs
+        if has_inputs and not (layout is not None and layout.static_inputs):
+            self.plan.notes.append("the static scales of inputs are left out")
+
+    def report(self) -> dict[str, Any]:
+        """The plan, for JSON."""
+        fields = ("layers", "skipped", "files", "nbytes", "quantization_config", "notes")
+        own = {"source": str(self.source.path), "target": str(self.target)}
+        return own | {name: getattr(self.plan, name) for name in fields}
+
+    def write(self, folder: str | Path, overwrite: bool) -> None:
         """Write the result to a folder, which appears when all of it is on the disk.
 
-        See `write_shards`. Raises ValueError if the folder is that of the source.
+        See `write_shards`.
         """
-        if Path(folder).resolve() == self.source.folder.resolve():
-            raise ValueError(f"{folder}: it is the folder that is read; give another name")
-        tensors = (entry for make in self.make.values() for entry in make().items())
-        specs = in_files(self.specs, max_shard_bytes)
-        write_shards(folder, specs, tensors, files=self._files(), overwrite=overwrite)
+        tensors = (entry for make in self._make for entry in make().items())
+        write_shards(folder, self.plan.tensors, tensors, files=self._files(), overwrite=overwrite)
 
     def _files(self) -> dict[str, str | bytes]:
         """The files beside the tensors: those of the source, and configs with what has changed."""
@@ -132,169 +132,50 @@ class Rewriting:
         config.pop("quantization_config", None)
         configs = {path.name: config}
         if isinstance(self.target, torch.dtype):
-            for field_ in {"dtype", "torch_dtype"} & config.keys():
-                config[field_] = _text(self.target)
+            for name in {"dtype", "torch_dtype"} & config.keys():
+                config[name] = str(self.target).removeprefix("torch.")
         else:
-            in_float8 = [key.removesuffix(WEIGHT) for key, how in self.how.items() if how != COPIED]
-            skipped = [
-                key.removesuffix(WEIGHT)
-                for key in self._copied()
-                if key.endswith(WEIGHT) and len(self.specs[key].shape) == 2
-            ]
-            if "lm_head.weight" not in self.specs:  # tied to the embedding
-                skipped.append("lm_head")
-            own = self.target.quantization_config(in_float8, skipped)
-            config["quantization_config"] = own
-            configs |= self.target.other_files(own)
+            config["quantization_config"] = self.plan.quantization_config
+            configs |= self.target.other_files(self.plan.quantization_config)
         return files | {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}
 
-    def _copied(self) -> Iterator[str]:
-        return (key for key, how in self.how.items() if how == COPIED)
-
-
-def plan_rewriting(
-    source: Source, target: Layout | torch.dtype, skip: Sequence[str] | None = None
-) -> Rewriting:
-    """Plan a checkpoint in another layout; headers and scales are read.
-
-    A dtype as ``target``, bfloat16, float16 or float32, means high precision. ``skip`` has patterns
-    of modules whose weights stay in high precision, `SKIP` by default. It is for a source in high
-    precision only: one in float8 keeps its choice. Raises ValueError if the target cannot store
-    some layers, or if ``skip`` does not fit the source.
-    """
-    found = Rewriting(source, target)
-    if skip is not None and (source.layers or isinstance(target, torch.dtype)):
-        raise ValueError(
-            "skip is for a checkpoint in high precision that becomes float8; layers of one in "
-            "float8 are known"
-        )
-    has_inputs = source.layout is not None and source.layout.static_inputs
-    if isinstance(target, Layout) and target.static_inputs and not has_inputs:
-        raise ValueError(
-            f"{source.path} has no scales of inputs, which {_text(target)} stores; take a layout "
-            "with dynamic inputs, or save a model with the scales that float8.calibrate finds"
-        )
-    layers = set(source.layers) or _linear(source.weights, skip)
-    if isinstance(target, torch.dtype):
-        for key, spec in source.weights.items():
-            in_float8 = spec.dtype in FORMATS
-            is_other = in_float8 or spec.dtype in HIGH_PRECISION_DTYPES
-            _plan_copy(found, key, target if is_other else spec.dtype, in_float8)
-    else:
-        casts = {name: _cast(source, target, name) for name in layers}
-        problems = []
-        for key, spec in source.weights.items():
-            name = key.removesuffix(WEIGHT)
-            if not key.endswith(WEIGHT) or name not in layers:
-                _plan_copy(found, key, spec.dtype)
-                continue
-            empty = target.without_data(name, spec.shape, _input_scale(source, target, name))
-            if (reason := target.refuses(empty)) is not None:
-                problems.append(f"{name}: {reason}")
-                continue
-            found.specs |= specs_of(target.tensors(empty))
-            is_stored = casts[name].operand is None
-            found.how[key] = KEPT if is_stored else AGAIN if name in source.layers else CAST
-        if problems:
-            raise ValueError(told(f"{source.path} cannot be stored as {_text(target)}", problems))
-        _plan_layers(found, target, casts)
-    found.notes = list(_notes(found))
-    return found
-
-
-def _text(form: Layout | torch.dtype | None) -> str:
-    return "high precision" if form is None else str(form).removeprefix("torch.")
-
-
-def _linear(weights: dict[str, Spec], skip: Sequence[str] | None) -> set[str]:
-    """The names of the linear layers of a checkpoint in high precision."""
-    names = {
-        key.removesuffix(WEIGHT)
-        for key, spec in weights.items()
-        if key.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype in HIGH_PRECISION_DTYPES
-    }
-    for pattern in skip or ():
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"skip: no weight has a name that {pattern!r} matches")
-    patterns = SKIP if skip is None else skip
-    return {n for n in names if not any(fnmatchcase(n, pattern) for pattern in patterns)}
-
-
-def _plan_copy(found: Rewriting, key: str, dtype: torch.dtype, in_float8: bool = False) -> None:
-    spec = found.source.weights[key]
-
-    def make() -> dict[str, Tensor]:
-        x = found.source.read(key, torch.float32)
+    def _copy(self, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        x = self.source.read(key, torch.float32)
         made = x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)
-        if made.dtype == torch.float16 != spec.dtype and not bool(made.isfinite().all()):
-            raise ValueError(f"{found.source.place(key)}: it has values that float16 does not hold")
+        if made.dtype == torch.float16 != x.dtype and not bool(made.isfinite().all()):
+            place = self.source.place(key)
+            raise ValueError(f"{place}: it has values that float16 does not hold")
         return {key: made}
 
-    found.specs[key] = Spec(dtype, spec.shape)
-    found.how[key] = DEQUANTISED if in_float8 else COPIED if dtype == spec.dtype else OTHER_DTYPE
-    found.make[key] = make
+    def _cast(self, layer: StoredLayer) -> dict[str, Tensor]:
+        def read(each: StoredLayer) -> Tensor:
+            return self.source.read(each.name + WEIGHT, torch.float32)
+
+        def amax(each: StoredLayer) -> Tensor:
+            x = read(each)
+            x = x.dequantize() if isinstance(x, Float8Tensor) else x
+            return kernels.amax(x, (WHOLE, WHOLE))
+
+        return layer.tensors(read(layer), layer.shared_scale(self.layers, amax))
 
 
-# --- layers in float8
-
-
-def _input_scale(source: Source, target: Layout, name: str) -> Tensor | None:
-    return source.layer(name, torch.float32).input_scale if target.static_inputs else None
-
-
-def _cast(source: Source, target: Layout, name: str) -> WeightCast:
-    """How one layer becomes float8 of the target: its bits, or a cast."""
-    if name in source.layers:
-        weight = source.layer(name, torch.float32).weight
-        if stores(target, weight, _input_scale(source, target, name)) is None:
-            return WeightCast(STORED, target.scale_format)
-    return cast_anew(target)
-
-
-def _plan_layers(found: Rewriting, target: Layout, casts: dict[str, WeightCast]) -> None:
-    def weight(name: str) -> Tensor:
-        return found.source.read(name + WEIGHT, torch.float32)
-
-    def amax(name: str) -> Tensor:
-        x = weight(name)
-        return kernels.amax(x.dequantize() if isinstance(x, Float8Tensor) else x, TENSORWISE)
-
-    @cache
-    def shared(group: tuple[str, ...]) -> Tensor:
-        return largest(casts[name].scale(partial(amax, name)) for name in group)
-
-    def make(name: str) -> dict[str, Tensor]:
-        group = sharing(name, casts, target)
-        cast = casts[name].of(weight(name), shared(tuple(group)) if group else None)
-        layer = Layer(name, cast, _input_scale(found.source, target, name))
-        if (reason := target.refuses(layer)) is not None:  # NaN or inf in the source
-            raise ValueError(f"{found.source.place(name + WEIGHT)}: {reason}")
-        return target.tensors(layer)
-
-    planned = found.make | {name + WEIGHT: partial(make, name) for name in casts}
-    found.make = {key: planned[key] for key in found.how}  # in the order of the specs
-
-
-def _notes(found: Rewriting) -> Iterator[str]:
-    target, layout, how = found.target, found.source.layout, Counter(found.how.values())
-    if how[AGAIN]:
-        yield (
-            f"{how[AGAIN]} weights are dequantised and cast again, so their values are rounded "
-            "twice; a checkpoint in high precision gives better ones"
-        )
-    stays = isinstance(target, Layout) and target.static_inputs
-    if layout is not None and layout.static_inputs and not stays:
-        yield "the static scales of inputs are left out"
-    if isinstance(target, torch.dtype):
-        return
-    shapes = {
-        k.removesuffix(WEIGHT): found.specs[k].shape for k, h in found.how.items() if h != COPIED
+def _float8_names(
+    source: Source, target: Layout | torch.dtype, skip: Sequence[str] | None
+) -> set[str]:
+    """The names of the layers that become float8."""
+    linear = {
+        key.removesuffix(WEIGHT)
+        for key, spec in source.weights.items()
+        if key.endswith(WEIGHT) and len(spec.shape) == 2 and spec.dtype in HIGH_PRECISION_DTYPES
     }
-    if (reason := transformers_refuses(target, shapes)) is not None:
-        yield f"not read by {TRANSFORMERS}: {reason}"
-    kept = [key for key in found._copied() if len(found.specs[key].shape) > 1]
-    if not found.source.layers and not how[CAST]:
-        yield "no weight becomes float8: all names are skipped"
-    if not found.source.layers and kept:
-        shown = ", ".join(kept[:8]) + (f", ... ({len(kept)} in all)" if len(kept) > 8 else "")
-        yield f"left in high precision: {shown}"
+    known = set() if source.layers or isinstance(target, torch.dtype) else linear
+    unused = [p for p in skip or () if not any(fnmatchcase(name, p) for name in known)]
+    if unused:
+        raise ValueError(
+            f"skip: {unused[0]!r} is the name of no weight in high precision that becomes float8; "
+            "a checkpoint in float8 keeps its choice of layers"
+        )
+    patterns = SKIP if skip is None else skip
+    return set(source.layers) or {
+        name for name in linear if not any(fnmatchcase(name, pattern) for pattern in patterns)
+    }

@@ -22,27 +22,22 @@ import copy
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8 import kernels
-from float8.arguments import check_bool, check_module, check_type
-from float8.checkpoints.files import (
-    MAX_SHARD_BYTES,
-    refuses_folder,
-    write_shards,
-)
+from float8.arguments import check_bool, check_module
+from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
+from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.weights import (
     Item,
-    SavePlan,
+    check_values,
     planned,
-    refuses_values,
     transformers_config,
     unwrapped,
 )
@@ -76,10 +71,11 @@ def plan_save(
 
 
 def _warn_of_readers(plan: SavePlan, model: nn.Module) -> None:
-    if plan.layout.name != "fine_grained" or transformers_config(model) is None:
+    layout, config = plan.layout, transformers_config(model)
+    if layout is None or layout.name != "fine_grained" or config is None:
         return
     shapes = {name: plan.tensors[f"{name}.weight"].shape for name in plan.layers}
-    if (reason := transformers_refuses(plan.layout, shapes)) is not None:
+    if (reason := transformers_refuses(layout, shapes)) is not None:
         warnings.warn(
             f"{TRANSFORMERS} misreads this checkpoint: {reason}. It reads "
             "CompressedTensors(Rowwise()) in all sizes",
@@ -96,7 +92,6 @@ def save_pretrained(
     recast: bool = False,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
-    progress: bool = False,
 ) -> SavePlan:
     """Write a model as a float8 checkpoint that other libraries load.
 
@@ -123,7 +118,6 @@ def save_pretrained(
             much memory is needed beside the model.
         overwrite: replace the checkpoint in an existing folder once the new one is complete. Files
             of other names stay.
-        progress: show a bar, by tqdm.
 
     Returns:
         what was written.
@@ -135,51 +129,37 @@ def save_pretrained(
         FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False; or it
             cannot be replaced, as the current folder and mount points.
         OSError: the disk is full, or cannot be written to; the folder is as it was before.
-        ImportError: ``progress`` is True and tqdm is missing.
         RuntimeError: of a sharded model, on every rank: the error of any rank.
     """
-    check_module(model, "save_pretrained")
-    check_type(folder, (str, Path), "save_pretrained", "folder", "a path")
     check_bool(overwrite, "save_pretrained: overwrite")
-    check_bool(progress, "save_pretrained: progress")
-    sharing = Sharing.of(model)
+    ranks, groups = sharing(model)
+    writes = not ranks or dist.get_rank() == ranks[0]
     plan, error = None, None
-    bar: Any = nullcontext()
     try:
-        plan, found = planned(model, layout, input_scales, recast, max_shard_bytes)
+        plan, items = planned(model, layout, input_scales, recast, max_shard_bytes)
         _warn_of_readers(plan, model)
-        if sharing.writes and (reason := refuses_folder(Path(folder), overwrite)) is not None:
-            raise FileExistsError(reason)
-        if (reason := refuses_values(found)) is not None:
-            raise ValueError(reason)
+        check_values(items)
         files = _files_beside(model, plan)
-        if progress and sharing.writes:
-            from tqdm import tqdm
-
-            bar = tqdm(total=plan.nbytes, unit="B", unit_scale=True, desc="float8 checkpoint")
     except Exception as caught:
         error = caught
-    agree(sharing, "calls save_pretrained", error, plan)
+    agree(groups, "calls save_pretrained", error, plan)
     assert plan is not None
-    left = iter(found)
+    left = iter(items)
     try:
-        with bar as shown:
-            if sharing.writes:
-                stream = _tensors(left, shown)
-                write_shards(folder, plan.tensors, stream, files=files, overwrite=overwrite)
+        if writes:
+            tensors = _tensors(left)
+            write_shards(folder, plan.tensors, tensors, files=files, overwrite=overwrite)
     except Exception as caught:
         error = caught
     for item in left:  # all of them, or those after an error
-        item.gather()
-    agree(sharing, "has saved", error)
+        item.read()
+    agree(groups, "has saved", error, None)
     return plan
 
 
-def _tensors(left: Iterator[Item], bar: Any = None) -> Iterator[tuple[str, Tensor]]:
-    for item in left:
-        yield from item.cast(item.gather())
-        if bar is not None:
-            bar.update(sum(spec.nbytes for spec in item.specs.values()))
+def _tensors(items: Iterator[Item]) -> Iterator[tuple[str, Tensor]]:
+    for item in items:
+        yield from item.read()
 
 
 def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
@@ -188,6 +168,7 @@ def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
     The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
     ``quantization_config`` added. Of any other model the file has that entry alone.
     """
+    assert plan.layout is not None
     others = plan.layout.other_files(plan.quantization_config)
     others["config.json"] = {"quantization_config": plan.quantization_config}
     files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}
@@ -206,41 +187,27 @@ def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
 # --- ranks
 
 
-class Sharing(NamedTuple):
-    """The ranks over which parameters of a model are sharded, and their process groups."""
-
-    ranks: list[int]
-    groups: list[dist.ProcessGroup]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Sharing:
-        """Those of a model; both lists are empty if it is whole here."""
-        ranks: set[int] = set()
-        groups: dict[str, dist.ProcessGroup] = {}
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if kernels.is_sharded(tensor):
-                mesh = tensor.device_mesh  # type: ignore[attr-defined]
-                ranks |= set(mesh.mesh.flatten().tolist())
-                groups |= {group.group_name: group for group in mesh.get_all_groups()}
-        return cls(sorted(ranks), list(groups.values()))
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank writes the files."""
-        return not self.ranks or dist.get_rank() == self.ranks[0]
+def sharing(model: nn.Module) -> tuple[list[int], list[dist.ProcessGroup]]:
+    """The ranks over which a model is sharded, and their process groups; none if it is whole."""
+    check_module(model, "float8.checkpoints")
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    meshes = dict.fromkeys(x.device_mesh for x in tensors if kernels.is_sharded(x))
+    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+    groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
+    return sorted(ranks), list(groups.values())
 
 
 def agree(
-    sharing: Sharing, entry: str, error: Exception | None, plan: SavePlan | None = None
+    groups: list[dist.ProcessGroup], entry: str, error: Exception | None, plan: SavePlan | None
 ) -> None:
     """Raise the error of one rank on all ranks, or an error if their checkpoints differ."""
-    if len(sharing.ranks) > 1:
+    if groups:
         specs = {} if plan is None else plan.tensors
         facts = {key: {"dtype": str(s.dtype), "shape": str(s.shape)} for key, s in specs.items()}
         own = None if error is None else f"rank {dist.get_rank()} {entry}: {error}"
         remedy = "Give each rank the same model, layout and arguments"
         try:
-            compare_ranks(sharing.groups, facts, remedy, own, "checkpoints")
+            compare_ranks(groups, facts, remedy, own, "checkpoints")
         except RuntimeError as verdict:
             raise verdict from error
     if error is not None:
@@ -281,57 +248,45 @@ def weight_updates(
         RuntimeError: of a sharded model, on every rank: the error of any rank. While iterating: a
             parameter was written to since the call, so an engine would have weights of two steps.
     """
-    check_module(model, "weight_updates")
-    plan, error = None, None
+    (_, groups), plan, error = sharing(model), None, None
     try:
-        plan, found = planned(model, layout, input_scales, recast)
-        if (reason := refuses_values(found)) is not None:
-            raise ValueError(reason)
+        plan, items = planned(model, layout, input_scales, recast)
+        check_values(items)
     except Exception as caught:
         error = caught
-    agree(Sharing.of(model), "calls weight_updates", error, plan)
-    return _watched(_tensors(iter(found)), _Watch(model))
+    agree(groups, "calls weight_updates", error, plan)
+    # Inference tensors have no version, and are written to under inference_mode alone.
+    own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
+    return _watched(_tensors(iter(items)), own, [p._version for p in own.values()])
 
 
-def _watched(tensors: Iterator[tuple[str, Tensor]], watch: _Watch) -> Iterator[tuple[str, Tensor]]:
-    handle = register_optimizer_step_post_hook(watch.note)
+def _watched(
+    tensors: Iterator[tuple[str, Tensor]], own: Mapping[str, Tensor], versions: list[int]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; raises before one that comes after a write to a parameter.
+
+    Version counters show all writes but those of multi-tensor optimizers to sharded parameters
+    (torch 2.13), which a hook on optimizers shows.
+    """
+    stepped: set[int] = set()
+
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        stepped.update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    handle = register_optimizer_step_post_hook(note)
     try:
         while True:
-            watch.check()  # before the next tensor is read
+            now = zip(own.items(), versions, strict=True)
+            changed = [n for (n, p), v in now if p._version != v or id(p) in stepped]
+            if changed:
+                raise RuntimeError(
+                    f"weight_updates: {changed[0]} was written to since the call, and earlier "
+                    "tensors are of the weights before. Finish the iteration before the optimizer "
+                    "steps"
+                )
             if (entry := next(tensors, None)) is None:
                 return
             yield entry
             del entry
     finally:
         handle.remove()
-
-
-class _Watch:
-    """Notices writes to the parameters of a model, from the moment when this is made.
-
-    Version counters show all writes but those of multi-tensor optimizers to sharded parameters
-    (torch 2.13), which a hook on optimizers shows.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        # Inference tensors have no version, and are written to under inference_mode alone.
-        own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
-        self.names, self.parameters = list(own), list(own.values())
-        self.versions = [p._version for p in self.parameters]
-        self.stepped: set[int] = set()
-
-    def note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Remember which parameters an optimizer has stepped."""
-        self.stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-    def check(self) -> None:
-        """Raise if a parameter was written to."""
-        # One list for all: a model has thousands of parameters, and each tensor asks.
-        if not self.stepped and [p._version for p in self.parameters] == self.versions:
-            return
-        for name, p, version in zip(self.names, self.parameters, self.versions, strict=True):
-            if p._version != version or id(p) in self.stepped:
-                raise RuntimeError(
-                    f"weight_updates: {name} was written to since the call, and earlier tensors "
-                    "are of the weights before. Finish the iteration before the optimizer steps"
-                )

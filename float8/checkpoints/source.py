@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from float8.checkpoints.files import Shards, Spec
-from float8.checkpoints.layouts import Layer, Layout, layout_of
+from float8.checkpoints.layouts import Layout, layout_of
 from float8.formats import FORMATS
+from float8.tensor import Float8Tensor
 
 WEIGHT = ".weight"
 # Where quantization configs list the layers that stay in high precision: transformers,
@@ -75,10 +76,10 @@ class Source:
         """
         name = key.removesuffix(WEIGHT)
         is_layer = key.endswith(WEIGHT) and name in self.layers
-        return self.layer(name, dtype).weight if is_layer else self._shards.read(key)
+        return self.layer(name, dtype)[0] if is_layer else self._shards.read(key)
 
-    def layer(self, name: str, dtype: torch.dtype) -> Layer:
-        """One of `layers`, mapped into memory."""
+    def layer(self, name: str, dtype: torch.dtype) -> tuple[Float8Tensor, Tensor | None]:
+        """The weight and input scale of one of `layers`, mapped into memory."""
         assert self.layout is not None
         return self.layout.layer(name, self._shards.read, self.layers[name], dtype)
 
@@ -131,19 +132,12 @@ def _read_config(folder: Path) -> tuple[Layout | None, list[str], str]:
     """How float8 weights are stored, the list of modules that are not, and the name of the file."""
     for name, field in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         file = folder / name
-        if not file.is_file():
-            continue
         try:
-            config: Any = json.loads(file.read_text(encoding="utf-8"))
-            config = config.get(field) if field else config
-            if config is None:
-                continue
-            fields = config | config.get("quantization", {})  # modelopt's own file nests them
-            lists = [fields.get(key) or [] for key in _SKIPPED]
-            skipped = [entry for entries in lists for entry in entries]
-            if not all(isinstance(x, list) for x in lists) or {*map(type, skipped)} - {str}:
-                raise ValueError(f"one of {', '.join(_SKIPPED)} is no list of names")
-            return layout_of(config), skipped, name
+            config: Any = json.loads(file.read_bytes()) if file.is_file() else {}
+            if config := config.get(field) if field else config:
+                fields = config | config.get("quantization", {})  # modelopt's own file nests them
+                skipped = [entry for key in _SKIPPED for entry in fields.get(key) or []]
+                return layout_of(config), skipped, name
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: it is not readable: {error}") from error
     return None, [], ""

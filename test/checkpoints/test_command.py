@@ -17,7 +17,8 @@ from hand_written import FINE, fine_grained
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from float8.checkpoints.__main__ import main, parse_bytes
+from float8.checkpoints.__main__ import main
+from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED
 
 E4M3 = torch.float8_e4m3fn
 LAYERS = [
@@ -43,12 +44,10 @@ def tensors_by_kind() -> dict[str, dict[str, Tensor]]:
         shape = SHAPES[name.rpartition(".")[2]]
         plain[f"{name}.weight"] = torch.randn(shape) * (number + 1) * 0.02
     plain = {key: x.bfloat16() for key, x in plain.items()}
-    found = {"plain": plain, "fine": fine_grained(plain, LAYERS), "e8m0": dict(plain)}
+    found = {"plain": plain, "fine": fine_grained(plain, LAYERS)}
     found["modelopt"] = {k: x for k, x in plain.items() if k != "lm_head.weight"}  # it is tied
     for number, name in enumerate(LAYERS):
         key = f"{name}.weight"
-        data, scale = oracle.quantize(plain[key], (128, 128), E4M3, "e8m0")
-        found["e8m0"] |= {key: data.view(E4M3), f"{key}_scale_inv": scale}
         data, scale = oracle.quantize(plain[key], (-1, -1), E4M3, "float32")
         input_scale = torch.tensor(0.01 * (number + 1))
         found["modelopt"] |= {key: data.view(E4M3), f"{key}_scale": scale.reshape(())}
@@ -64,7 +63,6 @@ SKIPPED = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
 CONFIGS = {
     "plain": None,
     "fine": FINE,
-    "e8m0": FINE | {"scale_fmt": "ue8m0"},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": SKIPPED},
 }
 
@@ -174,27 +172,14 @@ def converted(capsys, source: str, out: Path, layout: str, *options: str):
     return tensors, json.loads((out / "config.json").read_text()), printed
 
 
-KEPT, CAST, AGAIN = "float8 data kept", "cast from high precision", "dequantised and cast again"
-# --layout -> block, format of scales
-TARGETS_IN_FLOAT8 = {
-    "fine_grained": ((128, 128), "float32"),
-    "fine_grained:power_of_two": ((128, 128), "power_of_two"),
-    "fine_grained:e8m0": ((128, 128), "e8m0"),
-    "compressed_tensors:rowwise": ((1, -1), "float32"),
-    "compressed_tensors:tensorwise": ((-1, -1), "float32"),
-    "compressed_tensors:static": ((-1, -1), "float32"),
-    "modelopt": ((-1, -1), "float32"),
-}
+# (source, --layout, how layers are cast): what test_layouts.py does not convert.
 ROWS = [
-    *(("plain", target, CAST) for target in list(TARGETS_IN_FLOAT8)[:5]),
-    ("plain", "float16", "converted to this dtype"),
-    ("e8m0", "fine_grained:power_of_two", KEPT),
-    ("fine", "compressed_tensors:rowwise", AGAIN),
-    ("fine", "bfloat16", "dequantised"),
-    ("fine", "float16", "dequantised"),
-    ("modelopt", "compressed_tensors:static", KEPT),
-    ("modelopt", "modelopt", KEPT),
-    ("modelopt", "compressed_tensors:tensorwise", KEPT),
+    ("plain", "compressed_tensors:tensorwise", CAST_ANEW),
+    ("plain", "float16", None),
+    ("fine", "compressed_tensors:rowwise", RECAST),
+    ("fine", "bfloat16", None),
+    ("modelopt", "modelopt", STORED),
+    ("modelopt", "compressed_tensors:tensorwise", STORED),
 ]
 
 
@@ -203,56 +188,43 @@ def test_weights_are_kept_cast_or_dequantised_by_the_definition(
     kind, target, how, tmp_path, capsys
 ):
     before, names = tensors_of(kind), tensors_of("plain").keys() & tensors_of(kind).keys()
-    source = write(tmp_path / "in", kind)
+    source, out = write(tmp_path / "in", kind), tmp_path / "out"
     options = ("--max-shard-size", "0.1MB")
-    found, config, printed = converted(capsys, source, tmp_path / "out", target, *options)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    told = {how: int(n) for n, how in re.findall(r"(\d+) tensors: (.*)", printed)}
-    assert told[how] == (len(names) if how.startswith("conv") else len(LAYERS))
-    assert sum(told.values()) == len(names)
-    assert ("8 weights are dequantised and cast again" in printed) == (how == AGAIN)
+    found, config, printed = converted(capsys, source, out, target, *options)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    assert f"{len(LAYERS) if how else 0} layers in float8" in printed
+    assert how is None or how in printed
+    assert ("8 weights are dequantised and cast again" in printed) == (how == RECAST)
     left_out = kind == "modelopt" and target.endswith("tensorwise")
     assert ("the static scales of inputs are left out" in printed) == left_out
     values = {name: weight_of(before, name, kind) for name in LAYERS}
-    scales = dict.fromkeys(f"{name}.weight" for name in LAYERS)
-    for key in scales:
-        name = key.removesuffix(".weight")
+    for name in LAYERS:
+        weight, key = found.pop(f"{name}.weight"), f"{name}.weight_scale"
         if target in ("bfloat16", "float16"):
-            assert_bitwise(found[key], values[name].to(getattr(torch, target)), name)
-            continue
-        scales[key] = found.pop(f"{key}_scale_inv" if "fine" in target else f"{key}_scale")
-        if how == KEPT:
-            old = before.get(f"{key}_scale", before.get(f"{key}_scale_inv")).float()
-            assert_bitwise(found[key], before[key])
+            assert_bitwise(weight, values[name].to(getattr(torch, target)), name)
+        elif kind == "modelopt":
+            assert_bitwise(weight, before[f"{name}.weight"])
+            assert found.pop(key).item() == before[key].item()
+            if target == "modelopt":
+                assert_bitwise(found.pop(f"{name}.input_scale"), before[f"{name}.input_scale"])
         else:
-            block, scale_format = TARGETS_IN_FLOAT8[target]
-            parts = [name]
-            if block == (-1, -1) and "self_attn" in name:  # fused by engines
-                parts = [f"{name.rpartition('.')[0]}.{p}_proj" for p in "qkv"]
-            each = [oracle.scales(values[part], block, E4M3, scale_format) for part in parts]
-            old = torch.stack([oracle.scale_values(scale).float() for scale in each]).amax(0)
-            codes = oracle.cast(values[name], each[0] if len(each) == 1 else old, block, E4M3)
-            assert_bitwise(found[key], codes, name)
-        assert torch.equal(scales[key].float().flatten(), old.flatten())
-        if target in ("compressed_tensors:static", "modelopt"):
-            old = before[f"{name}.input_scale"]
-            assert found.pop(f"{name}.input_scale").flatten().tolist() == [old.item()]
-    assert found.keys() == names
-    for key in names - scales.keys():
-        assert_bitwise(found[key], before[key].to(found[key].dtype), key)
-    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
-    assert run(capsys, "inspect", str(tmp_path / "out"))[0] == 0
-    own = tmp_path / "out/hf_quant_config.json"
-    assert own.exists() == (target == "modelopt")
+            fused = ["q", "k", "v"] if "tensorwise" in target and "attn" in name else []
+            parts = [values[f"{name.rpartition('.')[0]}.{x}_proj"] for x in fused]
+            block = (1, -1) if "rowwise" in target else (-1, -1)
+            scale = oracle.scales(torch.cat(parts or [values[name]]), block, E4M3)
+            assert_bitwise(weight, oracle.cast(values[name], scale, block, E4M3), name)
+            assert_bitwise(found.pop(key).flatten(), scale.flatten())
+    assert found.keys() == names - {f"{name}.weight" for name in LAYERS}
+    for key, x in found.items():
+        assert_bitwise(x, before[key].to(x.dtype), key)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert run(capsys, "inspect", str(out))[0] == 0
+    assert (out / "hf_quant_config.json").exists() == (target == "modelopt")
     if target in ("bfloat16", "float16"):
         assert {x.dtype for x in found.values()} == {getattr(torch, target)}
         assert config == {"model_type": "toy", "dtype": target}
     else:
-        skipped = config["quantization_config"]
-        skipped = skipped.get("modules_to_not_convert", skipped.get("ignore"))
-        assert set(SKIPPED) <= set(skipped)
-        if own.exists():  # for TensorRT-LLM
-            assert json.loads(own.read_text())["quantization"]["exclude_modules"] == skipped
+        assert set(SKIPPED) <= set(config["quantization_config"]["ignore"])
 
 
 def weight_of(tensors: dict[str, Tensor], name: str, kind: str) -> Tensor:
@@ -260,10 +232,9 @@ def weight_of(tensors: dict[str, Tensor], name: str, kind: str) -> Tensor:
     weight = tensors[f"{name}.weight"]
     if kind == "plain":
         return weight
-    block = (-1, -1) if kind == "modelopt" else (128, 128)
-    scale = tensors.get(f"{name}.weight_scale", tensors.get(f"{name}.weight_scale_inv"))
-    scale = scale.reshape(1, 1) if kind == "modelopt" else scale
-    return oracle.values(weight, scale, block).float()
+    if kind == "fine":
+        return oracle.values(weight, tensors[f"{name}.weight_scale_inv"], (128, 128)).float()
+    return oracle.values(weight, tensors[f"{name}.weight_scale"].reshape(1, 1), (-1, -1)).float()
 
 
 def test_a_dry_run_writes_nothing_and_bad_arguments_change_nothing(plain, fine, tmp_path, capsys):
@@ -271,40 +242,35 @@ def test_a_dry_run_writes_nothing_and_bad_arguments_change_nothing(plain, fine, 
     words = ("convert", plain, str(out), "--layout", "fine_grained")
     status, printed, _ = run(capsys, *words, "--dry-run")
     assert status == 0
-    assert "8 tensors: cast from high precision" in printed
-    assert "left in high precision: " in printed
+    assert "8 layers in float8" in printed
+    assert re.search(r"lm_head +1  its name is skipped", printed)
     assert "nothing was written" in printed
     found = json.loads(run(capsys, *words, "--dry-run", "--json", "--skip", "*_proj")[1])
-    assert found["weights"]["lm_head.weight"] == "cast from high precision"
-    assert found["weights"][f"{Q}.weight"] == "copied"
-    assert_refused(capsys, (*words, "--skip", "*.wrong"), r"no weight has a name that '\*\.wrong'")
-    to_bf16 = ("convert", fine, str(out), "--layout", "bfloat16")
-    assert_refused(capsys, (*to_bf16, "--skip", "*"), "skip is for a checkpoint in high precision")
-    static = ("convert", plain, str(out), "--layout", "modelopt")
-    assert_refused(capsys, static, "has no scales of inputs", r"float8\.calibrate")
+    assert found["layers"]["lm_head"] == CAST_ANEW
+    assert found["skipped"][Q] == "its name is skipped"
     assert_refused(
-        capsys,
-        ("convert", fine, fine, "--layout", "bfloat16", "--overwrite"),
-        "folder that is read",
+        capsys, (*words, "--skip", "*.wrong"), r"skip: '\*\.wrong' is the name of no weight"
     )
+    to_bf16 = ("convert", fine, str(out), "--layout", "bfloat16")
+    assert_refused(capsys, (*to_bf16, "--skip", "*"), "a checkpoint in float8 keeps its choice")
+    static = ("convert", plain, str(out), "--layout", "modelopt")
+    assert_refused(capsys, static, "it has no static input scale", r"float8\.calibrate")
     assert not out.exists()
     before = {file.name: file.read_bytes() for file in Path(plain).iterdir()}
     onto = ("convert", fine, plain, "--layout", "bfloat16")
     assert_refused(capsys, onto, "exists and is not empty; give another name, or --overwrite")
     assert {file.name: file.read_bytes() for file in Path(plain).iterdir()} == before
     assert run(capsys, *onto, "--overwrite")[0] == 0
-    for size in ("5", "0GB", "xGB", "-1MB", "infGB"):
-        with pytest.raises(Exception, match="a size is such as 5GB"):
-            parse_bytes(size)
-    with pytest.raises(SystemExit):
-        main([*words, "--layout", "unknown"])
+    for wrong in (("--layout", "unknown"), ("--max-shard-size", "xGB")):
+        with pytest.raises(SystemExit):
+            main([*words, *wrong])
 
 
 def test_values_that_are_not_finite_and_a_full_disk_leave_nothing(tmp_path, capsys):
     tensors = tensors_of("plain")
     tensors[f"{Q}.weight"][3, 4] = torch.inf
     bad, out = write(tmp_path / "bad", "plain", tensors), str(tmp_path / "out")
-    assert_refused(capsys, ("convert", bad, out, "--layout", "fine_grained"), rf"{Q}\.weight")
+    assert_refused(capsys, ("convert", bad, out, "--layout", "fine_grained"), f"{Q}: the scale")
     large = tensors_of("plain") | {"model.norm.weight": torch.full((160,), 1e30)}
     shutil.rmtree(bad)
     write(tmp_path / "bad", "plain", large)
@@ -354,16 +320,14 @@ def test_compare_names_missing_keys_other_shapes_and_values_that_are_nan(plain, 
     other = write(tmp_path / "other", "plain", tensors)
     status, out, _ = run(capsys, "compare", plain, other)
     assert status == 1
-    assert "only in A: model.norm.weight" in out
-    assert "only in B: model.extra.weight" in out
-    assert "lm_head.weight: (48, 160) in A, (2, 160) in B" in out
-    assert re.search(rf"-inf +{Q}\.weight", out)
+    assert "12 weights in both, 10 of them with equal values" in out
+    for row in (
+        "model.norm.weight +bfloat16 +missing",
+        "model.extra.weight +missing +float32",
+        r"lm_head.weight +bfloat16 \(48, 160\) +float32 \(2, 160\)",
+        rf"{Q}\.weight +bfloat16 +bfloat16",
+    ):
+        assert re.search(rf"-inf +{row}", out), row
     assert re.search(rf"-inf +{Q}\.weight", run(capsys, "compare", other, plain)[1])
     assert run(capsys, "compare", other, other)[0] == 0  # NaN at the same places
     assert run(capsys, "compare", plain, other, "--at-least", "-1000")[0] == 1
-    another = {key: torch.ones(2, 3) for key in tensors_of("plain")}
-    _, out, _ = run(
-        capsys, "compare", plain, write(tmp_path / "shapes", "plain", another), "--top", "2"
-    )
-    assert out.count("(2, 3) in B") == 2
-    assert f", ... ({len(another)} in all)" in out

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -59,10 +56,8 @@ def test_shared_memory_other_strides_and_lazy_signs_are_written_as_values(tmp_pa
     tensors = {
         "transposed": x.t(),
         "rows": x[:3],
-        "sliced": x[1::2, ::3],
-        "expanded": x[:1].expand(5, 10),
+        "expanded": x[1::2, ::3][:1].expand(5, 4),
         "parameter": torch.nn.Parameter(x[2]),
-        "conjugate": z.conj(),
         "negative": z.conj().imag,
         "float8": x.to(torch.float8_e4m3fn).t(),
     }
@@ -111,13 +106,6 @@ def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
     assert {file: file.read_bytes() for file in before} == before
 
 
-def test_a_missing_package_is_named_with_its_extra():
-    program = "import sys; sys.modules['safetensors'] = None; import float8.checkpoints"
-    command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "pip install 'float8[checkpoints]'" in ended.stderr
-
-
 # --- what cannot be read
 
 
@@ -132,7 +120,7 @@ def sharded(folder: Path, **numbers: int) -> None:
 
 def ambiguous(folder: Path) -> None:
     sharded(folder, a=1, b=2, c=1)
-    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
 
 
 def twice(folder: Path) -> None:
@@ -150,24 +138,13 @@ def damaged(change):
     return lambda folder: (folder / "model.safetensors").write_bytes(change(data))
 
 
-def indexed(text: object):
-    return lambda folder: (folder / INDEX).write_text(json.dumps(text))
-
-
 DAMAGED = r"model\.safetensors: it is damaged or no \.safetensors file"
 UNREADABLE = [
     (damaged(lambda data: data[:-3]), DAMAGED),
-    (damaged(lambda data: data[:20]), DAMAGED),
     (damaged(lambda data: b""), DAMAGED),
-    (damaged(lambda data: data + b"0"), DAMAGED),
-    (damaged(lambda data: b"PK\x03\x04" + b"x" * 100), DAMAGED),
-    (damaged(lambda data: data.replace(b"F32", b"F99")), DAMAGED),
     (without_a_shard, r"model-00002-of"),
     (twice, r"a.safetensors and b.safetensors both have x"),
-    *((indexed(text), "it is no index of shards") for text in ([], {}, {"weight_map": 3})),
-    (lambda folder: indexed({})(folder) and (folder / f"b.{INDEX}").touch(), "it has both"),
-    (ambiguous, r"both .* and model\.safetensors; give the path of one"),
-    (lambda folder: None, r"it has no .safetensors file, and pickled"),
+    (ambiguous, "both have a; give the path of one"),
     (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
 ]
 
@@ -178,11 +155,6 @@ def test_a_folder_that_cannot_be_read_as_a_whole_is_refused(make, message, tmp_p
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
         Shards(tmp_path)
     assert str(tmp_path) in str(error.value)
-
-
-def test_paths_that_are_not_there_are_named():
-    with pytest.raises(FileNotFoundError, match=r"a/b: there is no such .*snapshot_download"):
-        Shards("a/b")
 
 
 # --- errors while writing
@@ -198,10 +170,8 @@ def then(error: BaseException):
 
 STREAMS = [
     (lambda t: list(t.items())[:-1], AssertionError("model.safetensors")),
-    (lambda t: [(k, x.half()) for k, x in t.items()], AssertionError("model.safetensors")),
     (then(RuntimeError("mine")), RuntimeError("mine")),
     (then(KeyboardInterrupt("theirs")), KeyboardInterrupt("theirs")),
-    (then(OSError(errno.EIO, "theirs")), OSError("theirs")),
 ]
 
 
@@ -212,21 +182,12 @@ def test_tensors_that_do_not_come_as_announced_leave_nothing(stream, error, tmp_
     assert entries(tmp_path) == []
 
 
-@pytest.mark.parametrize("full_at", [10, 300, 2000, 4450])  # the header, the first, the last
+@pytest.mark.parametrize("full_at", [10, 4450])  # the header of the first file, the last
 def test_a_full_disk_leaves_nothing_and_says_so(full_at, tmp_path):
     tensors = some(16) | {"last": torch.randn(1100)}
     with full_after(full_at), pytest.raises(OSError, match="new: nothing of it is left"):
         write(tmp_path / "new", tensors, max_shard_bytes=4500)
     assert entries(tmp_path) == []
-
-
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
-    write(tmp_path / "old", some(), files={"config.json": "old"})
-    before = {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()}
-    with full_after(100), pytest.raises(OSError, match="nothing of it is left"):
-        write(tmp_path / "old", some(), overwrite=True, files={"config.json": "new"})
-    assert {e.name: e.read_bytes() for e in (tmp_path / "old").iterdir()} == before
-    assert entries(tmp_path) == ["old"]
 
 
 # --- existing folders

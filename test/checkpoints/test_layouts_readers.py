@@ -75,7 +75,7 @@ def test_a_scheme_is_the_preset_of_compressed_tensors(name, preset):
 def test_compressed_tensors_decompresses_ours(name, shape):
     layout = FORMAT[name]
     layer = layer_of(layout, shape, torch.float32)
-    stored = {k.removeprefix("a.up_proj."): t for k, t in layout.tensors(layer).items()}
+    stored = {k.removeprefix("a.up_proj."): t for k, t in layout.tensors(*layer).items()}
     config = QuantizationConfig.model_validate(layout.quantization_config(["a.up_proj"], []))
     scheme = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(config.format)
@@ -113,7 +113,8 @@ VLLM = {
 def test_keys_shapes_and_dtypes_are_those_of_vllms_parameters(name):
     layout = LAYOUT_CASES[name]
     stored = {
-        k.removeprefix("a.up_proj."): t for k, t in layout.tensors(layer_of(layout, (N, K))).items()
+        k.removeprefix("a.up_proj."): t
+        for k, t in layout.tensors(*layer_of(layout, (N, K))).items()
     }
     assert stored.pop("weight").dtype == torch.float8_e4m3fn
     assert {key: tuple(t.shape) in VLLM[name][key] for key, t in stored.items()} == dict.fromkeys(

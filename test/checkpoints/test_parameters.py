@@ -8,13 +8,12 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
-from fresh import facts_of
 from torch import nn
 
 from float8 import Float8Tensor
-from float8.checkpoints import parameters
+from float8.checkpoints import loading as parameters
+from float8.checkpoints.loading import materialise, write
 from float8.checkpoints.names import Slot
-from float8.checkpoints.parameters import materialise, write
 
 E, A, B = 3, 10, 7
 SLOTS = {
@@ -81,19 +80,3 @@ def test_shared_tensors_on_meta_stay_shared_and_others_are_left():
     assert not model["n"].running_mean.is_meta
     assert model["n"].rest.is_meta
     assert kept.weight is weight
-
-
-@pytest.mark.slow
-def test_reading_imports_no_distributed_tensors(tmp_path):
-    # Their import takes about a second, longer than loading a small model.
-    program = f"""
-import sys, float8
-from torch import nn
-from float8.checkpoints import load, save_pretrained
-config = float8.Float8LinearConfig.from_recipe_name("blockwise")
-model = nn.ModuleDict({{"a": nn.Linear(128, 128)}})
-save_pretrained(float8.convert_to_float8_training(model, config=config), {str(tmp_path / "it")!r})
-load(nn.ModuleDict({{"a": nn.Linear(128, 128)}}), {str(tmp_path / "it")!r})
-facts["loaded"] = "torch.distributed.tensor" in sys.modules
-"""
-    assert not facts_of(program)["loaded"]

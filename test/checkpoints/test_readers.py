@@ -16,7 +16,7 @@ from published_models import convert, model_of
 from transformers import AutoModelForCausalLM
 
 import float8
-from float8 import Blockwise, Rowwise, ScaleFormat
+from float8 import Blockwise, Rowwise, ScaleFormat, ScalingType
 from float8.checkpoints import (
     CompressedTensors,
     FineGrained,
@@ -29,7 +29,9 @@ from float8.checkpoints.__main__ import main
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.checkpoints.files import Shards
 from float8.checkpoints.names import published
+from float8.config import OperandCast
 from float8.convert.conversion import own_config
+from float8.linear.scaling import bind_and_cast
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 TRANSFORMERS = "Transformers 5.23 (tested on a CPU)"
@@ -84,62 +86,60 @@ def test_sizes_that_transformers_misreads_are_named_in_a_warning(rows, odd, tmp_
     assert (TRANSFORMERS in plan.notes[0]) == (not odd)
     convert_again = ["convert", str(tmp_path / "it"), str(tmp_path / "out"), "--dry-run"]
     assert main([*convert_again, "--layout", "fine_grained"]) == 0
-    assert ("not read by Transformers" in capsys.readouterr().out) == odd
+    assert ("not by Transformers" in capsys.readouterr().out) == odd
     float8.checkpoints.weight_updates(model, "fine_grained")  # no file that it would read
 
 
-LAYOUTS = {
-    "tensorwise": CompressedTensors(),
-    "rowwise": CompressedTensors(Rowwise()),
-    "blocks": CompressedTensors(Blockwise(128, 128)),
-    "mx": CompressedTensors(Blockwise(1, 32)),
-    "fine_grained": FineGrained(),
-    "fine_grained_mx": FineGrained((1, 32), ScaleFormat.E8M0),
-    "modelopt": ModelOpt(),
-}
-SIZES_OF_BLOCKS = ("llama", "mixtral")  # the experts of others have fewer rows
-NARROW = {"intermediate_size": 64}
+MX = Blockwise(1, 32)
 SQUARE = {"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 128}
+WIDE, NARROW = SQUARE | {"intermediate_size": 256}, {"intermediate_size": 64}
+LAYOUTS = [
+    CompressedTensors(),
+    CompressedTensors(Rowwise()),
+    CompressedTensors(Blockwise(128, 128)),
+    CompressedTensors(MX),
+    FineGrained(),
+    FineGrained((1, 32), ScaleFormat.E8M0),
+    ModelOpt(),
+]
+DEFAULTS = [
+    (name, SQUARE, recipe, None)
+    for name in ("mixtral", "llama", "qwen3_moe")
+    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8")
+]
+DEFAULTS += [("deepseek_v3", {}, recipe, None) for recipe in ("tensorwise", "rowwise", "blockwise")]
 
 
 @pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("llama", SQUARE), ("mixtral", SQUARE | {"intermediate_size": 256}), ("llama", NARROW)],
+    ("name", "sizes", "recipe", "layout"),
+    [
+        *DEFAULTS,
+        *(("llama", SQUARE, "tensorwise", layout) for layout in LAYOUTS),
+        *(("mixtral", WIDE, "tensorwise", layout) for layout in LAYOUTS),
+        *(("llama", NARROW, "tensorwise", layout) for layout in LAYOUTS),
+    ],
 )
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_a_plan_names_the_readers_of_each_layout(kind, name, sizes, tmp_path, capsys):
-    layout = LAYOUTS[kind]
+def test_a_plan_names_the_readers_of_each_layout(name, sizes, recipe, layout, tmp_path, capsys):
+    """Transformers reads the default layout of all its models, with the bits of training."""
     plain = model_of(name, **sizes, tie_word_embeddings=False)
-    plain = plain.bfloat16() if kind == "mx" else plain  # what compressed-tensors makes of MX
-    model = convert(copy.deepcopy(plain), "tensorwise")
-    scales = dict.fromkeys(plan_save(model).layers, 0.02) if layout.static_inputs else None
+    is_mx = recipe == "mxfp8" or layout == CompressedTensors(MX)
+    plain = plain.bfloat16() if is_mx else plain  # what compressed-tensors makes of MX
+    model = convert(copy.deepcopy(plain), recipe)
+    is_static = layout == ModelOpt()
+    scales = dict.fromkeys(plan_save(model).layers, 0.02) if is_static else None
     plan = save_pretrained(model, tmp_path / "it", layout, input_scales=scales)
-    engines = "vLLM, SGLang" + ", TensorRT-LLM" * (kind == "modelopt")
-    of_engines = f"{engines} (by their sources, not run)"
-    assert (of_engines in plan.notes[0]) == (kind != "fine_grained_mx")
+    wrong = misread(tmp_path / "it", plain, plan.layers)
+    assert wrong == (set() if TRANSFORMERS in plan.notes[0] else set(plan.layers))
     assert main(["inspect", str(tmp_path / "it")]) == 0
     assert plan.notes[0].rpartition(": ")[0] in capsys.readouterr().out
     assert plan.notes[0][:60] in str(plan)
-    wrong = misread(tmp_path / "it", plain, plan.layers)
-    assert wrong == (set() if TRANSFORMERS in plan.notes[0] else set(plan.layers))
-
-
-@pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-@pytest.mark.parametrize("name", ["mixtral", "llama", "qwen3_moe", "deepseek_v3"])
-def test_transformers_reads_the_default_layout_of_its_models(name, recipe, tmp_path):
-    """And so does `load`, to the bits of training, as layers that keep the files' float8 too."""
-    sizes = {} if name == "deepseek_v3" else SQUARE
-    if not sizes and recipe == "mxfp8":
-        pytest.skip("layers that are no multiples of 32")
-    plain = model_of(name, **sizes, tie_word_embeddings=False)
-    plain = plain.bfloat16() if recipe == "mxfp8" else plain
-    model = convert(copy.deepcopy(plain), recipe)
-    plan = save_pretrained(model, tmp_path / "it")
-    assert TRANSFORMERS in plan.notes[0]
-    assert misread(tmp_path / "it", plain, plan.layers) == set()
-    if recipe != "tensorwise" and name in SIZES_OF_BLOCKS:  # q, k, v and gate, up share a scale
+    engines = "vLLM, SGLang" + ", TensorRT-LLM" * is_static + " (by their sources, not run)"
+    assert (engines in plan.notes[0]) == (plan.layout != FineGrained((1, 32), ScaleFormat.E8M0))
+    if layout is not None:
+        return
+    assert wrong == set()
+    if recipe != "tensorwise" and name in ("llama", "mixtral"):  # q, k, v and gate, up share scales
         assert set(plan.layers.values()) == {TRAINING_CAST}
     if recipe in ("blockwise", "mxfp8") and sizes:  # rowwise inputs are cast by float32 scales then
         resident = load(copy.deepcopy(plain), tmp_path / "it", "float8")
@@ -153,34 +153,25 @@ def test_transformers_reads_the_default_layout_of_its_models(name, recipe, tmp_p
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_the_cast_it_trains_with_is_said_of_its_bits_alone(name, rows, recipe, tmp_path):
     """Of experts, the stack is cast: 64 rows of gate share blocks of 128 with those of up."""
-    which = "moe_intermediate_size" if name == "qwen3_moe" else "intermediate_size"
-    model = convert(model_of(name, **SQUARE | {which: rows}), recipe)
+    model = convert(model_of(name, **SQUARE | {"intermediate_size": rows}), recipe)
     plan = save_pretrained(model, tmp_path / "it")
     shards, slots = Shards(tmp_path / "it"), published(model)
     differ = 0
-    for layer, how in plan.layers.items():
+    for layer, said in plan.layers.items():
         slot = slots[f"{layer}.weight"]
         module = model.get_submodule(slot.parameter.rpartition(".")[0])
         weight = model.get_parameter(slot.parameter).detach()
-        if isinstance(module, float8.Float8Linear):
-            trained = module.cast_weight(weight).float8_data
-        else:  # the stack of an expert
-            cast, index = own_config(module).plan.output.b, slot.index
-            trained = float8.Float8Tensor.from_high_precision(
-                weight[index[0]], float8.E4M3, block_of(cast), scale_format=cast.scale_format
-            ).float8_data[index[1:]]
+        cast, index = own_config(module).plan.output.b, slot.index  # of an expert: a stack
+        stack = weight[index[0]] if index else weight
+        how = OperandCast(ScalingType.DYNAMIC, float8.E4M3, cast.block, cast.scale_format)
+        trained = bind_and_cast(stack, how)[0][index[1:]]
         same = torch.equal(
             shards.read(f"{layer}.weight").view(torch.uint8), trained.view(torch.uint8)
         )
-        assert same or not how.startswith(TRAINING_CAST), layer
+        assert same or not said.startswith(TRAINING_CAST), layer
         differ += not same
-        assert how.startswith((TRAINING_CAST, CAST_ANEW))
+        assert said.startswith((TRAINING_CAST, CAST_ANEW))
     assert (differ > 0) == any(how.startswith(CAST_ANEW) for how in plan.layers.values())
-
-
-def block_of(cast):
-    kinds = {(-1, -1): float8.Tensorwise(), (1, -1): Rowwise()}
-    return kinds.get(tuple(cast.block)) or Blockwise(*cast.block)
 
 
 def test_a_plan_says_that_blackwell_casts_or_misreads_scales_that_are_no_powers_of_two():
@@ -197,19 +188,3 @@ def test_a_plan_says_that_blackwell_casts_or_misreads_scales_that_are_no_powers_
         for each in (model, float8.convert_to_float8_inference(copy.deepcopy(model))):
             notes = plan_save(each, layout, recast=True).notes
             assert any("Blackwell" in note for note in notes) == is_said, (recipe, layout)
-
-
-def test_scales_of_layers_that_are_left_out_are_ignored(tmp_path):
-    """`calibrate` measures every linear layer, the head too, and saving asks for its scales."""
-    from float8.integrations.transformers import convert as convert_for_the_trainer
-
-    model = convert_for_the_trainer(model_of("llama", tie_word_embeddings=False), "tensorwise")
-    scales = float8.calibrate(model, [{"input_ids": TOKENS}]).static_scales()
-    assert "lm_head" in scales
-    plan = save_pretrained(model, tmp_path / "it", "modelopt", input_scales=scales)
-    assert "lm_head" in plan.skipped
-    shards = Shards(tmp_path / "it")
-    for layer in plan.layers:
-        assert shards.read(f"{layer}.input_scale").item() == pytest.approx(scales[layer])
-    with pytest.raises(ValueError, match="lm_haed: there is no layer of this name"):
-        plan_save(model, "modelopt", input_scales=scales | {"lm_haed": 1.0})

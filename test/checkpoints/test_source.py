@@ -49,13 +49,9 @@ PROBLEMS = {
     "no data": (put("up.weight", torch.Tensor.bfloat16), r"and up\.weight is torch\.bfloat"),
     "no weight": (put("up.weight", None), MISSING),
     "a scale of nothing": (put("gate.weight_scale_inv", lambda _: torch.ones(1, 1)), "and gate"),
-    "no matrix": (put("up.weight", torch.Tensor.flatten), r"\(39168,\), expected a matrix"),
     "a bias": (put("up.bias", lambda b: b.to(torch.float8_e4m3fn)), "bias is in float8, and only"),
-    "another shape": (put(SCALE, lambda s: torch.ones(192, 1)), r"\(192, 1\), expected \(3, 2\)"),
     "another block": (field(weight_block_size=[64, 128]), r"\(3, 2\), expected \(5, 2\)"),
     "nan": (put(SCALE, lambda s: s * torch.nan), r"up\.weight_scale_inv holds nan at \[0, 0\]"),
-    "zero": (put(SCALE, lambda s: s * 0), r"up\.weight_scale_inv holds 0\.0"),
-    "negative": (put(SCALE, torch.Tensor.neg), r"up\.weight_scale_inv holds -"),
     "skipped": (
         field(modules_to_not_convert=["x", "up"]),
         r"is in float8, and config.* lists 'up'",
@@ -118,10 +114,7 @@ def test_all_mistakes_are_told_at_once_and_a_long_list_is_cut(stored, tmp_path):
     [
         ("{", "it is not readable"),
         ([], "it is not readable"),
-        ({"quantization_config": [1]}, "it is not readable"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq'"),
-        ({"modules_to_not_convert": [3]}, "is no list of names"),
-        ({"modules_to_not_convert": "lm_head"}, "is no list of names"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"quantization": None}, "it is not readable"),
     ],
 )
@@ -136,17 +129,3 @@ def test_a_config_that_cannot_be_read_is_refused_by_the_name_of_its_field(
     with pytest.raises(ValueError, match=rf"config\.json: .*{says}"):
         Source(folder)
     assert main(["inspect", str(folder)]) == 2
-
-
-def test_a_truncated_or_missing_shard_changes_nothing(tmp_path):
-    folder = write(tmp_path, tensors_of(Block(seed=1)), shards=3)
-    model = Block(seed=2)
-    before = model.up.weight.detach().clone()
-    shard = sorted(folder.glob("*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(ValueError, match=rf"{shard.name}: it is damaged"):
-        load(model, folder)
-    shard.unlink()
-    with pytest.raises(FileNotFoundError, match=shard.name):
-        load(model, folder)
-    assert_bitwise(model.up.weight.detach(), before)

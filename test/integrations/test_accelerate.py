@@ -184,7 +184,7 @@ def test_a_prepared_model_is_saved_as_a_float8_checkpoint(tmp_path):
     layers = {name: m for name, m in model.named_modules() if isinstance(m, float8.Float8Linear)}
     assert set(source.layers) == set(layers)
     for name, layer in layers.items():
-        found = source.layer(name, layer.weight.dtype).weight
+        found = source.layer(name, layer.weight.dtype)[0]
         assert_bitwise(found.scale, layer.cast_weight.scale.reshape(1, 1))
         assert_bitwise(found.dequantize(), layer.cast_weight(layer.weight.detach()).dequantize())
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import float8
 from float8 import Float8LinearConfig, convert_to_float8_inference, convert_to_float8_training
-from float8.checkpoints import load, parameters
+from float8.checkpoints import load
+from float8.checkpoints import loading as parameters
 
 TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
 

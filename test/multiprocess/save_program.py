@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import float8
 from float8 import Float8LinearConfig
 from float8.checkpoints import FineGrained, casts, save_pretrained
-from float8.checkpoints.save import Sharing
+from float8.checkpoints.save import sharing
 from float8.distributed import tensor_parallel
 from float8.distributed.expert_parallel import Float8ExpertParallel
 
@@ -140,7 +140,7 @@ def a_full_disk(rank):
 
 
 def an_error_of_the_cast(rank):
-    folder, real, calls = folder_of("it"), casts.WeightCast.of, []
+    folder, real, calls = folder_of("it"), casts.StoredLayer.tensors, []
 
     def failing(cast, weight, scale=None):
         calls.append(weight)
@@ -148,7 +148,7 @@ def an_error_of_the_cast(rank):
             raise MemoryError("no memory")
         return real(cast, weight, scale)
 
-    with mock.patch.object(casts.WeightCast, "of", failing):
+    with mock.patch.object(casts.StoredLayer, "tensors", failing):
         message = raised(lambda: save_pretrained(shard(model_of("tensorwise")), folder))
     assert message == "rank 0 has saved: no memory"
     assert len(calls) == (3 if rank == 0 else 0)
@@ -172,7 +172,7 @@ def an_existing_folder(rank):
         (folder / "notes").write_text("mine")
     dist.barrier()
     message = raised(lambda: save_pretrained(sharded, folder))
-    assert "rank 0 calls save_pretrained:" in message and "exists and is not empty" in message
+    assert "rank 0 has saved:" in message and "exists and is not empty" in message
     assert entries(folder) == {"notes": b"mine"}
     save_pretrained(sharded, folder, overwrite=True)
     assert entries(folder).keys() >= {"notes", "model.safetensors", "config.json"}
@@ -192,7 +192,7 @@ def ranks_that_differ(rank):
 
 def a_whole_model_is_saved_by_one(rank):
     folder = folder_of("it")
-    assert Sharing.of(model_of("rowwise")).ranks == []
+    assert sharing(model_of("rowwise")) == ([], [])
     if rank == 1:
         save_pretrained(model_of("rowwise"), folder)
     assert entries(folder).keys() == {"config.json", "model.safetensors"}

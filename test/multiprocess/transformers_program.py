@@ -93,7 +93,7 @@ def saves_float8(rank, recipe):
     trainer = trainer_of(rank, folder[0], recipe, True, save_float8=f"{folder[0]}/float8")
     trainer.train()
     dist.barrier()
-    assert not inspect_checkpoint(f"{folder[0]}/float8", data=True).problems
+    assert not inspect_checkpoint(f"{folder[0]}/float8", data=True)["problems"]
     found = load(llama(1), f"{folder[0]}/float8")
     for name, parameter in trainer.model.named_parameters():
         assert is_sharded(parameter)
