@@ -101,7 +101,7 @@ FAULTS = {
     ),
     "a stale scale": (
         "gathered tensorwise",
-        functools.partial(mock.patch.object, sharded_weight, "_note_writes", lambda *_: None),
+        functools.partial(mock.patch.object, sharded_weight, "_forget_written", lambda *_: None),
     ),
 }
 
