@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise, assert_sqnr_at_least
-from mixtures import EXPERTS, HIDDEN, Experts, Mixture, model, tokens
+from mixtures import EXPERTS, Experts, Mixture, model, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -164,7 +164,6 @@ def test_a_converted_module_and_the_way_back():
     assert isinstance(module, Experts) and isinstance(module, Float8Experts)
     assert type(module).__name__ == "Float8Experts"
     assert module.config == "the module's own" and module.up is experts.up
-    assert f"up=({EXPERTS}, {2 * HIDDEN}, 32)" in repr(module)
     assert converted.state_dict().keys() == keys
     converted(x)
     assert calls == [1]
@@ -347,10 +346,6 @@ def test_experts_of_sizes_that_no_gpu_multiplies_are_left_alone():
     assert done.float8_conversion.experts == ["0.experts"]
 
 
-class Other(nn.Linear):
-    pass
-
-
 def call(*ends):
     return lambda: convert(nn.ModuleDict({"mine": Experts()}))["mine"](tokens().float(), *ends)
 
@@ -363,8 +358,7 @@ REFUSED = [
     ),
     (call(ENDS.long()), TypeError, r"mine: grouped_mm: offs is torch.int64"),
     (call(ENDS[:3]), ValueError, r"mine: .*\(3,\)"),
-    (call(None), ValueError, r"mine: grouped_mm of \(37, 32\) and \(4, 32, 96\) with no"),
-    (lambda: float8.register_experts(Other), ValueError, "Other has a conversion already"),
+    (call(None), TypeError, r"mine: grouped_mm: offs must be a torch.Tensor, got None"),
     (
         lambda: float8.register_experts(Experts, lambda module, x, ends: x),
         ValueError,
