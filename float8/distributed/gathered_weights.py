@@ -42,6 +42,7 @@ compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -198,34 +199,30 @@ def _replace(old: Tensor, data: Tensor, places: list[tuple[nn.Module, str]]) -> 
     return new
 
 
-def _as_plain(x: Tensor) -> Tensor:
-    """A weight as a checkpoint stores it: an ordinary tensor, or a DTensor of ordinary ones."""
-    if isinstance(x, ShardedWeight):
-        return x.plain.detach()
-    local = getattr(x, "_local_tensor", None)
-    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
-    return _with_local(x, local.plain.detach()) if isinstance(local, ShardedWeight) else x
-
-
-def _as_stored(x: Tensor) -> Tensor:
-    """The inverse of `_as_plain`, of a plain weight."""
-    local = getattr(x, "_local_tensor", None)
-    if local is not None:
-        return _with_local(x, ShardedWeight(local))
-    return ShardedWeight(x.detach())
-
-
 def _is_stored(x: Tensor) -> bool:
     return isinstance(getattr(x, "_local_tensor", x), ShardedWeight)
 
 
+def _as_plain(x: Tensor) -> Tensor:
+    """A stored weight as a checkpoint has it: an ordinary tensor, or a DTensor of ordinary ones."""
+    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
+    return _with_local(x, lambda stored: stored.plain.detach())
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """The inverse of `_as_plain`, of a plain weight."""
+    return _with_local(x, lambda plain: ShardedWeight(plain.detach()))
+
+
 @torch.no_grad()
-def _with_local(x: Any, local: Tensor) -> Tensor:
+def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
+    local = getattr(x, "_local_tensor", None)
+    if local is None:
+        return change(x)
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.size(), stride=x.stride()
-    )
+    sizes = {"shape": x.size(), "stride": x.stride()}
+    return DTensor.from_local(change(local), x.device_mesh, x.placements, run_check=False, **sizes)
 
 
 register_weight_rule(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import float8
 from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, Rowwise, kernels
-from float8.linear import bound_plan
+from float8.linear import autograd, bound_plan
 from float8.linear.bound_plan import BoundPlan
 from float8.linear.refusals import refuses_float8_input
 
@@ -259,6 +259,19 @@ def test_compiled_to_the_same_bits_whatever_the_routing_and_under_autocast(recip
         # A second graph serves every number of tokens.
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         assert graphs == 1 + (seed >= 2), "compiled again for another routing"
+
+
+def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
+    """The result is then made a view of itself, which must have its shape."""
+    monkeypatch.setattr(autograd, "LOSES_GRADIENTS", True)
+    torch._dynamo.reset()
+    x, w, offs, g = make()
+    compiled = torch.compile(
+        lambda x, w, offs: float8.grouped_mm(x, w.mT, offs), backend="aot_eager", fullgraph=True
+    )
+    wanted = results_of("tensorwise", x, w, offs, g)
+    for actual, expected in zip(step(compiled, x, w, offs, g), wanted, strict=True):
+        assert_bitwise(actual, expected, "tensorwise")
 
 
 # --- planted faults
