@@ -254,19 +254,17 @@ def test_recomputation_dispatches_again_to_the_same_bits(rank):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style_first", [False, True])
 def test_experts_take_the_config_of_the_conversion(rank, style_first):
-    mesh, style = ep_mesh(), {"experts": Float8ExpertParallel()}
-    torch.manual_seed(0)
-    x = torch.randn(2, 24, D)
-    single, model = converted("rowwise"), Mixture()
+    style = {"experts": Float8ExpertParallel()}
+    single, model, x = converted("rowwise"), Mixture(), torch.arange(48.0 * D).sin().view(2, 24, D)
     model.load_state_dict(single.state_dict())
     if style_first:
-        parallelize_module(model, mesh, style)
+        parallelize_module(model, ep_mesh(), style)
     convert_to_float8_training(model, config=RECIPES["rowwise"])
     if not style_first:
-        parallelize_module(model, mesh, style)
+        parallelize_module(model, ep_mesh(), style)
     inputs, plain = x[rank].clone().requires_grad_(), x.flatten(0, 1).requires_grad_()
-    mine = slice(24 * rank, 24 * rank + 24)
     y, z = model(inputs), single(plain)
+    mine = slice(24 * rank, 24 * rank + 24)
     assert_bitwise(y, z[mine])
     y.square().sum().backward()
     z.square().sum().backward()
@@ -276,9 +274,9 @@ def test_experts_take_the_config_of_the_conversion(rank, style_first):
     with high_precision(model), high_precision(single), Wire() as wire:
         assert_bitwise(model(x[rank]), single(plain)[mine])
     assert {e.dtype for e in wire.sent[1:]} == {torch.float32}
-    index = torch.full((24, 2), E)  # of no expert
-    rows = 24 * (rank == 0)  # a rank without tokens
-    assert not model.experts(x[rank, :rows], index[:rows], torch.ones(rows, 2)).any()
+    rows = 24 * (rank == 0)  # a rank without tokens; an index of no expert
+    index, scores = torch.full((rows, 2), E), torch.ones(rows, 2)
+    assert not model.experts(x[rank, :rows], index, scores).any()
 
 
 @pytest.mark.slow

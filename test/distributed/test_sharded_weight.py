@@ -116,6 +116,7 @@ def test_it_compiles_and_writes_of_compiled_code_are_noticed():
     double(w)
     assert torch.equal(w.plain, expected)
     assert not is_known(w)
+    assert w._stable_hash_for_caching() != w.t()._stable_hash_for_caching()
 
 
 def test_data_cannot_be_exchanged_behind_its_back():

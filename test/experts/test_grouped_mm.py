@@ -325,6 +325,7 @@ REFUSED = [
     ((X.double(), W.double(), OFFS), TypeError, "float64"),
     ((X, W.to("meta"), OFFS), ValueError, "meta"),
     ((X, W, OFFS, "delayed"), ValueError, "history"),
+    ((X, W, OFFS, Float8LinearConfig(smooth_input=True)), ValueError, "smooth_input=True"),
     *(
         ((x8, W, OFFS, r), ValueError, "dequantize")
         for x8 in X8

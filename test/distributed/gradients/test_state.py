@@ -8,12 +8,12 @@ from float8.distributed.gradients import Float8Gradients, ScalingController
 ELEMENTS = 1_000_000
 
 
-def counted():
+def counted(bad=1):
     state = Float8Gradients(controller=ScalingController())
     state.prepare(torch.device("cpu"), 4)
     for _ in range(2):
         state.count(torch.tensor([1, 20, 300, 0]), 500, 500, ends_step=False)
-        state.count(torch.tensor([0, 0, 0, 1]), 100, 100, ends_step=True)
+        state.count(torch.tensor([0, 0, 0, bad]), 100, 100, ends_step=True)
     return state
 
 
@@ -26,6 +26,7 @@ def test_counts_add_up_and_reset_keeps_mu():
     text = str(report)
     assert "2 reductions of 1200 gradient values" in text
     assert "0.167% saturated" in text and "50.000% of the parts" in text and "mu 1" in text
+    assert counted(bad=0).report().mu == 0.25  # halved in both steps
     state.controller.mu.fill_(0.5)
     state.reset()
     report = state.report()
