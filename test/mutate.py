@@ -39,7 +39,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {
     "core": ("config", "tensor", "linear", "convert", "kernels"),
     "checkpoints": ("checkpoints",),
-    "distributed": ("distributed",),
+    "distributed": ("distributed", "experts"),
     "unit_scaling": ("unit_scaling",),
     "optim": ("optim",),
     "rest": ("activations", "estimate", "fusion", "integrations", "ms_amp", "numerics"),

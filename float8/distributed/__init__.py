@@ -1,7 +1,7 @@
 """The parts of float8 that use torch.distributed.
 
-- ``gathered_weights.py``: FSDP2 gathers weights as float8 (`known_amax` < `float8_gather` <
-  `sharded_weight`, `replaced_parameters`). Imported when a config asks for it.
+- ``gathered_weights.py``: FSDP2 gathers weights as float8 (`float8_gather` < `sharded_weight`;
+  `replaced_parameters`). Imported when a config asks for it.
 - ``tensor_parallel.py``: activations of tensor-parallel layers travel as float8
   (`parallel_linear`).
 - ``expert_parallel.py``: tokens travel to the ranks of their experts as float8

@@ -28,7 +28,6 @@ of ranks, as data parallelism does for other parameters.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +39,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from float8.config import Float8LinearConfig, check_config
-from float8.distributed.rank_comparison import Facts, compare_ranks, config_facts
-from float8.distributed.token_exchange import bytes_per_row, exchange, find_route, row_cast
+from float8.distributed.rank_comparison import Facts, compare_once, compare_ranks, config_facts
+from float8.distributed.token_exchange import exchange, find_route, row_cast
+from float8.linear.plan import compute_dtype
 from float8.tensor.running_module import innermost_module
 
 __all__ = ["Float8ExpertParallel"]
@@ -106,7 +106,6 @@ def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     return None
 
 
-_compared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _CALL = "_expert_parallel_call"  # while a forward runs, what its end needs
 
 
@@ -125,16 +124,16 @@ class _Hooks:
         x_RD, counts_E, unsort = self._sorted(*given)
         config = self.config or getattr(module, "float8_config", None)
         config = None if getattr(module, "high_precision", False) else config
-        if module not in _compared:
-            self._compare(x_RD, config)
-            _compared.add(module)
+        groups, facts = [self.mesh.get_group()], lambda: self._facts(x_RD, config)
+        compare_once(module, groups, facts, subject="experts")
         x_cast = g_cast = None
         if config is not None:
             plan = config.plan
             x_cast = row_cast(plan.output.a, plan.grad_weight.b)
             g_cast = row_cast(plan.grad_input.a, plan.grad_weight.a)
-        emulate, rows = config is not None and config.emulate, x_RD.shape[0]
-        route, counts_e = find_route(counts_E, rows, bytes_per_row(x_RD, x_cast), self.mesh)
+        emulate, (rows, features) = config is not None and config.emulate, x_RD.shape
+        row_bytes = features * (compute_dtype(x_RD).itemsize if x_cast is None else 1)
+        route, counts_e = find_route(counts_E, rows, row_bytes, self.mesh)
         x_SD = exchange(x_RD[: sum(route.sent)], route, x_cast, emulate)
 
         def back(y_SD: Tensor) -> Tensor:
@@ -184,8 +183,7 @@ class _Hooks:
         counts = torch.bincount(index_TK.flatten(), minlength=self.experts)[: self.experts]
         return x_TD[order_R // shapes[1][1]], counts, unsort
 
-    def _compare(self, x: Tensor, config: Float8LinearConfig | None) -> None:
-        facts: Facts = {"module": innermost_module(), "experts": str(self.experts)}
-        facts["features"] = str(x.shape[1])
-        facts |= {"tokens are sent": "as they are"} if config is None else config_facts(config)
-        compare_ranks([self.mesh.get_group()], {"expert parallelism": facts}, subject="experts")
+    def _facts(self, x: Tensor, config: Float8LinearConfig | None) -> dict[str, Facts]:
+        facts = {"tokens are sent": "as they are"} if config is None else config_facts(config)
+        facts |= {"module": innermost_module(), "experts": str(self.experts)}
+        return {"expert parallelism": facts | {"features": str(x.shape[1])}}

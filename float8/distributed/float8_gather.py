@@ -5,10 +5,20 @@ scale of the whole weight. A static or delayed scale is known without communicat
 scale, the ranks reduce the largest magnitude of the weight: one MAX all-reduce of one number. The
 weights of experts (E, N, K) have a number per expert, or per block of one. A rank fills in those of
 its own experts, so uneven and empty shards are no special case.
+
+The amax is kept until the weight is written to, as `KnownAmax`. Writes are found in three ways:
+
+- Every operation on a `ShardedWeight` passes its ``__torch_dispatch__``, under DTensor too. The
+  operations that write (an optimizer's step, a load, an initialisation) call `KnownAmax.forget`.
+- Some writes bypass the dispatch: those of compiled code, and writes to the tensor that a
+  checkpoint shares with the weight. They increase the version counter of the stored tensor. That
+  counter alone does not suffice: an optimizer's step under FSDP2 leaves it unchanged.
+- An optimizer's step that inductor compiled increases only the version counter of the parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,7 +27,6 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import OperandCast
 from float8.convert.conversion import own_config
-from float8.distributed.known_amax import KnownAmax
 from float8.distributed.rank_comparison import compare_layer, weights_of
 from float8.formats import on_device
 from float8.granularity import Block, scale_shape
@@ -62,11 +71,40 @@ def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> b
     return tuple(size) == x.shape and tuple(stride) == x.stride() and not offset
 
 
-def weight_cast(layer: Any) -> tuple[OperandCast | None, DelayedState | None]:
-    """The cast of a layer's weights for its output, and the state of a delayed one."""
-    config = own_config(layer)
-    assert config is not None
-    return config.plan.output.b, layer.casts[1].state if isinstance(layer, Float8Linear) else None
+class KnownAmax:
+    """The largest magnitudes of a whole weight, shared by all views of one rank's shard of it.
+
+    They are float32, one per block, and not rounded to a compute dtype: rounding is monotonic and
+    may come later.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the amax, because the weight was written to."""
+        self.source: Tensor | None = None
+        self.amax: Tensor | None = None
+        self.versions: list[int] = []
+
+    def remember(self, amax: Tensor, source: Tensor, owners: Iterable[Tensor]) -> None:
+        """Keep the amax until the stored tensor ``source`` or a parameter in ``owners`` changes."""
+        self.amax, self.source = amax, source
+        self.versions = [version_of(source), *map(version_of, owners)]
+
+    def of(self, owners: Iterable[Tensor]) -> Tensor | None:
+        """The amax if neither the stored tensor nor one of ``owners`` has changed; or None."""
+        if self.source is None:
+            return None
+        versions = [version_of(self.source), *map(version_of, owners)]
+        return self.amax if self.versions == versions else None
+
+
+def weight_cast(layer: Any) -> tuple[OperandCast, DelayedState | None]:
+    """The cast of a layer's gathered weights for its output, and the state of a delayed one."""
+    cast = own_config(layer).plan.output.b  # type: ignore[union-attr]
+    assert cast is not None
+    return cast, layer.casts[1].state if isinstance(layer, Float8Linear) else None
 
 
 def block_of(cast: OperandCast, weight: Tensor) -> Block:
@@ -79,42 +117,35 @@ def cast_shard(
 ) -> Pair:
     """Cast a shard of a layer's weight to float8, with the scale of the whole weight.
 
-    The shard is in high precision and may be empty. ``known`` has the largest magnitude of the
-    whole weight, which is computed and kept if it is unknown. ``size`` is that of the whole weight,
-    ``dtype`` the compute dtype, and ``group`` the ranks of the shards. In training a delayed cast
-    records the shard's amax; `sync` reduces the amaxes over ranks.
+    The shard is in high precision and may be empty. ``known`` has the amax of the whole weight,
+    which is computed and kept if it is unknown. ``size`` is that of the whole weight, ``dtype`` the
+    compute dtype, and ``group`` the ranks of the shards. In training a delayed cast records the
+    shard's amax; `sync` reduces the amaxes over ranks.
     """
     compare_layer(layer, group)
-    (cast, state), config = weight_cast(layer), own_config(layer)
-    assert cast is not None
-    assert config is not None
+    (cast, state), is_stack = weight_cast(layer), shard.dim() == 3
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
-    scale, block, amax = known_scale(cast, state, rounded), block_of(cast, shard), None
+    scale, block = known_scale(cast, state, rounded), block_of(cast, shard)
     if scale is None:
-        fmt, amax = on_device(cast.format, rounded.device), _amax(shard, known, layer, size, group)
+        fmt, owners = on_device(cast.format, shard.device), weights_of(layer).values()
+        if (amax := known.of(owners)) is None:
+            amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
+            known.remember(amax, shard, owners)
         amax = amax.to(dtype).float()
         scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
-    elif shard.dim() == 3:  # static: one per expert, all equal
+    elif is_stack:  # static: one per expert, all equal
         scale = scale.expand(scale_shape(size, block))
     if state is not None and layer.training:
-        recorded = kernels.amax(rounded, block) if amax is None else amax
-        kernels.record_amax(state.current_amax, recorded)
-    own = scale[experts_here(shard, size, group)] if shard.dim() == 3 else scale
-    if rounded.numel():
-        groups = EXPERTS if shard.dim() == 3 else ""
-        data, _ = bind_and_cast(rounded, cast, scale=own, emulate=config.emulate, groups=groups)
-    else:
-        data = rounded.to(on_device(cast.format, rounded.device).dtype)
+        kernels.record_amax(state.current_amax, kernels.amax(rounded, block))
+    data, _ = bind_and_cast(
+        rounded,
+        cast,
+        scale=scale[experts_here(shard, size, group)] if is_stack else scale,
+        emulate=own_config(layer).emulate,  # type: ignore[union-attr]
+        groups=EXPERTS if is_stack else "",
+    )
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
     return data, scale if state is None else scale.clone()
-
-
-def experts_here(shard: Tensor, size: torch.Size, group: Any) -> slice:
-    """The experts that a rank's shard has, of all; all of them if another dimension is sharded."""
-    if shard.shape[0] == size[0]:
-        return slice(None)
-    start = min(group.rank() * -(-size[0] // group.size()), size[0])
-    return slice(start, start + shard.shape[0])
 
 
 def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any) -> Tensor:
@@ -127,11 +158,9 @@ def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any
     return whole
 
 
-def _amax(shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, group: Any) -> Tensor:
-    weights, cast = weights_of(layer).values(), weight_cast(layer)[0]
-    assert cast is not None
-    amax = known.of(*weights)
-    if amax is None:
-        amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
-        known.remember(amax, shard, sum(map(version_of, weights)))
-    return amax
+def experts_here(shard: Tensor, size: torch.Size, group: Any) -> slice:
+    """The experts that a rank's shard has, of all; all of them if another dimension is sharded."""
+    if shard.shape[0] == size[0]:
+        return slice(None)
+    start = min(group.rank() * -(-size[0] // group.size()), size[0])
+    return slice(start, start + shard.shape[0])

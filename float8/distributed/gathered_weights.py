@@ -42,6 +42,7 @@ compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,12 +52,18 @@ from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import own_config
 from float8.distributed.float8_gather import GatheredWeight, amax_of_shard, weight_cast
-from float8.distributed.rank_comparison import LAYERS, compare_model, sharding_groups, weights_of
+from float8.distributed.rank_comparison import (
+    LAYERS,
+    compare_once,
+    facts_of,
+    sharding_groups,
+    weights_of,
+)
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
-from float8.linear.float8_weight import TENSORWISE, as_parameter, version_of
+from float8.linear.float8_weight import TENSORWISE, as_parameter
 from float8.linear.registration import WeightRule, register_weight_rule
 from float8.linear.scaling import known_scale, max_over_ranks
 
@@ -69,8 +76,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     after the step does its own all-reduce; the bits are the same. The result is discarded when the
     weight is written to again, so a stale scale is never used, and a missing call costs only time.
 
-    Left out are weights that are unsharded at the moment (``unshard()``), and weights with static
-    scales or with a delayed scale. The all-reduce is by position, in the
+    Left out are weights that are unsharded at the moment (``unshard()``) or offloaded to a CPU, and
+    weights with static scales or with a delayed scale. The all-reduce is by position, in the
     alphabetical order of the layers' names: the order of registration does not matter.
 
     Args:
@@ -86,25 +93,26 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     layers = [layer for _, layer in modules_by_name(model, LAYERS)]
     weights: list[Any] = [weight for layer in layers for weight in weights_of(layer).values()]
     for mesh in dict.fromkeys(w.device_mesh for w in weights if hasattr(w, "device_mesh")):
-        compare_model(model, mesh.get_all_groups())
-    # Weights on the CPU (CPUOffloadPolicy) are reduced on the device of the mesh.
-    found: dict[tuple[Any, str], dict[Any, tuple[Tensor, int]]] = defaultdict(dict)
+        compare_once(model, mesh.get_all_groups(), lambda: facts_of(model))
+    found: dict[Any, list[tuple[Any, Tensor, Any]]] = defaultdict(list)
     for layer in layers:
-        cast, state = weight_cast(layer)
-        parameters: list[Any] = list(weights_of(layer).values())
-        for weight in parameters:
+        own: Any = weights_of(layer).values()
+        for weight in own:
             shard = getattr(weight, "_local_tensor", None)
-            if not isinstance(shard, ShardedWeight) or cast is None:
+            if not isinstance(shard, ShardedWeight):
                 continue
-            if known_scale(cast, state, shard.plain) is None:
-                (group,), version = sharding_groups(weight), sum(map(version_of, parameters))
+            cast, state = weight_cast(layer)
+            is_here = shard.device.type == weight.device_mesh.device_type
+            if is_here and known_scale(cast, state, shard.plain) is None:
+                (group,) = sharding_groups(weight)
                 amax = amax_of_shard(shard.plain, cast, weight.shape, group)
-                found[group, weight.device_mesh.device_type][weight] = amax, version
-    for (group, device_type), amaxes in found.items():
-        own = torch.cat([amax.flatten() for amax, _ in amaxes.values()]).to(device_type)
-        of_all = max_over_ranks(own, group).split([amax.numel() for amax, _ in amaxes.values()])
-        for (weight, (amax, version)), whole in zip(amaxes.items(), of_all, strict=True):
-            weight._local_tensor.remember(whole.view(amax.shape).to(amax.device), version)
+                found[group].append((shard, amax, own))
+    for group, entries in found.items():
+        parts = [amax for _, amax, _ in entries]
+        of_all = max_over_ranks(torch.cat([part.flatten() for part in parts]), group)
+        amaxes = of_all.split([part.numel() for part in parts])
+        for (shard, part, own), amax in zip(entries, amaxes, strict=True):
+            shard.known.remember(amax.view(part.shape), shard.plain, own)
 
 
 # --- the rule of conversion
@@ -191,34 +199,30 @@ def _replace(old: Tensor, data: Tensor, places: list[tuple[nn.Module, str]]) -> 
     return new
 
 
-def _as_plain(x: Tensor) -> Tensor:
-    """A weight as a checkpoint stores it: an ordinary tensor, or a DTensor of ordinary ones."""
-    if isinstance(x, ShardedWeight):
-        return x.plain.detach()
-    local = getattr(x, "_local_tensor", None)
-    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
-    return _with_local(x, local.plain.detach()) if isinstance(local, ShardedWeight) else x
-
-
-def _as_stored(x: Tensor) -> Tensor:
-    """The inverse of `_as_plain`, of a plain weight."""
-    local = getattr(x, "_local_tensor", None)
-    if local is not None:
-        return _with_local(x, ShardedWeight(local))
-    return ShardedWeight(x.detach())
-
-
 def _is_stored(x: Tensor) -> bool:
     return isinstance(getattr(x, "_local_tensor", x), ShardedWeight)
 
 
+def _as_plain(x: Tensor) -> Tensor:
+    """A stored weight as a checkpoint has it: an ordinary tensor, or a DTensor of ordinary ones."""
+    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
+    return _with_local(x, lambda stored: stored.plain.detach())
+
+
+def _as_stored(x: Tensor) -> Tensor:
+    """The inverse of `_as_plain`, of a plain weight."""
+    return _with_local(x, lambda plain: ShardedWeight(plain.detach()))
+
+
 @torch.no_grad()
-def _with_local(x: Any, local: Tensor) -> Tensor:
+def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
+    local = getattr(x, "_local_tensor", None)
+    if local is None:
+        return change(x)
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
-        local, x.device_mesh, x.placements, run_check=False, shape=x.size(), stride=x.stride()
-    )
+    sizes = {"shape": x.size(), "stride": x.stride()}
+    return DTensor.from_local(change(local), x.device_mesh, x.placements, run_check=False, **sizes)
 
 
 register_weight_rule(

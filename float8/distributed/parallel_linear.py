@@ -43,31 +43,41 @@ from float8.linear.scaling import DelayedState, cast_matrix, max_over_ranks, sha
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
-COLWISE, ROWWISE = "colwise", "rowwise"
-
 
 @dataclass(frozen=True)
 class Layout:
     """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
-    ``kind`` ``"colwise"`` shards out_features, ``"rowwise"`` in_features, over the ``mesh`` of one
-    dimension, whose process group is ``group``. ``given`` is the placement of an input that is a
-    plain tensor. ``use_local_output`` returns the output's local tensor.
+    Over the ``mesh`` of one dimension, ``is_colwise`` shards out_features, else in_features are
+    sharded. ``given`` is the placement of an input that is a plain tensor. ``use_local_output``
+    returns the output's local tensor.
     """
 
-    kind: str
+    is_colwise: bool
     mesh: DeviceMesh
-    group: str
     given: Placement
     output: Placement
     use_local_output: bool
 
+    def __str__(self) -> str:
+        kind = "colwise" if self.is_colwise else "rowwise"
+        return f"{kind} over {self.mesh.size()} ranks, {self.given} -> {self.output}"
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self  # immutable; copies of a model share the mesh
 
-    def read(self, dims: int) -> Placement:
-        """The placement in which the GEMM reads an input of ``dims`` dimensions."""
-        return Replicate() if self.kind == COLWISE else Shard(dims - 1)
+    @property
+    def group(self) -> str:
+        """The name of the process group."""
+        return str(self.mesh.get_group().group_name)
+
+    def read(self, input: Tensor) -> Placement:
+        """The placement in which the GEMM reads an input."""
+        return Replicate() if self.is_colwise else Shard(input.dim() - 1)
+
+    def placement_of(self, input: Tensor) -> Placement:
+        """The placement in which an input is given."""
+        return input.placements[0] if isinstance(input, DTensor) else self.given
 
 
 # --- parts of tensors
@@ -208,7 +218,7 @@ class ParallelLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the layout."""
-        return f"{super().extra_repr()}, {_described(self.layout)}"
+        return f"{super().extra_repr()}, {self.layout}"
 
 
 class Float8ParallelLinear(Float8Linear):
@@ -228,7 +238,7 @@ class Float8ParallelLinear(Float8Linear):
             return self._plain_forward(input)
         if not torch.compiler.is_compiling():
             compare_layer(self, self.layout.mesh.get_group())
-        layout, is_colwise = self.layout, self.layout.kind == COLWISE
+        layout, is_colwise = self.layout, self.layout.is_colwise
         x, weight, wanted = self._read(input), local(self.weight), layout.output
         plan = plan_for(self.config, x.device, compute_dtype(x))
         self._check_call(x, weight, plan)
@@ -237,36 +247,24 @@ class Float8ParallelLinear(Float8Linear):
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         grad = torch.is_grad_enabled()
         call = Call(plan, states, self.training and grad, saves=grad)
+        mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
             bias = None if self.bias is None else local(self.bias)
             out = linear_in_float8(x, weight, bias, call)
-            columns = placed(out, layout.mesh, Shard(x.dim() - 1), self.weight.shape[0])
-            result = columns.redistribute(placements=[wanted])
-        else:
-            result = self._summed(x, weight, call, wanted)
-        return result.to_local() if layout.use_local_output else result
-
-    def _summed(self, x: Tensor, weight: Tensor, call: Call, wanted: Any) -> DTensor:
-        """The output of a rowwise layer: the sum of the ranks' products, and its bias."""
-        mesh, length, by_columns = self.layout.mesh, None, wanted == Shard(x.dim() - 1)
-        if wanted.is_shard():
-            length = self.weight.shape[0] if by_columns else x.shape[wanted.dim]
-        if wanted.is_shard() and gathers_in_float8(call.plan.g):
+            y: Any = placed(out, mesh, Shard(last), self.weight.shape[0])
+        elif isinstance(wanted, Shard) and gathers_in_float8(call.plan.g):
             with without_autocast(x):
-                out: Tensor = _SummedLinear.apply(x, weight, call, mesh, wanted)
+                out = _SummedLinear.apply(x, weight, call, mesh, wanted)
+            length = self.weight.shape[0] if wanted.dim == last else x.shape[wanted.dim]
+            y = placed(out, mesh, wanted, length)
         else:
-            product = linear_in_float8(x, weight, None, call)
-            out = moved(placed(product, mesh, Partial()), wanted)
-        if self.bias is not None:
-            here: Placement = Shard(0) if by_columns else Replicate()
-            is_summand = wanted.is_shard() and not by_columns  # the ranks have other tokens
-            bias: Any = self.bias.redistribute(placements=[here])  # type: ignore[attr-defined]
-            bias = bias.to_local(grad_placements=[Partial() if is_summand else here])
-            out = out + bias.to(out.dtype)
-        return placed(out, mesh, wanted, length)
-
-    def _plain_forward(self, input: Tensor) -> Tensor:
-        return _in_high_precision(self, input)
+            y = placed(linear_in_float8(x, weight, None, call), mesh, Partial())
+        y = y.redistribute(placements=[wanted])
+        if not is_colwise and self.bias is not None:
+            # The gradient of the redistribution is the sum over ranks that have other tokens.
+            bias = self.bias.redistribute(placements=[Replicate()])  # type: ignore[attr-defined]
+            y = y + bias.to(y.dtype)
+        return y.to_local() if layout.use_local_output else y
 
     def _states_of_parts(self, *, input: bool, grad_output: bool) -> States:
         """The states of the three casts, with the group over which amaxes are reduced.
@@ -274,38 +272,30 @@ class Float8ParallelLinear(Float8Linear):
         ``input`` and ``grad_output`` say whether this rank casts only a part of each. Of the weight
         it always does.
         """
-        are_parts = zip(self._states(), (input, True, grad_output), strict=True)
+        x, w, g = self._states()
         group = self.layout.group
-        x, w, g = (sharded_state(state, group) if part else state for state, part in are_parts)
-        return x, w, g
+        return (
+            sharded_state(x, group if input else None),
+            sharded_state(w, group),
+            sharded_state(g, group if grad_output else None),
+        )
 
     def _read(self, input: Tensor) -> Tensor:
         """The input as the GEMM reads it: whole if colwise, this rank's columns if rowwise."""
-        layout = self.layout
-        wanted, is_colwise = layout.read(input.dim()), layout.kind == COLWISE
-        if not isinstance(input, DTensor):
-            input = placed(input, layout.mesh, layout.given)
-        x: Any = input
-        placement: Any = x.placements[0]
+        layout, wanted = self.layout, self.layout.read(input)
+        x: Any = input if isinstance(input, DTensor) else placed(input, layout.mesh, layout.given)
         if x.device_mesh != layout.mesh:
             raise ValueError(
                 f"{self._name}: the input lies on {x.device_mesh}, the parallel plan is for "
                 f"{layout.mesh}; redistribute it, or pass its local tensor"
             )
-        if isinstance(x._local_tensor, Float8Tensor):
-            if placement != wanted:
-                raise ValueError(
-                    f"{self._name}: the input is in float8 and placed {placement}, and the layer "
-                    f"reads {wanted}; pass it in high precision, or use PrepareFloat8ModuleInput "
-                    "before Float8ColwiseParallel layers"
-                )
-        else:
+        if not isinstance(x._local_tensor, Float8Tensor):
             plan = plan_for(self.config, x.device, compute_dtype(x._local_tensor))
             x = x if x.dtype == plan.dtype else x.to(plan.dtype)
-            if is_colwise and placement.is_shard() and sends_in_float8(plan):
+            if layout.is_colwise and x.placements[0].is_shard() and sends_in_float8(plan):
                 record = self.training and torch.is_grad_enabled()
                 return gather_in_float8(x, plan.x, self._states()[0], record)
-        grads = [Partial() if is_colwise else wanted]
+        grads = [Partial() if layout.is_colwise else wanted]
         whole: Tensor = x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
         return whole
 
@@ -313,34 +303,31 @@ class Float8ParallelLinear(Float8Linear):
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
-        is_colwise = self.layout.kind == COLWISE
+        layout = self.layout
         states = self._states_of_parts(
-            input=self._placement(input).is_shard() or not is_colwise,
-            grad_output=self.layout.output.is_shard() or is_colwise,
+            input=layout.placement_of(input).is_shard() or not layout.is_colwise,
+            grad_output=layout.output.is_shard() or layout.is_colwise,
         )
-        return local(input) if is_colwise else self._read(input), local(self.weight), states
+        return local(input) if layout.is_colwise else self._read(input), local(self.weight), states
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
-        placement: Any = self._placement(input)
-        if self.layout.kind != COLWISE or not placement.is_shard():
+        layout, placement = self.layout, self.layout.placement_of(input)
+        if not layout.is_colwise or not isinstance(placement, Shard):
             return super().local_factors(input, x_MK)
         amaxes = kernels.column_amaxes(x_MK)
         if placement.dim % input.dim() != input.dim() - 1:  # the ranks have other tokens
-            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, self.layout.group))
+            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, layout.group))
             return factors_1K, factors_1K
-        mesh, columns = self.layout.mesh, Shard(1)
+        mesh, columns = layout.mesh, Shard(1)
         whole = moved(placed(amaxes, mesh, columns, self.weight.shape[1]), Replicate())
         factors_1K = kernels.smoothing_factors(whole)
         return moved(placed(factors_1K, mesh, Replicate()), columns), factors_1K
 
-    def _placement(self, input: Tensor) -> Placement:
-        return input.placements[0] if isinstance(input, DTensor) else self.layout.given
-
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""
         layout, last = self.layout, grad_output.dim() - 1
-        read = Shard(last) if layout.kind == COLWISE else layout.output
+        read = Shard(last) if layout.is_colwise else layout.output
         if not isinstance(grad_output, DTensor):
             if layout.output in (read, Shard(-1)):
                 return grad_output
@@ -349,7 +336,10 @@ class Float8ParallelLinear(Float8Linear):
 
     def extra_repr(self) -> str:
         """As `Float8Linear`, and the layout."""
-        return f"{super().extra_repr()}, {_described(self.layout)}"
+        return f"{super().extra_repr()}, {self.layout}"
+
+    def _plain_forward(self, input: Tensor) -> Tensor:
+        return _in_high_precision(self, input)
 
 
 def local(x: Any) -> Tensor:
@@ -366,10 +356,6 @@ def sends_in_float8(plan: LinearPlan) -> bool:
     return gathers_in_float8(plan.x) and not plan.smooth_input
 
 
-def _described(layout: Layout) -> str:
-    return f"{layout.kind} over {layout.mesh.size()} ranks, {layout.given} -> {layout.output}"
-
-
 def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
     layout: Layout = layer.layout  # type: ignore[assignment]
     mesh = layout.mesh
@@ -377,7 +363,7 @@ def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
         input = input.dequantize()
     if isinstance(input, DTensor) and isinstance(input._local_tensor, Float8Tensor):
         input = as_replicated(input.to_local(grad_placements=[Partial()]).dequantize(), mesh)
-    given, wanted = (layout.given,), (layout.read(input.dim()),)
+    given, wanted = (layout.given,), (layout.read(input),)
     x = ColwiseParallel._prepare_input_fn(given, wanted, layer, (input,), mesh)
     out, use_local = F.linear(x, layer.weight, layer.bias), layout.use_local_output
     return ColwiseParallel._prepare_output_fn((layout.output,), use_local, layer, out, mesh)

@@ -7,7 +7,7 @@ shard to float8, so that one byte per element is sent. Its ``fsdp_post_all_gathe
 `GatheredWeight` of the result, which the layer does not cast again. FSDP2 calls both.
 
 A dynamic scale depends on the largest magnitude of the whole weight, which takes an all-reduce. It
-is kept until the weight is written to (see `float8.distributed.known_amax`), so that backward's
+is kept until the weight is written to (see `float8.distributed.float8_gather`), so that backward's
 gather does not repeat the all-reduce. `precompute_float8_dynamic_scale_for_fsdp` computes it for
 all weights of a model at once. All ranks must write to their shards in the same steps, which FSDP2
 requires too: a rank that wrote alone would wait alone in its all-reduce.
@@ -24,8 +24,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8.distributed.float8_gather import GatheredWeight, block_of, cast_shard, weight_cast
-from float8.distributed.known_amax import KnownAmax
+from float8.distributed.float8_gather import (
+    GatheredWeight,
+    KnownAmax,
+    block_of,
+    cast_shard,
+    weight_cast,
+)
 from float8.granularity import WHOLE, Block
 
 aten = torch.ops.aten
@@ -33,37 +38,32 @@ _Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype 
 
 
 class ShardedWeight(Tensor):
-    """A weight, or a shard of one, in high precision; it wraps a plain tensor and shares its data.
+    """A weight, or a shard of one, in high precision.
 
-    A view of a `ShardedWeight` gets the `KnownAmax` of that weight as ``known``.
+    ``plain`` is the ordinary tensor that it wraps; both share the data. ``known`` is what is known
+    of the whole weight's amax, for all views of one weight.
     """
 
-    _tensor: Tensor
-    _known: KnownAmax
+    plain: Tensor
+    known: KnownAmax
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, known: KnownAmax | None = None) -> ShardedWeight:
+    def __new__(cls, plain: Tensor, known: KnownAmax | None = None) -> ShardedWeight:
         """See the class."""
         self: ShardedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
-            tensor.size(),
-            strides=tensor.stride(),
-            storage_offset=tensor.storage_offset(),
-            dtype=tensor.dtype,
-            layout=tensor.layout,
-            device=tensor.device,
-            requires_grad=False,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
         )
         return self
 
-    def __init__(self, tensor: Tensor, known: KnownAmax | None = None) -> None:
-        self._tensor = tensor
-        self._known = known or KnownAmax()
-
-    @property
-    def plain(self) -> Tensor:
-        """The stored tensor, an ordinary one that shares the data."""
-        return self._tensor
+    def __init__(self, plain: Tensor, known: KnownAmax | None = None) -> None:
+        self.plain = plain
+        self.known = known or KnownAmax()
 
     @property
     def data(self) -> Tensor:
@@ -81,16 +81,7 @@ class ShardedWeight(Tensor):
 
     def data_ptr(self) -> int:
         """The address of the stored tensor: frameworks identify parameters by their addresses."""
-        return self._tensor.data_ptr()
-
-    @property
-    def known_amax(self) -> Tensor | None:
-        """The largest magnitudes of the whole weight, float32, or None if they are unknown."""
-        return self._known.of()
-
-    def remember(self, amax: Tensor, owner_version: int | None = None) -> None:
-        """Keep the largest magnitudes of the whole weight, float32, until the next write."""
-        self._known.remember(amax, self._tensor, owner_version)
+        return self.plain.data_ptr()
 
     # --- the functions that FSDP2 calls
 
@@ -103,9 +94,7 @@ class ShardedWeight(Tensor):
         K) or (E, N, K). ``module`` is the float8 layer that owns it. The compute dtype is
         ``mp_policy.param_dtype``.
         """
-        cast = weight_cast(module)[0]
-        assert cast is not None
-        block = block_of(cast, self)
+        block = block_of(weight_cast(module)[0], self)
         if set(block) - {1, WHOLE} and self.shape[1:] != outer_size[1:]:
             raise ValueError(
                 f"{type(module).__name__}: its weights are gathered in float8 with one scale for "
@@ -113,7 +102,7 @@ class ShardedWeight(Tensor):
                 "split blocks: shard along dimension 0"
             )
         dtype, group = mp_policy.param_dtype or self.dtype, mesh.get_group()
-        data, scale = cast_shard(self._tensor, self._known, module, outer_size, dtype, group)
+        data, scale = cast_shard(self.plain, self.known, module, outer_size, dtype, group)
         sent = data.view(torch.uint8)  # gloo cannot send float8; NCCL sends either as bytes
         # If rows are sharded, the last shards may be short or empty. Columns are sharded evenly.
         missing = -(-outer_size[0] // mesh.size()) - sent.shape[0]
@@ -148,17 +137,17 @@ class ShardedWeight(Tensor):
     # --- the functions of a tensor subclass
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["_tensor"], None
+        return ["plain"], None
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: None, size: Any, stride: Any
     ) -> ShardedWeight:
-        return ShardedWeight(inner["_tensor"])
+        return ShardedWeight(inner["plain"])
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
-        t = self._tensor
+        t = self.plain
         return repr((t.dtype, t.device, tuple(t.shape), t.stride(), self.requires_grad))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedWeight:
@@ -170,12 +159,12 @@ class ShardedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         is_parameter = isinstance(self, nn.Parameter)
-        return _rebuild, (self._tensor.detach(), self.requires_grad, is_parameter)
+        return _rebuild, (self.plain.detach(), self.requires_grad, is_parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """As the tensor that it stores."""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return f"ShardedWeight({self._tensor!r}{grad})"
+        return f"ShardedWeight({self.plain!r}{grad})"
 
     # Operations are handled by __torch_dispatch__ only.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -185,50 +174,35 @@ class ShardedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the stored tensors; views and copies are `ShardedWeight`s again."""
-        plain = tree_map_only(ShardedWeight, _plain, (args, kwargs or {}))
+        kwargs = kwargs or {}
+        plain = tree_map_only(ShardedWeight, lambda x: x.plain, (args, kwargs))
         out = func(*plain[0], **plain[1])
         if func._schema.is_mutable:
-            _note_writes(func, args, kwargs or {})
+            _forget_written(func._schema.arguments, args, kwargs)
         elif func.is_view:
-            out = tree_map_only(Tensor, lambda t: ShardedWeight(t, args[0]._known), out)
-        elif func in _NEW or func in _COPIES:
-            is_zero = func is aten.new_zeros.default
-            out = ShardedWeight(out, KnownAmax(is_zero))
-            if func in _COPIES and out.dtype == args[0].dtype:
-                _carry_amax(args[0], out)
+            out = tree_map_only(Tensor, lambda x: ShardedWeight(x, args[0].known), out)
+        elif func in _NEW:
+            out = ShardedWeight(out)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
-def _plain(x: ShardedWeight) -> Tensor:
-    return x._tensor
+# Operations whose result may replace a ShardedWeight: padding, materialisation, moves.
+_NEW = {
+    *(aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default),
+    *(aten.clone.default, aten._to_copy.default, aten._pin_memory.default),
+}
 
 
-# Operations whose result may replace a ShardedWeight: padding, materialisation; moves, copies.
-_NEW = {aten.new_zeros.default, aten.new_empty.default, aten.empty_like.default}
-_COPIES = {aten.clone.default, aten._to_copy.default, aten._pin_memory.default}
+def _forget_written(arguments: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Discard the amaxes of the weights that an operation has written to, and of no others.
 
-
-def _carry_amax(source: ShardedWeight, target: ShardedWeight) -> None:
-    if (amax := source.known_amax) is not None:
-        target.remember(amax.to(target.device), source._known.owner_version)
-
-
-def _note_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Discard the amaxes of the weights that ``func`` wrote to.
-
-    A copy into zeros keeps the amax of its source: FSDP2 pads shards in this way.
+    One rank alone may read a weight, and would then wait alone in an all-reduce.
     """
-    weights = [x for x in args[:2] if isinstance(x, ShardedWeight)]
-    pads = func is aten.copy_.default and len(weights) == 2 and weights[0]._known.is_zero
-    arguments = func._schema.arguments
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-    for a in arguments:
-        if a.alias_info is not None and a.alias_info.is_write:
-            for x in tree_leaves(given.get(a.name)):
-                if isinstance(x, ShardedWeight):
-                    x._known.forget()
-    if pads:
-        _carry_amax(weights[1], weights[0])
+    written = [given.get(a.name) for a in arguments if a.alias_info and a.alias_info.is_write]
+    for x in tree_leaves(written):
+        if isinstance(x, ShardedWeight):
+            x.known.forget()
 
 
 def _rebuild(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> Any:

@@ -53,8 +53,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
 from float8.distributed.parallel_linear import (
-    COLWISE,
-    ROWWISE,
     Float8ParallelLinear,
     Layout,
     ParallelLinear,
@@ -77,7 +75,7 @@ class Float8ColwiseParallel(ColwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _parallelized(module, COLWISE, self, device_mesh)
+        return _parallelized(module, True, self, device_mesh)
 
 
 class Float8RowwiseParallel(RowwiseParallel):
@@ -88,31 +86,30 @@ class Float8RowwiseParallel(RowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _parallelized(module, ROWWISE, self, device_mesh)
+        return _parallelized(module, False, self, device_mesh)
 
 
 _PARALLEL: dict[type, type] = {nn.Linear: ParallelLinear, Float8Linear: Float8ParallelLinear}
 
 
-def _parallelized(module: Any, kind: str, style: Any, mesh: DeviceMesh) -> nn.Module:
-    if type(module) not in _PARALLEL:
-        raise NotImplementedError(
-            f"{type(style).__name__} parallelizes nn.Linear and Float8Linear, got "
-            f"{type(module).__name__}; give other modules torch's own style"
-        )
-    if isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
-        raise ValueError(
-            f"{module.fqn or 'Float8Linear'}: enable_fsdp_float8_all_gather=True stores its weight "
-            "for FSDP2 alone; leave the option off for tensor-parallel layers"
-        )
+def _parallelized(module: Any, is_colwise: bool, style: Any, mesh: DeviceMesh) -> nn.Module:
     (given,), (output,) = style.input_layouts, style.output_layouts
-    if output.is_partial():
-        raise ValueError(f"output_layouts must be Replicate() or Shard(dim), got {output}")
+    reason, name = None, getattr(module, "fqn", "") or type(module).__name__
+    if type(module) not in _PARALLEL:
+        reason = "only nn.Linear and Float8Linear are parallelized; give it torch's own style"
+    elif isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
+        reason = (
+            "enable_fsdp_float8_all_gather=True stores its weight for FSDP2 alone; leave the "
+            "option off for tensor-parallel layers"
+        )
+    elif output.is_partial():
+        reason = f"output_layouts must be Replicate() or Shard(dim), got {output}"
+    if reason is not None:
+        raise ValueError(f"{type(style).__name__}: {name}: {reason}")
     style._partition_linear_fn("", module, mesh)
     # The module stays the same object, with its hooks and names. FSDP2 does it this way too.
     module.__class__ = _PARALLEL[type(module)]
-    group = mesh.get_group().group_name
-    module.layout = Layout(kind, mesh, group, given, output, style.use_local_output)
+    module.layout = Layout(is_colwise, mesh, given, output, style.use_local_output)
     return module
 
 
@@ -172,14 +169,13 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
     layers = [m for m in below.modules() if isinstance(m, Float8Linear)]
     if not layers or any(layer.high_precision for layer in layers):
         return None
-    first = layers[0].config
-    for layer in layers:
-        if layer.config.cast_config_input != first.cast_config_input:
-            raise ValueError(
-                f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast their "
-                f"inputs differently ({layers[0].fqn}: {first.cast_config_input.summary}, "
-                f"{layer.fqn}: {layer.config.cast_config_input.summary}); name the one that "
-                "reads this input in fwd_config_submodule_fqn"
-            )
-    is_delayed = first.cast_config_input.scaling_type is ScalingType.DELAYED
-    return None if is_delayed else first
+    casts = {layer.config.cast_config_input: layer.fqn for layer in layers}
+    if len(casts) > 1:
+        named = ", ".join(f"{name}: {cast.summary}" for cast, name in casts.items())
+        raise ValueError(
+            f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast their inputs "
+            f"differently ({named}); name the one that reads this input in "
+            "fwd_config_submodule_fqn"
+        )
+    is_delayed = layers[0].config.cast_config_input.scaling_type is ScalingType.DELAYED
+    return None if is_delayed else layers[0].config

@@ -34,7 +34,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import WHOLE, scale_shape
 from float8.linear.plan import compute_dtype
 from float8.linear.scaling import bind_and_cast
 from float8.tensor.running_module import innermost_module
@@ -59,10 +58,10 @@ def find_route(
     """Exchange the numbers of rows per expert, and the bytes of a row, which must be equal.
 
     ``counts_E`` has the number of this rank's rows for each expert, and ``rows`` is at least its
-    sum. Experts are sharded as by ``torch.chunk``. The numbers are read on the host: collectives
-    need the sizes of their messages. Returns the route, and the rows that arrive for each expert of
-    this rank, (e,). Raises ValueError, on every rank, if the counts of one do not fit its rows, or
-    if the bytes of rows differ.
+    sum. ``row_bytes`` leaves out the scales. Experts are sharded as by ``torch.chunk``. The numbers
+    are read on the host: collectives need the sizes of their messages. Returns the route, and the
+    rows that arrive for each expert of this rank, (e,). Raises ValueError, on every rank, if the
+    counts of one do not fit its rows, or if the bytes of rows differ.
     """
     ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group().group_name
     counts = counts_E.to(torch.int64)
@@ -78,10 +77,10 @@ def find_route(
     sent, received, bytes_ = torch.stack(numbers).tolist()
     if bytes_ != [row_bytes] * ranks:
         raise ValueError(
-            f"{innermost_module()}: {rows} rows of {row_bytes} bytes and num_tokens_per_expert "
-            f"{counts_E.tolist()} on rank {rank} of the mesh, and rows of {bytes_} bytes on "
-            "all (-1: its num_tokens_per_expert does not fit its rows). Give all ranks inputs of "
-            "one size and dtype, and run float8.high_precision on all or none"
+            f"{innermost_module()}: the ranks send rows of {bytes_} bytes (-1: more tokens than "
+            f"rows), rank {rank} of the mesh {rows} rows with num_tokens_per_expert "
+            f"{counts_E.tolist()}. Give all ranks inputs of one size and dtype, and run "
+            "float8.high_precision on all or none"
         )
     expert = torch.arange(here - 1, device=counts.device).repeat(ranks)
     arrived = expert.repeat_interleave(per_rank.flatten(), output_size=sum(received))
@@ -96,14 +95,6 @@ def row_cast(first: OperandCast | None, second: OperandCast | None) -> OperandCa
     if first.block[0] == 1 or first.scaling_type is ScalingType.STATIC:
         return first
     return OperandCast(ScalingType.DYNAMIC, E4M3, (1, 128), ScaleFormat.POWER_OF_TWO)
-
-
-def bytes_per_row(x: Tensor, cast: OperandCast | None) -> int:
-    """The bytes of a row of x (R, D) that is dispatched."""
-    if cast is None:
-        return x.shape[1] * compute_dtype(x).itemsize
-    scales = 0 if cast.block[0] == WHOLE else scale_shape(x.shape, cast.block)[1]
-    return x.shape[1] + scales * cast.scale_format.dtype.itemsize
 
 
 def exchange(

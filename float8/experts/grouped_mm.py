@@ -54,10 +54,11 @@ def grouped_mm(
         ValueError: shapes, devices or offsets do not fit; the config is delayed; x is in float8
             and does not fit the config; or the device does not run one of its products.
     """
+    check_tensors("grouped_mm", x=x, w=w, offs=offs)
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
-    _check(x, w, offs, config)
+    error = _refuses(x, w, offs, config)
     plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
-    if (error := error_of_call(x, w, plan)) is not None:
+    if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
@@ -67,26 +68,24 @@ def grouped_mm(
     return out
 
 
-def _check(x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig) -> None:
-    """Raise unless the arguments fit each other; the values of offs are checked by the casts."""
-    check_tensors("grouped_mm", x=x, w=w, offs=offs)
+def _refuses(
+    x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig
+) -> TypeError | ValueError | None:
+    """The error for arguments that do not fit each other; the casts check the values of offs."""
     if config.uses_delayed_scaling:
-        raise ValueError(
-            "grouped_mm: a delayed config keeps a history of amaxes per operand, and experts have "
-            'none; take a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
+        return ValueError(
+            "a delayed config keeps a history of amaxes per operand, and experts have none; take "
+            'a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
         )
     if config.smooth_input:
-        raise ValueError(f"grouped_mm: {REFUSES_SMOOTH_EXPERTS}")
+        return ValueError(REFUSES_SMOOTH_EXPERTS)
     fits = x.dim() == 2 and w.dim() == 3 and offs.shape == w.shape[:1]
-    if not fits or x.shape[1] != w.shape[1]:
-        raise ValueError(
-            f"grouped_mm: x must be (T, K), w (E, K, N) and offs (E,), got {tuple(x.shape)}, "
-            f"{tuple(w.shape)} and {tuple(offs.shape)}; for a weight (E, N, K) pass weight.mT"
+    if not fits or x.shape[1] != w.shape[1] or not x.device == w.device == offs.device:
+        given = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in (x, w, offs))
+        return ValueError(
+            f"x must be (T, K), w (E, K, N) and offs (E,), on one device, got {given}; for a "
+            "weight (E, N, K) pass weight.mT"
         )
     if offs.dtype != torch.int32:
-        raise TypeError(f"grouped_mm: offs is {offs.dtype}: pass offs.to(torch.int32)")
-    if w.device != x.device or offs.device != x.device:
-        raise ValueError(
-            f"grouped_mm: x is on {x.device}, w on {w.device} and offs on {offs.device}; move them "
-            "to one device"
-        )
+        return TypeError(f"offs is {offs.dtype}: pass offs.to(torch.int32)")
+    return None

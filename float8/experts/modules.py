@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from float8.arguments import check_function, described
+from float8.arguments import check_function, check_type
 from float8.config import Float8LinearConfig
 from float8.experts.grouped_mm import grouped_mm
 from float8.kernels import is_sharded
@@ -70,16 +70,12 @@ def register_experts(experts_type: type[nn.Module], forward: Forward | None = No
 
     Raises:
         TypeError: ``experts_type`` is no type of module, or ``forward`` cannot be called.
-        ValueError: the type is registered with another forward, or is converted as another layer.
+        ValueError: the type has another forward already.
     """
-    if not (isinstance(experts_type, type) and issubclass(experts_type, nn.Module)):
-        raise TypeError(
-            "register_experts: experts_type must be a subclass of nn.Module, got "
-            f"{described(experts_type)}"
-        )
+    check_type(experts_type, type, "register_experts", "experts_type", "a type of nn.Module")
     forward = experts_type.forward if forward is None else forward
     check_function(forward, "register_experts", "forward")
-    if _forward_of(experts_type) not in (None, forward) or issubclass(experts_type, nn.Linear):
+    if _forward_of(experts_type) not in (None, forward):
         raise ValueError(f"register_experts: {experts_type.__name__} has a conversion already")
     _REGISTERED[experts_type] = forward
 
@@ -184,12 +180,6 @@ class Float8Experts(Float8Module):
             if rule is not None and not rule.is_stored(weight):  # assign=True
                 self._parameters[name] = nn.Parameter(rule.from_plain(weight), weight.requires_grad)
 
-    def extra_repr(self) -> str:
-        """As the plain module, and the stacked weights, which torch leaves out."""
-        shapes = {n: tuple(w.shape) for n, w in stacked_weights(self).items()}
-        stacks = ", ".join(f"{name}={shape}" for name, shape in shapes.items())
-        return ", ".join(filter(None, (super().extra_repr(), stacks)))
-
 
 class _GroupedProducts(TorchFunctionMode):
     """Runs the grouped products of one forward in float8.
@@ -210,28 +200,23 @@ class _GroupedProducts(TorchFunctionMode):
         if func not in GROUPED_MM:
             return func(*args, **kwargs)
         self.count += 1
-        return self._product(*args, **{_NAMES.get(name, name): x for name, x in kwargs.items()})
+        names = {_NAMES.get(name, name): value for name, value in kwargs.items()}
+        try:
+            return self._product(*args, **names)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{self.experts._name}: {error}") from error
 
     def _product(
         self,
         x: Tensor,
         w: Tensor,
-        offs: Tensor | None = None,
+        offs: Any = None,
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        if x.dim() != 2 or w.dim() != 3 or offs is None or bias is not None:
-            given = "no offs" if offs is None else "offs" if bias is None else "offs and bias"
-            raise ValueError(
-                f"{self.experts._name}: grouped_mm of {tuple(x.shape)} and {tuple(w.shape)} with "
-                f"{given}: float8 multiplies tokens (T, K) by weights (E, K, N) with offs. Leave "
-                "the module out by module_filter_fn"
-            )
-        config = self.experts.float8_config
-        try:
-            y = grouped_mm(x, w, offs, config)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{self.experts._name}: {error}") from error
+        if bias is not None:  # torch 2.13 takes none either
+            raise ValueError("grouped_mm takes no bias: add it to the result")
+        y = grouped_mm(x, w, offs, self.experts.float8_config)
         return y if out_dtype is None else y.to(out_dtype)
 
 

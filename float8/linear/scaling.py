@@ -1,7 +1,7 @@
 """Scale and cast of one operand: functions on plain tensors, and `Cast`, an operand's cast.
 
 `cast_matrix` casts a matrix, in the orientation of the GEMM that reads it, to ``(data, scale)`` as
-its `BoundCast` says. `cast_operand` casts it for the two GEMMs that contract its two dimensions,
+its `OperandCast` says. `cast_operand` casts it for the two GEMMs that contract its two dimensions,
 and reads it only once where a kernel does both. The scaling type decides where the scale comes
 from:
 

@@ -16,7 +16,7 @@ from float8.config import RECIPES
 # Compiled trainings under FSDP2 are run by hand, `python test/multiprocess/composition_program.py
 # SEED`: in some runs dynamo of torch 2.13 fails an assertion of its own ("Guard failed on the same
 # frame it was created").
-SEEDS = [s for s in range(124) if not ((c := Composition.of(s)).compile and c.is_fsdp)]
+SEEDS = [s for s in range(100) if not ((c := Composition.of(s)).compile and c.is_fsdp)]
 SAMPLE = [seed for seed in SEEDS if not Composition.of(seed).compile][:10]
 
 
@@ -31,7 +31,7 @@ def test_compositions_equal_one_process():
 
 @pytest.mark.slow
 def test_faults_are_found():
-    planted = [("finds", "no_group", 63), ("finds", "missing_all_reduce", 91)]
+    planted = [("finds", "no_group", 36), ("finds", "missing_all_reduce", 15)]
     assert failures("composition_program", planted) == {}
 
 

@@ -20,7 +20,7 @@ from assertions import assert_bitwise, error
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from wire import Wire
@@ -144,24 +144,23 @@ def round_trip(x, granularity, scale_format):
 
 def one_process(recipe, rounded=False):
     """Outputs and input gradients of all ranks' rows, and the weights' gradients."""
-    ranks = dist.get_world_size()
-    experts = Experts(config_of(recipe))
-    inputs = [rows_of(rank) for rank in range(ranks)]
-    x, g = (
-        torch.cat([part[e] for e in range(E) for part in parts])
-        for parts in (
-            [each[i][: sum(c)].split(c) for each, c in zip(inputs, COUNTS, strict=False)]
-            for i in (0, 1)
-        )
-    )
+    experts, counts = Experts(config_of(recipe)), COUNTS[: dist.get_world_size()]
+    inputs = [rows_of(rank) for rank in range(len(counts))]
+
+    def by_expert(i):
+        parts = [each[i].split([*c, 2]) for each, c in zip(inputs, counts, strict=True)]
+        return torch.cat([part[e] for e in range(E) for part in parts])
+
+    x, g = by_expert(0), by_expert(1)
     if rounded:
         cast = OWN_ROWS[recipe], experts.config.plan.output.a.scale_format
         x = Rounded.apply(x, *cast, False)
-    y = experts(x, torch.tensor(COUNTS[:ranks]).sum(0))
+    y = experts(x, torch.tensor(counts).sum(0))
     y = Rounded.apply(y, *cast, True) if rounded else y
     y.backward(g)
-    split = y.detach().split([c[e] for e in range(E) for c in COUNTS[:ranks]])
-    outputs = [torch.cat([split[e * ranks + rank] for e in range(E)]) for rank in range(ranks)]
+    parts = iter(y.detach().split([c[e] for e in range(E) for c in counts]))
+    of_expert = [[next(parts) for _ in counts] for _ in range(E)]
+    outputs = [torch.cat(of_rank) for of_rank in zip(*of_expert, strict=True)]
     return outputs, [x.grad for x, _ in inputs], [p.grad for p in experts.parameters()]
 
 
@@ -246,10 +245,8 @@ def test_tokens_travel_as_float8(rank):
 
 @pytest.mark.ranks(2)
 def test_recomputation_dispatches_again_to_the_same_bits(rank):
-    expected = step(parallel("rowwise"), rank)
-    model = parallel("rowwise")
-    run = lambda *args: checkpoint(model[0], *args, use_reentrant=False)  # noqa: E731
-    found = step(model, rank, run)
+    expected, model = step(parallel("rowwise"), rank), parallel("rowwise")
+    found = step(model, rank, lambda *args: checkpoint(model[0], *args, use_reentrant=False))
     for a, b in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
         assert_bitwise(a, b)
 
@@ -257,19 +254,17 @@ def test_recomputation_dispatches_again_to_the_same_bits(rank):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("style_first", [False, True])
 def test_experts_take_the_config_of_the_conversion(rank, style_first):
-    mesh, style = ep_mesh(), {"experts": Float8ExpertParallel()}
-    torch.manual_seed(0)
-    x = torch.randn(2, 24, D)
-    single, model = converted("rowwise"), Mixture()
+    style = {"experts": Float8ExpertParallel()}
+    single, model, x = converted("rowwise"), Mixture(), torch.arange(48.0 * D).sin().view(2, 24, D)
     model.load_state_dict(single.state_dict())
     if style_first:
-        parallelize_module(model, mesh, style)
+        parallelize_module(model, ep_mesh(), style)
     convert_to_float8_training(model, config=RECIPES["rowwise"])
     if not style_first:
-        parallelize_module(model, mesh, style)
+        parallelize_module(model, ep_mesh(), style)
     inputs, plain = x[rank].clone().requires_grad_(), x.flatten(0, 1).requires_grad_()
-    mine = slice(24 * rank, 24 * rank + 24)
     y, z = model(inputs), single(plain)
+    mine = slice(24 * rank, 24 * rank + 24)
     assert_bitwise(y, z[mine])
     y.square().sum().backward()
     z.square().sum().backward()
@@ -279,9 +274,9 @@ def test_experts_take_the_config_of_the_conversion(rank, style_first):
     with high_precision(model), high_precision(single), Wire() as wire:
         assert_bitwise(model(x[rank]), single(plain)[mine])
     assert {e.dtype for e in wire.sent[1:]} == {torch.float32}
-    index = torch.full((24, 2), E)  # of no expert
-    rows = 24 * (rank == 0)  # a rank without tokens
-    assert not model.experts(x[rank, :rows], index[:rows], torch.ones(rows, 2)).any()
+    rows = 24 * (rank == 0)  # a rank without tokens; an index of no expert
+    index, scores = torch.full((rows, 2), E), torch.ones(rows, 2)
+    assert not model.experts(x[rank, :rows], index, scores).any()
 
 
 @pytest.mark.slow
@@ -339,22 +334,33 @@ def test_ranks_that_differ_get_an_error(rank):
 GATHERED = ("tensorwise", "blockwise", "unit")  # both GEMMs of these read one cast of a weight
 
 
-def sharded(model, **options):
+def sharded(model, by_columns=False, **options):
+    """Each rank has some of the experts, or a part of each of them."""
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(1 if p.dim() == 3 else 0)
     fully_shard(model.experts, **options)
     return fully_shard(model, **options)
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("experts", "recipe"), [(E, "tensorwise"), (E, "blockwise"), (1, "tensorwise")]
+    ("recipe", "experts", "by_columns"),
+    [
+        ("tensorwise", E, False),
+        ("blockwise", E, False),
+        ("tensorwise", 1, False),
+        ("tensorwise", E, True),
+        ("unit", E, True),
+    ],
 )
-def test_experts_of_fsdp2_have_the_bits_of_one_process(rank, experts, recipe):
-    fsdp2_equals_one_process(rank, recipe, experts)
+def test_experts_of_fsdp2_have_the_bits_of_one_process(rank, recipe, experts, by_columns):
+    fsdp2_equals_one_process(rank, recipe, experts, by_columns)
 
 
-def fsdp2_equals_one_process(rank, recipe, experts=E):
+def fsdp2_equals_one_process(rank, recipe, experts=E, by_columns=False):
     """Shards are uneven, or empty; all ranks read the same batch. Others: test_compositions.py."""
-    single, model = converted(recipe, False, experts), sharded(converted(recipe, True, experts))
+    single = converted(recipe, False, experts)
+    model = sharded(converted(recipe, True, experts), by_columns)
     x = torch.randn(24, D, generator=torch.Generator().manual_seed(0))
     steps = [[[(x * (1 + step), x.flip(0))] * 2] * 1 for step in range(2)]
     one.assert_same_training(0, single, model, steps, recipe, end_step=after_step)
@@ -362,23 +368,32 @@ def fsdp2_equals_one_process(rank, recipe, experts=E):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "unit", "rowwise"])
-def test_weights_are_gathered_in_float8(rank, recipe):
+def test_blocks_that_columns_would_cut_are_refused(rank):
+    model = sharded(converted("blockwise", True), by_columns=True)
+    with pytest.raises(ValueError, match="shard along dimension 0"):
+        model(torch.randn(8, D))
+
+
+@pytest.mark.ranks(2)
+def test_weights_are_gathered_in_float8(rank):
     """Bytes of the gathers, and one all-reduce for the scales of all experts."""
-    per_rank, sent = -(-E // 2) * 2 * D * H, {}
-    for gathers in (True, False):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        model = sharded(converted(recipe, gathers), mp_policy=policy)
-        model(torch.randn(8, D).bfloat16()).sum().backward()  # the first gather compares the ranks
-        with torch.no_grad():
-            for p in model.parameters():
-                p.mul_(0.5)
-        with Wire() as wire:
-            after_step(model)
-        assert wire.count("all_reduce") == (gathers and recipe in ("tensorwise", "blockwise"))
-        with Wire() as wire:
-            model(torch.randn(8, D).bfloat16()).sum().backward()
-        sent[gathers] = wire.bytes("all_gather")
-        assert wire.count("all_reduce") == 0
-    # Of each rank, in forward and in backward.
-    assert sent[False] - sent[True] == (per_rank * 2 if recipe in GATHERED else 0)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for recipe in (*GATHERED, "rowwise"):
+        sent = []
+        for gathers in (True, False):
+            model = sharded(converted(recipe, gathers), mp_policy=policy)
+            x = torch.randn(8, D).bfloat16()
+            model(x).sum().backward()  # the first gather compares the ranks
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+            with Wire() as wire:
+                after_step(model)
+            assert wire.count("all_reduce") == (gathers and recipe in ("tensorwise", "blockwise"))
+            with Wire() as wire:
+                model(x).sum().backward()
+            sent.append(wire.bytes("all_gather"))
+            assert wire.count("all_reduce") == 0
+        # Of each rank, in forward and in backward.
+        saved = -(-E // 2) * 2 * D * H * 2 if recipe in GATHERED else 0
+        assert sent[1] - sent[0] == saved, recipe

@@ -8,8 +8,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from float8 import Float8Linear, Float8Tensor, sync_float8_amax_and_scale_history
 from float8.config import RECIPES
-from float8.distributed.float8_gather import GatheredWeight, cast_shard
-from float8.distributed.known_amax import KnownAmax
+from float8.distributed.float8_gather import GatheredWeight, KnownAmax, cast_shard
 
 
 @pytest.fixture(autouse=True)

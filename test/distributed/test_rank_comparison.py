@@ -4,6 +4,7 @@ The second part is about ``sync`` over groups of ranks.
 """
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -36,12 +37,12 @@ NAMES = ("k", "q", "v")
 class Layers(nn.Module):
     """Layers that run in the order of their names, whatever order they are registered in."""
 
-    def __init__(self, names=NAMES):
+    def __init__(self, names=NAMES, width=32):
         super().__init__()
         self.layers = nn.ModuleDict()
         for name in names:
             torch.manual_seed(ord(name))
-            self.layers[name] = nn.Linear(32, 32)
+            self.layers[name] = nn.Linear(width, width)
             with torch.no_grad():
                 self.layers[name].weight.mul_(ord(name) - 95)
 
@@ -51,12 +52,12 @@ class Layers(nn.Module):
         return x
 
 
-def converted(names=NAMES, recipe="tensorwise", gathers=False, only=None, **options):
+def converted(names=NAMES, recipe="tensorwise", gathers=False, only=None, width=32, **options):
     config = replace(RECIPES[recipe], enable_fsdp_float8_all_gather=gathers, **options)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "convert_to_float8_training converted no layer")
         return convert_to_float8_training(
-            Layers(names),
+            Layers(names, width),
             config=config,
             module_filter_fn=lambda module, fqn: only is None or fqn[-1] in only,
         )
@@ -86,14 +87,14 @@ def same_message_of(function, *arguments):
 
 
 PRECOMPUTE = precompute_float8_dynamic_scale_for_fsdp
-NONE = "rank 0 has it, and rank 1 does not"
+INPUT, MISSING = "cast_config_input is delayed tensorwise on rank 0 and ", "missing on rank 1"
 OTHERS = {  # what rank 1 has in place of three delayed layers, and what the error says
-    "another name": ({"names": "kqw"}, "v: " + NONE),
-    "a layer less": ({"only": "kv"}, "q: " + NONE),
-    "no layer": ({"only": ""}, "k: " + NONE),
+    "another name": ({"names": "kqw"}, f"v: {INPUT}{MISSING}"),
+    "a layer less": ({"only": "kv"}, f"q: {INPUT}{MISSING}"),
+    "no layer": ({"only": ""}, f"k: {INPUT}{MISSING}"),
+    "another size": ({"width": 48}, "k: in_features is 32 on rank 0 and 48 on rank 1"),
     "another recipe": (
-        {"recipe": "tensorwise"},
-        "k: cast_config_input is delayed tensorwise on rank 0 and dynamic tensorwise on rank 1",
+        {"recipe": "tensorwise"}, f"k: {INPUT}dynamic tensorwise on rank 1",
     ),
     "another product": (
         {"pad_inner_dim": True}, "k: pad_inner_dim is False on rank 0 and True on rank 1",
@@ -126,25 +127,17 @@ def test_a_difference_is_an_error_before_weights_travel(rank, act, by_layer):
 
 
 @pytest.mark.ranks(2)
-def test_weights_of_another_place_in_a_unit_are_an_error(rank):
+def test_other_layers_are_an_error_before_anything_travels(rank):
     """FSDP2 gathers the weights of a unit by position, in the order of registration."""
-    message = same_message_of(
-        trained, fully_shard(converted("vqk" if rank else "kqv", gathers=True))
-    )
+    model = fully_shard(converted("vqk" if rank else "kqv", gathers=True))
+    message = same_message_of(trained, model)
     assert "name is layers.k on rank 0 and layers.v on rank 1" in message
-
-
-@pytest.mark.ranks(2)
-def test_precompute_compares_layers_whose_weights_are_gathered_whole(rank):
-    model = fully_shard(converted(recipe="rowwise" if rank else "tensorwise", gathers=True))
-    assert "layers.k: cast_config_input is" in same_message_of(PRECOMPUTE, model)
-
-
-@pytest.mark.ranks(2)
-def test_tensor_parallel_layers_are_compared_before_they_run(rank):
-    model = converted(recipe=("tensorwise", "rowwise")[rank])
+    recipe = ("tensorwise", "rowwise")[rank]  # the second one is gathered in high precision
+    message = same_message_of(PRECOMPUTE, fully_shard(converted(recipe=recipe, gathers=True)))
+    assert "layers.k: cast_config_input is" in message
+    model, mesh = converted(recipe=recipe), init_device_mesh("cpu", (2,))
     style = Float8ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"layers.k": style})
+    parallelize_module(model, mesh, {"layers.k": style})
     message = same_message_of(model, torch.randn(16, 32))
     assert "a layer: cast_config_input is dynamic tensorwise on rank 0" in message
 
@@ -299,13 +292,9 @@ def test_amaxes_are_reduced_over_the_given_group_only(rank):
     ):
         amaxes_are_those_of(members, group, rank)
     everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
-    fails = AssertionError if 3 not in replicas else ()  # rank 3's are the largest
-    with mock.patch.object(delayed, "max_over_ranks", everywhere):
-        if fails:
-            with pytest.raises(fails):
-                amaxes_are_those_of(replicas, mesh["dp"], rank)
-        else:
-            amaxes_are_those_of(replicas, mesh["dp"], rank)
+    fails = nullcontext() if 3 in replicas else pytest.raises(AssertionError)  # 3 has the largest
+    with mock.patch.object(delayed, "max_over_ranks", everywhere), fails:
+        amaxes_are_those_of(replicas, mesh["dp"], rank)
 
 
 @pytest.mark.ranks(4)
@@ -314,7 +303,7 @@ def test_pipeline_stages_and_tensor_parallel_ranks_need_their_group(rank):
     mesh = init_device_mesh("cpu", (2, 2), **PAIRS)
     stage = lambda: delayed_model("a" if rank < 2 else "bc")  # noqa: E731
     message = message_of(sync_float8_amax_and_scale_history, stage())
-    assert "layers.a: rank 0 has it, and rank" in message
+    assert "layers.a: cast_config_input is delayed" in message and "missing on rank 2" in message
     model = stage()
     trained(model)
     sync_float8_amax_and_scale_history(model, mesh["tp"])

@@ -82,42 +82,36 @@ def make_model(exact=True, hidden=H):
     return model
 
 
-def prepared(local):
-    return PrepareFloat8ModuleInput(
-        input_layouts=CUT, desired_input_layouts=WHOLE, use_local_output=local
-    )
-
-
-def plan_of(colwise, rowwise, colwise_options, rowwise_options, block=None):
-    layers = {name: colwise(**colwise_options) for name in ("gate", "up")}
-    return {**layers, "down": rowwise(**rowwise_options)}, block
-
-
 OURS, TORCHS = (Float8ColwiseParallel, Float8RowwiseParallel), (ColwiseParallel, RowwiseParallel)
 DTENSORS = {"use_local_output": False}
-PLANS = {  # name -> (styles of the layers, style of the block), and the dimension that is cut
-    "replicated": (lambda: plan_of(*OURS, {}, {}), None),
-    "sequence": (
-        lambda: plan_of(*OURS, {"input_layouts": CUT}, {"output_layouts": CUT}), 1,
-    ),
-    "prepared": (lambda: plan_of(*OURS, {}, {"output_layouts": CUT}, prepared(False)), 1),
-    "prepared, local": (lambda: plan_of(*OURS, {}, {"output_layouts": CUT}, prepared(True)), 1),
-    "by columns": (
-        lambda: plan_of(*OURS, {"input_layouts": Shard(2)}, {"output_layouts": Shard(-1)}), 2,
-    ),
-    "whole between": (
-        lambda: plan_of(
-            *OURS, {"output_layouts": WHOLE, **DTENSORS}, {"input_layouts": WHOLE, **DTENSORS}
-        ),
-        None,
-    ),
-    "whole, local": (
-        lambda: plan_of(*OURS, {"output_layouts": WHOLE}, {"input_layouts": WHOLE}), None,
-    ),
-    "torch's": (lambda: plan_of(*TORCHS, {}, {}), None),
-    "torch's, DTensors": (lambda: plan_of(*TORCHS, DTENSORS, DTENSORS), None),
-    "mixed": (lambda: plan_of(ColwiseParallel, Float8RowwiseParallel, {}, {}), None),
-}  # fmt: skip
+WHOLE_OUT, WHOLE_IN = {"output_layouts": WHOLE}, {"input_layouts": WHOLE}
+# name -> the styles of layers, their options, whether the block prepares; the dimension that is cut
+PLANS = {
+    "replicated": (OURS, {}, {}, None, None),
+    "sequence": (OURS, {"input_layouts": CUT}, {"output_layouts": CUT}, None, 1),
+    "prepared": (OURS, {}, {"output_layouts": CUT}, "DTensor", 1),
+    "prepared, local": (OURS, {}, {"output_layouts": CUT}, "local", 1),
+    "by columns": (OURS, {"input_layouts": Shard(2)}, {"output_layouts": Shard(-1)}, None, 2),
+    "whole between": (OURS, {**WHOLE_OUT, **DTENSORS}, {**WHOLE_IN, **DTENSORS}, None, None),
+    "whole, local": (OURS, WHOLE_OUT, WHOLE_IN, None, None),
+    "torch's": (TORCHS, {}, {}, None, None),
+    "torch's, cut": (TORCHS, {"input_layouts": CUT}, {"output_layouts": CUT}, None, 1),
+    "torch's, DTensors": (TORCHS, DTENSORS, DTENSORS, None, None),
+    "mixed": ((ColwiseParallel, Float8RowwiseParallel), {}, {}, None, None),
+}
+
+
+def styled(model, mesh, plan):
+    """The model, parallelized."""
+    (colwise, rowwise), before, after, prepares, _ = PLANS[plan]
+    layers = {"gate": colwise(**before), "up": colwise(**before), "down": rowwise(**after)}
+    parallelize_module(model, mesh, layers)
+    if prepares is not None:
+        style = PrepareFloat8ModuleInput(
+            input_layouts=CUT, desired_input_layouts=WHOLE, use_local_output=prepares == "local"
+        )
+        parallelize_module(model, mesh, style)
+    return model
 
 
 def all_ranks():
@@ -126,12 +120,8 @@ def all_ranks():
 
 def parallelized(model, mesh, plan, config, convert_first=False):
     if convert_first:
-        convert_to_float8_training(model, config=config)
-    layers, block = PLANS[plan][0]()
-    parallelize_module(model, mesh, layers)
-    if block is not None:
-        parallelize_module(model, mesh, block)
-    return model if convert_first else convert_to_float8_training(model, config=config)
+        return styled(convert_to_float8_training(model, config=config), mesh, plan)
+    return convert_to_float8_training(styled(model, mesh, plan), config=config)
 
 
 def part(x, mesh, dim):
@@ -172,21 +162,15 @@ def test_bits_are_those_of_one_process(rank, plan, recipe):
 
 
 @pytest.mark.ranks(4)
-def test_four_ranks_equal_one_process(rank):
+def test_four_ranks_and_rows_equal_one_process(rank):
     equals_one_process("sequence", EXACT["dynamic"])
-
-
-@pytest.mark.ranks(2)
-def test_torchs_styles_take_rows(rank):
     equals_one_process("torch's, DTensors", RECIPES["rowwise"])
 
 
 def equals_one_process(plan, config, steps=3):
     """Converted before and after; torch's styles take the state of the casts for layers."""
-    mesh, dim = all_ranks(), PLANS[plan][1]
-    takes_state = (
-        config.uses_delayed_scaling and PLANS[plan][0]()[0]["up"].__class__ is ColwiseParallel
-    )
+    mesh, dim = all_ranks(), PLANS[plan][-1]
+    takes_state = config.uses_delayed_scaling and ColwiseParallel in PLANS[plan][0]
     orders = (False,) if takes_state else (False, True)
     for convert_first in orders:
         one = convert_to_float8_training(make_model(), config=config)
@@ -203,48 +187,40 @@ def equals_one_process(plan, config, steps=3):
                 assert_same_buffers(model, one)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(("plan", "gathers"), [("sequence", 2), ("prepared", 1)])
-def test_inputs_travel_as_float8(rank, plan, gathers):
-    """Sequence parallel: inputs are gathered in float8, and sums are scattered in bfloat16."""
-    mesh = all_ranks()
-    x, g = (part(integers(B, S, K, seed=s), mesh, 1).bfloat16() for s in (1, 2))
-    model = parallelized(make_model().bfloat16(), mesh, plan, EXACT["static"], True)
-    model(x)  # the first forward compares the ranks
-    with Wire() as wire:
-        model(x.requires_grad_()).backward(g)
-    sent = [(e.kind, e.dtype, e.bytes) for e in wire.sent if e.kind != "all_reduce"]
-    data = ("all_gather", torch.uint8, B * S * K / 2)
-    sums = ("reduce_scatter", torch.bfloat16, B * S * K * 2 / 2)
-    assert sorted(sent, key=str) == [data] * (gathers + 1) + [sums] * (gathers + 1)
-
-
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
-IN_HIGH_PRECISION = {
-    "rows": RECIPES["rowwise"],
-    "smooth": EXACT["smooth"],
-    "a product in high precision": Float8LinearConfig(
-        cast_config_input_for_grad_weight=OFF, cast_config_grad_output_for_grad_weight=OFF
+SENT = {  # config -> float8 tensors that travel: of the input of two layers, and of one output
+    "static": (EXACT["static"], 2, 1),
+    "rows": (RECIPES["rowwise"], 0, 0),
+    "smooth": (EXACT["smooth"], 0, 1),  # gradients of a smooth input are not smooth
+    "high precision": (
+        Float8LinearConfig(
+            cast_config_input_for_grad_weight=OFF, cast_config_grad_output_for_grad_weight=OFF
+        ), 0, 0,
     ),
-    "a second cast": Float8LinearConfig(
-        cast_config_input_for_grad_weight=POW2, cast_config_grad_output_for_grad_weight=STATIC
+    "a second cast": (
+        Float8LinearConfig(
+            cast_config_input_for_grad_weight=POW2, cast_config_grad_output_for_grad_weight=STATIC
+        ), 0, 0,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", ["sequence", "prepared"])
-def test_what_no_single_scale_serves_travels_in_high_precision(rank, plan):
-    """Gradients of a smooth input are not smooth: they have one scale."""
+def test_inputs_travel_as_float8_if_they_have_one_scale(rank, plan):
+    """Sums are scattered in bfloat16."""
     mesh = all_ranks()
     x, g = (part(integers(B, S, K, seed=s), mesh, 1).bfloat16() for s in (1, 2))
-    for name, config in IN_HIGH_PRECISION.items():
+    for name, (config, inputs, outputs) in SENT.items():
         model = parallelized(make_model().bfloat16(), mesh, plan, config)
-        model(x)
+        model(x)  # the first forward compares the ranks
         with Wire() as wire:
             model(x.requires_grad_()).backward(g)
-        in_float8 = [e for e in wire.sent if e.kind == "all_gather" and e.dtype == torch.uint8]
-        assert len(in_float8) == (name == "smooth"), name
+        gathers = [e.bytes for e in wire.sent if (e.kind, e.dtype) == ("all_gather", torch.uint8)]
+        expected = min(inputs, 2 if plan == "sequence" else 1) + outputs
+        assert gathers == [B * S * K / 2] * expected, name
+        sums = [e for e in wire.sent if e.kind == "reduce_scatter"]
+        assert {(e.dtype, e.bytes) for e in sums} == {(torch.bfloat16, B * S * K)}, name
 
 
 def differences(one, other):
@@ -297,28 +273,19 @@ def test_layers_train_with_fully_shard(rank, recipe, plan):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", ["sequence", "prepared"])
-def test_sequences_that_do_not_divide(rank, plan):
+def test_sequences_and_features_that_do_not_divide(rank, plan):
     """A DTensor says how long the whole is."""
-    mesh = all_ranks()
+    mesh, config = all_ranks(), replace(EXACT["dynamic"], pad_inner_dim=True)
     x, g = integers(B, S - 1, K, seed=1), integers(B, S - 1, K, seed=2)
-    expected = step(convert_to_float8_training(make_model(), config=EXACT["dynamic"]), x, g)
-    model = parallelized(make_model(), mesh, plan, EXACT["dynamic"])
+    expected = step(convert_to_float8_training(make_model(hidden=33), config=config), x, g)
+    model = parallelized(make_model(hidden=33), mesh, plan, config)
     cut = distribute_tensor(x, mesh, [CUT]).requires_grad_()
     out = model(cut)
     out.backward(distribute_tensor(g, mesh, [CUT]).to_local())
-    assert torch.equal(out, part(expected[0], mesh, 1))
-    assert torch.equal(cut.grad.full_tensor(), expected[1])
-    for name, p in model.named_parameters():
-        assert torch.equal(p.grad.full_tensor(), expected[2][name]), name
-
-
-@pytest.mark.ranks(2)
-def test_features_that_do_not_divide(rank):
-    mesh, config = all_ranks(), replace(EXACT["dynamic"], pad_inner_dim=True)
-    x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
-    one = convert_to_float8_training(make_model(hidden=33), config=config)
-    model = parallelized(make_model(hidden=33), mesh, "replicated", config)
-    assert_is_part_of(step(model, x, g), step(one, x, g), mesh, None)
+    grads = {name: whole(p.grad) for name, p in model.named_parameters()}
+    grad = distribute_tensor(expected[1], mesh, [CUT]).to_local()
+    assert torch.equal(cut.grad.to_local(), grad)
+    assert_is_part_of((out, part(expected[1], mesh, 1), grads), expected, mesh, 1)
 
 
 @pytest.mark.slow
@@ -335,20 +302,17 @@ def test_a_compiled_block_is_one_graph(rank, plan):
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_a_compiled_sync_is_one_graph(rank):
-    """After the first call, over the default group or a given one."""
+    """After the first call, over a given group."""
     mesh = all_ranks()
     x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
-    sync = sync_float8_amax_and_scale_history
+    sync, group = sync_float8_amax_and_scale_history, mesh.get_group()
     model = parallelized(make_model(), mesh, "sequence", EXACT["delayed"])
-    fast = copy.deepcopy(model)
-    for group in (None, mesh.get_group()):
-        compiled = torch.compile(sync, fullgraph=True, backend="aot_eager")
-        for factor in (1, 2):
-            for each in (model, fast):
-                step(each, factor * x, g)
-            sync(model, group)
-            (sync if group is None and factor == 1 else compiled)(fast, group)
-            assert_same_buffers(model, fast)
+    fast, compiled = copy.deepcopy(model), torch.compile(sync, fullgraph=True, backend="aot_eager")
+    for factor, other in ((1, sync), (2, compiled), (3, compiled)):
+        for each, run in ((model, sync), (fast, other)):
+            step(each, factor * x, g)
+            run(each, group)
+        assert_same_buffers(model, fast)
 
 
 @pytest.mark.ranks(2)
@@ -357,8 +321,7 @@ def test_in_high_precision_layers_equal_torchs_styles(rank, plan):
     mesh = all_ranks()
     torch.manual_seed(rank)
     x, g = torch.randn(B, S // 2, K), torch.randn(B, S // 2, K)
-    layers, _ = plan_of(*TORCHS, {"input_layouts": CUT}, {"output_layouts": CUT})
-    expected = step(parallelize_module(make_model(exact=False), mesh, layers), x, g)
+    expected = step(styled(make_model(exact=False), mesh, "torch's, cut"), x, g)
     model = parallelized(make_model(exact=False), mesh, plan, RECIPES["tensorwise"])
     with high_precision(model):
         found = step(model, x, g)
@@ -396,9 +359,7 @@ def test_layers_in_high_precision_take_a_prepared_input(rank, plan):
         module_filter_fn=lambda m, name: name != "up",
     )
     x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
-    model = make_model()
-    for style in PLANS[plan][0]():
-        parallelize_module(model, mesh, style)
+    model = styled(make_model(), mesh, plan)
     mine = step(convert(model), part(x, mesh, 1), part(g, mesh, 1))
     assert_is_part_of(mine, step(convert(make_model()), x, g), mesh, 1)
 
@@ -413,7 +374,7 @@ def test_keyword_inputs_are_prepared_and_others_are_not(rank):
     mesh = all_ranks()
     model = TakesKeywords()
     model.load_state_dict(make_model().state_dict())
-    parallelize_module(model, mesh, PLANS["prepared"][0]()[0])
+    styled(model, mesh, "replicated")
     style = PrepareFloat8ModuleInput(
         input_layouts=(None,),
         desired_input_layouts=(None,),
@@ -428,7 +389,7 @@ def test_keyword_inputs_are_prepared_and_others_are_not(rank):
     model(mask, x=part(x, mesh, 1))  # the first forward compares the ranks
     with Wire() as wire:
         out, same = model(mask, x=part(x, mesh, 1))
-    assert same is mask and torch.equal(out, part(one(x), mesh, 1))
+    assert same is mask and torch.equal(out, one(x))
     assert [e.dtype for e in wire.sent if e.kind == "all_gather"] == [torch.uint8]
 
 

@@ -5,7 +5,6 @@ Rows beyond the last offset hold NaN in every test, so that reading one of them 
 
 from __future__ import annotations
 
-import functools
 import math
 
 import grouped_oracle
@@ -156,24 +155,15 @@ def test_saved_for_backward(recipe):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
-def test_checkpointing(recipe, reentrant):
+def test_checkpointing_and_no_gradients(recipe, reentrant):
     x, w, offs, g = make()
     wanted = results_of(recipe, x, w, offs, g)
-
-    def run(x, w, offs):
-        return checkpoint(
-            float8.grouped_mm, x, w.mT, offs, config_of(recipe), use_reentrant=reentrant
-        )
-
-    for actual, expected in zip(step(run, x, w, offs, g), wanted, strict=True):
+    run = lambda x, w, offs: float8.grouped_mm(x, w.mT, offs, config_of(recipe))  # noqa: E731
+    again = lambda *args: checkpoint(run, *args, use_reentrant=reentrant)  # noqa: E731
+    for actual, expected in zip(step(again, x, w, offs, g), wanted, strict=True):
         assert_bitwise(actual, expected, recipe)
-
-
-def test_no_gradients():
-    x, w, offs, g = make()
-    wanted = results_of("rowwise", x, w, offs, g)[0]
     with torch.inference_mode():
-        assert_bitwise(float8.grouped_mm(x, w.mT, offs, config_of("rowwise")), wanted)
+        assert_bitwise(run(x, w, offs), wanted[0])
 
 
 def test_autocast():
@@ -276,9 +266,8 @@ def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
     monkeypatch.setattr(autograd, "LOSES_GRADIENTS", True)
     torch._dynamo.reset()
     x, w, offs, g = make()
-    run = functools.partial(float8.grouped_mm, config=config_of("tensorwise"))
     compiled = torch.compile(
-        lambda x, w, offs: run(x, w.mT, offs), backend="aot_eager", fullgraph=True
+        lambda x, w, offs: float8.grouped_mm(x, w.mT, offs), backend="aot_eager", fullgraph=True
     )
     wanted = results_of("tensorwise", x, w, offs, g)
     for actual, expected in zip(step(compiled, x, w, offs, g), wanted, strict=True):
@@ -336,6 +325,7 @@ REFUSED = [
     ((X.double(), W.double(), OFFS), TypeError, "float64"),
     ((X, W.to("meta"), OFFS), ValueError, "meta"),
     ((X, W, OFFS, "delayed"), ValueError, "history"),
+    ((X, W, OFFS, Float8LinearConfig(smooth_input=True)), ValueError, "smooth_input=True"),
     *(
         ((x8, W, OFFS, r), ValueError, "dequantize")
         for x8 in X8

@@ -2,9 +2,9 @@
 
 A `Composition` is one training on two gloo processes, drawn by ``Composition.of(seed)`` from those
 that are supported. Its reference is the same training in one process, eager and without
-recomputation. Data parallelism promises the bits of `one_process`. Tensor and expert parallelism
-sum in another order: their gradients may be at most twice as far from a float64 training without
-float8 as those of one process are. Replay seeds 17 and 18 by ::
+recomputation. Data parallelism promises the bits of `one_process`. Tensor parallelism sums in
+another order: its gradients may be at most twice as far from a float64 training without float8 as
+those of one process are. `test_expert_parallel.py` has experts. Replay seeds 17 and 18 by ::
 
     PYTHONPATH=.:test python test/multiprocess/composition_program.py 17 18
 """
@@ -14,16 +14,16 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import product
 
 import faults
 import one_process as one
+import parallel_forms
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from assertions import assert_bitwise, assert_error_within_baseline
 from processes import failures
@@ -43,9 +43,8 @@ from torch.utils.checkpoint import checkpoint
 import float8
 from float8.config import RECIPES
 
-D, EXPERTS, BF16 = 32, 3, torch.bfloat16
+D, BF16 = 32, torch.bfloat16
 LENGTHS = 0, 1, 2, 7, 16, 34
-in_bf16 = partial(torch.autocast, "cpu", BF16)
 
 
 def drawn(*values):
@@ -64,7 +63,6 @@ class Composition:
         plan: of tensor parallelism: where its input is whole, cut, or cast before it is gathered.
         convert_first: before ``layers``.
         left_out: one layer stays in high precision.
-        has_experts: the first block is a mixture of experts.
         tokens: (batch, sequence) of each rank of ``data``.
         microbatches: of each step.
         frozen: "weight" of a layer, or "block".
@@ -74,7 +72,7 @@ class Composition:
 
     seed: int
     data: str = drawn("none", "DDP", "FSDP2", "FSDP2 in float8")
-    layers: str = drawn("whole", "TP", "torch's TP", "EP")
+    layers: str = drawn("whole", "TP", "torch's TP")
     data_ranks: int = drawn(1, 2)
     plan: str = drawn("replicated", "sequence", "prepared")
     convert_first: bool = drawn(False, True)
@@ -82,7 +80,6 @@ class Composition:
     dtype: str = drawn("float32", "bfloat16", "mixed")
     compile: str = drawn(*[""] * 12, "model", "blocks")
     recompute: bool = drawn(False, True)
-    has_experts: bool = drawn(False, True)
     left_out: bool = drawn(False, False, True)
     frozen: str = drawn("", "", "weight", "block")
     tied: str = drawn("", "", "weight", "block")
@@ -108,12 +105,8 @@ class Composition:
         rules = (
             self.data_ranks == 1 if self.data == "none" else self.layers != "whole" or self.is_fed,
             self.is_tp or self.plan == "replicated",
-            # DDP takes no DTensor: experts are left out of it, and only their own ranks sum them.
-            self.data != "DDP" or self.layers == "whole" or (self.is_ep and not self.is_fed),
-            self.has_experts if self.is_ep else not (self.is_tp and self.has_experts),
-            not (self.is_ep and self.data == "FSDP2 in float8" and self.convert_first),
-            # The weights of tensor-parallel layers are gathered in high precision.
-            not (self.is_tp and self.data == "FSDP2 in float8"),
+            # DDP takes no DTensor, and weights of tensor-parallel layers are gathered as they are.
+            not self.is_tp or self.data not in ("DDP", "FSDP2 in float8"),
             # torch's styles leave DTensors, which scales of blocks do not take.
             not (self.layers == "torch's TP" and self.recipe in ("blockwise", "mxfp8")),
             # torch's product of DTensors, which layers in high precision take too, needs tokens.
@@ -124,16 +117,11 @@ class Composition:
             not (self.layers == "torch's TP" and self.compile and self.is_cut),
             # The styles replace each layer's weight, which unties two of them.
             not (self.is_tp and self.tied == "weight"),
-            # Experts that stay in high precision call torch's grouped_mm, which autocast ignores
-            # and which takes bfloat16 alone when it is compiled.
-            not (self.has_experts and self.recipe == "delayed")
-            or self.dtype in (("bfloat16",) if self.compile else ("bfloat16", "float32")),
             # Nothing is composed.
             self.data != "none" or self.layers != "whole" or self.compile or self.recompute,
         )
         return all(rules)
 
-    is_ep = property(lambda self: self.layers == "EP")
     is_tp = property(lambda self: self.layers.endswith("TP"))
     is_fsdp = property(lambda self: self.data.startswith("FSDP2"))
     is_fed = property(lambda self: self.data_ranks == 2)
@@ -163,43 +151,8 @@ class Composition:
 
     def batches(self, step: int) -> list[list[one.Batch]]:
         """Of a step: the microbatches of each rank that has data of its own."""
-        ranks = 2 if self.is_ep else self.data_ranks
-        return [[self.batch(step, r, m) for m in range(self.microbatches)] for r in range(ranks)]
-
-
-class Experts(nn.Module):
-    def __init__(self, hidden):
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, hidden, D) / D**0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, D, hidden) / hidden**0.5)
-
-    def forward(self, x, num_tokens_per_expert):
-        if x.dtype == torch.float64:  # which grouped_mm does not take
-            parts = zip(x.split(num_tokens_per_expert.tolist()), self.up, self.down, strict=True)
-            return torch.cat([F.gelu(part @ up.mT) @ down.mT for part, up, down in parts])
-        ends = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
-        x = F.gelu(F.grouped_mm(x, self.up.mT, offs=ends))
-        return F.grouped_mm(x, self.down.mT, offs=ends)
-
-
-float8.register_experts(Experts)
-
-
-class Mixture(nn.Module):
-    """Two experts for each token, chosen by the token itself: no rounding chooses others."""
-
-    def __init__(self, c):
-        super().__init__()
-        self.router, self.experts = nn.Linear(D, EXPERTS, bias=False), Experts(c.hidden)
-
-    def forward(self, x):
-        tokens = x.flatten(0, -2)
-        chosen = tokens[:, :EXPERTS].topk(2).indices
-        scores = self.router(tokens).sigmoid().gather(1, chosen)
-        order = chosen.flatten().argsort(stable=True)
-        y = self.experts(tokens[order // 2], torch.bincount(chosen.flatten(), minlength=EXPERTS))
-        y = torch.empty_like(y).index_copy(0, order, y).unflatten(0, chosen.shape)
-        return (y * scores.unsqueeze(-1)).sum(1).view(x.shape)
+        ranks = range(self.data_ranks)
+        return [[self.batch(step, r, m) for m in range(self.microbatches)] for r in ranks]
 
 
 class FeedForward(nn.Module):
@@ -225,8 +178,7 @@ class Block(nn.Module):
 
 def plain_model(c):
     torch.manual_seed(c.seed)
-    bodies = [Mixture(c)] * c.has_experts + [FeedForward(c) for _ in range(2 + (not c.has_experts))]
-    model = nn.Sequential(*(Block(body) for body in bodies))
+    model = nn.Sequential(*(Block(FeedForward(c)) for _ in range(3)))
     if c.tied == "block":
         model[-1] = model[-2]
     if c.tied == "weight":
@@ -274,8 +226,6 @@ def parallel_model(c):
         converted(c, model, c.data == "FSDP2 in float8")
     if c.is_tp:
         tensor_parallel(c, model[:-1] if c.tied == "block" else model)
-    if c.is_ep:
-        parallelize_module(model[0].body.experts, c.mesh["layers"], float8.Float8ExpertParallel())
     if not c.convert_first:
         converted(c, model, c.data == "FSDP2 in float8")
     if c.compile == "blocks":
@@ -285,41 +235,14 @@ def parallel_model(c):
         options = {"reshard_after_forward": c.reshard}
         if c.dtype == "mixed":
             options["mp_policy"] = MixedPrecisionPolicy(BF16, torch.float32)
-        if c.is_ep:
-            fully_shard(model[0].body.experts, mesh=c.mesh["data"], **options)
-        mesh = c.mesh["layers" if c.is_ep and not c.is_fed else "data"]
+        mesh = c.mesh["data"]
         for block in dict.fromkeys(model) if c.tied != "weight" else ():
             fully_shard(block, mesh=mesh, **options)
         fully_shard(model, mesh=mesh, **options)
     run = model
     if c.data == "DDP":
-        experts = [name for name, _ in model.named_parameters() if c.is_ep and ".experts." in name]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
         run = DistributedDataParallel(model)
     return model, torch.compile(run, backend="aot_eager") if c.compile == "model" else run
-
-
-@contextmanager
-def without_sync(c, model, run):
-    """Accumulate gradients without a reduction."""
-    if c.data == "DDP":
-        with getattr(run, "_orig_mod", run).no_sync():
-            yield
-        return
-    if c.is_fsdp:
-        model.set_requires_gradient_sync(False)
-    yield
-    if c.is_fsdp:
-        model.set_requires_gradient_sync(True)
-
-
-def average_over_ranks(c, model):
-    """What no parallelism does: gradients of experts are sums, of other layers those of a rank."""
-    for name, p in model.named_parameters() if c.is_ep and not c.is_fed else ():
-        if p.requires_grad and ".experts." not in name and c.data == "none":
-            dist.all_reduce(p.grad)
-        if p.requires_grad and (".experts." in name or c.data == "none"):
-            p.grad /= 2
 
 
 def cut(c, batch):
@@ -337,8 +260,10 @@ def trains(rank, seed):
     torch._dynamo.reset()
     single, exact = converted(c, plain_model(c)), plain_model(c).double()
     parallel, run = parallel_model(c)
-    mine = rank if c.is_ep else c.mesh["data"].get_local_rank()
-    in_single = in_bf16 if c.dtype == "mixed" else nullcontext
+    mine, without_sync = c.mesh["data"].get_local_rank(), nullcontext
+    if c.data != "none":
+        without_sync = partial(parallel_forms.without_sync, getattr(run, "_orig_mod", run))
+    in_single = parallel_forms.in_bf16 if c.dtype == "mixed" else nullcontext
     in_parallel = nullcontext if c.is_fsdp else in_single
     models = (single, parallel) if c.keeps_bits else (single, parallel, exact)
     make = partial(torch.optim.AdamW if c.keeps_bits else torch.optim.SGD, lr=0.01, foreach=False)
@@ -349,8 +274,7 @@ def trains(rank, seed):
             expected = one.global_step(single, ranks)[mine]
         with in_parallel():
             batches = [cut(c, each) for each in ranks[mine]]
-            found = one.rank_step(run, batches, partial(without_sync, c, parallel, run))
-        average_over_ranks(c, parallel)
+            found = one.rank_step(run, batches, without_sync)
         if c.keeps_bits:
             assert found == expected, (c, step, found, expected)
         else:

@@ -34,6 +34,7 @@ from float8.distributed.gradients.reduction import (
     reduce_scatter,
 )
 from float8.distributed.gradients.state import Float8Gradients, ScalingController
+from float8.distributed.rank_comparison import Facts, compare_once
 from float8.formats import E4M3, Format
 
 
@@ -68,11 +69,14 @@ def float8_gradients(
     on most of the gradient, the errors of the first cast average out: 31.4 dB on 512 ranks,
     bfloat16 11.6.
 
+    A model that FSDP2 only replicates (HSDP with shards of one rank, torch's ``replicate``) has no
+    reduce-scatter: its gradients are all-reduced in their own precision, and nothing is counted.
+
     Args:
         model: a `DistributedDataParallel`, or a module with FSDP2 units in it.
         fmt: `E4M3` (three mantissa bits) or `E5M2` (two, and a wider range), or their dtypes.
-        controller: finds the pre-scaling factor mu (DDP); None is `ScalingController()`, with the
-            numbers of FP8-LM.
+        controller: finds the pre-scaling factor mu; None is `ScalingController()`, with the numbers
+            of FP8-LM. FSDP2 needs none, and leaves it out.
         tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
     Returns:
@@ -80,11 +84,8 @@ def float8_gradients(
         ``state_dict()`` in the checkpoint.
 
     Raises:
-        TypeError: the model is neither. In backward: a gradient's dtype cannot be sent in float8.
+        TypeError: the model is neither.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
-        ValueError: a controller for FSDP2, where nothing can saturate; a bad tile; a model that is
-            only replicated (HSDP with shards of one rank, torch's ``replicate``), where FSDP2
-            reduces without the reduce-scatter.
     """
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
@@ -100,17 +101,6 @@ def float8_gradients(
             f"float8_gradients: {type(model).__name__} reduces no gradients by itself; wrap it in "
             "DistributedDataParallel or fully_shard it (FSDP2) first. FSDP1 is not supported"
         )
-    if controller is not None:
-        raise ValueError(
-            "float8_gradients: FSDP2 reduces with one cast that cannot saturate, so a controller "
-            "has nothing to do; leave it out"
-        )
-    if _is_only_replicated(model):
-        raise ValueError(
-            "float8_gradients: this model is replicated, not sharded: FSDP2 all-reduces its "
-            "gradients in their own precision. Shard it over more than one rank, or wrap it in "
-            "DistributedDataParallel"
-        )
     state = Float8Gradients(fmt, None, tile)
     for unit in units:
         comm = Float8ReduceScatter(state)
@@ -118,16 +108,15 @@ def float8_gradients(
     return state
 
 
-def _is_only_replicated(model: nn.Module) -> bool:
-    from torch.distributed.tensor import DTensor
+def _compare_arguments(state: Float8Gradients, group: dist.ProcessGroup) -> None:
+    """Compare the settings of the ranks, once per group."""
 
-    on_many = [p for p in model.parameters() if isinstance(p, DTensor) and p.device_mesh.size() > 1]
-    is_sharded = any(
-        not placement.is_replicate() and p.device_mesh.size(dim) > 1
-        for p in on_many
-        for dim, placement in enumerate(p.placements)
-    )
-    return bool(on_many) and not is_sharded
+    def settings() -> dict[str, Facts]:
+        names = ("format", "tile", "controller")
+        return {"float8_gradients": {name: str(getattr(state, name)) for name in names}}
+
+    remedy = "Pass float8_gradients the same arguments on all ranks"
+    compare_once(state, [group], settings, remedy, "arguments")
 
 
 # --- DDP
@@ -136,7 +125,7 @@ def _is_only_replicated(model: nn.Module) -> bool:
 def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> None:
     """Register the hook; torch allows one per model, before the first backward."""
     group = model.process_group
-    state.compare_ranks(group)
+    _compare_arguments(state, group)
     trained = next(p for p in model.parameters() if p.requires_grad)
     state.prepare(trained.device, group.size())
 
@@ -155,10 +144,8 @@ def _reduce(
     gradient = bucket.buffer()
     assert state.controller is not None
     with torch.no_grad(), _beside_backward(gradient.device):
-        counts = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
-        state.count(counts, elements=gradient.numel(), sampled=gradient.numel())
-        if bucket.is_last():
-            state.end_step()
+        lost = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
+        state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
         return _future_of(gradient)
 
 
@@ -216,8 +203,8 @@ class Float8ReduceScatter:
 
         ``input_tensor`` (N * C,) has this rank's gradients for the N ranks, shard after shard.
         ``output_tensor`` (C,) is written, in its own dtype. FSDP2 never sets ``async_op``. Raises
-        TypeError for gradients that cannot be sent as float8, ValueError for another reduction,
-        and, in the first call, RuntimeError if ranks have other settings.
+        ValueError for another reduction, and, in the first call, RuntimeError if ranks have other
+        settings.
         """
         assert not async_op
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -227,7 +214,6 @@ class Float8ReduceScatter:
             )
         state, mean = self.state, op == dist.ReduceOp.AVG
         x_NC = input_tensor.view(group.size(), -1)
-        state.compare_ranks(group)
+        _compare_arguments(state, group)
         lost = reduce_scatter(output_tensor, x_NC, group, state.format, mean, state.tile)
-        state.count(lost, elements=input_tensor.numel(), sampled=output_tensor.numel())
-        state.end_step()
+        state.count(lost, input_tensor.numel(), output_tensor.numel(), ends_step=True)

@@ -41,7 +41,6 @@ Dimensions: N ranks (shards), C columns of a shard, T tiles of a shard, E elemen
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import HIGH_PRECISION_DTYPES, Format, on_device
+from float8.formats import Format, on_device
 from float8.granularity import WHOLE
 from float8.kernels import cpu
 from float8.linear.scaling import constant, max_over_ranks
@@ -62,19 +61,11 @@ _BY_TILE = (1, 1, WHOLE)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Counts(NamedTuple):
-    """The number of values that a reduction clamped or flushed to zero; int32 scalars.
-
-    ``saturated``: elements of the mean, in this rank's shard, that clamping changed by more than
-    rounding could. ``flushed``: its nonzero elements that became zero. ``flushed_before``: nonzero
-    elements of this rank's own gradient, in its shard, that became zero before the sum.
-    ``nonfinite``: 1 if any rank had a NaN or an infinity.
-    """
-
-    saturated: Tensor
-    flushed: Tensor
-    flushed_before: Tensor
-    nonfinite: Tensor
+# What a reduction counts, int32 (4,), in this order. ``saturated``: elements of the mean, in this
+# rank's shard, that clamping changed by more than rounding could. ``flushed``: its nonzero elements
+# that became zero. ``flushed_before``: nonzero elements of this rank's own gradient, in its shard,
+# that became zero before the sum. ``nonfinite``: 1 if any rank had a NaN or an infinity.
+LOST = ("saturated", "flushed", "flushed_before", "nonfinite")
 
 
 # --- arithmetic: no communication
@@ -163,41 +154,27 @@ def count_saturated(mean_TE: Tensor, fmt: Format) -> Tensor:
 # --- collectives
 
 
-class Scattered(NamedTuple):
-    """The result of the reduce-scatter on one rank.
-
-    ``sum_TE``: float32, the sum over ranks of its shard, in units of ``scale_NT1[rank]``;
-    ``flushed``: nonzero elements of its own gradient, in its shard, that became zero;
-    ``nonfinite``: 1 if any rank had a NaN or an infinity.
-    """
-
-    sum_TE: Tensor
-    scale_NT1: Tensor
-    flushed: Tensor
-    nonfinite: Tensor
-
-
-def scatter(x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int) -> Scattered:
-    """Reduce-scatter a gradient: this rank's shard of the sum over ranks.
+def scatter(
+    x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Reduce-scatter a gradient: this rank's shard of the sum over ranks, and all scales.
 
     Row r of ``x_NC``, this rank's gradient, is the shard of rank r of the N ranks of ``group``. For
-    ``tile`` see `TILE`. Raises TypeError if no cast takes the dtype of the gradient.
+    ``tile`` see `TILE`.
+
+    Returns the sum, (T, E) float32, in units of the scales (N, T, 1) at this rank; and `LOST`, of
+    which the counts after the sum are 0.
     """
-    if x_NC.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
-        raise TypeError(
-            f"float8_gradients: a gradient is {x_NC.dtype}, and only {known} can be sent in "
-            "float8. Convert the parameters, or use the default reduction"
-        )
     fmt, rank = on_device(fmt, x_NC.device), group.rank()
     x_NTE = in_tiles(x_NC, tile)
     scale = shared_scale(max_over_ranks(amax(x_NTE), group), fmt)
     data = cast(x_NTE, scale, fmt)
     received = torch.empty_like(data)
     dist.all_to_all_single(received.view(torch.uint8), data.view(torch.uint8), group=group)
-    flushed = count_flushed(x_NTE[rank], data[rank])
-    nonfinite = scale.isnan().any().to(torch.int32)
-    return Scattered(summed(received), scale, flushed, nonfinite)
+    lost_4 = torch.zeros(4, dtype=torch.int32, device=data.device)
+    lost_4[2] = count_flushed(x_NTE[rank], data[rank])
+    lost_4[3] = scale.isnan().any()
+    return summed(received), scale, lost_4
 
 
 def reduce_scatter(
@@ -211,15 +188,14 @@ def reduce_scatter(
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
     ``output_C`` is written in its own dtype, rounded to it once. ``mean`` divides by N; for the
-    others see `scatter`. Returns int32 (4,): `Counts` of what this rank's own shard lost before the
-    sum. The only cast cannot saturate, so no `ScalingController` is needed.
+    others see `scatter`. Returns what this rank's own shard lost before the sum, as `LOST`. The
+    only cast cannot saturate, so no `ScalingController` is needed.
     """
-    half = scatter(x_NC, group, fmt, tile)
-    total = half.sum_TE.div_(group.size()) if mean else half.sum_TE
-    shard = total.mul_(half.scale_NT1[group.rank()]).flatten()
+    sum_TE, scale_NT1, lost_4 = scatter(x_NC, group, fmt, tile)
+    total = sum_TE.div_(group.size()) if mean else sum_TE
+    shard = total.mul_(scale_NT1[group.rank()]).flatten()
     output_C.copy_(shard[: output_C.numel()])
-    zero = torch.zeros_like(half.flushed)
-    return torch.stack(Counts(zero, zero, half.flushed, half.nonfinite))
+    return lost_4
 
 
 def all_reduce_mean(
@@ -231,37 +207,33 @@ def all_reduce_mean(
 ) -> Tensor:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 
-    ``gradient`` (n,), float32, bfloat16 or float16, is overwritten; n need not be a multiple of the
-    number of ranks. ``mu``, float32 () and equal on all ranks, is the pre-scaling factor. Returns
-    int32 (4,), equal on all ranks: `Counts` over all ranks.
+    ``gradient`` (n,) is overwritten; n need not be a multiple of the number of ranks. ``mu``,
+    float32 () and equal on all ranks, is the pre-scaling factor. Returns `LOST` over all ranks,
+    equal on all of them.
     """
     world, n = group.size(), gradient.numel()
     tiles, extent = extents(-(-n // world), tile)
     padding = world * tiles * extent - n
     padded = F.pad(gradient, (0, padding)) if padding else gradient
-    half = scatter(padded.view(world, -1), group, fmt, extent)
-    fmt, mean_TE = on_device(fmt, gradient.device), prescaled(half.sum_TE, mu, world)
+    sum_TE, scale_NT1, lost_4 = scatter(padded.view(world, -1), group, fmt, extent)
+    fmt, mean_TE = on_device(fmt, gradient.device), prescaled(sum_TE, mu, world)
     data = recast(mean_TE, fmt)
-    counts = Counts(
-        saturated=count_saturated(mean_TE, fmt),
-        flushed=count_flushed(mean_TE, data),
-        flushed_before=half.flushed,
-        nonfinite=half.nonfinite,
-    )
-    data_NTE, counts_4 = _gather(data, torch.stack(counts), group)
-    mean_NTE = dequantize(data_NTE, half.scale_NT1 / mu, gradient.dtype)
+    lost_4[0] = count_saturated(mean_TE, fmt)
+    lost_4[1] = count_flushed(mean_TE, data)
+    data_NTE, lost_4 = _gather(data, lost_4, group)
+    mean_NTE = dequantize(data_NTE, scale_NT1 / mu, gradient.dtype)
     gradient.copy_(mean_NTE.flatten()[:n])
-    return counts_4
+    return lost_4
 
 
-def _gather(data_TE: Tensor, counts_4: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def _gather(data_TE: Tensor, lost_4: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """All shards, (N, T, E), and the counts over all ranks, which are sent with the shards."""
     bytes_of_data = data_TE.view(torch.uint8).flatten()
-    sent = torch.cat([bytes_of_data, counts_4.view(torch.uint8)])
+    sent = torch.cat([bytes_of_data, lost_4.view(torch.uint8)])
     received = sent.new_empty(group.size() * sent.numel())  # flat: gloo requires it
     _all_gather(received, sent, group=group)
     shards, counts = received.view(group.size(), -1).split(
-        [bytes_of_data.numel(), counts_4.numel() * 4], dim=1
+        [bytes_of_data.numel(), lost_4.numel() * 4], dim=1
     )
     data_NTE = shards.view(data_TE.dtype).unflatten(1, tuple(data_TE.shape))
     total = counts.contiguous().view(torch.int32).sum(0, dtype=torch.int32)

@@ -23,11 +23,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from float8.distributed.gradients.reduction import TILE, Counts
-from float8.distributed.rank_comparison import compare_ranks
+from float8.distributed.gradients.reduction import LOST, TILE
 from float8.formats import E4M3, Format, format_of
 
 _ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
@@ -89,21 +87,6 @@ class ScalingController:
         following = torch.where(share > self.threshold, self.mu * 0.5, grown)
         self.mu.copy_(torch.where(nonfinite > 0, self.mu, following))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """A copy of mu."""
-        return {"mu": self.mu.detach().clone()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Copy mu from a `state_dict`, from any device.
-
-        Raises:
-            ValueError: mu is no positive finite number.
-        """
-        mu = state["mu"]
-        if not 0 < mu < math.inf:
-            raise ValueError(f"ScalingController: a state needs a positive finite mu, got {mu}")
-        self.mu.copy_(mu)
-
 
 @dataclass(frozen=True)
 class GradientReport:
@@ -132,18 +115,15 @@ class GradientReport:
     mu: float | None
 
     def __str__(self) -> str:
+        of = {"elements": max(1, self.elements), "sampled": max(1, self.sampled)}
         mu = "" if self.mu is None else f", mu {self.mu:.4g}"
         return (
             f"{self.steps} reductions of {self.elements} gradient values: "
-            f"{self._share(self.saturated, self.elements)} saturated, "
-            f"{self._share(self.flushed, self.elements)} of the means and "
-            f"{self._share(self.flushed_before, self.sampled)} of the parts flushed to zero, "
+            f"{self.saturated / of['elements']:.3%} saturated, "
+            f"{self.flushed / of['elements']:.3%} of the means and "
+            f"{self.flushed_before / of['sampled']:.3%} of the parts flushed to zero, "
             f"{self.nonfinite} not finite{mu}"
         )
-
-    @staticmethod
-    def _share(part: int, whole: int) -> str:
-        return f"{part / max(1, whole):.3%}"
 
 
 class Float8Gradients:
@@ -156,7 +136,6 @@ class Float8Gradients:
 
     Raises:
         TypeError: ``fmt`` is no float8 format.
-        ValueError: ``tile`` is below 1.
     """
 
     def __init__(
@@ -165,64 +144,43 @@ class Float8Gradients:
         controller: ScalingController | None = None,
         tile: int = TILE,
     ) -> None:
-        if tile < 1:
-            raise ValueError(f"float8_gradients: a tile of {tile} elements holds no gradient")
         self.format = format_of(fmt)
         self.controller = controller
         self.tile = tile
         self._counts = dict.fromkeys(_ON_HOST, 0)
-        self._lost = torch.zeros(4, dtype=torch.int64)  # Counts, on the gradients' device
-        self._of_step = torch.zeros(4, dtype=torch.int64)
         self._elements_of_step = 0
-        self._compared: set[dist.ProcessGroup] = set()
+        # As `LOST`, on the gradients' device: of all steps, and of the one that runs.
+        self._lost, self._lost_now = torch.zeros(2, 4, dtype=torch.int64)
 
     def prepare(self, device: torch.device, world: int) -> None:
         """Move the counts and mu to the gradients' device."""
-        self._lost, self._of_step = self._lost.to(device), self._of_step.to(device)
+        self._lost, self._lost_now = self._lost.to(device), self._lost_now.to(device)
         if self.controller is not None:
             self.controller.prepare(device, world)
 
-    def compare_ranks(self, group: dist.ProcessGroup) -> None:
-        """Compare the settings of the ranks, once per group.
+    def count(self, lost_4: Tensor, elements: int, sampled: int, ends_step: bool) -> None:
+        """Add the reduction of one bucket or unit; at the end of a step, update mu.
 
-        Raises:
-            RuntimeError: on every rank, with the setting that differs.
-        """
-        if group in self._compared:
-            return
-        names = ("format", "tile", "controller")
-        settings = {name: str(getattr(self, name)) for name in names}
-        compare_ranks(
-            [group],
-            {"float8_gradients": settings},
-            "Pass float8_gradients the same arguments on all ranks",
-            subject="arguments",
-        )
-        self._compared.add(group)
-
-    def count(self, counts_4: Tensor, elements: int, sampled: int) -> None:
-        """Add the reduction of one bucket or unit.
+        A step is the reduction of all buckets under DDP, and of one unit under FSDP2. Under DDP all
+        ranks have equal counts.
 
         Args:
-            counts_4: `Counts`.
+            lost_4: what it lost, `LOST`.
             elements, sampled: see `GradientReport`.
+            ends_step: whether no other bucket follows.
         """
-        if self._of_step.device != counts_4.device:  # FSDP2, once; parameters may be offloaded
-            self.prepare(counts_4.device, world=1)
-        self._of_step += counts_4
+        if self._lost.device != lost_4.device:  # FSDP2, once; parameters may be offloaded
+            self.prepare(lost_4.device, world=1)
+        self._lost_now += lost_4
         self._elements_of_step += elements
         self._counts["sampled"] += sampled
-
-    def end_step(self) -> None:
-        """Update mu from the counts since the last step. Under DDP all ranks have equal ones.
-
-        A step is the reduction of all buckets under DDP, and of one unit under FSDP2.
-        """
-        saturated, _, _, nonfinite = self._of_step.unbind()
+        if not ends_step:
+            return
+        saturated, _, _, nonfinite = self._lost_now.unbind()
         if self.controller is not None:
             self.controller.update(saturated, nonfinite, self._elements_of_step)
-        self._lost += self._of_step
-        self._of_step.zero_()
+        self._lost += self._lost_now
+        self._lost_now.zero_()
         self._counts["elements"] += self._elements_of_step
         self._counts["steps"] += 1
         self._elements_of_step = 0
@@ -230,7 +188,7 @@ class Float8Gradients:
     def report(self) -> GradientReport:
         """The counts so far. It waits for the device, but not for other ranks."""
         self._wait()
-        lost = dict(zip(Counts._fields, self._lost.tolist(), strict=True))
+        lost = dict(zip(LOST, self._lost.tolist(), strict=True))
         mu = None if self.controller is None else float(self.controller.mu)
         return GradientReport(**self._counts, **lost, mu=mu)
 
@@ -247,8 +205,8 @@ class Float8Gradients:
         """
         self._wait()
         counts = torch.tensor([self._counts[name] for name in _ON_HOST])
-        state = {"lost": self._lost.clone(), "counts": counts}
-        return state | (self.controller.state_dict() if self.controller is not None else {})
+        mu = {} if self.controller is None else {"mu": self.controller.mu.clone()}
+        return {"lost": self._lost.clone(), "counts": counts, **mu}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a `state_dict`; call it on every rank, with the same state.
@@ -258,10 +216,9 @@ class Float8Gradients:
 
         Raises:
             KeyError: an entry is missing.
-            ValueError: mu is no positive finite number.
         """
         if self.controller is not None:
-            self.controller.load_state_dict(state)
+            self.controller.mu.copy_(state["mu"])
         self._wait()
         self._lost.copy_(state["lost"])
         self._counts = dict(zip(_ON_HOST, state["counts"].tolist(), strict=True))
