@@ -5,9 +5,8 @@ import triton
 import triton.language as tl
 
 from float8.kernels.gpu.jit import (
+    convert,
     convert_4,
-    encode,
-    encode_fitting,
     magnitude_bits,
     pack_4,
     place_of_tile,
@@ -33,8 +32,8 @@ def _probe(
     tl.store(floats_ptr + at, scale)
     tl.store(floats_ptr + N + at, factor)
     tl.store(bits_ptr + at, magnitude_bits(x))
-    tl.store(codes_ptr + at, encode(x, 1.0, FORMAT_MAX, FORMAT))
-    tl.store(codes_ptr + N + at, encode_fitting(x, factor, FORMAT))
+    tl.store(codes_ptr + at, convert(scaled(x, 1.0, FORMAT_MAX, False), FORMAT))
+    tl.store(codes_ptr + N + at, convert(scaled(x, factor, FORMAT_MAX, True), FORMAT))
 
 
 def _constants(x, dtype):

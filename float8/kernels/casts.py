@@ -39,17 +39,12 @@ class Orientations(NamedTuple):
     scale_t: Tensor
 
 
-_TRITON: dict[Block, str] = {
-    (WHOLE, WHOLE): "cast",
-    (1, WHOLE): "cast_rowwise",
-    (1, 128): "cast_blockwise",
-    (128, 128): "cast_blockwise",
-    (1, 32): "cast_mx",
-}
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
 # that casts it. All other casts are plain PyTorch.
 KERNELS: dict[str, dict[Block, str]] = {
-    family: _TRITON for family in SUPPORT if family.startswith("sm_")
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)), "cast")
+    for family in SUPPORT
+    if family.startswith("sm_")
 }
 
 
@@ -173,7 +168,6 @@ def cast_operand(
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
         swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
     """
-    ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     wanted = (row_major, transposed)
     if kernel is None or is_sharded(x_MK):
         if x_MK.device.type == "cuda" and torch.compiler.is_compiling():
@@ -185,19 +179,13 @@ def cast_operand(
                 scale = scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
         found = plain.cast_plain(x_MK, scale, block, dtype, scale_format, *wanted)
         return Orientations(*found) if scale is None else _with_scale(found[0], found[2], scale)
-    if kernel == "cast" and scale is not None:
-        data, data_t = ops.cast.default(x_MK, scale, dtype, *wanted, amax)
-        return _with_scale(data, data_t, scale)
-    if kernel == "cast":
-        data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, *wanted, amax)
-        return _with_scale(data, data_t, scale)
-    if kernel == "cast_rowwise":
-        return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, *wanted))
-    if kernel == "cast_mx":
-        return Orientations(*ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, *wanted))
-    return Orientations(
-        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], *wanted)
+    is_tensor = block[-2:] == (WHOLE, WHOLE)
+    data, its_scale, data_t, scale_t = torch.ops.float8.cast.default(
+        x_MK, scale if is_tensor else None, block[-2:], dtype, scale_format, swizzled, *wanted, amax
     )
+    if is_tensor:
+        return _with_scale(data, data_t, its_scale if scale is None else scale)
+    return Orientations(data, its_scale, data_t, scale_t)
 
 
 def _with_scale(data: Tensor, data_t: Tensor, scale: Tensor) -> Orientations:

@@ -206,14 +206,15 @@ _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
 
 
-# device family -> block of a token operand -> the op that casts it in groups, and its file in gpu/.
+# device family -> block of a token operand -> the op that casts it in groups, a file of gpu/.
 # All others are cast by the definition, which reads ``offs`` on the host.
-_TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
 GROUP_KERNELS: dict[str, dict[Block, str]] = {
-    family: _TRITON for family in SUPPORT if family.startswith("sm_")
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
+    for family in SUPPORT
+    if family.startswith("sm_")
 }
 # In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
-GROUP_KERNELS["sm_100"] = {**_TRITON, (1, 32): "cast_tokens_mx"}
+GROUP_KERNELS["sm_100"][1, 32] = "cast_tokens"
 
 
 def cast_tokens(

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, ceil_div
 from float8.kernels import definition, moments
-from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import convert, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
-    as_bytes,
     check_device,
     launch,
+    pointer,
     register,
 )
 from float8.kernels.gpu.moments import LINEAR, load
@@ -66,7 +66,7 @@ def _cast_weight_kernel(
     x = load(master_ptr, master_scale_ptr, master_scale_ptr, at, inside, n, N, LINEAR)
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     scale = scale_from_amax(amax, FORMAT_MAX, False)
-    tl.store(data_ptr + data_at, encode_fitting(x, reciprocal(scale), FORMAT), inside)
+    tl.store(data_ptr + data_at, convert(x * reciprocal(scale), FORMAT), inside)
     tl.store(scale_ptr, scale, (tl.program_id(0) == 0) & (N > 0))
 
 
@@ -81,7 +81,7 @@ def _launch(
     groups = max(1, _ELEMENTS // group)
     launch(
         _cast_weight_kernel, ceil_div(R * ceil_div(C, group), groups),
-        master, master_scale, amax.view(torch.int32), as_bytes(data), scale,
+        master, master_scale, amax.view(torch.int32), pointer(data), scale,
         amax if found_inf is None else found_inf, R, C, *data.stride(),
         GROUPS=groups, GROUP=group, FLAT=C % group == 0 and data.is_contiguous(),
         FORMAT=TRITON_FORMATS[data.dtype], FORMAT_MAX=torch.finfo(data.dtype).max,

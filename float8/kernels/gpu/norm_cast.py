@@ -47,12 +47,13 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import definition
 from float8.kernels.gpu.amax import MAX_PARTIALS, new_partials
-from float8.kernels.gpu.cast import define, new_outputs
+from float8.kernels.gpu.cast import fused_definition, fused_fake
 from float8.kernels.gpu.jit import (
     amax_bits_of,
     magnitude_bits,
     reciprocal,
     scale_of_tensor,
+    scaled_4,
     tile_of_program,
     write_codes,
 )
@@ -240,12 +241,12 @@ def _cast_kernel(
     bias_ptr,  # unused unless BIAS
     mean_ptr,  # float32 (M,); written where OWN and CENTRED
     rstd_ptr,  # float32 (M,); written where OWN
-    given_ptr,  # the scale; unused where PARTIALS
+    given_ptr,  # the scale; None: it follows from the partial amaxes
     scale_ptr,  # written
-    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
+    partials_ptr,  # amax bits (PARTIALS,)
+    record_ptr,  # int32 bits of a running maximum, or None
     data_ptr,  # uint8 (M, K)
-    data_t_ptr,  # uint8 (K, M); int32 where PACK
-    amax_ptr,  # int32 bits of a running maximum
+    data_t_ptr,  # uint8 (K, M); int32 of four bytes each where M is a multiple of 16; or None
     M,
     K,
     stride_m,
@@ -260,17 +261,13 @@ def _cast_kernel(
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    WRITE_COLS: tl.constexpr,
-    RECORD: tl.constexpr,
-    PACK: tl.constexpr,  # M is a multiple of 16
 ):
     pid, _ = tile_of_program()
     chunks = tl.cdiv(K, COLS)
     scale = scale_of_tensor(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr,
-        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
-    )  # fmt: skip
-    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
+        given_ptr, scale_ptr, partials_ptr, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+    )
+    factor = reciprocal(scale, POWER_OF_TWO)
 
     if OWN:
         first_m4 = pid.to(tl.int64) * ROWS_BY_4
@@ -295,15 +292,13 @@ def _cast_kernel(
             x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
             CENTRED, BIAS, DTYPE,
         )  # fmt: skip
-        if RECORD and not PARTIALS:
+        if record_ptr is not None and given_ptr is not None:
             bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // WIDE, WIDE))
             seen = tl.maximum(seen, tl.max(bits, 2))
-        write_codes(
-            ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-            ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
-        )  # fmt: skip
-    if RECORD and not PARTIALS:
-        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+        scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
+        write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
+    if record_ptr is not None and given_ptr is not None:
+        tl.atomic_max(record_ptr, tl.max(seen), sem="relaxed")
 
 
 def _statistics(
@@ -387,7 +382,11 @@ def _definition(
         y32, mean, rstd = definition.layer_norm(x, weight, bias, eps)
     else:
         (y32, rstd), mean = definition.rms_norm(x, weight, eps), None
-    return *define(y32.to(compute_dtype), scale, dtype, power_of_two, True, cols, amax), mean, rstd
+    return (
+        *fused_definition(y32.to(compute_dtype), scale, dtype, power_of_two, cols, amax),
+        mean,
+        rstd,
+    )
 
 
 def _fake(
@@ -395,7 +394,7 @@ def _fake(
     power_of_two: bool, cols: bool, amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
-    return *new_outputs(x, dtype, True, cols), mean if norm.is_centred else None, rstd
+    return *fused_fake(x, dtype, cols), mean if norm.is_centred else None, rstd
 
 
 def _register(name: str, is_centred: bool) -> Any:
