@@ -13,7 +13,9 @@ from float8.kernels.amaxes import amaxes, column_amaxes
 from float8.kernels.casts import (
     Orientations,
     cast_operand,
+    cast_tokens,
     compiler_may_cast,
+    group_kernel_for,
     kernel_for,
     runs_kernel,
 )
@@ -30,7 +32,6 @@ from float8.kernels.grouped_mm import (
     multiply_groups,
     multiply_groups_plainly,
 )
-from float8.kernels.groups import cast_tokens, group_kernel_for
 from float8.kernels.plain import amax, cast, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 

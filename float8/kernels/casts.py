@@ -39,13 +39,21 @@ class Orientations(NamedTuple):
     scale_t: Tensor
 
 
-# device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
-# that casts it. All other casts are plain PyTorch.
+# device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the op, a file of
+# gpu/, that casts it. All other casts are plain PyTorch.
 KERNELS: dict[str, dict[Block, str]] = {
     family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)), "cast")
     for family in SUPPORT
     if family.startswith("sm_")
 }
+# The same of tokens in groups. All others are cast by the definition, which reads ``offs`` on the
+# host.
+GROUP_KERNELS: dict[str, dict[Block, str]] = {
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
+    for family in KERNELS
+}
+# In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
+GROUP_KERNELS["sm_100"][1, 32] = "cast_tokens"
 
 
 def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
@@ -190,3 +198,30 @@ def cast_operand(
 
 def _with_scale(data: Tensor, data_t: Tensor, scale: Tensor) -> Orientations:
     return Orientations(data, scale, data_t, scale)
+
+
+def cast_tokens(
+    kernel: str | None,
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_format: str,
+    scale: Tensor | None,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> Orientations:
+    """`cast_groups` by the kernel that `group_kernel_for` returned."""
+    op = getattr(torch.ops.float8, kernel or "cast_groups").default
+    return Orientations(
+        *op(x_TK, offs, block, dtype, scale_format, scale, align, row_major, transposed)
+    )
+
+
+def group_kernel_for(family: str, block: Block, emulate: bool) -> str | None:
+    """The op that casts token operands of this granularity; None for plain PyTorch."""
+    kernel = None if emulate else GROUP_KERNELS.get(family, {}).get(block)
+    if kernel is not None:
+        import_kernels((kernel,))
+    return kernel

@@ -65,7 +65,6 @@ from float8.kernels.gpu.blockwise_mm import (
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import check_device, launch, register
-from float8.kernels.grouped_mm import grouped_mm as define
 
 ONE, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
 PAIRS = (*itertools.product((ONE, ROW), repeat=2), (BY_128, SQUARE), (BY_128, BY_128))
@@ -256,7 +255,10 @@ def _definition(
     b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
-    return define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
+    # The op of ``kernels/grouped_mm.py``, which imports this file.
+    define = torch.ops.float8.grouped_mm.default
+    out: Tensor = define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
+    return out
 
 
 def _fake(

@@ -266,8 +266,8 @@ def store_packed(out_ptr, packed, first_m4, k, size, start, K, P):
     """
     m4 = first_m4 + tl.arange(0, packed.shape[0])
     inside = (k < K)[:, None] & (m4 < (size // 16) * 4)[None, :]
-    at = k[:, None] * transposed_stride(out_ptr, P) + (start // 16) * 4 + m4[None, :]
-    tl.store(out_ptr + at, tl.trans(packed), inside)
+    row = out_ptr + k[:, None] * transposed_stride(out_ptr, P) + (start // 16) * 4
+    tl.store(row + m4[None, :], tl.trans(packed), inside)
 
 
 @triton.jit
