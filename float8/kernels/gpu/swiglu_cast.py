@@ -263,7 +263,6 @@ def _launch(
 ) -> Fused:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale, amax=amax, factors=factors)
-    _check_factors(gate, scale, factors)
     if gate.numel() == 0:
         return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors)
     gate, up = row_major(gate), row_major(up)
@@ -301,23 +300,10 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
-def _check_factors(gate: Tensor, scale: Tensor | None, factors: Tensor | None) -> None:
-    """Refuse factors that the kernel would read past, or of which no scale follows."""
-    if factors is None:
-        return
-    K = gate.shape[1]
-    if scale is None or factors.dtype != torch.float32 or factors.shape != (1, K):
-        raise ValueError(
-            f"float8::swiglu_cast: factors must be float32 of shape (1, {K}), beside a given scale;"
-            f" got {factors.dtype} of shape {tuple(factors.shape)} and scale {scale}"
-        )
-
-
 def _definition(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
 ) -> Fused:  # fmt: skip
-    _check_factors(gate, scale, factors)
     y = definition.swiglu(gate, up).to(compute_dtype)
     y = y if factors is None else y.to(torch.float32) * factors
     return fused_definition(y, scale, dtype, power_of_two, cols, amax)
