@@ -202,7 +202,7 @@ def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor,
     if rule.weight_decay == 0:
         return p, g
     kept = 1 - rule.lr * rule.weight_decay
-    return decayed(p, g, kept, rule.weight_decay, decoupled)  # type: ignore[no-any-return]
+    return decayed(p, g, kept, rule.weight_decay, decoupled)
 
 
 # The rules that the kernel has, by the names that its op takes.

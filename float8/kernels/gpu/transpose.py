@@ -55,8 +55,8 @@ def _launch(data: Tensor) -> Tensor:
     if data.numel() == 0:
         return out
     launch(
-        _transpose_kernel, tiles_of(data, _TILE), pointer(data), pointer(out, M % 16 == 0), M, K,
-        *data.stride(), **_TILE, **_OPTIONS,
+        _transpose_kernel, tiles_of(data, _TILE), data.view(torch.uint8),
+        pointer(out, M % 16 == 0), M, K, *data.stride(), **_TILE, **_OPTIONS,
     )  # fmt: skip
     return out
 
