@@ -25,8 +25,8 @@ _MIN_SCALE = tl.constexpr(2.0**-126)
 # conversions leave results in 16-bit registers, and several stores then read parts of them. ptxas
 # 12.8 and 12.9 compile that wrongly: one of the stores writes bits of the stack pointer
 # (triton#11111). This PTX combines the results of two conversions in one 32-bit register at once,
-# and all later instructions are integer arithmetic on it. It also rounds once; Triton on sm_89
-# rounds to float16 first.
+# and all later instructions are integer arithmetic on it: no ptxas needs to be refused. It also
+# rounds once; Triton on sm_89 rounds to float16 first.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 _CONVERT_4 = """{{
