@@ -90,7 +90,7 @@ SCALE = torch.full((1, 1), 0.01)
 NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
 
 
-BLOCKWISE, NORM, TOKENS = "cast_blockwise", "norm_cast", "cast_tokens"
+NORM, TOKENS = "norm_cast", "cast_tokens"
 BOTH = (True, True)  # orientations: the last two flags of an op's arguments
 
 
@@ -101,20 +101,34 @@ def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None
     return Cast(TOKENS, TOKENS, arguments, bytes_per_element, compiles=False)
 
 
+def _matrix(
+    block: tuple[int, int], scale_format: str, wanted: tuple[bool, bool], *amax: Tensor,
+    scale: Tensor | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The arguments of `cast` after x."""
+    return scale, block, E4M3, scale_format, True, *wanted, *amax
+
+
+WHOLE, ONLY_ROWS = (-1, -1), (True, False)
 MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, *BOTH)
 # name -> file, op, arguments, bytes per element; and the ops of experts' tokens
 ROWS: dict[str, tuple[Any, ...]] = {
-    "static rows": ("cast", "cast", (SCALE, E4M3, True, False), 3),
-    "static both": ("cast", "cast", (SCALE, E4M3, *BOTH), 4),
-    "delayed both": ("cast", "cast", (SCALE, E4M3, *BOTH, torch.zeros(())), 4),
-    "dynamic rows": ("cast", "cast_dynamic", (E4M3, False, True, False), 5),
-    "dynamic both": ("cast", "cast_dynamic", (E4M3, False, *BOTH), 6),
-    "rowwise rows": ("cast_rowwise", "cast_rowwise", (E4M3, True, True, False), 3),
-    "rowwise both": ("cast_rowwise", "cast_rowwise", (E4M3, True, *BOTH), 6),
-    "1x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 1, 128, *BOTH), 4),
-    "128x128 both": (BLOCKWISE, BLOCKWISE, (E4M3, True, 128, 128, *BOTH), 4),
-    "1x32 both": ("cast_mx", "cast_mx", (E4M3, "e8m0", True, *BOTH), 4),
-    "1x32 tokens": ("cast_tokens_mx", "cast_tokens_mx", MX_TOKENS, 4, False),
+    "static rows": ("cast", "cast", _matrix(WHOLE, "float32", ONLY_ROWS, scale=SCALE), 3),
+    "static both": ("cast", "cast", _matrix(WHOLE, "float32", BOTH, scale=SCALE), 4),
+    "delayed both": (
+        "cast",
+        "cast",
+        _matrix(WHOLE, "float32", BOTH, torch.zeros(()), scale=SCALE),
+        4,
+    ),
+    "dynamic rows": ("cast", "cast", _matrix(WHOLE, "float32", ONLY_ROWS), 5),
+    "dynamic both": ("cast", "cast", _matrix(WHOLE, "float32", BOTH), 6),
+    "rowwise rows": ("cast", "cast", _matrix((1, -1), "power_of_two", ONLY_ROWS), 3),
+    "rowwise both": ("cast", "cast", _matrix((1, -1), "power_of_two", BOTH), 6),
+    "1x128 both": ("cast", "cast", _matrix((1, 128), "power_of_two", BOTH), 4),
+    "128x128 both": ("cast", "cast", _matrix((128, 128), "power_of_two", BOTH), 4),
+    "1x32 both": ("cast", "cast", _matrix((1, 32), "e8m0", BOTH), 4),
+    "1x32 tokens": (TOKENS, TOKENS, MX_TOKENS, 4, False),
     "static rms norm": (NORM, "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
     "dynamic rms norm": (NORM, "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
     "static layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4),

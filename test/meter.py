@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,21 +60,10 @@ class CastMeter(TorchDispatchMode):
     """Device-memory bytes that casts move, per element of the matrix they read, and launches.
 
     Of each op that runs, in eager mode on CUDA: a float8 op of ours moves its matrix as often as
-    its kernel reads it (`READS`), plus what it writes; any other op that is neither a view, a
+    its kernel reads it (`_reads`), plus what it writes; any other op that is neither a view, a
     product nor an empty allocation moves what it reads and writes. Scales and amaxes are noise and
     count too, and are next to nothing.
     """
-
-    # ours -> how often the kernel reads its matrix from device memory, as its docstring says
-    READS: ClassVar = {
-        "float8::cast": 1,
-        "float8::cast_dynamic": 2,
-        "float8::transpose": 1,
-        "float8::cast_blockwise": 1,
-        "float8::cast_mx": 1,
-    }
-    # ours -> kernels that it launches
-    LAUNCHES: ClassVar = {"float8::cast": 1, "float8::cast_dynamic": 2, "float8::transpose": 1}
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,31 +94,28 @@ class CastMeter(TorchDispatchMode):
         return func.is_view or is_question or name in ("aten::empty", "aten::detach")
 
     def _reads(self, name: str, args: Any) -> int:
-        if name == "float8::cast_rowwise":
-            return 1 + _wants_columns(args)
-        if name == "float8::cast_tokens":
-            return 1 if _is_one_pass(args) else 2
-        return self.READS[name] if name.startswith("float8::") else 1
+        """How often the kernel reads its matrix from device memory, as its docstring says."""
+        return 2 if name in CASTS and _amaxes_of(name, args) else 1
 
     def _launches(self, name: str, args: Any) -> int:
-        if name == "float8::cast_rowwise":
-            return 3 if _wants_columns(args) else 1
-        if name == "float8::cast_tokens":
-            return 1 if _is_one_pass(args) else 2 + (args[2][0] == 1)
-        return self.LAUNCHES.get(name, 1)
+        if name not in CASTS or not (of := _amaxes_of(name, args)):
+            return 1
+        return 2 if of == "tensor" else 3  # zeros, amaxes, cast
 
 
-def _wants_columns(args: Any) -> bool:
-    """Whether `cast_rowwise` casts columns of what lies in memory: they need their amaxes first."""
-    x, _, _, rows, cols = args[:5]
-    return bool(rows if x.stride(-2) == 1 else cols)
+CASTS = ("float8::cast", "float8::cast_tokens")
 
 
-def _is_one_pass(args: Any) -> bool:
-    """Whether `cast_tokens` finds its scales in the read that casts."""
-    _, _, block, _, _, scale, _, _, transposed = args
-    whole_columns = transposed and block[1] == -1
-    return scale is not None or not (block[0] == -1 or whole_columns)
+def _amaxes_of(name: str, args: Any) -> str | None:
+    """Of what a pass before the cast finds the amaxes; None where the cast itself does."""
+    if name == "float8::cast":
+        x, scale, block, _, _, _, rows, cols = args[:8]
+        columns = rows if x.stride(-2) == 1 else cols  # of what lies in memory
+    else:
+        _, _, block, _, _, scale, _, _, columns = args
+    if tuple(block) == (-1, -1):
+        return None if scale is not None else "tensor"
+    return "lines" if columns and block[1] == -1 else None
 
 
 def _nbytes(x: Tensor) -> int:

@@ -5,16 +5,13 @@ import triton
 import triton.language as tl
 
 from float8.kernels.gpu.jit import (
+    convert,
     convert_4,
-    encode,
-    encode_fitting,
     magnitude_bits,
     pack_4,
-    place_of_tile,
     reciprocal,
     scale_from_amax,
     scaled,
-    tile_of_program,
     unpack_4,
 )
 from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS
@@ -33,8 +30,8 @@ def _probe(
     tl.store(floats_ptr + at, scale)
     tl.store(floats_ptr + N + at, factor)
     tl.store(bits_ptr + at, magnitude_bits(x))
-    tl.store(codes_ptr + at, encode(x, 1.0, FORMAT_MAX, FORMAT))
-    tl.store(codes_ptr + N + at, encode_fitting(x, factor, FORMAT))
+    tl.store(codes_ptr + at, convert(scaled(x, 1.0, FORMAT_MAX, False), FORMAT))
+    tl.store(codes_ptr + N + at, convert(scaled(x, factor, FORMAT_MAX, True), FORMAT))
 
 
 def _constants(x, dtype):
@@ -84,19 +81,3 @@ def _plain(x_ptr, out_ptr, N: tl.constexpr):
 
 
 PLAIN = Variant("plain", _plain, {"x_ptr": "*fp32", "out_ptr": "*u8"}, {"N": 512}, NO_FUSION)
-
-
-@triton.jit
-def _places(out_ptr, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
-    tile, matrix = tile_of_program()
-    first_m4, _, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(out_ptr + 3 * program, matrix)
-    tl.store(out_ptr + 3 * program + 1, first_m4 * 4)
-    tl.store(out_ptr + 3 * program + 2, tl.min(k))
-
-
-def places(out, matrices, M, K, rows, cols):
-    """out (programs, 3): the matrix, first row and first column of each program, as they start."""
-    grid = (triton.cdiv(M, rows) * triton.cdiv(K, cols), matrices)
-    _places[grid](out, K, ROWS_BY_4=rows // 4, COLS=cols)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu import cast_tokens
-from float8.kernels.gpu.jit import group_of_tile, store_packed_group
+from float8.kernels.gpu import cast, cast_tokens, jit
+from float8.kernels.gpu.jit import group_of_tile, store_packed
 
 GUARD, UNWRITTEN = (
     4096,
@@ -42,8 +42,8 @@ def tail_is_read(
 
 @triton.jit
 def no_padding(out_ptr, packed, first_m4, k, size, start, K, P):
-    """Columns behind a group's tokens keep what was in memory."""
-    store_packed_group(out_ptr, packed, first_m4, k, size // 16 * 16, start, K, P)
+    """The last columns of a group and of its padding keep what was in memory."""
+    store_packed(out_ptr, packed, first_m4, k, size - 16, start, K, P)
 
 
 @triton.jit
@@ -59,7 +59,7 @@ FAULTS = {
     "wrong_start": ("group_of_tile", wrong_start),
     "tail_is_read": ("group_of_tile", tail_is_read),
     "neighbours_tokens": ("group_of_tile", neighbours_tokens),
-    "no_padding": ("store_packed_group", no_padding),
+    "no_padding": ("store_packed", no_padding),
 }
 
 
@@ -81,8 +81,8 @@ def launch(fault: str | None, *arguments: object) -> tuple[Tensor, ...]:
     name, instead = FAULTS[fault] if fault else ("group_of_tile", group_of_tile)
     with (
         mock.patch.object(cast_tokens, "new_data", guarded),
-        mock.patch("float8.kernels.gpu.cast_blockwise.new_data", guarded),
-        mock.patch.object(cast_tokens, name, instead),
+        mock.patch.object(cast, "new_data", guarded),
+        mock.patch.object(jit, name, instead),
     ):
         outputs = cast_tokens._launch(*arguments)
     for each in memory:

@@ -10,7 +10,7 @@ Float8 copies of an expert's operands for grad_weight are padded to multiples of
 (128 for mx). Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in
 float8. Those that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take 1.7
 to 2.3 times as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are
-1.28 to 1.53.
+1.34 to 1.57.
 
 **GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
 

@@ -12,6 +12,7 @@ May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Tri
 from float8.kernels.casts import (
     Orientations,
     cast_operand,
+    cast_tokens,
     compiler_may_cast,
     kernel_for,
     runs_kernel,
@@ -29,7 +30,6 @@ from float8.kernels.grouped_mm import (
     multiply_groups,
     multiply_groups_plainly,
 )
-from float8.kernels.groups import cast_tokens, group_kernel_for
 from float8.kernels.plain import amax, cast, column_amaxes, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
@@ -47,7 +47,6 @@ __all__ = [
     "family_of",
     "gemm_for",
     "group_alignment",
-    "group_kernel_for",
     "grouped_gemm_for",
     "is_aligned",
     "is_sharded",

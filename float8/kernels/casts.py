@@ -21,7 +21,6 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import plain
-from float8.kernels.cublas import is_sharded
 from float8.kernels.definition import FLOAT32, record_amax, scale_from_amax
 from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
@@ -39,18 +38,21 @@ class Orientations(NamedTuple):
     scale_t: Tensor
 
 
-_TRITON: dict[Block, str] = {
-    (WHOLE, WHOLE): "cast",
-    (1, WHOLE): "cast_rowwise",
-    (1, 128): "cast_blockwise",
-    (128, 128): "cast_blockwise",
-    (1, 32): "cast_mx",
-}
-# device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the file of gpu/
-# that casts it. All other casts are plain PyTorch.
+# device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the op, a file of
+# gpu/, that casts it. All other casts are plain PyTorch.
 KERNELS: dict[str, dict[Block, str]] = {
-    family: _TRITON for family in SUPPORT if family.startswith("sm_")
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)), "cast")
+    for family in SUPPORT
+    if family.startswith("sm_")
 }
+# The same of tokens in groups. All others are cast by the definition, which reads ``offs`` on the
+# host.
+GROUP_KERNELS: dict[str, dict[Block, str]] = {
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
+    for family in KERNELS
+}
+# In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
+GROUP_KERNELS["sm_100"][1, 32] = "cast_tokens"
 
 
 def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
@@ -122,8 +124,8 @@ def check_compiler(device: torch.device) -> None:
     if not compiler_may_cast(family):
         ptxas = _ptxas_that_loses_conversions(family)
         raise RuntimeError(
-            "torch.compile would compile this float8 cast itself, because the operand is a DTensor "
-            f"(tensor parallelism) or emulate=True, and {ptxas} loses results of float8 "
+            "torch.compile would compile this float8 cast itself, because emulate=True, "
+            f"and {ptxas} loses results of float8 "
             "conversions (triton#11111). Set TRITON_PTXAS_PATH (for Triton's ptxas-blackwell: "
             "TRITON_PTXAS_BLACKWELL_PATH) to the ptxas of CUDA 13.1 or later, or run these layers "
             "without torch.compile"
@@ -159,10 +161,10 @@ def cast_operand(
     amax: Tensor | None = None,
     swizzled: bool = False,
 ) -> Orientations:
-    """Cast a matrix, or a stack of them, by the kernel that `kernel_for` returned.
+    """Cast a matrix, or a stack of them, by a row of `KERNELS`, or in plain PyTorch.
 
     Args:
-        kernel: the file of gpu/; None for plain PyTorch, which also casts DTensors.
+        kernel: the file of gpu/; None for plain PyTorch.
         x_MK: float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
         block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
         dtype: the float8 dtype.
@@ -173,9 +175,8 @@ def cast_operand(
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
         swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
     """
-    ops, power_of_two = torch.ops.float8, scale_format != FLOAT32
     wanted = (row_major, transposed)
-    if kernel is None or is_sharded(x_MK):
+    if kernel is None:
         if x_MK.device.type == "cuda" and torch.compiler.is_compiling():
             check_compiler(x_MK.device)
         if amax is not None:
@@ -185,20 +186,33 @@ def cast_operand(
                 scale = scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
         found = plain.cast_plain(x_MK, scale, block, dtype, scale_format, *wanted)
         return Orientations(*found) if scale is None else _with_scale(found[0], found[2], scale)
-    if kernel == "cast" and scale is not None:
-        data, data_t = ops.cast.default(x_MK, scale, dtype, *wanted, amax)
-        return _with_scale(data, data_t, scale)
-    if kernel == "cast":
-        data, data_t, scale = ops.cast_dynamic.default(x_MK, dtype, power_of_two, *wanted, amax)
-        return _with_scale(data, data_t, scale)
-    if kernel == "cast_rowwise":
-        return Orientations(*ops.cast_rowwise.default(x_MK, dtype, power_of_two, *wanted))
-    if kernel == "cast_mx":
-        return Orientations(*ops.cast_mx.default(x_MK, dtype, scale_format, swizzled, *wanted))
-    return Orientations(
-        *ops.cast_blockwise.default(x_MK, dtype, power_of_two, *block[-2:], *wanted)
+    is_tensor = block[-2:] == (WHOLE, WHOLE)
+    data, its_scale, data_t, scale_t = torch.ops.float8.cast.default(
+        x_MK, scale if is_tensor else None, block[-2:], dtype, scale_format, swizzled, *wanted, amax
     )
+    if is_tensor:
+        return _with_scale(data, data_t, its_scale if scale is None else scale)
+    return Orientations(data, its_scale, data_t, scale_t)
 
 
 def _with_scale(data: Tensor, data_t: Tensor, scale: Tensor) -> Orientations:
     return Orientations(data, scale, data_t, scale)
+
+
+def cast_tokens(
+    kernel: str | None,
+    x_TK: Tensor,
+    offs: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale_format: str,
+    scale: Tensor | None,
+    align: int,
+    row_major: bool,
+    transposed: bool,
+) -> Orientations:
+    """`cast_groups` by a row of `GROUP_KERNELS`, or by the definition."""
+    op = getattr(torch.ops.float8, kernel or "cast_groups").default
+    return Orientations(
+        *op(x_TK, offs, block, dtype, scale_format, scale, align, row_major, transposed)
+    )

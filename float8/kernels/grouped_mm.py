@@ -235,7 +235,7 @@ def _torch_multiply_mx(
     align: int,
     use_fast_accum: bool,
 ) -> Tensor:
-    """MX products by torch, with the scales of ``gpu/cast_tokens_mx`` and ``gpu/cast_mx``."""
+    """MX products by torch, with the scales of ``gpu/cast_tokens`` and ``gpu/cast``."""
     columns, contraction = b.shape[-2:]
     of_experts = b.dim() == 3
     # The kernel counts whole blocks, and 16 columns at a time. The scales have room for both.

@@ -28,8 +28,6 @@ from torch import Tensor
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import cpu
-from float8.kernels.casts import Orientations, import_kernels
-from float8.kernels.scaled_mm import SUPPORT
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
@@ -204,40 +202,3 @@ _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 _LIBRARY.define("cast_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 _LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
-
-
-# device family -> block of a token operand -> the op that casts it in groups, and its file in gpu/.
-# All others are cast by the definition, which reads ``offs`` on the host.
-_TRITON: dict[Block, str] = dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128)), "cast_tokens")
-GROUP_KERNELS: dict[str, dict[Block, str]] = {
-    family: _TRITON for family in SUPPORT if family.startswith("sm_")
-}
-# In the layout of torch's grouped GEMM of MX formats, which runs on this family alone.
-GROUP_KERNELS["sm_100"] = {**_TRITON, (1, 32): "cast_tokens_mx"}
-
-
-def cast_tokens(
-    kernel: str | None,
-    x_TK: Tensor,
-    offs: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str,
-    scale: Tensor | None,
-    align: int,
-    row_major: bool,
-    transposed: bool,
-) -> Orientations:
-    """`cast_groups` by the kernel that `group_kernel_for` returned."""
-    op = getattr(torch.ops.float8, kernel or "cast_groups").default
-    return Orientations(
-        *op(x_TK, offs, block, dtype, scale_format, scale, align, row_major, transposed)
-    )
-
-
-def group_kernel_for(family: str, block: Block, emulate: bool) -> str | None:
-    """The op that casts token operands of this granularity; None for plain PyTorch."""
-    kernel = None if emulate else GROUP_KERNELS.get(family, {}).get(block)
-    if kernel is not None:
-        import_kernels((kernel,))
-    return kernel

@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +35,6 @@ from float8.kernels.moments import StateMatrix, part, tiles
 from float8.kernels.scaled_mm import SUPPORT, architecture
 from float8.kernels.update_rules import Number, UpdateRule
 
-# The rules that the kernel has, by the names that its op takes.
-KERNEL_RULES: dict[str, Any] = {
-    "adamw": update_rules.AdamW,
-    "sgd_momentum": update_rules.SGDMomentum,
-    "lion": update_rules.Lion,
-}
 LARGEST_GROUP = 2048
 
 
@@ -157,7 +151,7 @@ def refusal(step: Step) -> str | None:
     device, group = step.p.codes.device, step.group
     if device.type != "cuda":
         return f"it is a kernel for CUDA, and the parameter is on {device}; use fused=False"
-    if type(step.rule) not in KERNEL_RULES.values():
+    if type(step.rule) not in update_rules.KERNEL_RULES.values():
         return f"it has no rule {type(step.rule).__name__}; use fused=False"
     if not 0 < group <= LARGEST_GROUP or group & (group - 1):
         return f"group={group} is not a power of two up to {LARGEST_GROUP}; use fused=False"
@@ -220,7 +214,7 @@ def fused_step(
         amax: float32 of one element that holds 0 before. It records the largest finite magnitude
             of the new master, for `cast_weight`; None where the parameter is no master.
     """
-    name, numbers, lr = packed(step.rule)
+    name, numbers, lr = update_rules.packed(step.rule)
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
     m, v = (*(state[:3] for state in step.states), (None, None, None))[:2]
     g = step.g.codes if step.g.scale is None else step.g.decode()
@@ -228,20 +222,6 @@ def fused_step(
         name, numbers, lr, float(number), tensor, *step.p[:2], g, *m, *v, step.group,
         list(step.at_random), step.seed, step.first, grad_scale, found_inf, amax,
     )  # fmt: skip
-
-
-def packed(rule: UpdateRule) -> tuple[str, list[float], Tensor | None]:
-    """A rule as an op takes it: its name, its numbers, and lr where it is a tensor."""
-    fields = rule._asdict()
-    name = next(name for name, kind in KERNEL_RULES.items() if kind is type(rule))
-    numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in fields.values()]
-    return name, numbers, fields["lr"] if isinstance(fields["lr"], Tensor) else None
-
-
-def unpacked(name: str, numbers: Sequence[float], lr: Tensor | None) -> Any:
-    """The inverse of `packed`."""
-    rule = KERNEL_RULES[name](*numbers)
-    return rule if lr is None else rule._replace(lr=lr)
 
 
 def cast_weight(
@@ -255,3 +235,46 @@ def cast_weight(
     torch.ops.float8.cast_weight.default(
         master.codes, master.scale, *weight, master.group, amax, found_inf
     )
+
+
+def reference(
+    rule: str, numbers: Sequence[float], lr: Tensor | None, step: float,
+    step_tensor: Tensor | None, p: Tensor, p_scale: Tensor | None, g: Tensor,
+    m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
+    v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
+    group: int, at_random: Sequence[bool], seed: int, first: int,
+    grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
+) -> None:  # fmt: skip
+    """`plain_step`, with the inputs of GradScaler and the amax of the new master."""
+    if found_inf is not None and found_inf.item() != 0:
+        return
+    target = StateMatrix(p, p_scale, None, group)
+    states = [StateMatrix(m, m_scale, m_exponent, group)]
+    if v is not None:
+        states.append(StateMatrix(v, v_scale, v_exponent, group))
+    gradient = g.to(torch.float32)
+    if grad_scale is not None:
+        gradient = gradient / grad_scale.reshape(())
+    number = step if step_tensor is None else step_tensor
+    plain_step(
+        Step(
+            update_rules.unpacked(rule, numbers, lr), number, target, StateMatrix(gradient),
+            states, group, at_random, seed, first,
+        )
+    )  # fmt: skip
+    if amax is not None and p.numel():
+        amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
+
+
+_LIBRARY = torch.library.Library("float8", "FRAGMENT")
+_LIBRARY.define(
+    "optimizer_step(str rule, float[] numbers, Tensor? lr, float step, Tensor? step_tensor, "
+    "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
+    "Tensor(c!) m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
+    "Tensor(f!)? v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
+    "int group, bool[] at_random, int seed, int first, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_LIBRARY.impl("optimizer_step", reference, "CPU")
+torch.library.register_fake("float8::optimizer_step", lambda *_: None, lib=_LIBRARY)

@@ -17,7 +17,7 @@ which does not round it correctly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -59,10 +59,10 @@ def adamw(
     return p - quotient(m, root(v) * by + eps) * size, m, v
 
 
-def sgd_momentum(p: Any, g: Any, m: Any, lr: Any, beta: Any, rest: Any, nesterov: Any) -> Any:
+def sgd_momentum(p: Any, g: Any, m: Any, lr: Any, beta1: Any, rest1: Any, nesterov: Any) -> Any:
     """New p and m; ``rest`` is the share of the gradient that enters the momentum."""
-    m = m * beta + g * rest
-    return p - (g + m * beta if nesterov else m) * lr, m
+    m = m * beta1 + g * rest1
+    return p - (g + m * beta1 if nesterov else m) * lr, m
 
 
 def lion(p: Any, g: Any, m: Any, lr: Any, beta1: Any, rest1: Any, beta2: Any, rest2: Any) -> Any:
@@ -113,13 +113,13 @@ class AdamW(NamedTuple):
         self, step: Number, p: Tensor, g: Tensor, m: Tensor, v: Tensor
     ) -> tuple[Tensor, ...]:
         """New p, m and v; NaN and inf in g go where they go in ``torch.optim``."""
-        g = -g if self.maximize else g
-        if self.weight_decay != 0:
-            kept = 1 - self.lr * self.weight_decay
-            p, g = decayed(p, g, kept, self.weight_decay, self.decoupled)
-        beta1, beta2 = self.beta1, self.beta2
-        factors = adam_factors(self.lr, beta1, beta2, step)
-        return adamw(p, g, m, v, 1 - beta1, beta2, 1 - beta2, self.eps, *factors)
+        return adamw(*_prepared(self, p, g, self.decoupled), m, v, **self.numbers(step))
+
+    def numbers(self, step: Number) -> dict[str, Number]:
+        """The arguments of `adamw`."""
+        size, by = adam_factors(self.lr, self.beta1, self.beta2, step)
+        rests = {"rest1": 1 - self.beta1, "beta2": self.beta2, "rest2": 1 - self.beta2}
+        return {**rests, "eps": self.eps, "size": size, "by": by}
 
 
 def adam_factors(lr: Number, beta1: float, beta2: float, step: Number) -> tuple[Number, Number]:
@@ -153,15 +153,17 @@ class SGDMomentum(NamedTuple):
 
     def update(self, step: Number, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         """New p and m. The gradient of step 1 enters the momentum without dampening."""
-        g = -g if self.maximize else g
-        if self.weight_decay != 0:
-            p, g = decayed(p, g, 1.0, self.weight_decay, False)
+        numbers = self.numbers(step)
+        return sgd_momentum(*_prepared(self, p, g, False), m, **numbers, nesterov=self.nesterov)
+
+    def numbers(self, step: Number) -> dict[str, Number]:
+        """The arguments of `sgd_momentum`."""
         rest: Number = 1 - self.dampening
         if isinstance(step, Tensor):
             rest = torch.where(step == 1, 1.0, rest).to(torch.float32)
         elif step == 1:
             rest = 1.0
-        return sgd_momentum(p, g, m, self.lr, self.momentum, rest, self.nesterov)
+        return {"lr": self.lr, "beta1": self.momentum, "rest1": rest}
 
 
 class Lion(NamedTuple):
@@ -186,8 +188,36 @@ class Lion(NamedTuple):
 
     def update(self, step: Number, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
         """New p and m; a NaN stays one."""
-        g = -g if self.maximize else g
-        if self.weight_decay != 0:
-            p, g = decayed(p, g, 1 - self.lr * self.weight_decay, self.weight_decay, True)
-        beta1, beta2 = self.beta1, self.beta2
-        return lion(p, g, m, self.lr, beta1, 1 - beta1, beta2, 1 - beta2)
+        return lion(*_prepared(self, p, g, True), m, **self.numbers(step))
+
+    def numbers(self, step: Number) -> dict[str, Number]:
+        """The arguments of `lion`."""
+        first = {"lr": self.lr, "beta1": self.beta1, "rest1": 1 - self.beta1}
+        return {**first, "beta2": self.beta2, "rest2": 1 - self.beta2}
+
+
+def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]:
+    """p and g after weight decay; of the gradient to ascend, the negative."""
+    g = -g if rule.maximize else g
+    if rule.weight_decay == 0:
+        return p, g
+    kept = 1 - rule.lr * rule.weight_decay
+    return decayed(p, g, kept, rule.weight_decay, decoupled)
+
+
+# The rules that the kernel has, by the names that its op takes.
+KERNEL_RULES: dict[str, Any] = {"adamw": AdamW, "sgd_momentum": SGDMomentum, "lion": Lion}
+
+
+def packed(rule: UpdateRule) -> tuple[str, list[float], Tensor | None]:
+    """A rule as an op takes it: its name, its numbers, and lr where it is a tensor."""
+    fields = rule._asdict()
+    name = next(name for name, kind in KERNEL_RULES.items() if kind is type(rule))
+    numbers = [0.0 if isinstance(x, Tensor) else float(x) for x in fields.values()]
+    return name, numbers, fields["lr"] if isinstance(fields["lr"], Tensor) else None
+
+
+def unpacked(name: str, numbers: Sequence[float], lr: Tensor | None) -> Any:
+    """The inverse of `packed`."""
+    rule = KERNEL_RULES[name](*numbers)
+    return rule if lr is None else rule._replace(lr=lr)

@@ -21,8 +21,7 @@ from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
 from float8.formats import on_family
-from float8.kernels.casts import KERNELS, import_kernels
-from float8.kernels.groups import GROUP_KERNELS
+from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs

@@ -16,21 +16,18 @@ from float8.kernels.gpu import (
     amax,
     blockwise_mm,
     cast,
-    cast_blockwise,
-    cast_mx,
-    cast_rowwise,
     cast_tokens,
-    cast_tokens_mx,
     cast_weight,
     grouped_mm,
     norm_cast,
     optimizer_step,
+    rows,
     swiglu_cast,
     transpose,
 )
 from float8.kernels.gpu.blockwise_mm import TILES, Tile
-from float8.kernels.gpu.cast_tokens import ALIGNMENT
 from float8.kernels.gpu.grouped_mm import BY_128, ONE, ROW, SQUARE
+from float8.kernels.gpu.tiles import MX
 from scripts.kernel_tools.forms import Variant, meta, variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -69,7 +66,7 @@ def _blockwise_mm_variant(
     tile: Tile, a_rows: int, b_rows: int, a_dtype: torch.dtype, out_dtype: torch.dtype,
     M: int, K: int,
 ) -> Variant:  # fmt: skip
-    """With scales as `cast_blockwise` and cuBLASLt have them; a bias where float32 is written."""
+    """With scales as `cast` and cuBLASLt have them; a bias where float32 is written."""
     N, blocks = 4096, ceil_div(K, 128)
 
     def scales(lines: int, rows: int) -> Tensor:
@@ -90,86 +87,68 @@ def _blockwise_mm_variant(
 
 def _cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
-    x, scale, amax = meta(M, K), meta(1, 1, dtype=F32), meta(dtype=F32)
-    dynamic = {
-        "e4m3, rows and columns": (E4M3, False, True, True),
-        "e5m2, rows and columns": (E5M2, False, True, True),
-        "e4m3, rows": (E4M3, False, True, False),
-    }
-    given = {
-        "e4m3, rows and columns": (E4M3, True, True),
-        "e5m2, rows and columns, amax": (E5M2, True, True, amax),
-        "e4m3, columns": (E4M3, False, True),
-    }
-    return [
-        *_forms("cast, ", cast._cast_dynamic, dynamic, x),
-        *_forms("cast by a given scale, ", cast._cast, given, x, scale),
-    ]
-
-
-def _cast_blockwise(M: int, K: int) -> list[Variant]:
-    """The forms that the blockwise recipe launches on bfloat16."""
+    x, long = meta(M, K), meta(M, 2 * rows.LONGEST_ROW)
+    scale, amax = meta(1, 1, dtype=F32), meta(dtype=F32)
+    exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
+    up, down = definition.E8M0, definition.E8M0_FLOOR
+    both, by_rows, by_columns = (True, True), (True, False), (False, True)
     forms: dict[str, tuple[Any, ...]] = {
-        "1x128, rows and columns": (1, 128, True, True),
-        "1x128, rows": (1, 128, True, False),
-        "128x128, rows and columns": (128, 128, True, True),
-        "128x128, columns": (128, 128, False, True),
-    }
-    return _forms("cast_blockwise, e4m3, ", cast_blockwise._launch, forms, meta(M, K), E4M3, True)
+        "cast, e4m3, rows and columns": (x, None, ONE, E4M3, exact, False, *both),
+        "cast, e5m2, rows and columns": (x, None, ONE, E5M2, exact, False, *both),
+        "cast, e4m3, rows": (x, None, ONE, E4M3, exact, False, *by_rows),
+        f"{_GIVEN}, e4m3, rows and columns": (x, scale, ONE, E4M3, exact, False, *both),
+        f"{_GIVEN}, e5m2, rows and columns, amax": (
+            x, scale, ONE, E5M2, exact, False, *both, amax,
+        ),
+        f"{_GIVEN}, e4m3, columns": (x, scale, ONE, E4M3, exact, False, *by_columns),
+        **{
+            f"cast_blockwise, e4m3, {block_name(block)}, {name}": (
+                x, None, block, E4M3, rounded, False, *wanted,
+            )
+            for block, name, wanted in (
+                (BY_128, "rows and columns", both),
+                (BY_128, "rows", by_rows),
+                (SQUARE, "rows and columns", both),
+                (SQUARE, "columns", by_columns),
+            )
+        },
+        "cast_mx, e4m3, rows and columns": (x, None, MX, E4M3, up, True, *both),
+        "cast_mx, e4m3, rows": (x, None, MX, E4M3, up, True, *by_rows),
+        "cast_mx, e4m3, columns": (x, None, MX, E4M3, up, True, *by_columns),
+        "cast_mx, e4m3, rows and columns, floor": (x, None, MX, E4M3, down, True, *both),
+        "cast_mx, e4m3, rows, plain scales": (x, None, MX, E4M3, up, False, *by_rows),
+        "cast_rowwise, e4m3, rows": (x, None, ROW, E4M3, rounded, False, *by_rows),
+        "cast_rowwise, e4m3, rows in chunks": (long, None, ROW, E4M3, rounded, False, *by_rows),
+        "cast_rowwise, e4m3, rows and columns": (x, None, ROW, E4M3, rounded, False, *both),
+        "cast_rowwise, e4m3, columns": (x, None, ROW, E4M3, rounded, False, *by_columns),
+    }  # fmt: skip
+    return _forms("", cast._launch, forms)
 
 
-def _cast_mx(M: int, K: int) -> list[Variant]:
-    """The forms that the recipe mxfp8 launches on bfloat16, and a cast to a Float8Tensor."""
-    forms = {
-        "rows and columns": (definition.E8M0, True, True, True),
-        "rows": (definition.E8M0, True, True, False),
-        "columns": (definition.E8M0, True, False, True),
-        "rows and columns, floor": (definition.E8M0_FLOOR, True, True, True),
-        "rows, plain scales": (definition.E8M0, False, True, False),
-    }
-    return _forms("cast_mx, e4m3, ", cast_mx._launch, forms, meta(M, K), E4M3)
-
-
-def _cast_rowwise(M: int, K: int) -> list[Variant]:
-    """The forms that the rowwise recipe launches on bfloat16, and rows that do not fit."""
-    x, long = meta(M, K), meta(M, 2 * cast_rowwise._LONGEST_ROW)
-    forms: dict[str, tuple[Any, ...]] = {
-        "rows": (x, E4M3, True, True, False),
-        "rows in chunks": (long, E4M3, True, True, False),
-        "rows and columns": (x, E4M3, True, True, True),
-        "columns": (x, E4M3, True, False, True),
-    }
-    return _forms("cast_rowwise, e4m3, ", cast_rowwise._launch, forms)
+_GIVEN = "cast by a given scale"
 
 
 def _cast_tokens(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     x, offs, scale = meta(M, K), meta(64, dtype=torch.int32), meta(1, 1, dtype=F32)
-    exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
+    exact, rounded, e8m0 = definition.FLOAT32, definition.scale_format_of(True), definition.E8M0
     forms: dict[str, tuple[Any, ...]] = {
-        "e4m3, tensor": (ONE, E4M3, exact, None, ALIGNMENT, True, True),
-        "e5m2, tensor": (ONE, E5M2, exact, None, ALIGNMENT, True, True),
-        "e4m3, tensor, rows": (ONE, E4M3, exact, None, ALIGNMENT, True, False),
-        "e4m3, given scale": (ONE, E4M3, exact, scale, ALIGNMENT, True, True),
-        "e4m3, 1 x K": (ROW, E4M3, rounded, None, ALIGNMENT, True, True),
-        "e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, ALIGNMENT, False, True),
-        "e4m3, 1 x 128": (BY_128, E4M3, rounded, None, ALIGNMENT, True, True),
-        "e4m3, 1 x 128, columns": (BY_128, E4M3, rounded, None, ALIGNMENT, False, True),
+        "cast_tokens, e4m3, tensor": (ONE, E4M3, exact, None, 16, True, True),
+        "cast_tokens, e5m2, tensor": (ONE, E5M2, exact, None, 16, True, True),
+        "cast_tokens, e4m3, tensor, rows": (ONE, E4M3, exact, None, 16, True, False),
+        "cast_tokens, e4m3, given scale": (ONE, E4M3, exact, scale, 16, True, True),
+        "cast_tokens, e4m3, 1 x K": (ROW, E4M3, rounded, None, 16, True, True),
+        "cast_tokens, e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, 16, False, True),
+        "cast_tokens, e4m3, 1 x 128": (BY_128, E4M3, rounded, None, 16, True, True),
+        "cast_tokens, e4m3, 1 x 128, columns": (BY_128, E4M3, rounded, None, 16, False, True),
+        "cast_tokens_mx, e4m3, both": (MX, E4M3, e8m0, None, 128, True, True),
+        "cast_tokens_mx, e4m3, rows": (MX, E4M3, e8m0, None, 128, True, False),
+        "cast_tokens_mx, e4m3, columns": (MX, E4M3, e8m0, None, 128, False, True),
     }
     return [
-        variant("cast_tokens, amaxes", cast_tokens._line_amaxes, x, offs, True),
-        *_forms("cast_tokens, ", cast_tokens._launch, forms, x, offs),
+        variant("cast_tokens, amaxes", amax.line_amaxes, x, True, True, offs),
+        *_forms("", cast_tokens._launch, forms, x, offs),
     ]
-
-
-def _cast_tokens_mx(M: int, K: int) -> list[Variant]:
-    """The forms that the recipe mxfp8 launches on bfloat16."""
-    forms = {"both": (True, True), "rows": (True, False), "columns": (False, True)}
-    return _forms(
-        "cast_tokens_mx, e4m3, ", cast_tokens_mx._launch, forms, meta(M, K),
-        meta(64, dtype=torch.int32), cast_tokens_mx._BLOCK, E4M3, definition.E8M0, None,
-        cast_tokens_mx.ALIGNMENT,
-    )  # fmt: skip
 
 
 def _cast_weight(M: int, K: int) -> list[Variant]:
@@ -312,13 +291,12 @@ def _transpose(M: int, K: int) -> list[Variant]:
     return [variant("transpose", transpose._launch, meta(M, K, dtype=E4M3))]
 
 
-# file of `float8/kernels/gpu/` -> its forms, for matrices (M, K)
+# op of `float8/kernels/gpu/`, or its first pass -> its forms, for matrices (M, K)
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_blockwise, _cast_mx, _cast_rowwise, _cast_tokens,
-        _cast_tokens_mx, _cast_weight, _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast,
-        _transpose,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _grouped_mm, _norm_cast,
+        _optimizer_step, _swiglu_cast, _transpose,
     )
 }  # fmt: skip
 FILES = tuple(SHIPPED)

@@ -80,16 +80,9 @@ def cast_tokens(
     rest = -sum(sizes) % 16 + 16
     x, offs = test_cast_tokens.tokens(sizes, rest, 16 if is_amax else 144, dtype=BF16, fill="wide")
     given = None if scale is None else torch.tensor([[scale]])
-    tensor, others = definition.FLOAT32, definition.scale_format_of(True)
-    scale_format = tensor if block == test_cast_tokens.TENSOR else others
+    formats = {test_cast_tokens.TENSOR: definition.FLOAT32, test_cast_tokens.MX: definition.E8M0}
+    scale_format = formats.get(block, definition.scale_format_of(True))
     test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, "cpu", block, given)
-
-
-def cast_tokens_mx(wanted: tuple[bool, bool]) -> None:
-    rest = -sum(GROUPS_OF_64) % 16 + 16
-    x, offs = test_cast_tokens.tokens(GROUPS_OF_64, rest, 144, dtype=BF16, fill="wide")
-    block, replay = test_cast_tokens.MX, f"mx, {wanted}"
-    test_cast_tokens.check(x, offs, block, E4M3, definition.E8M0, wanted, "cpu", replay)
 
 
 def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
@@ -203,19 +196,13 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast_dynamic, (E4M3, BOTH)),
         (cast_dynamic, (E5M2, BOTH)),
         (cast_dynamic, (E4M3, ROWS)),
-    ],
-    "cast_blockwise": [
         (cast, ("1x128", ROWS)),
         (cast, ("1x128", BOTH)),
         (cast, ("128x128", BOTH)),
         (cast, ("128x128", COLS)),
-    ],
-    "cast_mx": [
         *((cast, ("mx, swizzled", wanted, E4M3, (80, 144), 0)) for wanted in (COLS, ROWS, BOTH)),
         (cast, ("mx, swizzled", BOTH, E4M3, (80, 144), 1)),
         (cast, ("mx", ROWS, E4M3, (80, 144), 0)),
-    ],
-    "cast_rowwise": [
         (cast, ("rowwise", ROWS, E4M3, (16, 2064))),  # a program holds a row of 4096 elements
         (cast, ("rowwise", ROWS, E4M3, (16, 16400))),  # rows longer than a program holds
         (cast, ("rowwise", BOTH)),
@@ -230,8 +217,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast_tokens, (TENSOR, E4M3, BOTH)),
         (cast_tokens, (TENSOR, E5M2, BOTH)),
         (cast_tokens, (TENSOR, E4M3, ROWS)),
+        *((cast_tokens, (test_cast_tokens.MX, E4M3, wanted)) for wanted in (COLS, ROWS, BOTH)),
     ],
-    "cast_tokens_mx": [(cast_tokens_mx, (wanted,)) for wanted in (COLS, ROWS, BOTH)],
     "cast_weight": [(test_cast_weight.test_agrees, ((48, 256), 128, E4M3, False, "cpu"))],
     "grouped_mm": [
         (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME, True)),

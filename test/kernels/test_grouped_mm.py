@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from float8.kernels import grouped_mm as module
-from float8.kernels.gpu.cast_mx import cast_mx
-from float8.kernels.gpu.cast_tokens_mx import cast_tokens_mx
+from float8.kernels.gpu.cast import cast as cast_matrices
+from float8.kernels.gpu.cast_tokens import cast_tokens
 from float8.kernels.scaled_mm import PLAIN
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -235,11 +235,11 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypat
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
 
     def cast(tokens_TK):
-        return cast_tokens_mx(tokens_TK, offs, MX, E4M3, "e8m0", None, 128, True, True)
+        return cast_tokens(tokens_TK, offs, MX, E4M3, "e8m0", None, 128, True, True)
 
     x8, x_scale, x8_t, x_scale_t = cast(x)
     _, _, g8_t, g_scale_t = cast(g)
-    w8, w_scale, _, _ = cast_mx(w, E4M3, "e8m0", True, True, False)
+    w8, w_scale, _, _ = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False)
     name = module.TORCH_MX.name
     how = (BF16, 128, False, True)
     out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *MX), *how)
@@ -265,8 +265,8 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
     with FakeTensorMode(), torch.no_grad(), Products() as products:
         x, g, w = (cuda(*shape, dtype=BF16) for shape in ((T, K), (T, N), (E, N, K)))
         offs = cuda(E, dtype=torch.int32)
-        x8, g8 = (cast_tokens_mx(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
-        w8 = cast_mx(w, E4M3, "e8m0", True, True, False)
+        x8, g8 = (cast_tokens(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
+        w8 = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False)
         pairs = (*g8[2:], *x8[2:]) if by_tokens else (*x8[:2], *w8[:2])
         b_block = MX if by_tokens else (1, *MX)
         out = module.multiply_groups(module.TORCH_MX.name, *pairs, offs, MX, b_block, BF16, 128)

@@ -88,22 +88,6 @@ def test_expanded_codes_are_coats_in_float64(shape, group, log2_range):
     assert (nearest != codes.view(torch.uint8)).double().mean() < 0.01 + 1 / x.numel(), replay
 
 
-@pytest.mark.parametrize("log2_range", [1, 4, 10, 17.8, 30, 60, 70])
-def test_expansion_error_is_the_codes_error_divided_by_k(log2_range):
-    """y has a relative error of 2^-4 (half a spacing), x a k-th of it: narrow groups gain bits."""
-    x = second_moments((8, 128), log2_range, seed=4)
-    decoded = moments.decode_expanded(*moments.encode_expanded(x, 128), 128)
-    y = expanded_oracle(x, 128)
-    relative = ((decoded.double() - x.double()) / x.double()).abs()
-    normal = y >= 2.0**-6
-    found = float(relative[normal].max())
-    assert found <= (1 + 2.0**-4) ** (log2_range / RANGE) - 1 + 1e-5
-    linear = moments.decode(*moments.encode(x, 128, E4M3), 128)
-    worse = ((linear.double() - x.double()) / x.double()).abs().mean()
-    assert relative.mean() < worse * min(1, 2 * log2_range / RANGE + 0.1)
-    assert float(decoded.min()) > 0
-
-
 def test_every_guard_of_the_expansion():
     nan, inf = math.nan, math.inf
     cases = {
@@ -156,13 +140,7 @@ def code(x, form, group=32):
     return moments.decode(*moments.encode(x, group, dtype), group)
 
 
-def test_a_ragged_group_is_a_group_of_its_own():
-    x = second_moments((2, 150), 10, seed=8)
-    codes, scale, exponent = moments.encode_expanded(x, 64)
-    alone = moments.encode_expanded(x[:, 128:], 64)
-    assert_bitwise(codes[:, 128:], alone[0])
-    assert_bitwise(scale[:, 2:], alone[1])
-    assert_bitwise(exponent[:, 2:], alone[2])
+def test_no_elements():
     for empty in (torch.ones(0, 7), torch.ones(7, 0)):
         codes, scale, exponent = moments.encode_expanded(empty, 4)
         assert codes.shape == empty.shape and scale.shape == (len(empty), -(-empty.shape[1] // 4))

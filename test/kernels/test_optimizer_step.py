@@ -10,7 +10,7 @@ import torch
 from assertions import assert_bitwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8.kernels import moments, optimizer_step
+from float8.kernels import moments, optimizer_step, update_rules
 from float8.kernels.moments import StateMatrix
 from float8.kernels.optimizer_step import Float8Weight, Step, refusal, takes_kernel
 from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
@@ -70,11 +70,11 @@ def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 def test_a_rule_survives_being_packed(rule):
-    name, numbers, lr = optimizer_step.packed(rule)
+    name, numbers, lr = update_rules.packed(rule)
     assert lr is None
-    assert optimizer_step.unpacked(name, numbers, lr) == rule
+    assert update_rules.unpacked(name, numbers, lr) == rule
     tensors = rule._replace(lr=torch.tensor(0.5))
-    assert optimizer_step.unpacked(*optimizer_step.packed(tensors)).lr is tensors.lr
+    assert update_rules.unpacked(*update_rules.packed(tensors)).lr is tensors.lr
 
 
 def test_fused_step_on_a_cpu_is_the_plain_step():

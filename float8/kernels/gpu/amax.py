@@ -18,13 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.kernels.gpu.jit import magnitude_bits
+from float8.granularity import ceil_div
+from float8.kernels.gpu.jit import magnitude_bits, rows_of_tile
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     count_of,
-    is_transposed,
+    groups_constant,
     launch,
-    sizes_of,
+    strides_of,
     tiles_of,
 )
 
@@ -37,7 +38,7 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 def _amax_kernel(
     x_ptr,
     partials_ptr,  # of each matrix
-    offs_ptr,  # int32 (E,), where LIMITED: rows at or beyond the last offset are not read
+    offs_ptr,  # int32 (E,), or None: rows at or beyond the last offset are not read
     M,
     K,
     stride_e,
@@ -47,11 +48,10 @@ def _amax_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
-    LIMITED: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
     x_ptr += tl.program_id(1).to(tl.int64) * stride_e
-    if LIMITED:
+    if offs_ptr is not None:
         M = tl.minimum(tl.load(offs_ptr + E - 1), M)
     tiles_k = tl.cdiv(K, COLS)
     # Fewer than 2^31, so int32: a division of int64 takes a hundred instructions.
@@ -69,30 +69,39 @@ def _amax_kernel(
 @triton.jit
 def _lines_kernel(
     x_ptr,
-    rows_ptr,  # int32 bits (M,) of each matrix, zeros before the first program
-    cols_ptr,  # int32 bits (K,), likewise
+    offs_ptr,  # int32 (E,), the ends of groups of rows; None: x is a matrix, or a stack of them
+    rows_ptr,  # int32 bits (M,) of each matrix, zeros before the first program; or None
+    cols_ptr,  # int32 bits (K,) of each matrix or group, likewise
     M,
     K,
+    E,
     stride_e,
     stride_m,
     stride_k,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    OF_ROWS: tl.constexpr,
-    OF_COLS: tl.constexpr,
+    GROUPS: tl.constexpr,
 ):
-    e = tl.program_id(1).to(tl.int64)
-    x_ptr += e * stride_e
     tiles_k = tl.cdiv(K, COLS)
-    m = (tl.program_id(0) // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.program_id(1).to(tl.int64)
+    group, begin, size, _, first = rows_of_tile(
+        tl.program_id(0) // tiles_k, e, offs_ptr, E, M, M, ROWS, 1, GROUPS
+    )
+    if GROUPS:
+        is_idle = first >= size
+        if is_idle:
+            return
+    m = first + tl.arange(0, ROWS)
     k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+    x_ptr += e * stride_e + begin * stride_m
     offsets = m[:, None] * stride_m + k[None, :] * stride_k
-    x = tl.load(x_ptr + offsets, (m < M)[:, None] & (k < K)[None, :], 0.0)
+    x = tl.load(x_ptr + offsets, (m < size)[:, None] & (k < K)[None, :], 0.0)
     bits = magnitude_bits(x.to(tl.float32))
-    if OF_ROWS:
-        tl.atomic_max(rows_ptr + e * M + m, tl.max(bits, 1), m < M, sem="relaxed")
-    if OF_COLS:
-        tl.atomic_max(cols_ptr + e * K + k, tl.max(bits, 0), k < K, sem="relaxed")
+    if rows_ptr is not None:
+        row = e * M + begin + m
+        tl.atomic_max(rows_ptr + row, tl.max(bits, 1), m < size, sem="relaxed")
+    if cols_ptr is not None:
+        tl.atomic_max(cols_ptr + group * K + k, tl.max(bits, 0), k < K, sem="relaxed")
 
 
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
@@ -107,32 +116,32 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = No
     Of a stack (E, M, K), int32 (E, P). With ``offs`` (E,), int32, the amax is that of the rows
     ``x[:offs[-1]]``, and the others are not read.
     """
-    x = x.mT if is_transposed(x) and offs is None else x
     E = count_of(x)
     partials = new_partials(x, tiles_of(x, _TILE), max(1, most // triton.next_power_of_2(E)))
     count = partials.numel()
     partials = partials if x.dim() == 2 else partials.new_empty(E, count)
-    groups = 0 if offs is None else offs.numel()
     launch(
-        _amax_kernel, (count, E), x, partials, partials if offs is None else offs, *sizes_of(x),
-        groups, **_TILE, PARTIALS=count, LIMITED=groups > 0, **_OPTIONS,
+        _amax_kernel, (count, E), x, partials, offs, *x.shape[-2:], *strides_of(x),
+        0 if offs is None else offs.numel(), **_TILE, PARTIALS=count, **_OPTIONS,
     )  # fmt: skip
     return partials
 
 
-def line_amaxes(x: Tensor, rows: bool, cols: bool) -> tuple[Tensor, Tensor]:
+def line_amaxes(
+    x: Tensor, rows: bool, cols: bool, offs: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """int32 (M,) and (K,): bits of the amaxes of the rows and of the columns of the matrix x.
 
-    They take one read. A result that is not requested has no elements. Of a stack (E, M, K), they
-    are (E M,) and (E K,).
+    They take one read. A result that is not requested is None. Of a stack (E, M, K), they are
+    (E M,) and (E K,). With ``offs`` (E,), int32, the columns are those of each group of rows.
     """
-    if is_transposed(x):
-        return line_amaxes(x.mT, cols, rows)[::-1]
     E, (M, K) = count_of(x), x.shape[-2:]
-    zeros = torch.zeros(E * (M * rows + K * cols), dtype=torch.int32, device=x.device)
-    of_rows, of_cols = zeros[: E * M * rows], zeros[E * M * rows :]
+    groups = E if offs is None else offs.numel()
+    zeros = torch.zeros(E * M * rows + groups * K * cols, dtype=torch.int32, device=x.device)
+    of_rows, of_cols = zeros[: E * M] if rows else None, zeros[E * M * rows :] if cols else None
+    tiles = ceil_div(M, 64) if offs is None else M // 64 + groups
     launch(
-        _lines_kernel, (tiles_of(x, _TILE), E), x, of_rows, of_cols, *sizes_of(x),
-        **_TILE, OF_ROWS=rows, OF_COLS=cols, **_OPTIONS,
+        _lines_kernel, (tiles * ceil_div(K, 128), E), x, offs, of_rows, of_cols, M, K, groups,
+        *strides_of(x), **_TILE, GROUPS=groups_constant(offs), **_OPTIONS,
     )  # fmt: skip
     return of_rows, of_cols

@@ -42,7 +42,8 @@ Compiled for sm_90 by Triton 3.9, other forms of the loop do not shorten that wa
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -253,36 +254,45 @@ def _launch(
     return out
 
 
+def check_operands(
+    op: str, a: Tensor, b: Tensor, out_dtype: torch.dtype, **scales: tuple[Tensor, Sequence[Any]]
+) -> None:
+    """Refuse operands that a kernel would misread, or read past the end of.
+
+    ``scales``: name -> the scale, and the shapes that it may have.
+    """
+    wrong = None
+    if (a.dtype, b.dtype) not in FORMATS:
+        wrong = f"{a.dtype} by {b.dtype}; it multiplies E4M3 by either format, or E5M2 by E4M3"
+    elif out_dtype not in OUT_DTYPES:
+        wrong = f"out_dtype {out_dtype}; it writes {', '.join(str(d) for d in OUT_DTYPES)}"
+    elif a.dim() != 2 or a.shape[1] != b.shape[-1]:
+        wrong = f"shapes {tuple(a.shape)} and {tuple(b.shape)}: the contraction is the last of both"
+    elif any(x.stride(-1) != 1 for x in (a, b) if x.numel()):
+        wrong = f"strides {a.stride()} and {b.stride()}, not (..., 1)"
+    for name, (scale, shapes) in scales.items():
+        if scale.shape not in shapes or scale.dtype != torch.float32:
+            wrong = wrong or (
+                f"{name} is {scale.dtype} {tuple(scale.shape)}, not float32 {tuple(shapes[0])}"
+            )
+    if wrong is not None:
+        raise ValueError(f"float8::{op}: {wrong}")
+
+
 def _check(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_rows: int, b_rows: int,
     bias: Tensor | None, out_dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Refuse operands that the kernel would misread, or read past the end of."""
     check_device("blockwise_mm", a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias)
-    wrong = None
-    if (a.dtype, b.dtype) not in FORMATS:
-        wrong = f"{a.dtype} by {b.dtype}; it multiplies E4M3 by either format, or E5M2 by E4M3"
-    elif (a_rows, b_rows) not in ROWS:
-        wrong = f"scales of {a_rows}x128 by {b_rows}x128; of {ROWS} rows it takes a pair"
-    elif out_dtype not in OUT_DTYPES:
-        wrong = f"out_dtype {out_dtype}; it writes {', '.join(str(d) for d in OUT_DTYPES)}"
-    elif a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        wrong = f"shapes {tuple(a.shape)} and {tuple(b.shape)}, not (M, K) and (N, K)"
-    elif bias is not None and bias.shape != b.shape[:1]:
-        wrong = f"a bias of shape {tuple(bias.shape)}, not ({b.shape[0]},)"
-    if wrong is not None:
-        raise ValueError(f"float8::blockwise_mm: {wrong}")
-    for name, x, scale, rows in (("a", a, a_scale, a_rows), ("b", b, b_scale, b_rows)):
-        if x.stride(1) != 1 and x.numel() > 0:
-            raise ValueError(
-                f"float8::blockwise_mm: {name}'s strides are {x.stride()}, not (..., 1)"
-            )
-        expected = scale_shape(x.shape, (rows, 128))
-        if scale.shape != expected or scale.dtype != torch.float32:
-            raise ValueError(
-                f"float8::blockwise_mm: {name}_scale is {scale.dtype} {tuple(scale.shape)}, "
-                f"not float32 {expected}"
-            )
+    if (a_rows, b_rows) not in ROWS or (bias is not None and bias.shape != b.shape[:1]):
+        raise ValueError(
+            f"float8::blockwise_mm: scales of {a_rows}x128 by {b_rows}x128, not of {ROWS} rows, or "
+            f"not a bias of {b.shape[0]} elements"
+        )
+    check_operands(
+        "blockwise_mm", a, b, out_dtype, a_scale=(a_scale, [scale_shape(a.shape, (a_rows, 128))]),
+        b_scale=(b_scale, [scale_shape(b.shape, (b_rows, 128))]),
+    )  # fmt: skip
 
 
 def _definition(

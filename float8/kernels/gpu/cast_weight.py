@@ -13,16 +13,16 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, ceil_div
 from float8.kernels import definition, moments
-from float8.kernels.gpu.jit import encode_fitting, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import convert, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
-    as_bytes,
     check_device,
     launch,
+    pointer,
     register,
 )
-from float8.kernels.gpu.moments import LINEAR, load
+from float8.kernels.gpu.moments import load, positions
 
 _ELEMENTS = 2048  # of a program
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -45,28 +45,17 @@ def _cast_weight_kernel(
     FLAT: tl.constexpr,
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
-    SKIPS: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
-    G = tl.cdiv(C, GROUP)
-    N = tl.full((), 1, tl.int64) * R * G  # not R.to(int64): it is a constant where it is 1
-    if SKIPS:
+    N = tl.full((), 1, tl.int64) * R * tl.cdiv(C, GROUP)  # R may be a constant, without .to()
+    if found_inf_ptr is not None:
         N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)
-    lane = tl.arange(0, GROUP)
-    if FLAT:
-        at = n[:, None] * GROUP + lane[None, :]
-        inside = (n < N)[:, None] & (lane < GROUP)[None, :]
-        data_at = at
-    else:
-        row = (n // G)[:, None]
-        col = (n % G)[:, None] * GROUP + lane[None, :]
-        inside = (n < N)[:, None] & (col < C)
-        at = row * C + col
-        data_at = row * stride_r + col * stride_c
-    x = load(master_ptr, master_scale_ptr, master_scale_ptr, at, inside, n, N, LINEAR)
+    at, inside, _, row, col = positions(n, N, C, GROUP, FLAT)
+    data_at = at if FLAT else row * stride_r + col * stride_c
+    x = load(master_ptr, master_scale_ptr, None, at, inside, n, N)
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     scale = scale_from_amax(amax, FORMAT_MAX, False)
-    tl.store(data_ptr + data_at, encode_fitting(x, reciprocal(scale), FORMAT), inside)
+    tl.store(data_ptr + data_at, convert(x * reciprocal(scale), FORMAT), inside)
     tl.store(scale_ptr, scale, (tl.program_id(0) == 0) & (N > 0))
 
 
@@ -81,11 +70,11 @@ def _launch(
     groups = max(1, _ELEMENTS // group)
     launch(
         _cast_weight_kernel, ceil_div(R * ceil_div(C, group), groups),
-        master, master_scale, amax.view(torch.int32), as_bytes(data), scale,
-        amax if found_inf is None else found_inf, R, C, *data.stride(),
+        master, master_scale, amax.view(torch.int32), pointer(data), scale,
+        found_inf, R, C, *data.stride(),
         GROUPS=groups, GROUP=group, FLAT=C % group == 0 and data.is_contiguous(),
         FORMAT=TRITON_FORMATS[data.dtype], FORMAT_MAX=torch.finfo(data.dtype).max,
-        SKIPS=found_inf is not None, **_OPTIONS,
+        **_OPTIONS,
     )  # fmt: skip
 
 

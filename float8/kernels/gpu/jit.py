@@ -25,8 +25,8 @@ _MIN_SCALE = tl.constexpr(2.0**-126)
 # conversions leave results in 16-bit registers, and several stores then read parts of them. ptxas
 # 12.8 and 12.9 compile that wrongly: one of the stores writes bits of the stack pointer
 # (triton#11111). This PTX combines the results of two conversions in one 32-bit register at once,
-# and all later instructions are integer arithmetic on it. It also rounds once; Triton on sm_89
-# rounds to float16 first.
+# and all later instructions are integer arithmetic on it: no ptxas needs to be refused. It also
+# rounds once; Triton on sm_89 rounds to float16 first.
 PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 _CONVERT_4 = """{{
@@ -104,6 +104,17 @@ def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
+def scaled_4(ys, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
+    """`scaled` of 4 tiles."""
+    return (
+        scaled(ys[0], factor, FORMAT_MAX, FITS),
+        scaled(ys[1], factor, FORMAT_MAX, FITS),
+        scaled(ys[2], factor, FORMAT_MAX, FITS),
+        scaled(ys[3], factor, FORMAT_MAX, FITS),
+    )
+
+
+@triton.jit
 def clamped(y, FORMAT_MAX: tl.constexpr):
     """y, in the range of a format where `convert` does not saturate."""
     if not PTX:
@@ -131,6 +142,16 @@ def convert(y, FORMAT: tl.constexpr):
             args=[y], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     return y.to(FORMAT).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def _convert_each(ys, FORMAT: tl.constexpr):
+    return (
+        convert(ys[0], FORMAT),
+        convert(ys[1], FORMAT),
+        convert(ys[2], FORMAT),
+        convert(ys[3], FORMAT),
+    )
 
 
 @triton.jit
@@ -174,18 +195,6 @@ def unpack_4(packed):
     )
 
 
-@triton.jit
-def encode(x32, factor, FORMAT_MAX: tl.constexpr, FORMAT: tl.constexpr):
-    """float32 -> float8 codes as uint8: nearest even, saturating; an infinite x becomes NaN."""
-    return convert(scaled(x32, factor, FORMAT_MAX, False), FORMAT)
-
-
-@triton.jit
-def encode_fitting(x32, factor, FORMAT: tl.constexpr):
-    """`encode` under the factor of x's own amax, with fewer instructions; see `scaled`."""
-    return convert(x32 * factor, FORMAT)
-
-
 # --- tiles
 
 
@@ -208,12 +217,6 @@ def place_of_tile(pid, K, ROWS_BY_4: tl.constexpr, COLS: tl.constexpr):
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
     return first_m4, m, k
-
-
-@triton.jit
-def outputs_of_matrix(data_ptr, data_t_ptr, e, M, K, PACK: tl.constexpr):
-    """The pointers of `write_codes` to matrix e (int64) of stacks (E, M, K), (E, K, M)."""
-    return data_ptr + e * M * K, data_t_ptr + e * K * ((M // 16) * 4 if PACK else M)
 
 
 @triton.jit
@@ -245,17 +248,34 @@ def _load_row(x_ptr, m, k, M, K, stride_m, stride_k, AGAIN: tl.constexpr):
 
 
 @triton.jit
-def store_packed(out_ptr, packed, first_m4, k, M, K):
+def transposed_stride(data_t_ptr, P):
+    """From row to row of transposed data, in elements: in this form whole words of 16 bytes."""
+    if data_t_ptr.dtype.element_ty == tl.int32:
+        return (P // 16) * 4
+    return P
+
+
+@triton.jit
+def store_packed(out_ptr, packed, first_m4, k, size, start, K, P):
     """Store the transpose of a tile of codes, four rows packed into each int32.
 
-    ``out_ptr`` is int32 (K, M / 4), the bytes of (K, M); M is a multiple of 16. ``packed`` is int32
-    (rows / 4, columns). ``first_m4`` is a quarter of the tile's first row, and ``k``, int64, the
-    tile's columns. (M, K) is the shape of the matrix before it is transposed.
+    ``out_ptr`` is int32 (K, P / 4), the bytes of (K, P). The tile belongs to ``size`` rows of K
+    columns, which become the columns from ``start`` on; all three are multiples of 16. ``packed``
+    is int32 (rows / 4, columns), ``first_m4`` a quarter of the tile's first row, and ``k``, int64,
+    the tile's columns.
     """
-    M4 = (M // 16) * 4  # in this form the compiler sees rows of whole 16-byte words
     m4 = first_m4 + tl.arange(0, packed.shape[0])
-    inside = (k < K)[:, None] & (m4 < M4)[None, :]
-    tl.store(out_ptr + k[:, None] * M4 + m4[None, :], tl.trans(packed), inside)
+    inside = (k < K)[:, None] & (m4 < (size // 16) * 4)[None, :]
+    row = out_ptr + k[:, None] * transposed_stride(out_ptr, P) + (start // 16) * 4
+    tl.store(row + m4[None, :], tl.trans(packed), inside)
+
+
+@triton.jit
+def store_4_rows(out_ptr, codes, m, k, M, K):
+    """Store 4 tiles of codes row-major, those of rows m, m + 1, m + 2, m + 3 of (M, K)."""
+    for i in tl.static_range(4):
+        inside = (m + i < M)[:, None] & (k < K)[None, :]
+        tl.store(out_ptr + (m + i)[:, None] * K + k[None, :], codes[i], inside)
 
 
 @triton.jit
@@ -308,16 +328,22 @@ def _clamp(offset, T):
 
 
 @triton.jit
-def store_packed_group(out_ptr, packed, first_m4, k, size, start, K, P):
-    """`store_packed` for rows of a group, to the columns of (K, P) that begin with ``start``.
+def rows_of_tile(
+    tile, matrix, offs_ptr, E, M, P, ROWS: tl.constexpr, ALIGN: tl.constexpr, GROUPS: tl.constexpr
+):
+    """`group_of_tile`; without ``offs_ptr`` the same of a matrix of a stack.
 
-    P and ``start`` are multiples of 16; ``size`` is rounded up to one, which stores the padding.
+    Where ALIGN is more than ROWS, a group has the tiles that cover the multiple of ALIGN.
     """
-    m4 = first_m4 + tl.arange(0, packed.shape[0])
-    inside = (k < K)[:, None] & (m4 < (size + 15) // 16 * 4)[None, :]
-    first = (start // 16) * 4  # in this form the compiler sees whole 16-byte words
-    stride = (P // 16) * 4
-    tl.store(out_ptr + k[:, None] * stride + first + m4[None, :], tl.trans(packed), inside)
+    if offs_ptr is None:
+        group, begin, size, start, first = matrix, 0, M, 0, tile.to(tl.int64) * ROWS
+    else:
+        SPLIT: tl.constexpr = max(1, ALIGN // ROWS)
+        group, begin, size, start, first = group_of_tile(
+            tile // SPLIT, offs_ptr, E, M, P, SPLIT * ROWS, ALIGN, GROUPS
+        )
+        first += tile % SPLIT * ROWS
+    return group, begin, size, start, first
 
 
 @triton.jit
@@ -329,68 +355,58 @@ def amax_bits_of(ys):
 
 @triton.jit
 def scale_of_tensor(
-    given_ptr,  # the scale; unused where PARTIALS
-    scale_ptr,  # written where STORE
-    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
-    amax_ptr,  # int32 bits of a running maximum, where RECORD
+    given_ptr,  # the scale; None: it follows from partials
+    scale_ptr,  # written, or None
+    partials_ptr,  # amax bits (PARTIALS,)
+    record_ptr,  # int32 bits of a running maximum, or None; written where the scale is computed
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PARTIALS: tl.constexpr,
-    RECORD: tl.constexpr,
-    STORE: tl.constexpr,
 ):
     """A scale that is given, or follows from partial amaxes; tile 0 writes it, and the amax."""
     tile, _ = tile_of_program()
-    is_first = tile == 0
-    if PARTIALS:
+    if given_ptr is None:
         amax_bits = tl.max(tl.load(partials_ptr + tl.arange(0, PARTIALS)))
         scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-        if RECORD:
-            tl.atomic_max(amax_ptr, amax_bits, is_first, sem="relaxed")
+        if record_ptr is not None:
+            tl.atomic_max(record_ptr, amax_bits, tile == 0, sem="relaxed")
     else:
         scale = tl.load(given_ptr)
-    if STORE:
-        tl.store(scale_ptr, scale, is_first)
+    if scale_ptr is not None:
+        tl.store(scale_ptr, scale, tile == 0)
     return scale
 
 
 @triton.jit
 def write_codes(
-    ys,  # 4 float32 tiles: of rows m, m + 1, m + 2, m + 3
-    factor,
-    data_ptr,  # uint8 (M, K)
-    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    ys,  # 4 float32 tiles, `scaled`: of rows m, m + 1, m + 2, m + 3
+    data_ptr,  # uint8 (size, K), or None
+    data_t_ptr,  # uint8 (K, P), or int32 (K, P / 4), or None
     first_m4,
     k,
-    M,
+    size,
+    padded,  # rows that are written to data_t: size, rounded up
+    start,
     K,
-    ROWS_BY_4: tl.constexpr,
+    P,
     FORMAT: tl.constexpr,
-    FORMAT_MAX: tl.constexpr,
-    FITS: tl.constexpr,  # the factor comes from the amax of the tensor or block of ys
-    WRITE_ROWS: tl.constexpr,
-    WRITE_COLS: tl.constexpr,
-    PACK: tl.constexpr,  # M is a multiple of 16
 ):
-    """Write a tile of codes, row-major and transposed."""
-    m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    if WRITE_COLS and PACK:
-        packed = convert_4(
-            scaled(ys[0], factor, FORMAT_MAX, FITS),
-            scaled(ys[1], factor, FORMAT_MAX, FITS),
-            scaled(ys[2], factor, FORMAT_MAX, FITS),
-            scaled(ys[3], factor, FORMAT_MAX, FITS),
-            FORMAT,
-        )
-        store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), M, K)
-        rows = unpack_4(packed)
-    for i in tl.static_range(4):
-        inside = (m + i < M)[:, None] & (k < K)[None, :]
-        if WRITE_COLS and PACK:
-            row = rows[i]
-        else:
-            row = convert(scaled(ys[i], factor, FORMAT_MAX, FITS), FORMAT)
-        if WRITE_ROWS:
-            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], row, inside)
-        if WRITE_COLS and not PACK:
-            tl.store(data_t_ptr + k.to(tl.int64)[None, :] * M + (m + i)[:, None], row, inside)
+    """Write a tile of codes, row-major and transposed; see `store_packed`.
+
+    Whole words are written transposed if ``data_t_ptr`` is int32; then padded, start and P are
+    multiples of 16.
+    """
+    m = (first_m4 + tl.arange(0, ys[0].shape[0])) * 4
+    if data_t_ptr is None:
+        codes = _convert_each(ys, FORMAT)
+    elif data_t_ptr.dtype.element_ty == tl.int32:
+        packed = convert_4(ys[0], ys[1], ys[2], ys[3], FORMAT)
+        store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), padded, start, K, P)
+        codes = unpack_4(packed)
+    else:
+        codes = _convert_each(ys, FORMAT)
+        for i in tl.static_range(4):
+            inside = (m + i < size)[:, None] & (k < K)[None, :]
+            tl.store(data_t_ptr + k.to(tl.int64)[None, :] * P + (m + i)[:, None], codes[i], inside)
+    if data_ptr is not None:
+        store_4_rows(data_ptr, codes, m, k, size, K)

@@ -16,13 +16,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from float8.granularity import Block, ceil_div
-from float8.kernels import definition
-from float8.kernels.gpu.first_use import checked
+from float8.granularity import ceil_div
 
 LIBRARY = torch.library.Library("float8", "FRAGMENT")
 
@@ -53,7 +52,7 @@ def register(
 
     Args:
         schema: as ``torch.library`` takes it, without the namespace.
-        kernel: launches on CUDA tensors; `first_use` checks it before the first launch.
+        kernel: launches on CUDA tensors.
         definition: the same op in plain PyTorch, which CPU tensors get.
         fake: returns empty tensors of the right shapes, dtypes and strides.
 
@@ -63,7 +62,7 @@ def register(
     name = schema.partition("(")[0]
     DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, checked(name, kernel, definition), "CUDA")
+    LIBRARY.impl(name, kernel, "CUDA")
     LIBRARY.impl(name, definition, "CPU")
     torch.library.register_fake(f"float8::{name}", fake, lib=LIBRARY)
     return getattr(torch.ops.float8, name).default
@@ -151,40 +150,18 @@ def count_of(x: Tensor) -> int:
     return x.shape[0] if x.dim() == 3 else 1
 
 
-def sizes_of(x: Tensor) -> tuple[int, int, int, int, int]:
-    """M and K; the strides between matrices, rows and columns."""
-    M, K = x.shape[-2:]
-    return M, K, x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1)
+def strides_of(x: Tensor) -> tuple[int, int, int]:
+    """The strides between matrices, rows and columns."""
+    return x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1)
 
 
-def is_transposed(x: Tensor) -> bool:
-    """Whether each matrix of x is the transpose of a row-major one, which kernels read instead."""
-    return x.stride(-2) == 1 and x.stride(-1) != 1
+def groups_constant(offs: Tensor | None) -> int:
+    """How many ends of groups a program reads, at least 16, so that few forms are compiled."""
+    return 0 if offs is None else max(16, triton.next_power_of_2(offs.numel()))
 
 
 # data, scale, data_t, scale_t: of a matrix and of its transpose; of no elements if not wanted.
-BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def read_row_major(x: Tensor, outputs: BothWays) -> tuple[Tensor, BothWays]:
-    """x and its outputs; those of ``x.mT`` where that is row-major."""
-    if is_transposed(x):
-        return x.mT, (*outputs[2:], *outputs[:2])
-    return x, outputs
-
-
-def define_both_ways(
-    x: Tensor, outputs: BothWays, rows: bool, cols: bool, block: Block, power_of_two: bool
-) -> BothWays:
-    """Fill ``outputs`` by `definition.cast_dynamic`, for scales of rows and of blocks."""
-    scale_format = definition.scale_format_of(power_of_two)
-    block = block if x.dim() == 2 else (1, *block)
-    for wanted, source, data, scale in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
-        if wanted:
-            found = definition.cast_dynamic(source, block, data.dtype, scale_format)
-            data.copy_(found[0])
-            scale.copy_(found[1])
-    return outputs
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def row_major(x: Tensor) -> Tensor:
@@ -199,13 +176,12 @@ def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) 
     )
 
 
-def as_bytes(data: Tensor, packed: bool = False) -> Tensor:
-    """A view of float8 data as a kernel writes it: uint8, or int32 of four bytes each."""
-    codes = data.view(torch.uint8)
-    if not packed:
-        return codes
-    # A byte view of an empty tensor has no int32 view. It is not written.
-    return codes.view(torch.int32) if codes.numel() else codes.new_empty(0, dtype=torch.int32)
+def pointer(x: Tensor | None, packed: bool = False) -> Tensor | None:
+    """What a kernel takes: float8 data as uint8, or int32 of four bytes each; None of nothing."""
+    if x is None or x.numel() == 0:
+        return None
+    codes = x.view(torch.uint8) if x.element_size() == 1 else x
+    return codes.view(torch.int32) if packed else codes
 
 
 def format_constants(dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
@@ -218,37 +194,16 @@ def format_constants(dtype: torch.dtype, power_of_two: bool) -> dict[str, Any]:
 
 
 def one_scale_arguments(
-    data: Tensor,
-    data_t: Tensor,
-    scale: Tensor,
-    given: Tensor | None,
-    partials: Tensor | None,
-    amax: Tensor | None,
-    power_of_two: bool,
-) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The arguments of the kernels that cast by one scale; see `jit.scale_of_tensor`.
+    data: Tensor, data_t: Tensor, scale: Tensor, given: Tensor | None, partials: Tensor | None,
+    record: Tensor | None, power_of_two: bool,
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:  # fmt: skip
+    """The arguments of fused casts by one scale; see `jit.scale_of_tensor` and `jit.write_codes`.
 
-    ``data`` (M, K) and ``data_t`` (K, M), or stacks of them, are to be written; ``data_t`` may have
-    no elements. ``scale`` is written too, unless ``given`` is it. Without ``given`` it is computed
-    from ``partials``, int32 bits of amaxes, and rounded up if ``power_of_two`` is True. ``amax`` is
-    a running maximum to record the amax in, or None. Returns the arguments from ``given_ptr`` to
-    ``amax_ptr``, and compile-time arguments.
+    The pointers are those from ``given_ptr`` to ``data_t_ptr``. A scale that is given is written to
+    ``scale`` too; ``partials`` are int32 bits of amaxes.
     """
-    cols = data_t.numel() > 0
-    pack = cols and data_t.shape[-1] % 16 == 0
-    pointers = (
-        scale if given is None else given,
-        scale,
-        scale.view(torch.int32) if partials is None else partials,
-        as_bytes(data),
-        as_bytes(data_t, pack),
-        (scale if amax is None else amax).view(torch.int32),
-    )
-    constants = {
-        "PARTIALS": 0 if partials is None else partials.shape[-1],
-        **format_constants(data.dtype, power_of_two),
-        "WRITE_COLS": cols,
-        "RECORD": amax is not None,
-        "PACK": pack,
-    }
-    return pointers, constants
+    amax = None if record is None else record.view(torch.int32)
+    codes = pointer(data), pointer(data_t, data_t.shape[-1] % 16 == 0)
+    count = 0 if partials is None else partials.shape[-1]
+    constants = format_constants(data.dtype, power_of_two and given is None)
+    return (given, scale, partials, amax, *codes), {"PARTIALS": count, **constants}

@@ -24,11 +24,6 @@ from float8.kernels.gpu.jit import (
     without_infinities,
 )
 
-# The forms of a `StateMatrix`.
-DENSE = tl.constexpr(0)
-LINEAR = tl.constexpr(1)
-EXPANDED = tl.constexpr(2)
-
 _INFINITE = tl.constexpr(0x7F800000)  # bits of inf: those of NaN are larger
 _E4M3_MAX = tl.constexpr(moments.E4M3_MAX)
 _SMALLEST_CODE = tl.constexpr(moments.SMALLEST_CODE)
@@ -256,33 +251,61 @@ def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr):
+def positions(n, N, C, GROUP: tl.constexpr, FLAT: tl.constexpr):
+    """Offsets of groups n in a state, (GROUPS, GROUP), and which of them exist.
+
+    Then the offset of each group's first element, (GROUPS,), and the rows and columns, which are
+    computed unless FLAT: memory is then one sequence of groups.
+    """
+    lane = tl.arange(0, GROUP)
+    if FLAT:
+        start = n * GROUP
+        at = start[:, None] + lane[None, :]
+        inside = (n < N)[:, None] & (lane < GROUP)[None, :]
+        row, col = at, at
+    else:
+        G = tl.cdiv(C, GROUP)
+        row = (n // G)[:, None]
+        col = (n % G)[:, None] * GROUP + lane[None, :]
+        inside = (n < N)[:, None] & (col < C)
+        start = (n // G) * C + (n % G) * GROUP
+        at = row * C + col
+    return at, inside, start, row, col
+
+
+# A state's form is that of a `StateMatrix`: dense without a scale, else linear without an exponent,
+# else expanded.
+
+
+@triton.jit
+def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N):
     """float32 (GROUPS, GROUP) of a state; 0 outside."""
     codes = tl.load(codes_ptr + at, inside, 0)
-    x = values(codes) if FORM == DENSE else codes
-    if FORM == LINEAR:
-        x = values(codes) * tl.load(scale_ptr + n, n < N, 1.0)[:, None]
-    if FORM == EXPANDED:
+    if exponent_ptr is not None:
         scale = tl.load(scale_ptr + n, n < N, 1.0)[:, None]
         x = decode_expanded(codes, scale, tl.load(exponent_ptr + n, n < N, 1.0)[:, None])
+    elif scale_ptr is not None:
+        x = values(codes) * tl.load(scale_ptr + n, n < N, 1.0)[:, None]
+    else:
+        x = values(codes)
     return x
 
 
 @triton.jit
 def store(
-    x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N, FORM: tl.constexpr,
+    x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N,
     index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
     """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds by `chances`."""
-    if FORM == DENSE:
-        tl.store(codes_ptr + at, x, inside)
-    if FORM == LINEAR:
-        TO_FLOAT16: tl.constexpr = codes_ptr.dtype.element_ty == tl.float16
-        codes, scale = encode_linear(x, TO_FLOAT16, index, seed, offset, NUMBER, RANDOM)
-        tl.store(codes_ptr + at, codes, inside)
-        tl.store(scale_ptr + n, scale, n < N)
-    if FORM == EXPANDED:
+    if exponent_ptr is not None:
         codes, scale, exponent = encode_expanded(x, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
         tl.store(scale_ptr + n, scale, n < N)
         tl.store(exponent_ptr + n, exponent, n < N)
+    elif scale_ptr is not None:
+        TO_FLOAT16: tl.constexpr = codes_ptr.dtype.element_ty == tl.float16
+        codes, scale = encode_linear(x, TO_FLOAT16, index, seed, offset, NUMBER, RANDOM)
+        tl.store(codes_ptr + at, codes, inside)
+        tl.store(scale_ptr + n, scale, n < N)
+    else:
+        tl.store(codes_ptr + at, x, inside)

@@ -47,12 +47,13 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import definition
 from float8.kernels.gpu.amax import MAX_PARTIALS, new_partials
-from float8.kernels.gpu.cast import define, new_outputs
+from float8.kernels.gpu.cast import fused_definition, fused_fake
 from float8.kernels.gpu.jit import (
     amax_bits_of,
     magnitude_bits,
     reciprocal,
     scale_of_tensor,
+    scaled_4,
     tile_of_program,
     write_codes,
 )
@@ -126,12 +127,11 @@ def _mean_and_variance(x_ptr, m, M, K, stride_m, ROWS: tl.constexpr, COLS: tl.co
 
 @triton.jit
 def _store_statistics(
-    x_ptr, mean_ptr, rstd_ptr, first_m, M, K, stride_m, eps,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """Store mean (0 unless CENTRED) and 1 / sqrt(variance + eps), which is correctly rounded."""
+    x_ptr, mean_ptr, rstd_ptr, first_m, M, K, stride_m, eps, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Store the mean (0 without) and 1 / sqrt(variance + eps), which is correctly rounded."""
     m = first_m + tl.arange(0, ROWS)
-    if CENTRED:
+    if mean_ptr is not None:
         mean, square = _mean_and_variance(x_ptr, m, M, K, stride_m, ROWS, COLS)
         tl.store(mean_ptr + m, mean, m < M)
     else:
@@ -144,114 +144,88 @@ def _store_statistics(
 
 @triton.jit
 def _y(
-    x_ptr, weight_ptr, bias_ptr, mean, rstd, m, k, M, K, stride_m,
-    CENTRED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr, POLICY: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, mean_ptr, mean, rstd, m, k, M, K, stride_m,
+    DTYPE: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """A tile of y, rows m and columns k: rounded to DTYPE, in float32; 0 outside."""
     x, inside = _load(x_ptr, m, k, M, K, stride_m, POLICY)
-    if CENTRED:
+    if mean_ptr is not None:
         x = x - mean[:, None]
-    y = (x * rstd[:, None]) * tl.load(weight_ptr + k, k < K, 0.0).to(tl.float32)[None, :]
-    if BIAS:
+    y = x * rstd[:, None]
+    if weight_ptr is not None:
+        y *= tl.load(weight_ptr + k, k < K, 0.0).to(tl.float32)[None, :]
+    if bias_ptr is not None:
         y += tl.load(bias_ptr + k, k < K, 0.0).to(tl.float32)[None, :]
     return tl.where(inside, y, 0.0).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
-def _known_y(
-    x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
-    CENTRED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+def _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m, DTYPE: tl.constexpr):
     """`_y` of rows whose statistics are in memory; the last read of x."""
     rstd = tl.load(rstd_ptr + m, m < M, 0.0)
     mean = rstd
-    if CENTRED:
+    if mean_ptr is not None:
         mean = tl.load(mean_ptr + m, m < M, 0.0)
-    return _y(
-        x_ptr, w_ptr, b_ptr, mean, rstd, m, k, M, K, stride_m, CENTRED, BIAS, DTYPE, "evict_first"
-    )
-
-
-@triton.jit
-def _known_4_rows(
-    x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
-    CENTRED: tl.constexpr, BIAS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """`_known_y` of rows m, m + 1, m + 2, m + 3, each as a tile."""
-    return (
-        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
-                 CENTRED, BIAS, DTYPE),
-        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 1, k, M, K, stride_m,
-                 CENTRED, BIAS, DTYPE),
-        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 2, k, M, K, stride_m,
-                 CENTRED, BIAS, DTYPE),
-        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 3, k, M, K, stride_m,
-                 CENTRED, BIAS, DTYPE),
-    )  # fmt: skip
+    return _y(x_ptr, w_ptr, b_ptr, mean_ptr, mean, rstd, m, k, M, K, stride_m, DTYPE, "evict_first")
 
 
 @triton.jit
 def _rows_kernel(
     x_ptr,
     weight_ptr,
-    bias_ptr,  # unused unless BIAS
-    mean_ptr,  # float32 (M,), written where CENTRED
+    bias_ptr,
+    mean_ptr,  # float32 (M,), written; None in an RMS norm
     rstd_ptr,  # float32 (M,), written
-    partials_ptr,  # int32 (PARTIALS,), written where AMAX
+    partials_ptr,  # int32 (PROGRAMS,), written, or None
     M,
     K,
     stride_m,
     eps,
-    CENTRED: tl.constexpr,
-    BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    PARTIALS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     DTYPE: tl.constexpr,
-    AMAX: tl.constexpr,
 ):
-    """Statistics of all rows; partials[i] = bits of y's amax in blocks i, i + PARTIALS, ..."""
+    """Statistics of all rows; partials[i] = bits of y's amax in blocks i, i + PROGRAMS, ..."""
     # A thread has 8 adjacent columns. One amax of them leaves layer norm's means their registers.
-    WIDE: tl.constexpr = 8 if CENTRED else 1
+    WIDE: tl.constexpr = 1 if mean_ptr is None else 8
     bits = tl.zeros((ROWS, COLS // WIDE), tl.int32)
-    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(M, ROWS), PARTIALS):
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(M, ROWS), PROGRAMS):
         first_m = block * ROWS
         m = first_m + tl.arange(0, ROWS)
         mean, rstd = _store_statistics(
-            x_ptr, mean_ptr, rstd_ptr, first_m, M, K, stride_m, eps, CENTRED, ROWS, COLS
+            x_ptr, mean_ptr, rstd_ptr, first_m, M, K, stride_m, eps, ROWS, COLS
         )
-        if AMAX:
+        if partials_ptr is not None:
             for first in range(0, K, COLS):
                 k = first + tl.arange(0, COLS)
                 y = _y(
-                    x_ptr, weight_ptr, bias_ptr, mean, rstd, m, k, M, K, stride_m,
-                    CENTRED, BIAS, DTYPE, "evict_last",
+                    x_ptr, weight_ptr, bias_ptr, mean_ptr, mean, rstd, m, k, M, K, stride_m,
+                    DTYPE, "evict_last",
                 )  # fmt: skip
                 wide = magnitude_bits(y).reshape(ROWS, COLS // WIDE, WIDE)
                 bits = tl.maximum(bits, tl.max(wide, 2))
-    if AMAX:
+    if partials_ptr is not None:
         tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
 
 
 @triton.jit
 def _cast_kernel(
     x_ptr,
-    weight_ptr,
-    bias_ptr,  # unused unless BIAS
-    mean_ptr,  # float32 (M,); written where OWN and CENTRED
-    rstd_ptr,  # float32 (M,); written where OWN
-    given_ptr,  # the scale; unused where PARTIALS
+    w_ptr,  # or None, as b_ptr
+    b_ptr,
+    mean_ptr,  # float32 (M,), written where OWN; None in an RMS norm
+    rstd_ptr,  # float32 (M,), written where OWN
+    given_ptr,  # the scale; None: it follows from the partial amaxes
     scale_ptr,  # written
-    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
+    partials_ptr,  # amax bits (PARTIALS,)
+    record_ptr,  # int32 bits of a running maximum, or None
     data_ptr,  # uint8 (M, K)
-    data_t_ptr,  # uint8 (K, M); int32 where PACK
-    amax_ptr,  # int32 bits of a running maximum
+    data_t_ptr,  # uint8 (K, M); int32 of four bytes each where M is a multiple of 16; or None
     M,
     K,
     stride_m,
     eps,
-    CENTRED: tl.constexpr,
-    BIAS: tl.constexpr,
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     OWN: tl.constexpr,  # a program has whole rows, and computes their statistics
@@ -260,23 +234,19 @@ def _cast_kernel(
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    WRITE_COLS: tl.constexpr,
-    RECORD: tl.constexpr,
-    PACK: tl.constexpr,  # M is a multiple of 16
 ):
     pid, _ = tile_of_program()
     chunks = tl.cdiv(K, COLS)
     scale = scale_of_tensor(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr,
-        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
-    )  # fmt: skip
-    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
+        given_ptr, scale_ptr, partials_ptr, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+    )
+    factor = reciprocal(scale, POWER_OF_TWO)
 
     if OWN:
         first_m4 = pid.to(tl.int64) * ROWS_BY_4
         _store_statistics(
             x_ptr, mean_ptr, rstd_ptr, first_m4 * 4, M, K, stride_m, eps,
-            CENTRED, 4 * ROWS_BY_4, COLS // 2 if CENTRED else COLS,  # two accumulators, or one
+            4 * ROWS_BY_4, COLS if mean_ptr is None else COLS // 2,  # one accumulator, or two
         )  # fmt: skip
         tl.debug_barrier()  # all threads of the program read the statistics below
         steps = chunks
@@ -291,19 +261,19 @@ def _cast_kernel(
     for step in range(steps):
         k = last_k - step * COLS + tl.arange(0, COLS)
         # All loads come before the first store, because no load may be moved before a store.
-        ys = _known_4_rows(
-            x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m,
-            CENTRED, BIAS, DTYPE,
-        )  # fmt: skip
-        if RECORD and not PARTIALS:
+        ys = (
+            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 1, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 2, k, M, K, stride_m, DTYPE),
+            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 3, k, M, K, stride_m, DTYPE),
+        )
+        if record_ptr is not None and given_ptr is not None:
             bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // WIDE, WIDE))
             seen = tl.maximum(seen, tl.max(bits, 2))
-        write_codes(
-            ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-            ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
-        )  # fmt: skip
-    if RECORD and not PARTIALS:
-        tl.atomic_max(amax_ptr, tl.max(seen), sem="relaxed")
+        scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
+        write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
+    if record_ptr is not None and given_ptr is not None:
+        tl.atomic_max(record_ptr, tl.max(seen), sem="relaxed")
 
 
 def _statistics(
@@ -313,23 +283,13 @@ def _statistics(
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
     most = most or (MAX_PARTIALS if amax or norm.is_centred else _MOST)
     partials = new_partials(x, ceil_div(x.shape[0], _ROWS["ROWS"]), most)
-    count = partials.numel()
+    found = partials if amax else None
     launch(
-        _rows_kernel, count, x, *_pointers(norm, mean, rstd), partials, *x.shape, x.stride(0),
-        norm.eps, **_flags(norm), **_ROWS, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], AMAX=amax,
+        _rows_kernel, len(partials), x, norm.weight, norm.bias, mean, rstd, found, *x.shape,
+        x.stride(0), norm.eps, **_ROWS, PROGRAMS=len(partials), DTYPE=TRITON_DTYPES[dtype],
         **_OPTIONS,
     )  # fmt: skip
-    return partials if amax else None
-
-
-def _pointers(norm: Norm, mean: Tensor | None, rstd: Tensor) -> tuple[Tensor | None, ...]:
-    """weight, bias, mean, rstd; any pointer in place of one that the kernel does not read."""
-    bias = norm.weight if norm.bias is None else norm.bias
-    return norm.weight, bias, rstd if mean is None else mean, rstd
-
-
-def _flags(norm: Norm) -> dict[str, bool]:
-    return {"CENTRED": norm.is_centred, "BIAS": norm.bias is not None}
+    return found
 
 
 def _launch(
@@ -342,17 +302,14 @@ def _launch(
         return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)
     outputs = _fake(x, norm, scale, compute_dtype, dtype, power_of_two, cols)
     data, data_t, found, mean, rstd = outputs
-    x = row_major(x)
-    (M, K), weight, bias = x.shape, norm.weight, norm.bias
-    norm = norm._replace(
-        weight=x.new_ones(K) if weight is None else weight.contiguous(),
-        bias=bias if bias is None else bias.contiguous(),
-    )
+    x, (M, K) = row_major(x), x.shape
+    weight, bias = (t if t is None else t.contiguous() for t in norm[:2])
     if own is None:
         enough = ceil_div(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
         own = scale is not None and enough and K <= _LONGEST_ROW
     tile, partials = _OWN_TILE if own else _TILE, None
     if not own:
+        norm = norm._replace(weight=weight, bias=bias)
         partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
     pointers, constants = one_scale_arguments(
         data, data_t, found, scale, partials, amax, power_of_two
@@ -360,8 +317,8 @@ def _launch(
     programs = ceil_div(M, 4 * tile["ROWS_BY_4"])
     launch(
         _cast_kernel, programs if own else programs * ceil_div(K, tile["COLS"]), x,
-        *_pointers(norm, mean, rstd), *pointers, M, K, x.stride(0), norm.eps,
-        **_flags(norm), **tile, OWN=own, **constants, DTYPE=TRITON_DTYPES[compute_dtype],
+        weight, bias, mean, rstd, *pointers, M, K, x.stride(0), norm.eps, **tile, OWN=own,
+        **constants, DTYPE=TRITON_DTYPES[compute_dtype],
         num_warps=_OWN_WARPS if own else 4, **NO_FUSION,
     )  # fmt: skip
     return outputs
@@ -387,7 +344,8 @@ def _definition(
         y32, mean, rstd = definition.layer_norm(x, weight, bias, eps)
     else:
         (y32, rstd), mean = definition.rms_norm(x, weight, eps), None
-    return *define(y32.to(compute_dtype), scale, dtype, power_of_two, True, cols, amax), mean, rstd
+    y = y32.to(compute_dtype)
+    return *fused_definition(y, scale, dtype, power_of_two, cols, amax), mean, rstd
 
 
 def _fake(
@@ -395,7 +353,7 @@ def _fake(
     power_of_two: bool, cols: bool, amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
     mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
-    return *new_outputs(x, dtype, True, cols), mean if norm.is_centred else None, rstd
+    return *fused_fake(x, dtype, cols), mean if norm.is_centred else None, rstd
 
 
 def _register(name: str, is_centred: bool) -> Any:

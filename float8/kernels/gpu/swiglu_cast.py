@@ -35,7 +35,7 @@ from torch import Tensor
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.kernels.gpu.amax import new_partials
-from float8.kernels.gpu.cast import Outputs, define, new_outputs
+from float8.kernels.gpu.cast import Fused, fused_definition, fused_fake
 from float8.kernels.gpu.jit import (
     PTX,
     amax_bits_of,
@@ -43,6 +43,7 @@ from float8.kernels.gpu.jit import (
     place_of_tile,
     reciprocal,
     scale_of_tensor,
+    scaled_4,
     tile_of_program,
     write_codes,
 )
@@ -158,12 +159,12 @@ def _columns_kernel(
 def _cast_kernel(
     gate_ptr,
     up_ptr,
-    given_ptr,  # the scale; unused where PARTIALS
+    given_ptr,  # the scale; None: it follows from the partial amaxes
     scale_ptr,  # written
-    partials_ptr,  # amax bits (PARTIALS,); unused where PARTIALS is 0
+    partials_ptr,  # amax bits (PARTIALS,)
+    record_ptr,  # int32 bits of a running maximum, or None
     data_ptr,  # uint8 (M, K)
-    data_t_ptr,  # uint8 (K, M); int32 where PACK
-    amax_ptr,  # int32 bits of a running maximum
+    data_t_ptr,  # uint8 (K, M); int32 of four bytes each where M is a multiple of 16; or None
     M,
     K,
     stride_gate,
@@ -176,17 +177,13 @@ def _cast_kernel(
     FORMAT: tl.constexpr,
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    WRITE_COLS: tl.constexpr,
-    RECORD: tl.constexpr,
-    PACK: tl.constexpr,  # M is a multiple of 16
 ):
     tile, _ = tile_of_program()
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     scale = scale_of_tensor(
-        given_ptr, scale_ptr, partials_ptr, amax_ptr,
-        FORMAT_MAX, POWER_OF_TWO, PARTIALS, RECORD, True,
-    )  # fmt: skip
-    factor = reciprocal(scale, POWER_OF_TWO and PARTIALS > 0)
+        given_ptr, scale_ptr, partials_ptr, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+    )
+    factor = reciprocal(scale, POWER_OF_TWO)
     # All loads before the first store, which none of them may overtake.
     ys = (
         _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE),
@@ -197,12 +194,10 @@ def _cast_kernel(
     if factors_ptr is not None:
         by = tl.load(factors_ptr + k, k < K, 1.0)[None, :]
         ys = (ys[0] * by, ys[1] * by, ys[2] * by, ys[3] * by)
-    write_codes(
-        ys, factor, data_ptr, data_t_ptr, first_m4, k, M, K,
-        ROWS_BY_4, FORMAT, FORMAT_MAX, PARTIALS > 0, True, WRITE_COLS, PACK,
-    )  # fmt: skip
-    if RECORD and not PARTIALS:
-        tl.atomic_max(amax_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
+    scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
+    write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
+    if record_ptr is not None and given_ptr is not None:
+        tl.atomic_max(record_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
 @triton.jit
@@ -265,10 +260,9 @@ def _launch_amaxes(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tens
 def _launch(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
-) -> Outputs:  # fmt: skip
+) -> Fused:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale, amax=amax, factors=factors)
-    _check_factors(gate, scale, factors)
     if gate.numel() == 0:
         return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors)
     gate, up = row_major(gate), row_major(up)
@@ -306,33 +300,20 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
-def _check_factors(gate: Tensor, scale: Tensor | None, factors: Tensor | None) -> None:
-    """Refuse factors that the kernel would read past, or of which no scale follows."""
-    if factors is None:
-        return
-    K = gate.shape[1]
-    if scale is None or factors.dtype != torch.float32 or factors.shape != (1, K):
-        raise ValueError(
-            f"float8::swiglu_cast: factors must be float32 of shape (1, {K}), beside a given scale;"
-            f" got {factors.dtype} of shape {tuple(factors.shape)} and scale {scale}"
-        )
-
-
 def _definition(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
-) -> Outputs:  # fmt: skip
-    _check_factors(gate, scale, factors)
+) -> Fused:  # fmt: skip
     y = definition.swiglu(gate, up).to(compute_dtype)
     y = y if factors is None else y.to(torch.float32) * factors
-    return define(y, scale, dtype, power_of_two, True, cols, amax)
+    return fused_definition(y, scale, dtype, power_of_two, cols, amax)
 
 
 def _fake(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
-) -> Outputs:  # fmt: skip
-    return new_outputs(gate, dtype, True, cols)
+) -> Fused:  # fmt: skip
+    return fused_fake(gate, dtype, cols)
 
 
 def _amaxes_definition(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:

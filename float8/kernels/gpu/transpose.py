@@ -15,9 +15,9 @@ from torch import Tensor
 from float8.kernels.gpu.jit import load_4_rows, pack_4, place_of_tile, store_packed, tile_of_program
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    as_bytes,
     launch,
     new_data,
+    pointer,
     register,
     tiles_of,
 )
@@ -29,21 +29,20 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 @triton.jit
 def _transpose_kernel(
     data_ptr,  # uint8 (M, K)
-    data_t_ptr,  # uint8 (K, M); int32 where PACK
+    data_t_ptr,  # uint8 (K, M); int32 of four bytes each where M is a multiple of 16
     M,
     K,
     stride_m,
     stride_k,
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
-    PACK: tl.constexpr,  # M is a multiple of 16
 ):
     tile, _ = tile_of_program()
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     codes = load_4_rows(data_ptr, m, k, M, K, stride_m, stride_k)
-    if PACK:
+    if data_t_ptr.dtype.element_ty == tl.int32:
         packed = pack_4(codes[0], codes[1], codes[2], codes[3])
-        store_packed(data_t_ptr, packed, first_m4, k, M, K)
+        store_packed(data_t_ptr, packed, first_m4, k, M, 0, K, M)
     else:
         for i in tl.static_range(4):
             inside = (m + i < M)[:, None] & (k < K)[None, :]
@@ -55,10 +54,9 @@ def _launch(data: Tensor) -> Tensor:
     out = _fake(data)
     if data.numel() == 0:
         return out
-    pack = M % 16 == 0
     launch(
-        _transpose_kernel, tiles_of(data, _TILE), as_bytes(data), as_bytes(out, pack), M, K,
-        *data.stride(), **_TILE, PACK=pack, **_OPTIONS,
+        _transpose_kernel, tiles_of(data, _TILE), data.view(torch.uint8),
+        pointer(out, M % 16 == 0), M, K, *data.stride(), **_TILE, **_OPTIONS,
     )  # fmt: skip
     return out
 

@@ -76,7 +76,8 @@ def _average_trips(variant: Variant) -> float:
     """Of a loop over tokens in groups, of which the host knows the number alone."""
     if variant.constants.get("BY_TOKENS"):
         return -(-variant.arguments["K"] // variant.arguments["E"] // 128)
-    if variant.constants.get("LIMITED"):  # all tokens belong to groups
+    if "partials_ptr" in variant.arguments and variant.arguments.get("offs_ptr") is not None:
+        # All tokens belong to groups.
         M, K = variant.arguments["M"], variant.arguments["K"]
         tiles = -(-M // variant.constants["ROWS"]) * -(-K // variant.constants["COLS"])
         return -(-tiles // variant.constants["PARTIALS"])

@@ -33,9 +33,9 @@ def launch(text, stride=STRIDE):
     scale = torch.tensor([[0.53]])
     data, data_t = np.zeros((M, K), np.uint8), np.zeros((K, M), np.uint8)
     source = x.view(torch.int16).numpy().reshape(-1)[: (M - 1) * STRIDE + K]
-    bits, given = np.zeros(1, np.int32), scale.numpy()
+    given = scale.numpy()
     report = run(
-        text, source, given, given, bits, data, data_t, bits, M, K, 0, stride, 0, grid=(3, 1),
+        text, source, given, data, data_t, M, K, M, 0, 0, stride, 0, 0, 0, grid=(3, 1),
         shared_bytes=1 << 16,
     )  # fmt: skip
     expected = oracle.cast(x[:, :K], scale, WHOLE, E4M3).numpy()
@@ -46,7 +46,8 @@ def launch(text, stride=STRIDE):
 @pytest.fixture(scope="module")
 def text():
     x = meta(M, STRIDE)[:, :K]
-    both = variant("cast", cast._cast, x, meta(1, 1, dtype=torch.float32), E4M3, True, True)
+    how = WHOLE, E4M3, "float32", False, True, True
+    both = variant("cast", cast._launch, x, meta(1, 1, dtype=torch.float32), *how)
     return compile_for(both, "sm_90").asm["ptx"]
 
 

@@ -20,15 +20,15 @@ from pretend import into_squares
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition, groups
-from float8.kernels.gpu import cast_tokens, cast_tokens_mx
+from float8.kernels.gpu import cast_tokens
 from float8.kernels.gpu.launch import DEFINITIONS
+from float8.kernels.gpu.tiles import alignment_of
 
 E4M3 = torch.float8_e4m3fn
 FLOAT32, POWER_OF_TWO, E8M0 = definition.FLOAT32, definition.scale_format_of(True), definition.E8M0
 TENSOR, ROW, BY_128, MX = (-1, -1), (1, -1), (1, 128), (1, 32)
-ALIGNMENT = {block: cast_tokens.ALIGNMENT for block in (TENSOR, ROW, BY_128)}
-ALIGNMENT[MX] = cast_tokens_mx.ALIGNMENT
-BLOCKS = tuple(ALIGNMENT)
+BLOCKS = (TENSOR, ROW, BY_128, MX)
+ALIGNMENT = {block: alignment_of(block) for block in BLOCKS}
 # Sizes of groups, and rows in no group.
 GROUPS = (
     ((5, 0, 130, 16, 33), 9),
@@ -42,18 +42,14 @@ ORIENTATIONS = ((True, True), (True, False), (False, True))
 EVERY_WAY = pytest.mark.parametrize("device", [*DEVICES, "definition"])
 
 
-def op_of(block) -> str:
-    return "cast_tokens_mx" if block == MX else "cast_tokens"
-
-
 def run(device, x, offs, block, *arguments, fault=None):
     """The op on a device, interpreted around guarded memory, or its definition."""
     if device == "definition":
-        return DEFINITIONS[op_of(block)](x, offs, block, *arguments)
-    if device == "cpu" and block != MX and not executed.is_active():
+        return DEFINITIONS["cast_tokens"](x, offs, block, *arguments)
+    if device == "cpu" and not executed.is_active():
         return interpreted("probe_tokens").launch(fault, x, offs, block, *arguments)
     assert fault is None
-    return launcher(op_of(block), "_launch", device)(x, offs, block, *arguments)
+    return launcher("cast_tokens", "_launch", device)(x, offs, block, *arguments)
 
 
 def tokens(sizes, rest, columns, device="cpu", **words):
@@ -182,14 +178,12 @@ def test_a_planted_fault_is_seen(fault):
         (ROW, FLOAT32, None, 8),
         (MX, FLOAT32, None, 128),
         (MX, E8M0, None, 16),
-        (MX, E8M0, torch.ones(1, 1), 128),
     ],
 )
 def test_other_casts_are_refused(cast):
     (x, offs), (block, *others) = tokens((3,), 0, 16), cast
-    op = getattr(torch.ops.float8, op_of(block))
-    with pytest.raises(ValueError, match=r"float8::cast_tokens.*: no kernel casts .* use "):
-        op(x, offs, block, E4M3, *others, True, True)
+    with pytest.raises(ValueError, match=r"float8::cast_tokens: no kernel casts "):
+        cast_tokens.cast_tokens(x, offs, block, E4M3, *others, True, True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,8 +192,9 @@ def test_opcheck(block, wanted, device):
     x, offs = tokens((17, 1, 33), 0, 16, device)  # no column behind the groups: all is defined
     scale_format = E8M0 if block == MX else POWER_OF_TWO
     arguments = (x, offs, block, E4M3, scale_format, None, ALIGNMENT[block], *wanted)
-    op = getattr(torch.ops.float8, op_of(block)).default
     # What is not written, which blocks of 32 have, differs from call to call on a GPU.
     checks = ("test_schema", "test_faketensor")
     all_checks = (*checks, "test_autograd_registration", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, arguments, test_utils=checks if block == MX else all_checks)
+    torch.library.opcheck(
+        cast_tokens.cast_tokens, arguments, test_utils=checks if block == MX else all_checks
+    )

@@ -22,7 +22,7 @@ from float8.kernels.casts import import_kernels
 from float8.kernels.definition import E8M0, E8M0_FLOOR, FLOAT32, scale_format_of
 from float8.kernels.gpu.launch import LAUNCHERS
 
-import_kernels(("cast", "cast_rowwise", "cast_blockwise", "cast_mx"))
+import_kernels(("cast",))
 OPS = torch.ops.float8
 E4M3, WHOLE, BY_128 = torch.float8_e4m3fn, (-1, -1), (1, 128)
 POWER_OF_TWO = scale_format_of(True)
@@ -31,22 +31,22 @@ ORIENTATIONS = (BOTH, (True, False), (False, True), (False, False))
 
 
 class Kind(NamedTuple):
-    """An op, its file of gpu/, and the block of a matrix."""
+    """The block of a matrix, and how its scales may be rounded."""
 
-    op: str
-    file: str
     block: tuple[int, int]
     scale_formats: tuple[str, str] = (FLOAT32, POWER_OF_TWO)
+    given: float | None = None
+    swizzled: bool = False
 
 
 KINDS = {
-    "given": Kind("cast", "cast", WHOLE),
-    "dynamic": Kind("cast_dynamic", "cast", WHOLE),
-    "rowwise": Kind("cast_rowwise", "cast_rowwise", (1, -1)),
-    "1x128": Kind("cast_blockwise", "cast_blockwise", BY_128),
-    "128x128": Kind("cast_blockwise", "cast_blockwise", (128, 128)),
-    "mx": Kind("cast_mx", "cast_mx", (1, 32), (E8M0, E8M0_FLOOR)),
-    "mx, swizzled": Kind("cast_mx", "cast_mx", (1, 32), (E8M0, E8M0_FLOOR)),
+    "given": Kind(WHOLE, given=0.37),
+    "dynamic": Kind(WHOLE),
+    "rowwise": Kind((1, -1)),
+    "1x128": Kind(BY_128),
+    "128x128": Kind((128, 128)),
+    "mx": Kind((1, 32), (E8M0, E8M0_FLOOR)),
+    "mx, swizzled": Kind((1, 32), (E8M0, E8M0_FLOOR), swizzled=True),
 }
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 EVERY_KIND = pytest.mark.parametrize("name", KINDS)
@@ -54,30 +54,22 @@ EVERY_KIND = pytest.mark.parametrize("name", KINDS)
 
 def arguments(name, x, dtype, scale_format, wanted, amax=None):
     """Of the op, and of what launches its kernels."""
-    power_of_two, kind = scale_format == POWER_OF_TWO, KINDS[name]
-    if kind.op == "cast":
-        return x, torch.full((1, 1), 0.37, device=x.device), dtype, *wanted, amax
-    if kind.op == "cast_dynamic":
-        return x, dtype, power_of_two, *wanted, amax
-    if kind.op == "cast_mx":
-        return x, dtype, scale_format, "swizzled" in name, *wanted
-    block = kind.block if kind.op == "cast_blockwise" else ()
-    return x, dtype, power_of_two, *block, *wanted
+    kind = KINDS[name]
+    scale = None if kind.given is None else torch.full((1, 1), kind.given, device=x.device)
+    return x, scale, kind.block, dtype, scale_format, kind.swizzled, *wanted, amax
 
 
 def check(name, x, dtype, scale_format, wanted, device, replay, records=True):
     """Requested outputs have the definition's data and scales, in the layout that GEMMs read."""
     kind = KINDS[name]
-    amax = torch.tensor(3.0, device=device) if records and kind.file == "cast" else None
-    amax = amax if x.dim() == 2 else None
-    function = {"cast": "_cast", "cast_dynamic": "_cast_dynamic"}.get(kind.op, "_launch")
+    is_whole = kind.block == WHOLE
+    amax = torch.tensor(3.0, device=device) if records and is_whole and x.dim() == 2 else None
     given = arguments(name, x, dtype, scale_format, wanted, amax)
-    data, *others = launcher(kind.file, function, device)(*given)
-    if kind.file == "cast":
-        data_t, scale = others if kind.op == "cast_dynamic" else (*others, given[1])
+    data, scale, data_t, scale_t = launcher("cast", "_launch", device)(*given)
+    if is_whole:
+        assert scale_t.numel() == 0 and (kind.given is None or scale.numel() == 0)
+        scale = scale if kind.given is None else given[1]
         scale = scale_t = scale.expand(*x.shape[:-2], 1, 1)
-    else:
-        scale, data_t, scale_t = others
     for is_wanted, source, codes, its in (
         (wanted[0], x, data, scale),
         (wanted[1], x.mT, data_t, scale_t),
@@ -91,13 +83,13 @@ def check(name, x, dtype, scale_format, wanted, device, replay, records=True):
             assert its.stride() == strides if strides else its.is_contiguous()
         parts = (source, codes, its) if x.dim() == 3 else (source[None], codes[None], its[None])
         for e, (matrix, mine, found) in enumerate(zip(*parts, strict=True)):
-            if kind.op == "cast":
+            if kind.given is not None:
                 expected, its_scale = definition.cast(matrix, found, WHOLE, dtype), found
             else:
                 expected, its_scale = definition.cast_dynamic(
                     matrix, kind.block, dtype, scale_format
                 )
-            if "swizzled" in name:
+            if kind.swizzled:
                 its_scale = into_squares(its_scale.view(torch.uint8).cpu()).view(found.dtype)
             assert_bitwise(found, its_scale, f"{replay}, matrix {e}", "scale")
             assert_bitwise(mine, expected, f"{replay}, matrix {e}", "data")
@@ -186,7 +178,8 @@ def test_more_tiles_than_programs(device):
 def test_each_matrix_of_a_stack_may_have_a_given_scale(device):
     x = Case((3, 32, 40), torch.bfloat16).make(device)
     scale = torch.tensor([0.1, 0.02, 3.0], device=device).reshape(3, 1, 1)
-    data, data_t = launcher("cast", "_cast", device)(x, scale, E4M3, *BOTH)
+    given = (x, scale, WHOLE, E4M3, FLOAT32, False, *BOTH)
+    data, _, data_t, _ = launcher("cast", "_launch", device)(*given)
     expected = definition.cast(x, scale, (1, -1, -1), E4M3)
     assert_bitwise(data, expected)
     assert_bitwise(data_t, expected.mT)
@@ -204,7 +197,7 @@ def test_opcheck(name, shape, wanted, records, device):
     kind, x = KINDS[name], Case(shape, torch.bfloat16, layout="transposed").make(device)
     amax = torch.zeros((), device=device) if records and len(shape) == 2 else None
     given = arguments(name, x, E4M3, kind.scale_formats[0], wanted, amax)
-    torch.library.opcheck(getattr(OPS, kind.op).default, given)
+    torch.library.opcheck(OPS.cast.default, given)
 
 
 @pytest.mark.cuda
@@ -220,14 +213,15 @@ def test_a_second_device_casts(name):
 
 X, META = torch.ones(32, 48), torch.ones((), device="meta")
 REFUSED = [
-    (LAUNCHERS["cast"], (X, META, E4M3, *BOTH), "scale is on meta and the operand on cpu"),
-    (LAUNCHERS["cast"], (X, X[:1, :1], E4M3, *BOTH, META), "amax is on meta"),
-    (OPS.cast_blockwise, (X, E4M3, True, 1, 32, *BOTH), "no kernel casts .* use one of"),
-    (OPS.cast_mx, (X, E4M3, FLOAT32, True, *BOTH), "are E8M0, not .* use 'e8m0'"),
+    (LAUNCHERS["cast"], (META, WHOLE, FLOAT32), None, "scale is on meta and the operand on cpu"),
+    (LAUNCHERS["cast"], (X[:1, :1], WHOLE, FLOAT32), META, "amax is on meta"),
+    (OPS.cast, (None, (1, 64), FLOAT32), None, "no kernel casts .* use one of"),
+    (OPS.cast, (None, (1, 32), FLOAT32), None, "no kernel casts .* with E8M0 scales for"),
 ]
 
 
-@pytest.mark.parametrize(("run", "given", "words"), REFUSED)
-def test_what_a_kernel_would_get_wrong_is_refused(run, given, words):
+@pytest.mark.parametrize(("run", "how", "amax", "words"), REFUSED)
+def test_what_a_kernel_would_get_wrong_is_refused(run, how, amax, words):
+    scale, block, scale_format = how
     with pytest.raises(ValueError, match=f"float8::cast.*{words}"):
-        run(*given)
+        run(X, scale, block, E4M3, scale_format, False, *BOTH, amax)

@@ -105,12 +105,3 @@ def test_four_tiles_pack_and_unpack(dtype, device):
     assert_bitwise(rows.view(dtype), codes, what="unpacked")
     assert_bitwise(packed.view(torch.uint8).view(512, 4).t().view(dtype), codes, what="packed")
     assert_bitwise(again, packed, what="packed again")
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_programs_take_the_last_tiles_first(device):
-    """Those that the pass before read last, which the L2 cache holds; and each tile once."""
-    out = torch.full((2 * 3 * 2, 3), -1, device=device)
-    launcher("probe_jit", "places", device)(out, 2, 40, 20, 16, 16)
-    forwards = [[e, m, k] for e in (0, 1) for m in (0, 16, 32) for k in (0, 16)]
-    assert out.tolist() == forwards[::-1]

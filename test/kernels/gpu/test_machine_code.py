@@ -62,9 +62,7 @@ def test_a_size_of_one_compiles(variant):
     assert sizes
     types = {name: kind for name, kind in variant.types.items() if name not in sizes}
     constants = {**variant.constants, **dict.fromkeys(sizes, 1)}
-    if "PACK" in constants:
-        constants["PACK"] = False  # as a launcher does
-        types = {n: "*u8" if n == "data_t_ptr" else kind for n, kind in types.items()}
+    types = {n: "*u8" if n == "data_t_ptr" else kind for n, kind in types.items()}
     assert compile_for(replace(variant, types=types, constants=constants), "sm_90").asm["cubin"]
 
 
@@ -85,7 +83,7 @@ def test_a_narrow_access_is_seen():
         transpose.name,
         transpose.kernel,
         {**transpose.types, "data_t_ptr": "*u8"},
-        {**transpose.constants, "PACK": False},
+        transpose.constants,
         transpose.options,
     )
     assert min(row(narrow, "sm_90")["stores"]) == 1

@@ -1,0 +1,324 @@
+"""The kernel that casts tile by tile: any granularity, both orientations, from one read.
+
+A program reads a tile, finds the scales of its rows and of its columns, and writes the codes
+row-major and transposed. Granularities differ in where an amax comes from, and in the tile:
+
+=========== ============================================= ============= ==================
+block       amax                                          tile          bytes per element
+=========== ============================================= ============= ==================
+tensorwise  partial amaxes, from a pass before            64 x 128      2 + 2 + 1 + 1
+tensorwise  none: the scale is given                      64 x 128      2 + 1 + 1
+rowwise     of whole rows and columns, from a pass before 64 x 128      2 + 2 + 1 + 1
+1x128       of the tile's rows and columns                128 x 128     2 + 1 + 1
+128x128     of the tile                                   128 x 128     2 + 1 + 1
+1x32        of 32 columns of a row, and the reverse       64 x 128      2 + 1 + 1
+=========== ============================================= ============= ==================
+
+(Both orientations, of a bfloat16 source.) What a tile holds is never read twice, and nothing is
+zeroed or waited for between launches. A pass before ends where the cast begins, in what the L2
+cache still holds (`jit.tile_of_program`): so a large x is read less than twice from memory, and a
+small one once.
+
+The matrices of a stack (E, M, K), such as the weights of experts, are cast one by one, in the same
+launches. Groups of tokens are cast likewise, each program finding its own (`jit.group_of_tile`).
+
+E8M0 scales follow from integer operations on the bits of an amax (``e8m0.py``). Where they are
+swizzled (`float8.kernels.cublas.swizzled`), tiles cover squares of 128 rows and 4 blocks whole and
+read zeros outside the matrix. So they write the padding too: bytes 0.
+
+With 1x128 blocks both ways, a multiprocessor holds two programs: 8 warps of 128 registers, because
+a thread holds 64 elements until both its rows' and its columns' scales are known. Two programs do
+not always have loads under way, so about 0.7 of a copy's bandwidth is predicted. Three programs
+(80 registers) would spill, and smaller tiles do not hold whole blocks of both matrices.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.granularity import WHOLE, Block, block_name, ceil_div
+from float8.kernels import definition, groups
+from float8.kernels.gpu.amax import line_amaxes, partial_amaxes
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    convert,
+    load_4_rows,
+    magnitude_bits,
+    reciprocal,
+    rows_of_tile,
+    scale_from_amax,
+    scale_of_tensor,
+    scaled,
+    scaled_4,
+    tile_of_program,
+    to_float32,
+    transposed_stride,
+    write_codes,
+)
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    Outputs,
+    count_of,
+    format_constants,
+    groups_constant,
+    launch,
+    pointer,
+    strides_of,
+)
+
+TENSOR, ROW, BY_128, SQUARE, MX = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)
+# block -> a quarter of the rows of a tile, and the warps of a program
+TILES: dict[Block, tuple[int, int]] = {
+    TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE: (32, 8), MX: (16, 4),
+}  # fmt: skip
+
+
+@triton.jit
+def _store_scales(
+    amax_bits, scale_ptr, at, inside, size, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """Store float32 scales, 1 where ``size`` is 0, and return their reciprocals."""
+    scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + at, tl.where(size > 0, scale, 1.0), inside)
+    return reciprocal(scale, POWER_OF_TWO)
+
+
+@triton.jit
+def _store_exponents(
+    amax_bits, scale_ptr, first_row, row, first_block, block, rows, blocks,
+    LARGEST: tl.constexpr, CARRY: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """Store the E8M0 scales of a tile, and return their reciprocals, which are exact.
+
+    ``first_row`` and ``first_block``, int64, are the tile's place in the matrix of scales, of shape
+    (rows, blocks). ``row`` and ``block``, int32, are the place of each scale in the tile; both
+    broadcast. Where SWIZZLED the tile may exceed the matrix.
+    """
+    exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)  # `e8m0.scale_from_amax`
+    if CARRY:
+        exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
+    exponent = tl.where(amax_bits > 0x7F800000, 255, exponent)
+    if SWIZZLED:  # see `float8.kernels.cublas.swizzled`
+        first = (first_row // 128 * tl.cdiv(blocks, 4) + first_block // 4) * 512
+        row += (first_row % 128).to(tl.int32)
+        block += (first_block % 4).to(tl.int32)
+        at = first + (row % 32 * 16 + row // 32 * 4 + block)
+        tl.store(scale_ptr + at, exponent.to(tl.uint8))
+    else:
+        row, block = first_row + row, first_block + block
+        inside = (row < rows) & (block < blocks)
+        tl.store(scale_ptr + row * blocks + block, exponent.to(tl.uint8), inside)
+    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)  # 2^-127 is subnormal
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _tiles_kernel(
+    x_ptr,
+    offs_ptr,  # int32 (E,), the ends of groups of rows; None: x is a matrix, or a stack of them
+    given_ptr,  # a scale; None: scales follow from amaxes
+    amax_ptr,  # int32 bits: partial amaxes (PARTIALS,) where tensorwise, of rows (M,) where rowwise
+    amax_t_ptr,  # of columns (K,), where rowwise
+    record_ptr,  # int32 bits of a running maximum, or None
+    data_ptr,  # uint8 (M, K), or None
+    scale_ptr,
+    data_t_ptr,  # uint8 (K, P), or int32 of four bytes each where P is a multiple of 16, or None
+    scale_t_ptr,
+    M,
+    K,
+    P,  # M, or all columns of groups that are padded
+    E,
+    stride_e,
+    stride_m,
+    stride_k,
+    stride_given,  # 0: all matrices have one given scale
+    stride_scale,  # from matrix to matrix of a stack
+    stride_scale_t,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr,  # and CARRY: see `_rounding_constants`
+    CARRY: tl.constexpr,
+    SWIZZLED: tl.constexpr,
+):
+    ROWS: tl.constexpr = 4 * ROWS_BY_4
+    IS_MX: tl.constexpr = BLOCK == "1x32"
+    ACROSS: tl.constexpr = COLS // 32  # blocks of 1x32 in a tile
+    DOWN: tl.constexpr = ROWS_BY_4 // 8  # 8 sets of 4 rows are one
+    # A scale for the whole tile.
+    ONE: tl.constexpr = BLOCK == "tensorwise" or BLOCK == "128x128"  # noqa: PLR1714
+    FITS: tl.constexpr = given_ptr is None and not IS_MX  # E8M0 scales may be rounded down
+    tile, e = tile_of_program()
+    tiles_k = tl.cdiv(K, COLS)
+    group, begin, size, start, first = rows_of_tile(
+        tile // tiles_k, e, offs_ptr, E, M, P, ROWS, ALIGN, GROUPS
+    )
+    padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
+    if GROUPS:
+        # The first tile of a group without tokens writes scales of 1; swizzled ones have no room.
+        is_idle = first >= (padded if IS_MX else tl.maximum(padded, 1))
+        if is_idle:
+            return
+    tile_k = (tile % tiles_k).to(tl.int64)
+    m = first + tl.arange(0, ROWS_BY_4) * 4
+    k = tile_k * COLS + tl.arange(0, COLS)
+    x_ptr += e * stride_e + begin * stride_m
+    xs = load_4_rows(
+        x_ptr, m, k, size, K, stride_m, stride_k, PARTIALS > 0 or BLOCK == "rowwise"
+    )  # fmt: skip
+
+    if data_ptr is not None:
+        data_ptr += (e * M + begin) * K
+    if data_t_ptr is not None:
+        data_t_ptr += e * K * transposed_stride(data_t_ptr, P)
+    if scale_ptr is not None:
+        scale_ptr += e * stride_scale
+    if scale_t_ptr is not None:
+        scale_t_ptr += e * stride_scale_t
+
+    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    for i in tl.static_range(4):
+        x32 = xs[i].to(tl.float32)
+        bits = magnitude_bits(x32)
+        seen = tl.maximum(seen, bits)
+        if data_ptr is not None and not ONE:
+            if IS_MX:
+                factor = _store_exponents(
+                    tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2), scale_ptr,
+                    start + first, tl.arange(0, ROWS_BY_4)[:, None] * 4 + i,
+                    tile_k * ACROSS, tl.arange(0, ACROSS)[None, :], M, (K + 31) // 32,
+                    LARGEST, CARRY, SWIZZLED,
+                )[:, :, None]  # fmt: skip
+                factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
+            else:
+                if BLOCK == "rowwise":
+                    amax = tl.load(amax_ptr + e * M + begin + m + i, m + i < size, 0)
+                    writes = tl.where(tile_k == 0, size, 0)
+                else:
+                    amax, writes = tl.max(bits, 1), size
+                factor = _store_scales(
+                    amax, scale_ptr, tile_k * M + begin + m + i, m + i < writes, 1,
+                    FORMAT_MAX, POWER_OF_TWO,
+                )[:, None]  # fmt: skip
+            codes = convert(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
+            inside = (m + i < size)[:, None] & (k < K)[None, :]
+            tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
+
+    if ONE or data_t_ptr is not None:
+        if BLOCK == "tensorwise":
+            given = given_ptr if given_ptr is None else given_ptr + e * stride_given
+            partials = amax_ptr if amax_ptr is None else amax_ptr + e * PARTIALS
+            scale = scale_of_tensor(
+                given, scale_ptr, partials, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+            )
+            if scale_t_ptr is not None:
+                tl.store(scale_t_ptr, scale, tile == 0)
+            factor = reciprocal(scale, POWER_OF_TWO)
+        elif BLOCK == "128x128":
+            amax = tl.max(seen).to(tl.float32, bitcast=True)
+            scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
+            tile_m = first // ROWS
+            if scale_ptr is not None:
+                tl.store(scale_ptr + tile_m * tiles_k + tile_k, scale)
+            if scale_t_ptr is not None:
+                tl.store(scale_t_ptr + tile_k * tl.cdiv(M, ROWS) + tile_m, scale)
+            factor = reciprocal(scale, POWER_OF_TWO)
+        elif IS_MX:
+            factor = _store_exponents(
+                tl.max(seen.reshape(DOWN, 8, COLS), 1),
+                scale_t_ptr + start // 32 * (tiles_k * COLS),
+                tile_k * COLS, tl.arange(0, COLS)[None, :],
+                first // 32, tl.arange(0, DOWN)[:, None], K, (padded + 31) // 32,
+                LARGEST, CARRY, SWIZZLED,
+            )[:, None, :]  # fmt: skip
+            factor = tl.broadcast_to(factor, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
+        else:
+            if BLOCK == "rowwise":
+                amax = tl.load(amax_t_ptr + group * K + k, k < K, 0)
+                column, writes = group if GROUPS else 0, tl.where(first == 0, K, 0)
+            else:
+                amax, writes = tl.max(seen, 0), K
+                column = first // ROWS + (start // ROWS + group if GROUPS else 0)
+            factor = _store_scales(
+                amax, scale_t_ptr, column * K + k, k < writes, size if GROUPS else 1,
+                FORMAT_MAX, POWER_OF_TWO,
+            )[None, :]  # fmt: skip
+        write_codes(
+            scaled_4(to_float32(xs), factor, FORMAT_MAX, FITS), data_ptr if ONE else None,
+            data_t_ptr, first // 4, k, size, padded, start, K, P, FORMAT,
+        )  # fmt: skip
+    if record_ptr is not None and given_ptr is not None:
+        tl.atomic_max(record_ptr, tl.max(amax_bits_of(to_float32(xs))), sem="relaxed")
+
+
+def alignment_of(block: Block) -> int:
+    """The multiple at which groups start in the transposed operand: of whole words, or squares."""
+    return 128 if block == MX else 16
+
+
+def cast_tiles(
+    x: Tensor,
+    outputs: Outputs,
+    block: Block,
+    scale_format: str,
+    *,
+    scale: Tensor | None = None,
+    offs: Tensor | None = None,
+    record: Tensor | None = None,
+    swizzled: bool = True,
+) -> None:
+    """Write ``outputs``, those of them that have elements.
+
+    Args:
+        x: (M, K), or a stack (E, M, K); tokens (T, K) in groups, which end at ``offs``.
+        outputs: data, scale, data_t, scale_t.
+        block: of `TILES`.
+        scale_format: of scales that are computed.
+        scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
+        record: a running maximum to record the amax in, float32; tensorwise alone.
+        swizzled: how scales of 1x32 blocks are written.
+    """
+    data, row_scale, data_t, scale_t = outputs
+    (M, K), (rows_by_4, warps) = x.shape[-2:], TILES[block]
+    align, E, P, partials = 1, 0, M, 0
+    if offs is not None:
+        align, E = alignment_of(block), offs.numel()
+        P = groups.padded_tokens(M, E, align)
+    amax = amax_t = None
+    if block == TENSOR and scale is None:
+        amax = partial_amaxes(x, offs=offs)
+        partials = amax.shape[-1]
+    elif block == ROW:
+        amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
+    rows = 4 * rows_by_4
+    covered = 128 if block == MX and swizzled else rows  # tiles cover multiples of it
+    tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
+    launch(
+        _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,
+        None if record is None else record.view(torch.int32),
+        pointer(data), pointer(row_scale), pointer(data_t, P % 16 == 0), pointer(scale_t),
+        M, K, P, E, *strides_of(x), int(scale is not None and scale.numel() > 1),
+        *(s.stride(0) if x.dim() == 3 and s.numel() else 0 for s in (row_scale, scale_t)),
+        ROWS_BY_4=rows_by_4, COLS=128, BLOCK=block_name(block), GROUPS=groups_constant(offs),
+        ALIGN=align, PARTIALS=partials, SWIZZLED=swizzled,
+        **format_constants(data.dtype, scale is None and scale_format != definition.FLOAT32),
+        **_rounding_constants(data.dtype, scale_format), num_warps=warps, **NO_FUSION,
+    )  # fmt: skip
+
+
+def _rounding_constants(dtype: torch.dtype, scale_format: str) -> dict[str, int]:
+    """The compile-time arguments of `_store_exponents`."""
+    mantissa, exponent = math.frexp(torch.finfo(dtype).max)
+    carry = 0x7FFFFF - int((2 * mantissa - 1) * 2**23)
+    return {"LARGEST": exponent - 1, "CARRY": carry if scale_format == definition.E8M0 else 0}
