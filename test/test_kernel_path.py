@@ -190,14 +190,6 @@ def test_a_cast_that_the_compiler_would_get_wrong_is_refused(name, monkeypatch):
     casts._ptxas_that_loses_conversions.cache_clear()
 
 
-def test_sharded_operands_take_the_plain_path():
-    """The ops have no sharding rules: a DTensor is cast by aten, which has."""
-    layer, x = layer_of("tensorwise"), torch.randn(16, 48, dtype=torch.bfloat16)
-    expected = layer(x)
-    with kernel_path(), mock.patch("float8.kernels.casts.is_sharded", return_value=True):
-        assert_bitwise(layer(x), expected)
-
-
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cuda_graph_replays_the_step(name):

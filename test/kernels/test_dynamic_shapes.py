@@ -73,7 +73,7 @@ def lower(recipe: str, tokens: int) -> list:
         with torch.no_grad(), enable_python_dispatcher(), Lowerings(env) as lowerings:
             x, g, w = (fake(*shape) for shape in ((size, 640), (size, 256), (256, 640)))
             both_x, both_w, both_g = (
-                cast_operand(operand, casts, None, False, True, True, (None, None), None)
+                cast_operand(operand, casts, None, False, True, True, None, None)
                 for operand, casts in ((x, plan.x), (w, plan.w), (g, plan.g))
             )
             for gemm, a, b in (
