@@ -13,8 +13,8 @@ original tensors, and only backward reads the copy. Gradients are torch's own de
 values of the copy. Values that are cheap to recompute from a copy (rstd, ``silu(gate)`` for the
 product with ``up``) are not saved. relu and dropout save one bit per element and lose nothing.
 
-The error of the gradients by op, as SQNR in dB (``python -m float8.activations.gradient_error``,
-whose help explains the columns):
+The error of the gradients by op, as SQNR in dB (``python -m float8.activations.gradient_error``;
+that file explains the columns):
 
 ============== ====== ====== ========= =========
 op             normal normal outliers  outliers
