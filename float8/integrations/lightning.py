@@ -61,7 +61,6 @@ wraps the layers. ``FSDPStrategy`` (FSDP1) takes no plugin but its own: convert 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -130,9 +129,8 @@ class Float8Precision(Precision):
             )
         self.precision, self._by_trainer = precision, False
         self._adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
-        self._dtype: Precision = (
-            HalfPrecision(precision) if precision == "bf16-true" else Precision()
-        )
+        is_true = precision == "bf16-true"
+        self._dtype: Precision = HalfPrecision("bf16-true") if is_true else Precision()
         # In the order of their conversion, in which all ranks sync them.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
@@ -243,17 +241,10 @@ class Float8Precision(Precision):
         return {name: dict(cast.named_buffers()) for name, cast in self._delayed_casts().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the histories of a checkpoint."""
+        """Continue with the histories of a checkpoint; those of other casts are left out."""
         casts = self._delayed_casts()
         for name in casts.keys() & state_dict.keys():
             casts[name].load_state_dict(state_dict[name])
-        if unknown := sorted(state_dict.keys() - casts.keys()):
-            warnings.warn(
-                f"the checkpoint has histories of {len(unknown)} delayed casts (first: "
-                f"{unknown[0]}) that this model does not have: to continue exactly, resume with "
-                "the recipe and the module_filter_fn that it was trained with",
-                stacklevel=2,
-            )
 
     def _delayed_casts(self) -> dict[str, DelayedCast]:
         return {n: cast for model in self._models for n, cast in delayed_casts(model).items()}
