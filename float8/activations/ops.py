@@ -2,7 +2,7 @@
 
 A row says which torch functions call the op and how their arguments are read, which tensors
 backward reads, and the gradient. To add an op, add a row to the table and one to
-``gradient_error.CASES``, which the tests run.
+``CASES`` in ``test/activations/gradient_error.py``.
 
 **Readers.** A torch function mode sees the method behind an operator (``a * b`` is ``Tensor.mul``)
 and the functions of `torch.nn.functional`, or those that torch.compile calls for them. A reader

@@ -33,7 +33,7 @@ Accelerate (``fp8_config``) have two names of their own (`_SPELLINGS`) and three
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from float8.arguments import did_you_mean
@@ -112,9 +112,10 @@ def from_te_recipe(
             raise ValueError(f"{name} is given twice, beside the {kind} recipe or in two spellings")
         together[name] = value
     together = {name: value for name, value in together.items() if value is not None}
-    if (fmt := together.get("fp8_format")) is not None:  # a string, or a member of an enum there
-        together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()
-    known, fields_of = KINDS[kind]
+    default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
+    fmt = together.get("fp8_format", default)  # a string, or a member of an enum there
+    together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()
+    known = KINDS[kind]
     if unknown := sorted(together.keys() - {*known, *_OF_ACCELERATE}):
         raise TypeError(
             f"unknown argument {unknown[0]!r} of {kind}; known: {', '.join(known)}"
@@ -124,27 +125,19 @@ def from_te_recipe(
     for name, (supported, instead) in only.items():
         if (value := together.get(name, supported[0])) not in supported:
             raise ValueError(f"{name}={value!r} has no counterpart in float8: {instead}")
-    return cls(**fields_of(recipe, together))
+    fields = _operands(_casts(kind, recipe, together), together)
+    if kind == "DelayedScaling":
+        history = _history(together)
+        if any(c is not None and c.scaling_type is ScalingType.DELAYED for c in fields.values()):
+            fields["delayed_scaling"] = history
+        return cls(**fields, enable_amax_init=False)
+    for ours, theirs in _GEMMS.items():
+        gemm = getattr(recipe, theirs, None)  # MXFP8BlockScaling has none
+        fields[ours] = GemmConfig(gemm is not None and not gemm.use_split_accumulator)
+    return cls(**fields)
 
 
 # --- what each recipe means
-
-
-def _delayed(recipe: Any, arguments: Arguments) -> Fields:
-    interval = arguments.get("interval", 1)
-    history = DelayedScalingConfig(
-        history_len=arguments.get("amax_history_len", 1024),
-        amax_compute_algo=arguments.get("amax_compute_algo", "max"),
-        margin=arguments.get("margin", 0),
-        interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
-        remember_nonfinite=True,
-    )
-    fields = _operands((CastConfig(ScalingType.DELAYED),) * 3, arguments)
-    casts = [value for value in fields.values() if value is not None]
-    if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
-        fields["delayed_scaling"] = history
-    return fields | {"enable_amax_init": False}
-
 
 # Objects within the dynamic recipes: of the three casts, and of the three GEMMs.
 _QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -164,31 +157,28 @@ _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_s
 _BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
 
 
-def _current(recipe: Any, arguments: Arguments) -> Fields:
-    return _dynamic(recipe, arguments, (Tensorwise(),) * 3, arguments.get("use_power_2_scales"))
-
-
-def _blockwise(recipe: Any, arguments: Arguments) -> Fields:
-    is_float32 = arguments.get("use_f32_scales")
-    granularities = tuple(_BLOCKS[arguments.get(name, dim)] for name, dim in _BLOCK_DIMS.items())
-    arguments = {"fp8_format": "E4M3", **arguments}
-    return _dynamic(
-        recipe, arguments, granularities, None if is_float32 is None else not is_float32
+def _history(arguments: Arguments) -> DelayedScalingConfig:
+    interval = arguments.get("interval", 1)
+    return DelayedScalingConfig(
+        history_len=arguments.get("amax_history_len", 1024),
+        amax_compute_algo=arguments.get("amax_compute_algo", "max"),
+        margin=arguments.get("margin", 0),
+        interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
+        remember_nonfinite=True,
     )
 
 
-def _mx(recipe: Any, arguments: Arguments) -> Fields:
-    cast = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
-    fields = _operands((cast,) * 3, {"fp8_format": "E4M3", **arguments})
-    return {**fields, "gemm_config_output": GemmConfig()}
-
-
-def _dynamic(
-    recipe: Any,
-    arguments: Arguments,
-    granularities: tuple[Granularity, ...],
-    is_pow2: bool | None,
-) -> Fields:
+def _casts(kind: str, recipe: Any, arguments: Arguments) -> list[CastConfig]:
+    """Those of input, weight and grad_output."""
+    if kind == "DelayedScaling":
+        return [CastConfig(ScalingType.DELAYED)] * 3
+    if kind == "MXFP8BlockScaling":
+        return [CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)] * 3
+    granularities: list[Granularity] = [Tensorwise()] * 3
+    is_pow2 = arguments.get("use_power_2_scales")
+    if kind == "Float8BlockScaling":
+        granularities = [_BLOCKS[arguments.get(name, dim)] for name, dim in _BLOCK_DIMS.items()]
+        is_pow2 = not arguments["use_f32_scales"] if "use_f32_scales" in arguments else None
     casts = []
     for name, granularity in zip(_QUANTISERS, granularities, strict=True):
         quantiser = getattr(recipe, name)  # of the instance or of its class
@@ -201,17 +191,13 @@ def _dynamic(
             )
         scale_format = ScaleFormat.POWER_OF_TWO if pow2 else ScaleFormat.FLOAT32
         casts.append(CastConfig(granularity=granularity, scale_format=scale_format))
-    gemms = {
-        ours: GemmConfig(use_fast_accum=not getattr(recipe, theirs).use_split_accumulator)
-        for ours, theirs in _GEMMS.items()
-    }
-    return _operands(tuple(casts), arguments) | gemms
+    return casts
 
 
-def _operands(casts: tuple[CastConfig, ...], arguments: Arguments) -> Fields:
+def _operands(casts: list[CastConfig], arguments: Arguments) -> Fields:
     """The six casts; disabled for the GEMMs that run in high precision."""
     x, w, g = casts
-    if arguments.get("fp8_format") == "E4M3":
+    if arguments["fp8_format"] == "E4M3":
         g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.scale_format)
     off = CastConfig(ScalingType.DISABLED)
     fprop, dgrad, wgrad = arguments.get("override_linear_precision") or (False,) * 3
@@ -240,12 +226,12 @@ OF_DELAYED = (
 )
 _OF_ALL = ("fp8_format", "override_linear_precision", "backward_override", "fp8_dpa", "fp8_mha")
 _OF_DYNAMIC = (*_OF_ALL, *_QUANTISERS, *_GEMMS.values())
-# recipe -> the arguments that it has, and what they mean
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, Arguments], Fields]]] = {
-    "DelayedScaling": ((*OF_DELAYED, *_OF_ALL), _delayed),
-    "Float8CurrentScaling": (("use_power_2_scales", *_OF_DYNAMIC), _current),
-    "Float8BlockScaling": (("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC), _blockwise),
-    "MXFP8BlockScaling": (("margin", "enable_2d_quantization", *_OF_ALL), _mx),
+# recipe -> the arguments that it has
+KINDS = {
+    "DelayedScaling": (*OF_DELAYED, *_OF_ALL),
+    "Float8CurrentScaling": ("use_power_2_scales", *_OF_DYNAMIC),
+    "Float8BlockScaling": ("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC),
+    "MXFP8BlockScaling": ("margin", "enable_2d_quantization", *_OF_ALL),
 }
 
 Float8LinearConfig.from_te_recipe = classmethod(from_te_recipe)  # type: ignore[arg-type, assignment]

@@ -1,9 +1,8 @@
-"""The error that float8 copies cause in the gradients of each op.
+"""The error that float8 copies cause in the gradients of each op: SQNR in dB.
 
-``python -m float8.activations.gradient_error`` prints the table in the package's docstring: the
-SQNR in dB, ``10 log10(sum(exact^2) / sum((gradient - exact)^2))``, of each op's worst gradient. The
-exact gradients are float64 without float8; grad_output is random. Inputs are normal, or have
-outliers: one element of each 64 is 1000 times larger, like single features of a residual stream.
+``10 log10(sum(exact^2) / sum((gradient - exact)^2))`` of an op's worst gradient. The exact
+gradients are float64 without float8; grad_output is random. Inputs are normal, or have outliers:
+one element of each 64 is 1000 times larger.
 """
 
 from __future__ import annotations
@@ -87,10 +86,3 @@ def sqnr_of(name: str) -> list[float]:
                 found = gradients(case, inputs_of(case, outliers))
             worst.append(min(map(sqnr, found, exact)))
     return worst
-
-
-if __name__ == "__main__":
-    print("op             normal: 1x128    1x16   outliers: 1x128    1x16")
-    for name in CASES:
-        a, b, c, d = sqnr_of(name)
-        print(f"{name:14} {a:13.1f} {b:7.1f} {c:17.1f} {d:7.1f}")
