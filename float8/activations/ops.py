@@ -218,7 +218,10 @@ def _dropout(
 
 
 def _dropout_forward(x: Tensor, p: float) -> Tensor:
-    """Draws and scales as torch does: one kernel on CUDA, elsewhere a tensor of noise."""
+    """Draws and scales as torch does: one kernel on CUDA, elsewhere a tensor of noise.
+
+    torch.compile draws other numbers for this than for torch's function.
+    """
     if x.is_cuda:
         with torch.no_grad():
             out, mask = torch.native_dropout(x, p, True)

@@ -108,10 +108,10 @@ def from_te_recipe(
     together: Arguments = {}
     for key, value in [*given.items(), *arguments.items()]:
         name = _SPELLINGS.get(key, key)
-        if together.get(name) is not None and value is not None:
+        if name in together and value is not None:
             raise ValueError(f"{name} is given twice, beside the {kind} recipe or in two spellings")
-        together[name] = value
-    together = {name: value for name, value in together.items() if value is not None}
+        if value is not None:
+            together[name] = value
     default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
     fmt = together.get("fp8_format", default)  # a string, or a member of an enum there
     together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()

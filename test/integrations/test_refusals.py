@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("lightning")
+pytest.importorskip("transformers")
 
 import torch
 from accelerate import Accelerator

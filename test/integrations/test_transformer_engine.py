@@ -129,7 +129,7 @@ def test_an_override_that_is_switched_off_is_none():
 
 
 def test_a_mapping_and_keywords_add_up():
-    assert te({"margin": 1}, interval=3) == te(margin=1, interval=3)
+    assert te({"margin": 1}, interval=3, margin=None) == te(margin=1, interval=3)
 
 
 # --- what is refused
