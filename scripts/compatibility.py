@@ -92,14 +92,14 @@ def versions() -> str:
 
 
 def frameworks() -> str:
-    """What `float8.integrations` was tested with: its calls of `require`, and constraints.txt."""
+    """What `float8.integrations` was tested with, by `warn_of_version` and constraints.txt."""
     pinned, rows = pins(), []
     for file in sorted((ROOT / "float8" / "integrations").glob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("require"):
-                package, extra, (first, beyond) = (ast.literal_eval(a) for a in node.args)
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("warn_of_version"):
+                package, first, beyond = (ast.literal_eval(a) for a in node.args)
                 span = f"`>={first},<{beyond}`"
-                rows.append([TITLES[extra], span, pinned[package], f"`float8[{extra}]`"])
+                rows.append([TITLES[package], span, pinned[package], f"`float8[{package}]`"])
     rows.append([TITLES["torchao"], "never warns", pinned["torchao"], "`float8[torchao]`"])
     head = ["framework", "warns outside of", "tests run with", "extra"]
     return table(head, sorted(rows, key=lambda row: row[0].lower()))

@@ -13,8 +13,9 @@ original tensors, and only backward reads the copy. Gradients are torch's own de
 values of the copy. Values that are cheap to recompute from a copy (rstd, ``silu(gate)`` for the
 product with ``up``) are not saved. relu and dropout save one bit per element and lose nothing.
 
-The error of the gradients by op, as SQNR in dB (``python -m float8.activations.gradient_error``,
-whose help explains the columns):
+The error of the gradients by op, as SQNR in dB of each op's worst gradient
+(``test/activations/gradient_error.py`` measures it). Inputs are normal, or one element of each 64
+is 1000 times larger, like single features of a residual stream:
 
 ============== ====== ====== ========= =========
 op             normal normal outliers  outliers

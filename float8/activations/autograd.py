@@ -7,7 +7,6 @@ outside of it, where torch.compile can trace.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.activations.copies import OUTPUT, CopyCache, Restorer, Saved, cast
+from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast
 
-# The inputs of an op, absent ones as None, and its options; None: the call is torch's.
-Arguments = tuple[tuple[Tensor | None, ...], dict[str, Any]]
-Reader = Callable[..., Arguments | None]
+Inputs = tuple[Tensor | None, ...]  # of an op; absent ones are None
+Options = dict[str, Any]
+Reader = Callable[..., tuple[Inputs, Options] | None]  # of a call's arguments; None: it is torch's
 Needs = tuple[bool, ...]  # which inputs need a gradient
 Grads = tuple[Tensor | None, ...]
 
@@ -28,77 +27,57 @@ MUCH_SMALLER = 16  # an input with 16 times fewer elements than another
 
 
 @dataclass(frozen=True)
-class SavingOp(ABC):
-    """Abstract: an op that saves less than torch. Final: `CopyOp`, `MaskOp`.
-
-    ``name`` is used in messages and in the arguments of `saved_activations`. ``readers`` has each
-    torch function that calls the op, and how its arguments are read.
-    """
-
-    name: str
-    readers: dict[Callable[..., Any], Reader]
-
-    @abstractmethod
-    def call(self, cache: CopyCache, arguments: Arguments) -> Tensor | None:
-        """The op's result; or None if it would save no memory, for torch to compute."""
-
-
-@dataclass(frozen=True)
-class CopyOp(SavingOp):
+class CopyOp:
     """An op whose gradient is computed from float8 copies of its inputs, or of its output.
 
     Args:
+        name: in messages and in the arguments of `saved_activations`.
+        readers: each torch function that calls the op, and how its arguments are read.
         forward: torch's function, ``forward(*inputs, **options)``.
         gradient: ``gradient(g, saved, needs, **options)`` returns one gradient, or None, per input:
             of any dtype and, where the op broadcasts, of the output's shape.
         saves: the indices of the tensors that backward reads, given the inputs that need gradients.
-        inputs: the number of inputs.
         exact: indices of the inputs that are saved as they are: weights.
         recompute: whether backward may recompute the result from the copy of its one input.
     """
 
+    name: str
+    readers: dict[Callable[..., Any], Reader]
     forward: Callable[..., Tensor]
     gradient: Callable[..., Grads]
     saves: Callable[[Needs], tuple[int, ...]] = lambda needs: (0,)
-    inputs: int = 1
     exact: tuple[int, ...] = ()
     recompute: bool = False
 
-    def call(self, cache: CopyCache, arguments: Arguments) -> Tensor | None:
-        """The op's result, if any tensor that it saves is worth a copy."""
-        inputs, options = arguments
+    def call(self, cache: CopyCache, inputs: Inputs, options: Options) -> Tensor | None:
+        """The op's result; or None if it would save no memory, for torch to compute."""
         needs = tuple(x is not None and x.requires_grad for x in inputs)
-        indices = [i for i in self.saves(needs) if i == OUTPUT or inputs[i] is not None]
-        if not any(self._is_worthwhile(cache, inputs, i) for i in indices):
-            return None
-        saved = [self._save(cache, inputs, i) for i in indices]
-        restorers = tuple(restorer for restorer, _ in saved)
-        parts = [part for _, parts in saved for part in parts]
-        out: Tensor = _SavedCopies.apply(self, options, restorers, *inputs, *parts)
-        first, its_parts = saved[0]
-        if self.recompute and first.recompute is None:
-            restorer = first._replace(recompute=(self.forward, options))
-            cache.remember(out, (restorer, its_parts))
-        return out
-
-    def _is_worthwhile(self, cache: CopyCache, inputs: tuple[Any, ...], index: int) -> bool:
-        if self._is_exact(inputs, index):
-            return False
-        return cache.is_worthwhile(inputs[0] if index == OUTPUT else inputs[index])
-
-    def _is_exact(self, inputs: tuple[Any, ...], index: int) -> bool:
-        """Whether an input is a weight, or much smaller than another input, as rstd in a norm.
-
-        A copy of a small input saves little, and one error in rstd is an error of a whole row.
-        """
         largest = max(x.numel() for x in inputs if x is not None)
-        is_small = index != OUTPUT and MUCH_SMALLER * inputs[index].numel() <= largest
-        return index in self.exact or is_small
-
-    def _save(self, cache: CopyCache, inputs: tuple[Any, ...], index: int) -> Saved:
-        if index == OUTPUT:  # which there is a copy of only after forward
-            return Restorer(OUTPUT, cache.fmt, tuple(inputs[0].shape), torch.float32), ()
-        return cache.save(inputs[index], index, exact=self._is_exact(inputs, index))
+        restorers: list[Restorer] = []
+        parts: list[Tensor] = []
+        is_worthwhile = False
+        for i in self.saves(needs):
+            x = inputs[0] if i == OUTPUT else inputs[i]
+            if x is None:
+                continue
+            # A copy of a small input saves little, and an error in rstd is one of a whole row.
+            is_exact = i in self.exact or MUCH_SMALLER * x.numel() <= largest
+            if is_exact or not cache.is_worthwhile(x):
+                restorers.append(Restorer(i, None, x.shape, x.dtype))
+                continue
+            is_worthwhile = True
+            restorer, its_parts = cache.save(x, i)
+            restorers.append(restorer)
+            parts += its_parts
+        if not is_worthwhile:
+            return None
+        out: Tensor = _SavedCopies.apply(
+            self, options, tuple(restorers), len(inputs), *inputs, *parts
+        )
+        if self.recompute and restorers[0].recompute is None:
+            again = restorers[0]._replace(recompute=(self.forward, options))
+            cache.remember(out, (again, tuple(parts)))
+        return out
 
 
 class _SavedCopies(torch.autograd.Function):
@@ -108,16 +87,17 @@ class _SavedCopies(torch.autograd.Function):
     def forward(
         ctx: Any,
         op: CopyOp,
-        options: dict[str, Any],
+        options: Options,
         restorers: tuple[Restorer, ...],
+        count: int,
         *tensors: Any,
     ) -> Tensor:
-        inputs, parts = tensors[: op.inputs], list(tensors[op.inputs :])
+        inputs, parts = tensors[:count], list(tensors[count:])
         out = op.forward(*inputs, **options)
         saved: list[Tensor] = []
         for restorer in restorers:
             if restorer.fmt is None:
-                saved.append(out if restorer.position == OUTPUT else inputs[restorer.position])
+                saved.append(inputs[restorer.position])
             elif restorer.position == OUTPUT:
                 saved += cast(out, restorer.fmt)
             else:
@@ -125,38 +105,38 @@ class _SavedCopies(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.op, ctx.options, ctx.restorers = op, options, restorers
         ctx.inputs = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
-        ctx.parts = len(tensors) - op.inputs
+        ctx.parts = len(tensors) - count
         return out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> Grads:
         _refuse_double_backward(ctx.op.name)
         saved = list(ctx.saved_tensors)
         restored = [restorer.restore(saved) for restorer in ctx.restorers]
-        needs = ctx.needs_input_grad[3 : 3 + ctx.op.inputs]
+        needs = ctx.needs_input_grad[4 : 4 + len(ctx.inputs)]
+        found = ctx.op.gradient(g, restored, needs, **ctx.options)
         grads = [
             None if grad is None else grad.sum_to_size(of[0]).to(of[1])
-            for grad, of in zip(
-                ctx.op.gradient(g, restored, needs, **ctx.options), ctx.inputs, strict=True
-            )
+            for grad, of in zip(found, ctx.inputs, strict=True)
         ]
-        return None, None, None, *grads, *(None,) * ctx.parts
+        return None, None, None, None, *grads, *(None,) * ctx.parts
 
 
 @dataclass(frozen=True)
-class MaskOp(SavingOp):
+class MaskOp:
     """An op whose gradient needs one bit per element of its input.
 
-    ``forward(x, **options)`` returns what `with_mask` returns.
+    ``forward(x, **options)`` returns what `with_mask` returns. The rest is as in `CopyOp`.
     """
 
+    name: str
+    readers: dict[Callable[..., Any], Reader]
     forward: Callable[..., Tensor]
 
-    def call(self, cache: CopyCache, arguments: Arguments) -> Tensor | None:
+    def call(self, cache: CopyCache, inputs: Inputs, options: Options) -> Tensor | None:
         """The op's result, if its input is worth a mask."""
-        (x,), options = arguments
-        assert x is not None
-        return self.forward(x, **options) if cache.is_worthwhile(x) else None
+        x = inputs[0]
+        return self.forward(x, **options) if x is not None and cache.is_worthwhile(x) else None
 
 
 def with_mask(
@@ -167,51 +147,44 @@ def with_mask(
     factor: float | None = None,
 ) -> Tensor:
     """``forward(x)``, whose gradient is ``factor * g`` where the mask is True and 0 elsewhere."""
-    out: Tensor = _SavedMask.apply(name, forward, factor, x, packed(mask))
+    out: Tensor = _SavedMask.apply(name, forward, factor, x, _packed(mask))
     return out
 
 
 class _SavedMask(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        name: str,
-        forward: Callable[[Tensor], Tensor],
-        factor: float | None,
-        x: Tensor,
-        bits: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, name: str, forward: Any, factor: Any, x: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
         ctx.op_name, ctx.factor, ctx.shape = name, factor, x.shape
-        return forward(x)
+        out: Tensor = forward(x)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, g: Tensor) -> Grads:
         _refuse_double_backward(ctx.op_name)
-        mask = unpacked(ctx.saved_tensors[0], ctx.shape)
+        mask = _unpacked(ctx.saved_tensors[0], ctx.shape)
         grad = torch.where(mask, g if ctx.factor is None else g * ctx.factor, 0.0)
         return None, None, None, grad.to(g.dtype), None
 
 
-def packed(mask: Tensor) -> Tensor:
+def _packed(mask: Tensor) -> Tensor:
     """A bool tensor as bytes of eight elements, the first in the lowest bit."""
     bits = F.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % 8)).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(
-        1, dtype=torch.uint8
-    )
+    return (bits << _lanes(mask)).sum(1, dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The bool tensor of `packed` bytes."""
-    lanes = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    mask = (bits.unsqueeze(1) >> lanes) & 1
-    return mask.flatten()[: torch.Size(shape).numel()].view(shape).to(torch.bool)
+def _unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    mask = (bits.unsqueeze(1) >> _lanes(bits)) & 1
+    return mask.flatten()[: shape.numel()].view(shape).to(torch.bool)
+
+
+def _lanes(x: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=x.device)
 
 
 def _refuse_double_backward(name: str) -> None:
-    """Raises in a backward with gradients enabled, which only ``create_graph=True`` does."""
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled():  # in a backward: only with create_graph=True
         raise RuntimeError(
-            f"{name} under saved_activations has no second derivative, and backward was called "
-            f'with create_graph=True: run this forward outside, or with skip=("{name}",)'
+            f"{name} under saved_activations has no second derivative (create_graph=True): run "
+            f'this forward outside, or with skip=("{name}",)'
         )

@@ -30,16 +30,16 @@ else is plain PyTorch: several passes in eager mode, fused by torch.compile.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8 import kernels
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES, format_of
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES
 from float8.kernels.definition import scale_format_of
 from float8.linear.float8_weight import version_of
 
@@ -68,16 +68,11 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     """The float8 copy of a float32, bfloat16 or float16 tensor of any shape and strides."""
     one_row = x.dim() == 0 or x.shape[-1] < fmt.group
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
-    block = (1, fmt.group)
+    block, kernel = (1, fmt.group), None
+    if block == _BY_KERNEL:
+        kernel = kernels.kernel_for(kernels.family_of(x.device), block)
     scale_format = scale_format_of(fmt.power_of_two_scale)
-    if block == _BY_KERNEL and kernels.runs_kernel(x.device, block, emulate=False):
-        result = kernels.cast_operand("cast_blockwise", x_RC, block, fmt.dtype, scale_format)
-        data, scale = result.data, result.scale
-    else:
-        amax = kernels.amax(x_RC, block)
-        largest = format_of(fmt.dtype).max
-        scale = kernels.scale_from_amax(amax, largest, scale_format)
-        data = kernels.cast(x_RC, scale, block, fmt.dtype)
+    data, scale, *_ = kernels.cast_operand(kernel, x_RC, block, fmt.dtype, scale_format)
     if fmt.power_of_two_scale:
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
     return Float8Copy(data, scale)
@@ -99,8 +94,8 @@ class Restorer(NamedTuple):
     """The parameters by which backward restores a tensor from its saved copy."""
 
     position: int  # which of the op's inputs the tensor is, or `OUTPUT`
-    fmt: CopyFormat | None  # None: the tensor itself is saved
-    shape: tuple[int, ...]
+    fmt: CopyFormat | None  # None: the tensor itself, an input, is saved
+    shape: torch.Size
     dtype: torch.dtype
     # A function and its options, to recompute the tensor from the copy of that function's input.
     recompute: tuple[Callable[..., Tensor], dict[str, Any]] | None = None
@@ -114,8 +109,7 @@ class Restorer(NamedTuple):
         return x if self.recompute is None else self.recompute[0](x, **self.recompute[1])
 
 
-Saved = tuple[Restorer, tuple[Tensor, ...]]  # with the data and the scale; () for the tensor itself
-Place = tuple[Any, ...]
+Saved = tuple[Restorer, tuple[Tensor, ...]]  # with the data and the scale of the copy
 
 
 class _Entry(NamedTuple):
@@ -126,17 +120,16 @@ class _Entry(NamedTuple):
     restorer: Restorer
 
 
+# Base -> (format, place in the base) -> entry; of all scopes, since dynamo cannot make one.
+_ENTRIES = WeakTensorKeyDictionary()
+
+
 class CopyCache:
-    """Says what to save of each tensor, so that ops which read one tensor share one copy.
+    """The copies of tensors, so that ops which read one tensor share one copy.
 
-    `save` chooses one of three:
-
-    - A float8 copy, made at once: later writes to the tensor do not change it.
-    - For the result of a cheap op of a copied tensor (``silu(gate)`` in ``silu(gate) * up``): the
-      copy of the op's input, from which backward recomputes the result.
-    - The tensor itself, if a copy would save no memory or lose precision without need. These are
-      parameters and their views, tensors without gradient (rotary tables, masks), broadcast views,
-      tensors of fewer than ``min_size`` elements, and other dtypes than float32, bfloat16, float16.
+    `save` makes a float8 copy at once: later writes to the tensor do not change it. For the result
+    of a cheap op of a copied tensor (``silu(gate)`` in ``silu(gate) * up``) it returns the copy of
+    the op's input, from which backward recomputes the result.
 
     Copies are found by the base of a tensor, its place in the base and its version, so that another
     view of the same elements finds them too. They are referenced weakly: the autograd graph owns
@@ -150,8 +143,6 @@ class CopyCache:
 
     def __init__(self, fmt: CopyFormat, min_size: int) -> None:
         self.fmt, self.min_size = fmt, min_size
-        self._entries: dict[int, dict[Place, _Entry]] = {}  # by the id of the base
-        self._bases: dict[int, weakref.ref[Tensor]] = {}
         self._traced: list[tuple[Tensor, Saved]] | None = None
 
     def begin(self) -> None:
@@ -161,69 +152,62 @@ class CopyCache:
 
     def end(self) -> None:
         """Release the tensors of a compiled graph."""
-        if torch.compiler.is_compiling():
-            self._traced = None
+        self._traced = None
+
+    def _of_graph(self) -> list[tuple[Tensor, Saved]] | None:
+        """The tensors that the graph holds, while one is traced."""
+        if not torch.compiler.is_compiling():
+            return None
+        return [] if self._traced is None else self._traced
 
     def is_worthwhile(self, x: Tensor) -> bool:
-        """Whether a float8 copy of x takes less memory than x, which some op holds otherwise."""
+        """Whether a float8 copy of x takes less memory than x, which some op holds otherwise.
+
+        It does not for parameters and their views, tensors without gradient (rotary tables, masks),
+        broadcast views, tensors of fewer than ``min_size`` elements, and other dtypes than float32,
+        bfloat16 and float16.
+        """
         if x.numel() < self.min_size or x.dtype not in HIGH_PRECISION_DTYPES or not x.requires_grad:
             return False
-        is_parameter = isinstance(_base(x), nn.Parameter)
         is_broadcast = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
-        return not is_parameter and not is_broadcast
+        return not is_broadcast and not isinstance(_base(x), nn.Parameter)
 
-    def save(self, x: Tensor, index: int, exact: bool = False) -> Saved:
-        """The tensor to save for input ``index`` of an op; ``exact``: the input itself."""
-        if exact or not self.is_worthwhile(x):
-            return Restorer(index, None, tuple(x.shape), x.dtype), ()
+    def save(self, x: Tensor, index: int) -> Saved:
+        """The copy of input ``index`` of an op. The `OUTPUT` has none before the op has run."""
+        if index == OUTPUT:
+            return Restorer(OUTPUT, self.fmt, x.shape, torch.float32), ()
         if (found := self._find(x)) is not None:
-            return found[0]._replace(position=index, shape=tuple(x.shape)), found[1]
+            return found[0]._replace(position=index, shape=x.shape), found[1]
         with torch.no_grad():
             copy = cast(x.detach(), self.fmt)
-        saved = Restorer(index, self.fmt, tuple(x.shape), x.dtype), tuple(copy)
+        saved = Restorer(index, self.fmt, x.shape, x.dtype), tuple(copy)
         self.remember(x, saved)
         return saved
 
     def remember(self, x: Tensor, saved: Saved) -> None:
         """Record what restores x."""
-        if torch.compiler.is_compiling():
-            if self._traced is not None:
-                self._traced.append((x, saved))
+        if (traced := self._of_graph()) is not None:
+            traced.append((x, saved))
             return
-        base, place = _base(x), _place(x)
-        if (key := id(base)) not in self._bases:
-            self._bases[key] = weakref.ref(base, functools.partial(self._forget, key))
-            self._entries[key] = {}
-        of_base = self._entries[key]
-        on_free = functools.partial(_forget_place, of_base, place)
-        parts = tuple(weakref.ref(part, on_free) for part in saved[1])
-        of_base[place] = _Entry(version_of(x), parts, saved[0])
-
-    def _forget(self, key: int, _: Any) -> None:
-        self._entries.pop(key, None)
-        self._bases.pop(key, None)
+        restorer, parts = saved
+        entry = _Entry(version_of(x), tuple(weakref.ref(part) for part in parts), restorer)
+        _ENTRIES.setdefault(_base(x), {})[self.fmt, _place(x)] = entry
 
     def _find(self, x: Tensor) -> Saved | None:
-        if torch.compiler.is_compiling():
-            return next((saved for y, saved in self._traced or () if y is x), None)
-        entry = self._entries.get(id(_base(x)), {}).get(_place(x))
+        if (traced := self._of_graph()) is not None:
+            return next((saved for y, saved in traced if y is x), None)
+        entry = _ENTRIES.get(_base(x), {}).get((self.fmt, _place(x)))
         if entry is None or entry.version != version_of(x):
             return None
         parts = tuple(part for ref in entry.parts if (part := ref()) is not None)
         return (entry.restorer, parts) if len(parts) == len(entry.parts) else None
 
 
-def _forget_place(of_base: dict[Place, _Entry], place: Place, freed: Any) -> None:
-    entry = of_base.get(place)
-    if entry is not None and any(part is freed for part in entry.parts):
-        del of_base[place]
-
-
 def _base(x: Tensor) -> Tensor:
     return x if x._base is None else x._base
 
 
-def _place(x: Tensor) -> Place:
+def _place(x: Tensor) -> tuple[Any, ...]:
     """The elements of the base that x views, whether negated, and what decides its groups."""
     last = x.shape[-1] if x.dim() else 1
     if x.is_contiguous():

@@ -2,12 +2,13 @@
 
 A row says which torch functions call the op and how their arguments are read, which tensors
 backward reads, and the gradient. To add an op, add a row to the table and one to
-``gradient_error.CASES``, which the tests run.
+``CASES`` in ``test/activations/gradient_error.py``.
 
 **Readers.** A torch function mode sees the method behind an operator (``a * b`` is ``Tensor.mul``)
 and the functions of `torch.nn.functional`, or those that torch.compile calls for them. A reader
-returns the op's inputs and options. It returns None for calls that are left to torch: in-place and
-``out=`` forms, which write to memory that others may read, and calls that save nothing.
+returns the op's inputs and options. It returns None for calls that are left to torch: in-place
+forms, which write to memory that others may read, and calls that save nothing. Calls with ``out=``
+are torch's always.
 
 **Gradients** are torch's own derivatives, at the values of the copy instead of the tensor:
 ``grad_x = f'(dequantize(cast(x))) * g``. Values that are cheap to recompute (mean and rstd of a
@@ -32,9 +33,9 @@ Left out on purpose:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,20 +43,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.activations.autograd import (
-    Arguments,
     CopyOp,
     Grads,
+    Inputs,
     MaskOp,
     Needs,
+    Options,
     Reader,
-    SavingOp,
     with_mask,
 )
 from float8.activations.copies import OUTPUT
 from float8.linear.autograd import as_matrix
-from float8.linear.plan import autocasts
+from float8.linear.plan import without_autocast
 
 aten = torch.ops.aten
+Arguments = tuple[Inputs, Options]
 
 
 def _read_by(reader: Reader, *functions: Callable[..., Any]) -> dict[Callable[..., Any], Reader]:
@@ -65,23 +67,18 @@ def _read_by(reader: Reader, *functions: Callable[..., Any]) -> dict[Callable[..
 # --- elementwise ops of one tensor
 
 
-def _one(input: Tensor, inplace: bool = False, out: Tensor | None = None) -> Arguments | None:
-    return None if inplace or out is not None else ((input,), {})
+def _one(input: Tensor, inplace: bool = False) -> Arguments | None:
+    return None if inplace else ((input,), {})
 
 
 def _gelu(input: Tensor, *, approximate: str = "none") -> Arguments:
     return (input,), {"approximate": approximate}
 
 
-def _pow(input: Tensor, exponent: Any, *, out: Tensor | None = None) -> Arguments | None:
+def _pow(input: Tensor, exponent: Any = 2) -> Arguments | None:
     # Below 1 the derivative is infinite at 0, which the copy of a small element may be.
-    if out is not None or not isinstance(exponent, (int, float)) or not exponent > 1:
-        return None
-    return (input,), {"exponent": exponent}
-
-
-def _square(input: Tensor, *, out: Tensor | None = None) -> Arguments | None:
-    return _pow(input, 2, out=out)
+    is_smooth = isinstance(exponent, (int, float)) and exponent > 1
+    return ((input,), {"exponent": exponent}) if is_smooth else None
 
 
 def _elementwise(backward: Callable[..., Tensor]) -> Callable[..., Grads]:
@@ -97,10 +94,9 @@ def _elementwise(backward: Callable[..., Tensor]) -> Callable[..., Grads]:
 # --- products
 
 
-def _two(input: Tensor, other: Any, *, out: Tensor | None = None) -> Arguments | None:
-    if out is not None or not (isinstance(input, Tensor) and isinstance(other, Tensor)):
-        return None
-    return None if input.is_complex() or other.is_complex() else ((input, other), {})
+def _two(input: Tensor, other: Any) -> Arguments | None:
+    are_real = all(isinstance(x, Tensor) and not x.is_complex() for x in (input, other))
+    return ((input, other), {}) if are_real else None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Arguments:
@@ -121,8 +117,7 @@ def _mul_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
 def _linear_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """``(g w, g^T x, sum(g))``."""
     factors, g_MN = iter(saved), as_matrix(g)
-    device = g.device.type
-    with torch.autocast(device, enabled=False) if autocasts(device) else nullcontext():
+    with without_autocast(g):
         grad_x = g @ next(factors).to(g.dtype) if needs[0] else None
         grad_w = g_MN.t() @ as_matrix(next(factors).to(g.dtype)) if needs[1] else None
     return grad_x, grad_w, g_MN.sum(0) if needs[2] else None
@@ -152,33 +147,22 @@ def _saves_norm(needs: Needs) -> tuple[int, ...]:
     return (0, 1) if needs[0] or needs[1] else ()
 
 
-def _rms_norm_gradient(
-    g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: Any
-) -> Grads:
-    """``y = x rstd w``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` (arXiv 1910.07467, equation 4).
-
-    Without eps torch takes float32's epsilon for every dtype, since it normalises in float32.
-    """
-    eps = torch.finfo(torch.float32).eps if eps is None else eps
-    return _norm_gradient(g, saved, (*needs, False), normalized_shape, eps, centred=False)[:2]
-
-
-def _layer_norm_gradient(
-    g: Tensor, saved: list[Tensor], needs: Needs, normalized_shape: tuple[int, ...], eps: float
-) -> Grads:
-    """``y = (x - mean) rstd w + b``, ``rstd = 1 / sqrt(var + eps)`` (arXiv 1607.06450, 3)."""
-    return _norm_gradient(g, saved, needs, normalized_shape, eps, centred=True)
-
-
 def _norm_gradient(
     g: Tensor,
     saved: list[Tensor],
     needs: Needs,
     normalized_shape: tuple[int, ...],
-    eps: float,
+    eps: float | None,
+    *,
     centred: bool,
 ) -> Grads:
-    """Gradients of x, weight and bias; saved are x and the weight, if there is one."""
+    """Gradients of x, weight and bias; saved are x and the weight, if there is one.
+
+    ``y = (x - mean) rstd w + b``, ``rstd = 1 / sqrt(var + eps)`` (arXiv 1607.06450, 3); without the
+    mean if not ``centred`` (arXiv 1910.07467, equation 4). Without eps torch takes float32's
+    epsilon for every dtype, since it normalises in float32.
+    """
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
     x_MK, g_MK = (  # K: the elements that are normalised together
         x.to(torch.float32).reshape(-1, math.prod(normalized_shape)) for x in (saved[0], g)
     )
@@ -186,19 +170,19 @@ def _norm_gradient(
         x_MK = x_MK - x_MK.mean(1, keepdim=True)
     rstd = torch.rsqrt(x_MK.square().mean(1, keepdim=True) + eps)
     normed_MK = x_MK * rstd
-    grad_x = grad_w = grad_b = None
+    grads: list[Tensor | None] = [None] * len(needs)
     if needs[0]:
         gw = g_MK * saved[1].to(torch.float32).flatten() if len(saved) > 1 else g_MK
         along = (gw * normed_MK).mean(1, keepdim=True)
         grad_MK = rstd * (gw - normed_MK * along)
         if centred:
             grad_MK = grad_MK - grad_MK.mean(1, keepdim=True)
-        grad_x = grad_MK.reshape(g.shape)
+        grads[0] = grad_MK.reshape(g.shape)
     if needs[1]:
-        grad_w = (g_MK * normed_MK).sum(0).reshape(normalized_shape)
-    if needs[2]:
-        grad_b = g_MK.sum(0).reshape(normalized_shape)
-    return grad_x, grad_w, grad_b
+        grads[1] = (g_MK * normed_MK).sum(0).reshape(normalized_shape)
+    if centred and needs[2]:
+        grads[2] = g_MK.sum(0).reshape(normalized_shape)
+    return tuple(grads)
 
 
 # --- softmax, relu, dropout
@@ -210,10 +194,8 @@ def _f_softmax(
     return None if dim is None else ((input,), {"dim": dim, "dtype": dtype})
 
 
-def _softmax(
-    input: Tensor, dim: Any, dtype: Any = None, *, out: Tensor | None = None
-) -> Arguments | None:
-    return None if out is not None else ((input,), {"dim": dim, "dtype": dtype})
+def _softmax(input: Tensor, dim: Any, dtype: Any = None) -> Arguments:
+    return (input,), {"dim": dim, "dtype": dtype}
 
 
 def _softmax_gradient(g: Tensor, saved: list[Tensor], needs: Needs, dim: int, dtype: Any) -> Grads:
@@ -229,20 +211,17 @@ def _relu(x: Tensor) -> Tensor:
 
 
 def _dropout(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool = True
 ) -> Arguments | None:
-    # Inductor draws the same numbers again in backward and saves nothing.
-    if inplace or not training or not 0.0 < p < 1.0 or torch.compiler.is_compiling():
-        return None
-    return (input,), {"p": p}
-
-
-def _aten_dropout(input: Tensor, p: float, train: bool) -> Arguments | None:
-    return _dropout(input, p, train)
+    is_dropped = training and train and 0.0 < p < 1.0  # the latter as torch.dropout calls it
+    return ((input,), {"p": p}) if is_dropped and not inplace else None
 
 
 def _dropout_forward(x: Tensor, p: float) -> Tensor:
-    """Draws and scales as torch does: one kernel on CUDA, elsewhere a tensor of noise."""
+    """Draws and scales as torch does: one kernel on CUDA, elsewhere a tensor of noise.
+
+    torch.compile draws other numbers for this than for torch's function.
+    """
     if x.is_cuda:
         with torch.no_grad():
             out, mask = torch.native_dropout(x, p, True)
@@ -252,16 +231,16 @@ def _dropout_forward(x: Tensor, p: float) -> Tensor:
     return with_mask("dropout", lambda x: x * noise, x, noise != 0, factor)
 
 
-_TABLE: tuple[SavingOp, ...] = (
+_TABLE: tuple[CopyOp | MaskOp, ...] = (
     CopyOp(
         "rms_norm", _read_by(_rms_norm, F.rms_norm, torch.rms_norm),
         lambda x, w, **options: F.rms_norm(x, weight=w, **options),
-        _rms_norm_gradient, _saves_norm, inputs=2, exact=(1,),
+        functools.partial(_norm_gradient, centred=False), _saves_norm, exact=(1,),
     ),
     CopyOp(
         "layer_norm", _read_by(_layer_norm, F.layer_norm, torch.layer_norm),
         lambda x, w, b, **options: F.layer_norm(x, weight=w, bias=b, **options),
-        _layer_norm_gradient, _saves_norm, inputs=3, exact=(1, 2),
+        functools.partial(_norm_gradient, centred=True), _saves_norm, exact=(1, 2),
     ),
     CopyOp(
         "silu", _read_by(_one, F.silu, torch._C._nn.silu),
@@ -283,17 +262,15 @@ _TABLE: tuple[SavingOp, ...] = (
     CopyOp(
         "mul", _read_by(_two, torch.mul, torch.multiply, Tensor.mul, Tensor.multiply,
                         Tensor.__mul__, Tensor.__rmul__),
-        torch.mul, _mul_gradient, _saves_factors, inputs=2,
+        torch.mul, _mul_gradient, _saves_factors,
     ),
     CopyOp(
-        "pow", _read_by(_pow, torch.pow, Tensor.pow, Tensor.__pow__)
-        | _read_by(_square, torch.square, Tensor.square),
+        "pow", _read_by(_pow, torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square),
         torch.pow, _elementwise(lambda g, x, exponent: g * (exponent * x.pow(exponent - 1))),
     ),
     MaskOp("relu", _read_by(_one, F.relu, torch.relu, Tensor.relu), _relu),
     MaskOp(
-        "dropout", _read_by(_dropout, F.dropout) | _read_by(_aten_dropout, torch.dropout),
-        _dropout_forward,
+        "dropout", _read_by(_dropout, F.dropout, torch.dropout), _dropout_forward,
     ),
     CopyOp(
         "softmax", _read_by(_f_softmax, F.softmax)
@@ -302,7 +279,7 @@ _TABLE: tuple[SavingOp, ...] = (
     ),
     CopyOp(
         "linear", _read_by(_linear, F.linear),
-        F.linear, _linear_gradient, _saves_factors, inputs=3, exact=(1, 2),
+        F.linear, _linear_gradient, _saves_factors, exact=(1, 2),
     ),
 )  # fmt: skip
 OPS = {op.name: op for op in _TABLE}

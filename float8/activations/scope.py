@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from float8.activations.autograd import SavingOp
 from float8.activations.copies import CopyCache, CopyFormat
 from float8.activations.ops import OPS, OPTIONAL
-from float8.arguments import check_bool, check_integer, check_module, described
+from float8.arguments import check_bool, check_integer, check_module
 from float8.formats import E4M3, Format, format_of
 
 
@@ -43,8 +42,8 @@ class saved_activations:
         min_size: tensors of fewer elements are saved as they are.
 
     Raises:
-        TypeError: ``model`` is no module, ``fmt`` no float8 format.
-        ValueError: a name that is no op, or a group that is no positive number.
+        TypeError: ``model`` is no module, ``fmt`` no float8 format, ``group`` no integer.
+        ValueError: a name that is no op, or a group of less than one element.
     """
 
     def __init__(
@@ -60,13 +59,15 @@ class saved_activations:
     ) -> None:
         if model is not None:
             check_module(model, "saved_activations")
-        dtype = format_of(fmt).dtype
-        if not isinstance(group, int) or group < 1:
-            raise ValueError(f"group={group!r} must be a number of elements, 128 or 16 say")
+        check_integer(group, "saved_activations: group", 1)
         check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
         check_integer(min_size, "saved_activations: min_size", 0)
-        cache = CopyCache(CopyFormat(group, dtype, power_of_two_scale), max(min_size, 1))
-        self.model, self._mode = model, _Mode(_selected(skip, also), cache)
+        if unknown := sorted({*skip, *also} - OPS.keys()):  # of a string, the letters
+            raise ValueError(f"skip, also: no op is called {unknown}; known: {sorted(OPS)}")
+        names = [name for name in OPS if name not in OPTIONAL or name in also]
+        fmt_of_copies = CopyFormat(group, format_of(fmt).dtype, power_of_two_scale)
+        cache = CopyCache(fmt_of_copies, max(min_size, 1))
+        self.model, self._mode = model, _Mode([name for name in names if name not in skip], cache)
         self._forwards: list[_Forward] = []
 
     def __enter__(self) -> None:
@@ -84,35 +85,24 @@ class saved_activations:
             self._forwards.pop().remove(self.model)
 
 
-def _selected(skip: Sequence[str], also: Sequence[str]) -> list[SavingOp]:
-    for argument, names in (("skip", skip), ("also", also)):
-        if isinstance(names, str):
-            raise ValueError(f'{argument}="{names}" is a string: give ("{names}",)')
-        if not isinstance(names, Collection) or not all(isinstance(n, str) for n in names):
-            raise TypeError(f"{argument} must be a sequence of names, got {described(names)}")
-        if unknown := sorted([name for name in names if name not in OPS]):
-            raise ValueError(f"{argument}: no op is called {unknown}; known: {sorted(OPS)}")
-    names = [name for name in OPS if name not in OPTIONAL or name in also]
-    return [OPS[name] for name in names if name not in skip]
-
-
 class _Mode(TorchFunctionMode):
     """Runs the calls of the given ops with float8 copies; all other calls are torch's."""
 
-    def __init__(self, ops: Sequence[SavingOp], cache: CopyCache) -> None:
+    def __init__(self, names: Sequence[str], cache: CopyCache) -> None:
         super().__init__()
-        self.cache = cache
+        self.cache, ops = cache, [OPS[name] for name in names]
         self.ops = {function: (op, read) for op in ops for function, read in op.readers.items()}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in self.ops and torch.is_grad_enabled() and not _is_transformed():
+        is_op = func in self.ops and kwargs.get("out") is None
+        if is_op and torch.is_grad_enabled() and not _is_transformed():
             op, reader = self.ops[func]
-            arguments = reader(*args, **kwargs)
-            if arguments is not None and _is_supported(arguments[0]):
-                out = op.call(self.cache, arguments)
+            found = reader(*args, **{k: v for k, v in kwargs.items() if k != "out"})
+            if found is not None and _is_supported(found[0]):
+                out = op.call(self.cache, *found)
                 if out is not None:
                     return out
         if hasattr(func, "implementation"):  # a unit-scaled function, which a mode sees whole
@@ -126,13 +116,15 @@ def _is_transformed() -> bool:
 
     A checkpoint recomputes in backward, maybe after the scope, and compares the saved tensors.
     """
-    if torch.compiler.is_compiling():
-        return False
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return True
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     # Not every callable has a module: torch.Tensor.cpu has none.
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+# For torch.compile: it runs once, while tracing. See `architecture`.
+_is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _is_supported(inputs: tuple[Tensor | None, ...]) -> bool:
@@ -146,19 +138,19 @@ def _is_supported(inputs: tuple[Tensor | None, ...]) -> bool:
 class _Forward:
     """The forward of a model under a mode, until `remove`; a copy of it is the plain forward.
 
-    Scopes may be left in any order, and a forward that is assigned over this one stays.
+    Where scopes are not left in the order of their entry, one that is left stays as an attribute,
+    and runs the plain forward.
     """
 
     def __init__(self, model: nn.Module, mode: _Mode) -> None:
         self.plain: Callable[..., Any] = model.forward
-        self.mode = mode
+        self.mode: _Mode | None = mode
         self.own = model.__dict__.get("forward")  # None: the forward is the class's
-        self.is_removed = False
         self.__wrapped__ = self.plain  # for inspect.signature
         model.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.is_removed or not torch.is_grad_enabled():
+        if self.mode is None or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         self.mode.cache.begin()
         with self.mode:
@@ -170,13 +162,12 @@ class _Forward:
         return _same, (self.plain,)
 
     def remove(self, model: nn.Module) -> None:
-        """Restore the forward from before, if this one is the outermost."""
-        self.is_removed = True
-        while isinstance(top := model.__dict__.get("forward"), _Forward) and top.is_removed:
-            if top.own is None:
-                del model.forward
-            else:
-                model.forward = top.own
+        """Restore the forward from before, unless another was assigned over this one."""
+        self.mode = None
+        if model.__dict__.get("forward") is self:
+            del model.forward
+            if self.own is not None:
+                model.forward = self.own
 
 
 def _same(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,9 @@ Lightning, Fabric       ``.lightning.Float8Precision``   ``pip install 'float8[l
 torchtitan              ``.torchtitan.Float8Converter``  ``pip install 'float8[torchtitan]'``
 ======================= ================================ =====================================
 
-Each of these files imports its framework, after ``conversion.py`` has checked that it is installed;
-``conversion.py`` is what they share. ``torchao.py``, ``transformer_engine.py`` and
-``accelerate_settings.py`` translate other libraries' configs and import none of them.
-``float8/__init__.py`` imports the first two, so that `Float8LinearConfig` has its constructors.
+Each of these files imports its framework and says where that calls what they share: the `Adapter`
+of ``conversion.py``, and `float8.after_step`. ``torchao.py`` and ``transformer_engine.py``
+translate other libraries' configs, and ``experts.py`` finds their experts; they import none of
+them.
+``float8/__init__.py`` imports these three.
 """

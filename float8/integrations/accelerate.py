@@ -28,7 +28,8 @@ microbatch. A step that a ``GradScaler`` skips is not counted: its amaxes join t
 step, which enter the history as 0 where they overflowed.
 
 - **DDP, FSDP2**: as the Accelerator says. Accelerate's FSDP2 tells parameters apart by the address
-  of their data; weights that are gathered in float8 answer with that of their stored tensor.
+  of their data; weights that are gathered in float8 answer with that of their stored tensor. Its
+  ``cpu_ram_efficient_loading=True`` takes no buffers, and so no delayed scaling.
 - **Checkpoints**: ``save_state`` holds the histories of delayed scaling, and ``load_state``
   resumes to the same bits; a checkpoint of the plain model loads too. ``save_model`` writes the
   histories beside the weights; under ``with float8.high_precision(model):`` it writes the plain
@@ -50,26 +51,22 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter
+from float8.convert.filters import ModuleFilter, all_of, divisible_by
 from float8.distributed.after_step import after_step
-from float8.integrations.accelerate_settings import evaluates_in_float8, filter_of, refuses_fp8
 from float8.integrations.conversion import (
-    as_config,
-    check_optimizer,
-    convert,
-    evaluate_in_high_precision,
-    require,
+    Adapter,
+    delayed_casts,
+    refuse_fp8,
+    warn_of_version,
 )
-from float8.linear.delayed import DelayedCast
 
-require("accelerate", "accelerate", ("1.15", "1.16"))
-
-from accelerate import Accelerator  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
+warn_of_version("accelerate", "1.15", "1.16")
 
 __all__ = ["prepare_float8"]
 
@@ -108,78 +105,74 @@ def prepare_float8(
     Raises:
         ValueError: the accelerator or the optimizer does not go with float8, the model was prepared
             before or has another config, or layers cannot be converted. No layer is converted then.
-        TypeError: ``optimizer`` or ``config`` is of another type.
+        TypeError: ``config`` is of another type.
     """
-    module_filter_fn = module_filter_fn or filter_of(config, model)
-    if float8_in_evaluation is None:
-        float8_in_evaluation = evaluates_in_float8(config)
-    config = as_config(config)
-    _check_accelerator(accelerator)
-    _check_unprepared(model, optimizer)
+    adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
+    _check(accelerator, model, optimizer)
     built = optimizer if isinstance(optimizer, Optimizer) else None
-    if built is None and not callable(optimizer):
-        raise TypeError(f"optimizer must be an Optimizer or build one, got {optimizer!r}")
-    if built is not None:
-        check_optimizer(built, model)
-    if getattr(accelerator, "is_fsdp2", False):
-        _prepare_for_fsdp2(accelerator, model, built, config)
-    model = convert(model, config, module_filter_fn, built)
-    if not float8_in_evaluation:
-        evaluate_in_high_precision(model)
+    if accelerator.is_fsdp2:
+        _prepare_for_fsdp2(accelerator, model, built)
+    is_torchao = type(config).__name__ == "AORecipeKwargs"
+    model = adapter.convert(model, built, _inner_layers(model) if is_torchao else None)
     built = built or optimizer(model.parameters())  # type: ignore[operator]
     prepared: tuple[Any, ...] = accelerator.prepare(model, built, *others)
-    built.register_step_post_hook(lambda optimizer, args, kwargs: after_step(model))
+
+    def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not _is_rehearsal(optimizer, model):
+            after_step(model)
+
+    built.register_step_post_hook(end_step)
     return prepared
 
 
-def _check_accelerator(accelerator: Accelerator) -> None:
-    reason = refuses_fp8(accelerator.mixed_precision, str(accelerator.fp8_backend.value))
-    if reason is not None:
-        raise ValueError(
-            f'this Accelerator\'s {reason}; take Accelerator(mixed_precision="bf16"). What '
-            "fp8_config said of TransformerEngine's recipe goes to prepare_float8, as a mapping or "
-            "as TERecipeKwargs; so do AORecipeKwargs"
-        )
+def _is_rehearsal(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether a step is not one of the training, and must not move the histories.
+
+    To create an optimizer's states, `torch.distributed.checkpoint` steps it with zero gradients and
+    a learning rate of 0; no forward has recorded an amax then.
+    """
+    casts = delayed_casts(model).values()
+    is_still = not any(group["lr"] for group in optimizer.param_groups)
+    return is_still and bool(casts) and not any(cast.current_amax > 0 for cast in casts)
+
+
+def _check(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
+    refuse_fp8(accelerator.mixed_precision, str(accelerator.fp8_backend.value))
     kind = accelerator.distributed_type
     is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
     if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            f"prepare_float8 takes DDP, or FullyShardedDataParallelPlugin(fsdp_version=2), not "
-            f"{kind.value}{' of version 1' if is_fsdp1 else ''}, which has parameters or steps of "
-            "its own: float8 is not tested with it"
+            "prepare_float8 takes DDP, or FullyShardedDataParallelPlugin(fsdp_version=2), not "
+            f"{kind.value}{' of version 1' if is_fsdp1 else ''}: it has parameters or steps of its "
+            "own"
         )
-
-
-def _check_unprepared(model: nn.Module, optimizer: Any) -> None:
     prepared = any(getattr(x, "_is_accelerate_prepared", False) for x in (model, optimizer))
     if prepared or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "this model or optimizer was prepared before: Accelerate and its wrappers keep the "
-            "layers that they were given. Convert first: give prepare_float8 both as they were, "
-            "in the place of accelerator.prepare"
+            "this model or optimizer was prepared before, and wrappers keep the layers that they "
+            "were given: give prepare_float8 both as they were"
         )
 
 
+def _inner_layers(model: nn.Module) -> ModuleFilter:
+    """What ``AORecipeKwargs`` documents as its filter.
+
+    It excludes the first and the last linear layer, and layers with a dimension that is not a
+    multiple of 16.
+    """
+    names = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
+
+
 def _prepare_for_fsdp2(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    config: Float8LinearConfig | None,
+    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
 ) -> None:
     """Refuse what Accelerate would lose when it shards, and upcast as it does."""
     if optimizer is not None and optimizer.state:
         raise ValueError(
-            f"this optimizer has states of {len(optimizer.state)} parameters already, which "
-            "Accelerate loses where FSDP2 shards the parameters: prepare it before its first step, "
-            "and load states by accelerator.load_state"
-        )
-    delayed = any(isinstance(m, DelayedCast) for m in model.modules())
-    delayed = delayed or (config is not None and config.uses_delayed_scaling)
-    if delayed and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-        raise ValueError(
-            "cpu_ram_efficient_loading=True of FullyShardedDataParallelPlugin takes models without "
-            "buffers in their state dicts (Accelerate 1.15), and the histories of delayed scaling "
-            "are such buffers: set it to False, or take a dynamic recipe"
+            f"this optimizer has states of {len(optimizer.state)} parameters, which Accelerate "
+            "loses where FSDP2 shards: prepare it before its first step, and load states by "
+            "accelerator.load_state"
         )
     if accelerator.mixed_precision != "no":
         for parameter in model.parameters():  # after conversion Accelerate could not write .data

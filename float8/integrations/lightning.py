@@ -8,7 +8,7 @@ conversion          before wrapping, and before the `convert_module`; parameters
 compute dtype       every forward                   autocast, or parameters in bfloat16
 scales              once per optimizer step, not    `optimizer_step` calls `float8.after_step`
                     per microbatch
-evaluation          eval mode without gradients     `float8.high_precision`, unless asked otherwise
+evaluation          eval mode without gradients     in high precision, unless asked otherwise
 checkpoints         the Trainer's                   `state_dict`, `load_state_dict`
 =================== =============================== ==============================================
 
@@ -61,27 +61,27 @@ wraps the layers. ``FSDPStrategy`` (FSDP1) takes no plugin but its own: convert 
 from __future__ import annotations
 
 import os
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import HalfPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
 from float8.distributed.after_step import after_step
 from float8.integrations.conversion import (
-    as_config,
+    Adapter,
     check_optimizer,
-    convert,
     delayed_casts,
-    is_converted,
-    require,
+    warn_of_version,
 )
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
@@ -89,12 +89,7 @@ from float8.numerics.alarms import Alarm
 from float8.numerics.monitor import Monitor, inspect_every
 from float8.numerics.snapshot import Report
 
-require("lightning", "lightning", ("2.6", "2.7"))
-
-from lightning.pytorch import LightningModule  # noqa: E402
-from lightning.pytorch.callbacks import Callback  # noqa: E402
-from lightning.pytorch.plugins import HalfPrecision, Precision  # noqa: E402
-from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+warn_of_version("lightning", "2.6", "2.7")
 
 __all__ = ["Float8Monitor", "Float8Precision"]
 
@@ -132,13 +127,10 @@ class Float8Precision(Precision):
             raise ValueError(
                 f'precision must be "bf16-mixed", "bf16-true" or "32-true", got {precision!r}'
             )
-        self.config = as_config(config)
-        self.module_filter_fn = module_filter_fn
-        self.precision = precision
-        self.float8_in_evaluation = float8_in_evaluation
+        self.precision, self._by_trainer = precision, False
+        self._adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
         is_true = precision == "bf16-true"
         self._dtype: Precision = HalfPrecision("bf16-true") if is_true else Precision()
-        self._by_trainer = False
         # In the order of their conversion, in which all ranks sync them.
         self._models: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
 
@@ -147,8 +139,7 @@ class Float8Precision(Precision):
         return {name: value for name, value in vars(self).items() if name != "_models"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._models = weakref.WeakKeyDictionary()
+        self.__dict__.update(state, _models=weakref.WeakKeyDictionary())
 
     # --- the model
 
@@ -159,10 +150,7 @@ class Float8Precision(Precision):
             ValueError: a layer was converted with another config, or cannot be converted, or FSDP2
                 has wrapped the model already.
         """
-        if not is_converted(module):
-            _refuse_sharded(module)
-        module = convert(module, self.config, self.module_filter_fn)
-        module = self._dtype.convert_module(module)
+        module = self._dtype.convert_module(self._adapter.convert(module))
         for part in set(self._models) & set(module.modules()):
             del self._models[part]
         self._models[module] = None
@@ -181,15 +169,12 @@ class Float8Precision(Precision):
         return self._dtype.convert_input(data)
 
     def forward_context(self) -> AbstractContextManager:
-        """Autocast, or bfloat16 as the default; high precision where a model is evaluated."""
+        """Autocast, or bfloat16 as the default."""
         stack = ExitStack()
         stack.enter_context(self._dtype.forward_context())
         if self.precision == "bf16-mixed":
             for device in {_device_of(model) for model in self._models} or {"cpu"}:
                 stack.enter_context(torch.autocast(device, torch.bfloat16, cache_enabled=False))
-        if not (self.float8_in_evaluation or torch.is_grad_enabled()):
-            for model in [model for model in self._models if not model.training]:
-                stack.enter_context(high_precision(model))
         return stack
 
     # --- the step
@@ -256,17 +241,10 @@ class Float8Precision(Precision):
         return {name: dict(cast.named_buffers()) for name, cast in self._delayed_casts().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the histories of a checkpoint."""
+        """Continue with the histories of a checkpoint; those of other casts are left out."""
         casts = self._delayed_casts()
         for name in casts.keys() & state_dict.keys():
             casts[name].load_state_dict(state_dict[name])
-        if unknown := sorted(state_dict.keys() - casts.keys()):
-            warnings.warn(
-                f"the checkpoint has histories of {len(unknown)} delayed casts (first: "
-                f"{unknown[0]}) that this model does not have: to continue exactly, resume with "
-                "the recipe and the module_filter_fn that it was trained with",
-                stacklevel=2,
-            )
 
     def _delayed_casts(self) -> dict[str, DelayedCast]:
         return {n: cast for model in self._models for n, cast in delayed_casts(model).items()}
@@ -289,18 +267,6 @@ def _check_average(callback: Callback, model: nn.Module) -> None:
         )
 
 
-def _refuse_sharded(module: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule
-
-    for fqn, each in module.named_modules():
-        if isinstance(each, FSDPModule):
-            raise ValueError(
-                f"{fqn or 'the module'} was given to fully_shard before it was converted, and "
-                "FSDP2 would keep the plain layers: in configure_model call "
-                "self.trainer.precision_plugin.convert_module(self) first"
-            )
-
-
 def _after_step(optimizer: Optimizer, model: nn.Module) -> None:
     """Update the scales of the layers that this optimizer trains, and of frozen layers.
 
@@ -308,21 +274,17 @@ def _after_step(optimizer: Optimizer, model: nn.Module) -> None:
     once per step of its own layer. An optimizer may step between a forward and a backward through
     layers of the other optimizer, whose scales must not change then.
     """
-    layers = [module for module in model.modules() if _needs_after_step(module)]
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    own = []
-    for layer in layers:
-        parameters = list(layer.parameters())
-        is_frozen = not any(p.requires_grad for p in parameters)
-        if is_frozen or any(id(p) in stepped for p in parameters):
-            own.append(layer)
+    layers, own = [], []
+    for layer in model.modules():
+        gathers = isinstance(layer, Float8Linear) and layer.config.enable_fsdp_float8_all_gather
+        if gathers or any(isinstance(child, DelayedCast) for child in layer.children()):
+            layers.append(layer)
+            trained = [p for p in layer.parameters() if p.requires_grad]
+            if not trained or any(id(p) in stepped for p in trained):
+                own.append(layer)
     if own:
         after_step(model if len(own) == len(layers) else nn.ModuleList(own))
-
-
-def _needs_after_step(module: nn.Module) -> bool:
-    gathers = isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather
-    return gathers or any(isinstance(child, DelayedCast) for child in module.children())
 
 
 class Float8Monitor(Callback):
@@ -353,18 +315,10 @@ class Float8Monitor(Callback):
         on_alarm: Callable[[Alarm], object] | None = None,
     ):
         self.n, self.path, self.log, self.on_alarm = n, path, log, on_alarm
+        self.report: Report | None = None
+        self.alarms: list[Alarm] = []
         self._monitor: Monitor | None = None
         self._scalars: dict[str, float] = {}
-
-    @property
-    def report(self) -> Report | None:
-        """The report of the last inspected batch."""
-        return None if self._monitor is None else self._monitor.report
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        """The active alarms."""
-        return [] if self._monitor is None else self._monitor.alarms
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Collect a number: loggers get all numbers of a step at once."""
@@ -390,15 +344,15 @@ class Float8Monitor(Callback):
         try:
             self._monitor.end_step()
         finally:  # also where on_alarm raises
+            self.report, self.alarms = self._monitor.report, self._monitor.alarms
             for logger in trainer.loggers if self._scalars else ():
                 logger.log_metrics(self._scalars, trainer.global_step)
             self._scalars = {}
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stop inspecting; ``report`` keeps the results so far."""
-        self.on_train_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stop inspecting."""
+    def on_train_end(self, trainer: Any, pl_module: Any, exception: Any = None) -> None:
+        """Stop inspecting; ``report`` has the results so far."""
         if self._monitor is not None:
             self._monitor.abandon_step()
+            self.report = self._monitor.report
+
+    on_exception = on_train_end

@@ -1,6 +1,7 @@
 """torchao's names and configurations in this library's terms.
 
-`from_torchao` translates a ``torchao.float8.Float8LinearConfig``; it imports torchao when called.
+`from_torchao` translates a ``torchao.float8.Float8LinearConfig``, by the names of its fields and
+the values of its enums; torchao is not imported.
 That config has the same operands and GEMMs under the same names, with two differences: one flag
 rounds all scales to powers of two, and AXISWISE means one scale per row of what a GEMM reads, here
 `Rowwise`. The results of the two libraries then differ in four places:
@@ -19,12 +20,15 @@ With power-of-two scales and no bias outputs and gradients have the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
+
+T = TypeVar("T")
 
 SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
 GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
@@ -49,24 +53,15 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
             ``MXFP8TrainingOpConfig`` of ``torchao.prototype.moe_training.config``.
 
     Raises:
-        ImportError: torchao is not installed; the message has the command that installs it.
         TypeError: ``config`` is something else.
-        ValueError: a field is set that has no counterpart in float8; the message names it.
+        ValueError: a field has a value without counterpart in float8; the message names it.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig as TorchaoConfig
-    except ImportError as error:
-        raise ImportError(
-            "Float8LinearConfig.from_torchao needs torchao: pip install 'float8[torchao]'"
-        ) from error
     if type(config).__name__ == "MXFP8TrainingOpConfig":
         return _of_mx(cls, config)
-    if not isinstance(config, TorchaoConfig):
-        raise TypeError(
-            f"from_torchao takes a torchao.float8.Float8LinearConfig, got {config!r}; a recipe's "
-            "is torchao.float8.Float8LinearConfig.from_recipe_name(name)"
-        )
-    _refuse_unknown(config)
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name not in KNOWN and (f.default is MISSING or value != f.default):
+            _counterpart({}, f.name, value)
     found: dict[str, Any] = {name: getattr(config, name) for name in SAME}
     for name in GEMMS:
         found[name] = GemmConfig(use_fast_accum=getattr(config, name).use_fast_accum)
@@ -78,16 +73,21 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
     return cls(**found)
 
 
+def _counterpart(table: Mapping[str, T], name: str, value: Any) -> T:
+    """What a table has for a value, or for that of an enum's member, of the field ``name``."""
+    key = getattr(value, "value", value)
+    if key not in table:
+        known = f": take {' or '.join(table)}" if table else ": leave it at its default"
+        raise ValueError(f"torchao's {name}={key!r} has no counterpart in float8{known}")
+    return table[key]
+
+
 def _of_mx(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
     # Results have the compute dtype, and groups any size: out_dtype and the padding say nothing.
-    mode = config.scale_calculation_mode.value
-    if mode not in SCALE_FORMATS:
-        raise ValueError(
-            f"torchao's scale_calculation_mode={mode!r} has no counterpart in float8: use "
-            f"{' or '.join(SCALE_FORMATS)}"
-        )
+    mode = "scale_calculation_mode"
+    scale_format = _counterpart(SCALE_FORMATS, mode, getattr(config, mode))
     mx = CastConfig(
-        granularity=Blockwise(1, 32), target_dtype=E4M3.dtype, scale_format=SCALE_FORMATS[mode]
+        granularity=Blockwise(1, 32), target_dtype=E4M3.dtype, scale_format=scale_format
     )
     off = CastConfig(ScalingType.DISABLED) if config.wgrad_with_hp else None
     return cls(
@@ -101,29 +101,11 @@ def _of_mx(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
     )
 
 
-def _refuse_unknown(config: Any) -> None:
-    unknown = [f for f in fields(config) if f.name not in KNOWN]
-    is_set = [
-        f.name for f in unknown if f.default is MISSING or getattr(config, f.name) != f.default
-    ]
-    if is_set:
-        values = ", ".join(f"{name}={getattr(config, name)!r}" for name in is_set)
-        raise ValueError(
-            f"torchao's {values} has no counterpart in float8: leave it at its default"
-        )
-
-
 def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:
-    for value, known in (
-        (cast.scaling_type, SCALING_TYPES),
-        (cast.scaling_granularity, GRANULARITIES),
-    ):
-        if value.value not in known:
-            raise ValueError(f"torchao's {name} has {value}, which has no counterpart in float8")
-    scaling_type = SCALING_TYPES[cast.scaling_type.value]
+    scaling_type = _counterpart(SCALING_TYPES, f"{name}.scaling_type", cast.scaling_type)
+    granularity = _counterpart(GRANULARITIES, f"{name}.granularity", cast.scaling_granularity)
     if scaling_type is ScalingType.DISABLED:
         return CastConfig(scaling_type)
-    granularity = GRANULARITIES[cast.scaling_granularity.value]
     scale_format = ScaleFormat.POWER_OF_TWO if is_pow2 else ScaleFormat.FLOAT32
     return CastConfig(scaling_type, granularity, cast.target_dtype, scale_format)
 

@@ -52,29 +52,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config import derive, override
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import Module
 
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
 from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes, rule_of
-from float8.convert.filters import ModuleFilter
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
-from float8.integrations.conversion import require
+from float8.integrations.conversion import warn_of_version
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import WEIGHT_RULES
 
-require("torchtitan", "torchtitan", ("0.3", "0.4"))
-
-from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
-from torchtitan.components.quantization import QuantizationConverter  # noqa: E402
-from torchtitan.config import derive, override  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
-from torchtitan.protocols.model import BaseModel  # noqa: E402
-from torchtitan.protocols.module import Module  # noqa: E402
+warn_of_version("torchtitan", "0.3", "0.4")
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -114,7 +112,7 @@ class Float8TitanLinear(Float8Linear, Linear):
 
     def __init__(self, config: Config) -> None:
         Linear.__init__(self, config)
-        float8 = config._float8 or Float8LinearConfig.from_recipe_name(config.recipe)
+        float8 = check_config(config._float8 or config.recipe)
         self._set_up(float8, config._fqn)
         for cast in self.casts:
             if isinstance(cast, DelayedCast):
@@ -143,22 +141,20 @@ class Float8TitanLinear(Float8Linear, Linear):
         """
         if "forward" in self.__dict__:
             raise ValueError(
-                f"{self._name}: torchtitan has parallelized it and wrapped its forward, which "
-                "would still run in float8: evaluate under float8.high_precision(model), or build "
-                "the model without the converter and load a checkpoint"
+                f"{self._name}: torchtitan has wrapped its forward, which would still run in "
+                "float8: evaluate under float8.high_precision(model), or load a checkpoint into a "
+                "model without the converter"
             )
         return super().to_float()
 
 
 def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | None:
     backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
-    if config.enable_fsdp_float8_all_gather and tp > 1:
-        return (
-            "enable_fsdp_float8_all_gather=True stores its weight for FSDP2 alone: leave the "
-            f"option off with --parallelism.tensor_parallel_degree {tp}"
-        )
+    gathers = config.enable_fsdp_float8_all_gather
+    if gathers and tp > 1:
+        return "enable_fsdp_float8_all_gather=True is for FSDP2 alone: leave it off with tp > 1"
     sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
-    if sees_dtensors and (config.enable_fsdp_float8_all_gather or config.uses_delayed_scaling):
+    if sees_dtensors and (gathers or config.uses_delayed_scaling):
         return (
             f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no amax "
             "history and no float8 shard: use spmd_types, or a dynamic recipe without "
@@ -180,8 +176,7 @@ def _float8_experts(experts: Any) -> Any:
 
         def __init__(self, config: Config) -> None:
             super().__init__(config)
-            own = config._float8 or Float8LinearConfig.from_recipe_name(config.recipe)
-            self.set_up(own, config._fqn)
+            self.set_up(check_config(config._float8 or config.recipe), config._fqn)
 
     return Float8TitanExperts
 
@@ -219,19 +214,12 @@ class Float8Converter(QuantizationConverter):
         plain_checkpoint: bool = False
 
     def __init__(self, config: Config) -> None:
-        names = config.filter_fqns  # of a string, the letters would be names
-        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise TypeError(f"filter_fqns must be a list of names, got {names!r}")
-        given = None if config.config is None else check_config(config.config)
-        if given is not None and config.recipe != "tensorwise":
-            raise ValueError(f"recipe={config.recipe!r} beside config: give one of them")
         self.options = config
-        self.float8 = given or Float8LinearConfig.from_recipe_name(config.recipe)
+        self.float8 = check_config(config.config or config.recipe, "Float8Converter")
         if config.enable_fsdp_float8_all_gather:
             self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
-        self._is_faster: ModuleFilter | None = None
-        if config.faster_layers_tokens is not None:
-            self._is_faster = faster_layers(self.float8, config.faster_layers_tokens, config.device)
+        tokens = config.faster_layers_tokens
+        self._is_faster = tokens and faster_layers(self.float8, tokens, config.device)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the configs of linear layers and experts below ``model_config``, in place.
@@ -247,7 +235,9 @@ class Float8Converter(QuantizationConverter):
         plan.conversion.recipe = recipe_of(self.float8)
         experts = list(model_config.traverse(GroupedExperts.Config))
         found = [*model_config.traverse(Linear.Config), *experts]
-        self._check_names([fqn for fqn, *_ in found])
+        unknown = [p for p in self.options.filter_fqns if not any(p in fqn for fqn, *_ in found)]
+        if unknown:
+            warnings.warn(f"filter_fqns={unknown}: no layer has this in its name", stacklevel=2)
         for fqn, plain, parent, attr in found:
             layer = _on_meta(plain)
             if (reason := self._left_alone(fqn, plain, layer)) is not None:
@@ -262,7 +252,6 @@ class Float8Converter(QuantizationConverter):
         for fqn, (plain, parent, attr) in places.items():
             new = self._converted(fqn, plain, tied and fqn == "lm_head")
             plan.conversion.converted.append(fqn)
-            plan.conversion.gathered_in_high_precision |= _stays_plain(fqn, new)
             if parent is None:
                 model_config = new
             elif isinstance(parent, list):
@@ -273,16 +262,6 @@ class Float8Converter(QuantizationConverter):
         if not plan.conversion.converted:
             warnings.warn(f"Float8Converter: {plan.conversion}", stacklevel=2)
         return model_config
-
-    def _check_names(self, fqns: list[str]) -> None:
-        unknown = [p for p in self.options.filter_fqns if not any(p in fqn for fqn in fqns)]
-        if unknown:
-            ends = ", ".join(sorted({fqn.rpartition(".")[2] for fqn in fqns}))
-            warnings.warn(
-                f"filter_fqns={unknown} is in no linear layer's name, and leaves none in high "
-                f"precision; names end in {ends}",
-                stacklevel=3,
-            )
 
     def _left_alone(self, fqn: str, plain: Any, layer: nn.Module) -> str | None:
         """The reason why a layer or experts stay as they are, or None."""
@@ -298,7 +277,7 @@ class Float8Converter(QuantizationConverter):
         if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):
             return NO_HISTORY if is_experts else ROUTES
         odd = odd_sizes(layer, self.float8)
-        if odd is None and self._is_faster is not None and not self._is_faster(layer, fqn):
+        if odd is None and self._is_faster and not self._is_faster(layer, fqn):
             return f"it is not predicted to be faster on {self.options.device}"
         return odd
 
@@ -322,18 +301,6 @@ def _on_meta(config: Any) -> nn.Module:
             return nn.Linear(config.in_features, config.out_features, dtype=torch.bfloat16)
         built: nn.Module = config.build()
         return built
-
-
-def _stays_plain(fqn: str, config: Any) -> dict[str, str]:
-    """Under enable_fsdp_float8_all_gather: why FSDP2 will send this weight as it is, if it will."""
-    float8 = config._float8
-    if float8 is None or not float8.enable_fsdp_float8_all_gather:
-        return {}
-    if isinstance(config, GroupedExperts.Config):
-        return {fqn: "the stacked weights of experts are gathered as they are"}
-    sizes = config.in_features, config.out_features
-    layer = Float8Linear(*sizes, device="meta", dtype=torch.bfloat16, config=float8)
-    return WEIGHT_RULES[0].wrap(layer, {fqn: layer})
 
 
 @override(target=BaseModel.Config, description="float8 linear layers")

@@ -27,14 +27,13 @@ TransformerEngine. If a large margin makes a factor less than 2^-128, float8 kee
 TransformerEngine uses a factor of 0 or nearly 0.
 
 ``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling`` have dynamic scales: one
-per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings in the
-spelling of Accelerate's files are understood too (`float8.integrations.accelerate_settings`).
+per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings of
+Accelerate (``fp8_config``) have two names of their own (`_SPELLINGS`) and three more keys.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from float8.arguments import did_you_mean
@@ -47,10 +46,29 @@ from float8.config import (
 )
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Tensorwise
-from float8.integrations.accelerate_settings import is_te_recipe, te_arguments
 
 Fields = dict[str, Any]  # of a Float8LinearConfig
 Arguments = dict[str, Any]  # of a recipe
+
+_SPELLINGS = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+}
+# Keys that only Accelerate has. How to evaluate is no part of a config.
+_OF_ACCELERATE = ("backend", "use_mxfp8_block_scaling", "use_autocast_during_eval")
+# Arguments of which some values have a counterpart, and what to do about others.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    # No hardware multiplies E5M2 by E5M2.
+    "fp8_format": (("HYBRID", "E4M3"), "take HYBRID or E4M3"),
+    "backward_override": ((None, "high_precision"), "take 'high_precision' or None"),
+    "fp8_dpa": ((False,), "attention stays in high precision"),
+    "fp8_mha": ((False,), "attention stays in high precision"),
+    "scaling_factor_compute_algo": ((None,), "scales follow from the documented formula only"),
+    "reduce_amax": ((True,), "for a scale per rank call after_step(model, group of this rank)"),
+    "enable_2d_quantization": ((False,), "MX blocks are 1x32; Float8BlockScaling has square ones"),
+    "backend": (("TE",), "use float8.ms_amp for MSAMP's, Float8LinearConfig.from_torchao for AO's"),
+    "use_mxfp8_block_scaling": ((False,), "take the recipe 'mxfp8'"),
+}
 
 
 # These have no defaults: an argument that is given beside a recipe must not contradict it.
@@ -64,7 +82,8 @@ def from_te_recipe(
     Args:
         recipe: a ``DelayedScaling``, ``Float8CurrentScaling``, ``Float8BlockScaling`` or
             ``MXFP8BlockScaling``, or a mapping of arguments such as the ``fp8_config`` of an
-            Accelerate configuration file, whose spellings are understood.
+            Accelerate configuration file, whose ``use_autocast_during_eval`` is about evaluation
+            (`float8.high_precision`) and no part of the config.
         arguments: those of ``DelayedScaling`` by name: ``margin=0``, ``interval=1``,
             ``fp8_format="HYBRID"`` or ``"E4M3"``, ``amax_history_len=1024``,
             ``amax_compute_algo="max"`` or ``"most_recent"``,
@@ -76,67 +95,49 @@ def from_te_recipe(
         ValueError: a value has no counterpart, is given twice, or is about an amax history where
             the recipe keeps none.
     """
-    given: Any = vars(recipe) if is_te_recipe(recipe) else {} if recipe is None else recipe
-    kind, settings = "DelayedScaling", given
-    if not isinstance(given, Mapping):
-        kind = type(recipe).__name__
-        if kind not in KINDS:
-            raise ValueError(
-                f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}, or a mapping of "
-                f"arguments{did_you_mean(kind, KINDS)}"
-            )
-        # Its own names begin with an underscore.
-        settings = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
-    own = {name: v for name, v in te_arguments(arguments).items() if v is not None}
-    together = {name: v for name, v in te_arguments(settings).items() if v is not None}
-    if twice := own.keys() & together.keys():
-        raise ValueError(f"{min(twice)} is given twice: in the {kind} recipe and beside it")
-    together |= own
-    known, fields_of = KINDS[kind]
-    if unknown := sorted(together.keys() - set(known)):
+    kind = type(recipe).__name__
+    given: Any = recipe or {}
+    if kind in (*KINDS, "TERecipeKwargs"):  # own names of its class begin with an underscore
+        given = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
+    elif not isinstance(given, Mapping):
+        raise ValueError(
+            f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}, or a mapping of "
+            f"arguments{did_you_mean(kind, KINDS)}"
+        )
+    kind = kind if kind in KINDS else "DelayedScaling"
+    together: Arguments = {}
+    for key, value in [*given.items(), *arguments.items()]:
+        name = _SPELLINGS.get(key, key)
+        if name in together and value is not None:
+            raise ValueError(f"{name} is given twice, beside the {kind} recipe or in two spellings")
+        if value is not None:
+            together[name] = value
+    default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
+    fmt = together.get("fp8_format", default)  # a string, or a member of an enum there
+    together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()
+    known = KINDS[kind]
+    if unknown := sorted(together.keys() - {*known, *_OF_ACCELERATE}):
         raise TypeError(
             f"unknown argument {unknown[0]!r} of {kind}; known: {', '.join(known)}"
             f"{did_you_mean(unknown[0], known)}"
         )
-    for name, (supported, instead) in _ONLY.items():
-        if (value := together.get(name, supported)) != supported:
+    only = {**_ONLY, "margin": ((0,), f"{kind} has none")} if kind == "MXFP8BlockScaling" else _ONLY
+    for name, (supported, instead) in only.items():
+        if (value := together.get(name, supported[0])) not in supported:
             raise ValueError(f"{name}={value!r} has no counterpart in float8: {instead}")
-    return cls(**fields_of(recipe, together))
-
-
-# Arguments of which one value has a counterpart, and what to do about others.
-_ONLY = {
-    "fp8_dpa": (False, "attention stays in high precision"),
-    "fp8_mha": (False, "attention stays in high precision"),
-    "scaling_factor_compute_algo": (None, "scales follow from the documented formula only"),
-    "reduce_amax": (True, "for a scale per rank call after_step(model, group of this rank)"),
-    "enable_2d_quantization": (False, "MX blocks are 1x32; Float8BlockScaling has square ones"),
-}
+    fields = _operands(_casts(kind, recipe, together), together)
+    if kind == "DelayedScaling":
+        history = _history(together)
+        if any(c is not None and c.scaling_type is ScalingType.DELAYED for c in fields.values()):
+            fields["delayed_scaling"] = history
+        return cls(**fields, enable_amax_init=False)
+    for ours, theirs in _GEMMS.items():
+        gemm = getattr(recipe, theirs, None)  # MXFP8BlockScaling has none
+        fields[ours] = GemmConfig(gemm is not None and not gemm.use_split_accumulator)
+    return cls(**fields)
 
 
 # --- what each recipe means
-
-
-def _delayed(recipe: Any, arguments: Arguments) -> Fields:
-    history, cast = _history(arguments), CastConfig(ScalingType.DELAYED)
-    fields = _operands((cast, cast, cast), arguments) | {"enable_amax_init": False}
-    casts = [value for value in fields.values() if isinstance(value, CastConfig)]
-    if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
-        fields["delayed_scaling"] = history
-    return fields
-
-
-def _history(arguments: Arguments) -> DelayedScalingConfig:
-    algo = arguments.get("amax_compute_algo", "max")
-    interval = arguments.get("interval", 1)
-    return DelayedScalingConfig(
-        history_len=arguments.get("amax_history_len", 1024),
-        amax_compute_algo=algo.lower() if isinstance(algo, str) else algo,
-        margin=arguments.get("margin", 0),
-        interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
-        remember_nonfinite=True,
-    )
-
 
 # Objects within the dynamic recipes: of the three casts, and of the three GEMMs.
 _QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
@@ -156,60 +157,52 @@ _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_s
 _BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
 
 
-def _current(recipe: Any, arguments: Arguments) -> Fields:
+def _history(arguments: Arguments) -> DelayedScalingConfig:
+    interval = arguments.get("interval", 1)
+    return DelayedScalingConfig(
+        history_len=arguments.get("amax_history_len", 1024),
+        amax_compute_algo=arguments.get("amax_compute_algo", "max"),
+        margin=arguments.get("margin", 0),
+        interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
+        remember_nonfinite=True,
+    )
+
+
+def _casts(kind: str, recipe: Any, arguments: Arguments) -> list[CastConfig]:
+    """Those of input, weight and grad_output."""
+    if kind == "DelayedScaling":
+        return [CastConfig(ScalingType.DELAYED)] * 3
+    if kind == "MXFP8BlockScaling":
+        return [CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)] * 3
+    granularities: list[Granularity] = [Tensorwise()] * 3
     is_pow2 = arguments.get("use_power_2_scales")
-    casts = _dynamic(recipe, (Tensorwise(),) * 3, is_pow2, f"use_power_2_scales={is_pow2!r}")
-    return _operands(casts, arguments) | _gemms(recipe)
-
-
-def _blockwise(recipe: Any, arguments: Arguments) -> Fields:
-    is_float32 = arguments.get("use_f32_scales")
-    is_pow2 = None if is_float32 is None else not is_float32
-    granularities = [_BLOCKS[arguments.get(name, dim)] for name, dim in _BLOCK_DIMS.items()]
-    casts = _dynamic(recipe, tuple(granularities), is_pow2, f"use_f32_scales={is_float32!r}")
-    return _operands(casts, {"fp8_format": "E4M3", **arguments}) | _gemms(recipe)
-
-
-def _mx(recipe: Any, arguments: Arguments) -> Fields:
-    if arguments.get("margin"):
-        raise ValueError(f"margin={arguments['margin']!r}: MXFP8BlockScaling has none; leave it 0")
-    cast = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
-    fields = _operands((cast,) * 3, {"fp8_format": "E4M3", **arguments})
-    return {**fields, "gemm_config_output": GemmConfig()}
-
-
-def _dynamic(
-    recipe: Any, granularities: tuple[Granularity, ...], is_pow2: bool | None, flag: str
-) -> tuple[CastConfig, ...]:
+    if kind == "Float8BlockScaling":
+        granularities = [_BLOCKS[arguments.get(name, dim)] for name, dim in _BLOCK_DIMS.items()]
+        is_pow2 = not arguments["use_f32_scales"] if "use_f32_scales" in arguments else None
     casts = []
     for name, granularity in zip(_QUANTISERS, granularities, strict=True):
         quantiser = getattr(recipe, name)  # of the instance or of its class
-        if any(getattr(quantiser, extra, False) for extra in _UNSUPPORTED):
-            raise ValueError(
-                f"{name}={quantiser!r}: {', '.join(_UNSUPPORTED)} have no counterpart in float8"
-            )
         pow2 = quantiser.power_2_scale
-        if is_pow2 is not None and pow2 != is_pow2:
-            raise ValueError(f"{flag} and {name}.power_2_scale={pow2!r} contradict each other")
+        is_odd = any(getattr(quantiser, extra, False) for extra in _UNSUPPORTED)
+        if is_odd or is_pow2 not in (None, pow2):
+            raise ValueError(
+                f"{name}={quantiser!r} has no counterpart in float8 ({', '.join(_UNSUPPORTED)}), "
+                f"or contradicts the recipe's power-of-two scales, {is_pow2}"
+            )
         scale_format = ScaleFormat.POWER_OF_TWO if pow2 else ScaleFormat.FLOAT32
         casts.append(CastConfig(granularity=granularity, scale_format=scale_format))
-    return tuple(casts)
+    return casts
 
 
-def _gemms(recipe: Any) -> Fields:
-    return {
-        ours: GemmConfig(use_fast_accum=not getattr(recipe, theirs).use_split_accumulator)
-        for ours, theirs in _GEMMS.items()
-    }
-
-
-def _operands(casts: tuple[CastConfig, ...], arguments: Arguments) -> Fields:
+def _operands(casts: list[CastConfig], arguments: Arguments) -> Fields:
     """The six casts; disabled for the GEMMs that run in high precision."""
     x, w, g = casts
-    if _is_e4m3(arguments.get("fp8_format", "HYBRID")):
+    if arguments["fp8_format"] == "E4M3":
         g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.scale_format)
     off = CastConfig(ScalingType.DISABLED)
-    fprop, dgrad, wgrad = _high_precision(arguments)
+    fprop, dgrad, wgrad = arguments.get("override_linear_precision") or (False,) * 3
+    is_off = arguments.get("backward_override") is not None
+    dgrad, wgrad = dgrad or is_off, wgrad or is_off
     uses = {
         ("input", "grad_weight"): (x, fprop, wgrad),
         ("weight", "grad_input"): (w, fprop, dgrad),
@@ -223,29 +216,6 @@ def _operands(casts: tuple[CastConfig, ...], arguments: Arguments) -> Fields:
     return fields
 
 
-def _is_e4m3(fp8_format: Any) -> bool:
-    name = str(fp8_format.name if isinstance(fp8_format, enum.Enum) else fp8_format).upper()
-    if name not in ("HYBRID", "E4M3"):  # no hardware multiplies E5M2 by E5M2
-        raise ValueError(f"fp8_format must be 'HYBRID' or 'E4M3', got {fp8_format!r}")
-    return name == "E4M3"
-
-
-def _high_precision(arguments: Arguments) -> tuple[bool, bool, bool]:
-    """Whether fprop, dgrad and wgrad run in high precision."""
-    override = arguments.get("override_linear_precision") or (False, False, False)
-    flags = tuple(override) if isinstance(override, (tuple, list)) else ()
-    if len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
-        raise TypeError(
-            "override_linear_precision must be three booleans (fprop, dgrad, wgrad), True for a "
-            f"GEMM in high precision, got {override!r}"
-        )
-    backward = arguments.get("backward_override")
-    if backward not in (None, "high_precision"):
-        raise ValueError(f"backward_override must be 'high_precision' or None, got {backward!r}")
-    fprop, dgrad, wgrad = flags
-    return fprop, dgrad or backward is not None, wgrad or backward is not None
-
-
 OF_DELAYED = (
     "margin",
     "interval",
@@ -256,12 +226,12 @@ OF_DELAYED = (
 )
 _OF_ALL = ("fp8_format", "override_linear_precision", "backward_override", "fp8_dpa", "fp8_mha")
 _OF_DYNAMIC = (*_OF_ALL, *_QUANTISERS, *_GEMMS.values())
-# recipe -> the arguments that it has, and what they mean
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any, Arguments], Fields]]] = {
-    "DelayedScaling": ((*OF_DELAYED, *_OF_ALL), _delayed),
-    "Float8CurrentScaling": (("use_power_2_scales", *_OF_DYNAMIC), _current),
-    "Float8BlockScaling": (("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC), _blockwise),
-    "MXFP8BlockScaling": (("margin", "enable_2d_quantization", *_OF_ALL), _mx),
+# recipe -> the arguments that it has
+KINDS = {
+    "DelayedScaling": (*OF_DELAYED, *_OF_ALL),
+    "Float8CurrentScaling": ("use_power_2_scales", *_OF_DYNAMIC),
+    "Float8BlockScaling": ("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC),
+    "MXFP8BlockScaling": ("margin", "enable_2d_quantization", *_OF_ALL),
 }
 
 Float8LinearConfig.from_te_recipe = classmethod(from_te_recipe)  # type: ignore[arg-type, assignment]

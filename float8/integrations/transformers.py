@@ -75,26 +75,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from safetensors import torch as safetensors
+from torch import nn
+from transformers import PreTrainedModel, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints import plan_save, save_pretrained
 from float8.checkpoints.files import refuses_folder
-from float8.checkpoints.layouts import LAYOUTS
 from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
 from float8.convert.filters import ModuleFilter, with_reason
 from float8.distributed.after_step import after_step
-from float8.integrations import conversion
-from float8.integrations.accelerate_settings import evaluates_in_float8, refuses_fp8
-from float8.integrations.conversion import delayed_casts
+from float8.integrations.conversion import (
+    Adapter,
+    delayed_casts,
+    is_converted,
+    refuse_fp8,
+    warn_of_version,
+)
 from float8.kernels import is_sharded
-from float8.linear.delayed import DelayedCast
 
-conversion.require("transformers", "transformers", ("5.23", "5.24"))
-
-from transformers import PreTrainedModel, TrainerCallback  # noqa: E402
-from transformers.trainer_callback import ExportableState  # noqa: E402
+warn_of_version("transformers", "5.23", "5.24")
 
 __all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
 
@@ -144,24 +145,15 @@ def convert(
     Raises:
         ValueError: it was converted before with another config, or layers cannot be converted.
     """
-    return _convert(model, config, module_filter_fn, None)
+    return _convert(Adapter(config, module_filter_fn, float8_in_evaluation=True), model)
 
 
-def _convert(model: nn.Module, config: Any, module_filter_fn: Any, optimizer: Any) -> nn.Module:
-    config = conversion.as_config(config)
-    chosen = module_filter_fn or layers_of_a_pretrained_model(model)
-    model = conversion.convert(model, config, chosen, optimizer)
-    _save_plain_keys(model)
-    return model
-
-
-def _save_plain_keys(model: nn.Module) -> None:
-    """Add the histories to the list of keys that ``save_pretrained`` leaves out."""
-    if hasattr(model, "_keys_to_ignore_on_save"):
-        own = {
-            f"{name}.{key}" for name, cast in delayed_casts(model).items() for key in cast._buffers
-        }
+def _convert(adapter: Adapter, model: nn.Module, optimizer: Any = None) -> nn.Module:
+    model = adapter.convert(model, optimizer, layers_of_a_pretrained_model(model))
+    if hasattr(model, "_keys_to_ignore_on_save"):  # what save_pretrained leaves out: histories
+        own = {f"{name}.{key}" for name, c in delayed_casts(model).items() for key in c._buffers}
         model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *own}  # type: ignore[misc, assignment]
+    return model
 
 
 class Float8Callback(TrainerCallback, ExportableState):
@@ -187,7 +179,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         monitor: of ``inspect_every``; its ``report`` is the last one.
 
     Raises:
-        ValueError: an unknown recipe or layout; ``report_path``, ``on_alarm`` or ``writer`` without
+        ValueError: an unknown recipe; ``report_path``, ``on_alarm`` or ``writer`` without
             ``inspect_every``, or ``layout`` without ``save_float8``.
         TypeError: ``config`` is of another type.
     """
@@ -205,27 +197,16 @@ class Float8Callback(TrainerCallback, ExportableState):
         save_float8: str | Path | None = None,
         layout: str | None = None,
     ) -> None:
-        if report_path is not None and not inspect_every:
-            raise ValueError(f"report_path={str(report_path)!r} needs inspect_every=n")
-        if (on_alarm is not None or writer is not None) and not inspect_every:
-            raise ValueError("on_alarm and writer need inspect_every=n")
-        if layout is not None and save_float8 is None:
-            raise ValueError(f"layout={layout!r} needs save_float8=FOLDER")
-        # A name, because the Trainer keeps arguments as JSON.
-        if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
+        looks = (report_path, on_alarm, writer)
+        is_blind = not inspect_every and any(x is not None for x in looks)
+        if is_blind or (layout is not None and save_float8 is None):
             raise ValueError(
-                f"layout must be one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}; other "
-                "variants: float8.checkpoints.save_pretrained(trainer.model, folder, layout) after "
-                "the training"
+                "report_path, on_alarm and writer need inspect_every=n, and layout needs "
+                "save_float8=FOLDER"
             )
-        self.config = conversion.as_config(config)
-        self.module_filter_fn = module_filter_fn or getattr(config, "module_filter_func", None)
-        if float8_in_evaluation is None:
-            float8_in_evaluation = evaluates_in_float8(config)
-        self.float8_in_evaluation = float8_in_evaluation
+        self.adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
         self.inspect_every = inspect_every
-        self.report_path = report_path
-        self.on_alarm, self.writer = on_alarm, writer
+        self.report_path, self.on_alarm, self.writer = looks
         self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
@@ -235,36 +216,33 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Convert, and update an optimizer that was built before."""
         # Set by accelerate launch, from its arguments or its file.
-        backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO")
-        if (reason := refuses_fp8(args.mixed_precision, backend)) is not None:
-            raise ValueError(
-                f"this Trainer's {reason}; with TrainingArguments(bf16=True) it computes all else "
-                "in bf16. What fp8_config said of TransformerEngine's recipe goes to "
-                "Float8Callback, as a mapping"
-            )
-        self._take(given["model"], given.get("optimizer"))
+        refuse_fp8(args.mixed_precision, os.environ.get("ACCELERATE_FP8_BACKEND", "NO"))
+        self._model = _convert(self.adapter, given["model"], given.get("optimizer"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Check model and optimizer, and continue the histories of a checkpoint."""
-        model, optimizer = given["model"], given["optimizer"]
-        if model is not self._model and not conversion.is_converted(model):
-            raise ValueError(self._why_unconverted())
-        self._take(model, None)
+        model = given["model"]
+        if model is not self._model and not is_converted(model):
+            raise ValueError(
+                "Float8Callback has not converted this model: Trainer(..., callbacks=["
+                "Float8Callback(...)]) does, and model_init must return "
+                "float8.integrations.transformers.convert(model, config)"
+            )
+        self._model = _convert(self.adapter, model, given["optimizer"])
         if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
                 f"nn.DataParallel over {args.n_gpu} GPUs copies the model for each forward, and "
-                "with it the amaxes of delayed scaling: start one process per GPU (torchrun "
-                "--nproc-per-node), or take a dynamic recipe"
+                "its amaxes are lost: start one process per GPU (torchrun --nproc-per-node), or "
+                "take a dynamic recipe"
             )
-        conversion.check_optimizer(optimizer, model)
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if isinstance(stored, list):
             raise ValueError(
-                f"this Trainer has {len(stored)} callbacks of type {type(self).__name__}, each of "
-                "which would update all histories in every step: give it one"
+                f"this Trainer has {len(stored)} Float8Callbacks, each of which would update all "
+                "histories in every step: give it one"
             )
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
-            self._restore(stored, "the trainer_state.json of the checkpoint that is resumed from")
+            self._restore(stored)
         if self.save_float8 is not None:
             self._check_save(model)
         if self.monitor is not None:
@@ -312,7 +290,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
             if type(self).__name__ in stored:  # otherwise loading the weights has started new ones
-                self._restore(stored[type(self).__name__], str(file))
+                self._restore(stored[type(self).__name__])
         if self.save_float8 is not None:
             self._save(given["model"], args.should_save, given.get("processing_class"))
 
@@ -320,11 +298,8 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     def _check_save(self, model: nn.Module) -> None:
         """Raise before the training what would make saving fail after it."""
-        folder = Path(str(self.save_float8))
-        if refuses_folder(folder, overwrite=False) is not None:
-            raise FileExistsError(
-                f"save_float8={str(folder)!r}: it exists and is no empty folder; give another name"
-            )
+        if (reason := refuses_folder(Path(str(self.save_float8)), overwrite=False)) is not None:
+            raise FileExistsError(f"save_float8: {reason}")
         if not layout_for(model, self.layout).static_inputs:  # those come with the training
             plan_save(model, self.layout)
 
@@ -339,86 +314,38 @@ class Float8Callback(TrainerCallback, ExportableState):
     # --- the histories
 
     def state(self) -> dict[str, Any]:
-        """The state for ``trainer_state.json``: arguments, and each cast's buffers in base64."""
+        """The state for ``trainer_state.json``: arguments, and the histories.
+
+        These are a safetensors file in base64: the exact bits, whatever digits JSON would write.
+        """
         casts = {} if self._model is None else delayed_casts(self._model)
+        histories = safetensors.save(
+            {
+                f"{name}.{key}": buffer.detach().cpu().contiguous()
+                for name, cast in casts.items()
+                for key, buffer in cast.named_buffers()
+            }
+        )
         return {
             "args": {
-                "float8_in_evaluation": self.float8_in_evaluation,
+                "float8_in_evaluation": self.adapter.float8_in_evaluation,
                 "inspect_every": self.inspect_every,
                 "report_path": None if self.report_path is None else str(self.report_path),
                 "save_float8": None if self.save_float8 is None else str(self.save_float8),
                 "layout": self.layout,
             },
-            "attributes": {"histories": {name: _packed(cast) for name, cast in casts.items()}},
+            "attributes": {"histories": base64.b64encode(histories).decode("ascii")},
         }
 
-    def _restore(self, state: dict[str, Any], file: str) -> None:
+    def _restore(self, state: dict[str, Any]) -> None:
         assert self._model is not None
-        histories = state.get("attributes", {}).get("histories")
-        if not isinstance(histories, dict):
-            raise ValueError(_unreadable("Float8Callback", file, "it has no histories"))
+        histories = safetensors.load(base64.b64decode(state["attributes"]["histories"]))
+        buffers: dict[str, dict[str, Any]] = {}
+        for name, buffer in histories.items():
+            cast, _, key = name.rpartition(".")
+            buffers.setdefault(cast, {})[key] = buffer
         casts = delayed_casts(self._model)
-        # All are read before any is changed.
-        found = {n: _unpacked(n, c, histories[n], file) for n, c in casts.items() if n in histories}
-        for name, buffers in found.items():
-            casts[name].load_state_dict(buffers)
-        if casts and (missing := casts.keys() - histories.keys()):
-            logger.info("%d delayed casts start a new history: %s", len(missing), sorted(missing))
-
-    def _why_unconverted(self) -> str:
-        if self._model is None:
-            return (
-                "Float8Callback was added to an existing Trainer, too late to convert its model: "
-                "Trainer(..., callbacks=[Float8Callback(...)]), or convert the model first"
-            )
-        return (
-            "the Trainer made a new model after Float8Callback had converted the first: let "
-            "model_init return float8.integrations.transformers.convert(model, config)"
-        )
-
-    def _take(self, model: nn.Module, optimizer: Any) -> None:
-        if optimizer is not None:
-            conversion.check_optimizer(optimizer, model)
-        converted = _convert(model, self.config, self.module_filter_fn, optimizer)
-        if converted is not model:
-            raise ValueError("the Trainer's model is a linear layer itself: wrap it in a module")
-        if not self.float8_in_evaluation:
-            conversion.evaluate_in_high_precision(model)
-        self._model = model
-
-
-def _packed(cast: DelayedCast) -> dict[str, str]:
-    """A cast's buffers in base64: the exact bits, whatever digits JSON would write."""
-    as_bytes = {n: b.detach().cpu().numpy().tobytes() for n, b in cast.named_buffers()}
-    return {name: base64.b64encode(data).decode("ascii") for name, data in as_bytes.items()}
-
-
-def _unpacked(name: str, cast: DelayedCast, packed: Any, file: str) -> dict[str, Tensor]:
-    """The buffers of a cast, read from a file."""
-    try:
-        as_bytes = {n: base64.b64decode(text, validate=True) for n, text in packed.items()}
-        values = {
-            n: torch.frombuffer(bytearray(b), dtype=torch.float32) for n, b in as_bytes.items()
-        }
-        history = values.pop("amax_history")
-        if any(len(value) != 1 for value in values.values()):
-            raise ValueError("a buffer has another length")
-        if missing := {"scale", "current_amax"} - values.keys():
-            raise ValueError(f"it has no {min(missing)}")
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(_unreadable(name, file, error)) from error
-    found, own = len(history), cast.delayed.history_len
-    if found != own:
-        raise ValueError(
-            f"{name}: the checkpoint has a history of {found} steps, this model one of {own}: "
-            "resume with the DelayedScalingConfig of that run"
-        )
-    return {"amax_history": history, **{n: value[0] for n, value in values.items()}}
-
-
-def _unreadable(name: str, file: str, reason: object) -> str:
-    return (
-        f"{name}: its history of amaxes in {file} cannot be read ({reason}): resume from another "
-        "checkpoint; or remove Float8Callback from stateful_callbacks in that file, and all "
-        "histories start anew"
-    )
+        for name in casts.keys() & buffers.keys():
+            casts[name].load_state_dict(buffers[name])
+        if missing := sorted(casts.keys() - buffers.keys()):
+            logger.info("%d delayed casts start a new history: %s", len(missing), missing)

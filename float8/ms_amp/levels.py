@@ -73,10 +73,6 @@ def plan_weights(
     some cannot be converted or stored so.
     """
     plan = plan_conversion(model, config, module_filter_fn, "ms_amp", replaces_weights=True)
-    if plan.config.enable_fsdp_float8_all_gather:
-        raise ValueError(
-            "ms_amp: enable_fsdp_float8_all_gather=True is for FSDP2: convert, fully_shard, ms_amp"
-        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for fqn, layer in list(plan.layers.items()):
         if id(layer.weight) not in stepped:
@@ -90,6 +86,9 @@ def plan_weights(
     return plan
 
 
+BEYOND_FLOAT16 = "its weight has values beyond float16's range (65504): scale it, or take level O3"
+
+
 def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) -> str | None:
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; ms_amp takes plain high-precision ones"
@@ -97,8 +96,11 @@ def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) ->
         return "its weight has hooks, of another level or yours: register them after ms_amp"
     if not weight.requires_grad:
         return "the optimizer holds its weight, which requires no gradient"
+    if config.enable_fsdp_float8_all_gather:
+        return "enable_fsdp_float8_all_gather=True is for FSDP2: convert, fully_shard, then ms_amp"
     if level.weight == "float16":
-        return None
+        overflows = not weight.is_meta and bool(weight.detach().to(torch.float16).isinf().any())
+        return BEYOND_FLOAT16 if overflows else None
     cast, refusal = config.plan.output.b, refuses_resident(config)
     is_tensorwise = cast is not None and (cast.block, cast.format) == (TENSORWISE, E4M3)
     return refusal if refusal or is_tensorwise else "O3 is for E4M3 with one scale per tensor"

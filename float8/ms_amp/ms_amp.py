@@ -28,7 +28,8 @@ them. Such weights and masters are rounded stochastically, in the same way in ev
 parameters stay as they are, with plain gradients: biases, norms, embeddings and weights tied to
 them, layers that a filter leaves out, frozen weights. The moments of those with fewer than
 ``min_size`` elements stay FP32. One thing differs from MS-AMP: its FP16 weights of O1 and O2 have a
-scale. These are torch.float16, whose numbers below 6e-5 are 6e-8 apart.
+scale. These are torch.float16, whose numbers below 6e-5 are 6e-8 apart; weights beyond its range
+are refused, here and when a checkpoint is loaded.
 
 **Autocast.** Under O1 and O2 weights are float16 and activations are not: train under
 ``torch.autocast(device, torch.bfloat16)``, or with ``torch.float16`` and a ``GradScaler``. O3 runs
@@ -75,18 +76,20 @@ from float8.distributed.gradients import float8_gradients
 from float8.distributed.replaced_parameters import mark_replaced
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.linear.layer import Float8Linear
-from float8.ms_amp.levels import LEVELS, Level, MsAmp, plan_weights, stored_weight
+from float8.ms_amp.levels import (
+    BEYOND_FLOAT16,
+    LEVELS,
+    Level,
+    MsAmp,
+    plan_weights,
+    stored_weight,
+)
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
 from float8.optim.optimizer import cast_from_master
 from float8.tensor import Float8Tensor
 
-OPTIMIZERS: dict[type[torch.optim.Optimizer], type[AdamW]] = {
-    torch.optim.AdamW: AdamW,
-    torch.optim.Adam: Adam,
-    AdamW: AdamW,
-    Adam: Adam,
-}
+OPTIMIZERS = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, AdamW: AdamW, Adam: Adam}
 # What groups of torch.optim have that is no hyperparameter, or that a level decides.
 _NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
     "decoupled_weight_decay",
@@ -134,18 +137,21 @@ def ms_amp(
             any of these.
     """
     check_module(model, "ms_amp")
-    if not isinstance(level, str) or level not in LEVELS:
-        raise ValueError(f"unknown level {level!r}; known levels: {', '.join(LEVELS)}")
     if type(optimizer) not in OPTIMIZERS:
         raise TypeError(
             "ms_amp takes an AdamW or Adam, of torch.optim or float8.optim, not "
             f"{type(optimizer).__name__}; for others use float8.optim by itself"
         )
-    if (reason := _refuses_optimizer(optimizer) or _refuses_wrapper(model)) is not None:
+    is_given = config is not None or module_filter_fn is not None
+    reason = _refuses(optimizer, level) or _refuses_wrapper(model, level, is_given)
+    if reason is not None:
         raise ValueError(f"ms_amp: {reason}")
     row = LEVELS[level]
     if _is_wrapped(model):
-        return _of_wrapped(model, optimizer, level, config, module_filter_fn, storage)
+        new = _new_optimizer(optimizer, row, {}, storage)
+        left = dict.fromkeys(_layers(model), "a distributed wrapper owns its memory")
+        model.ms_amp = MsAmp(level, [], left, float8_gradients(model))  # type: ignore[assignment]
+        return model, new
     plan = plan_weights(model, config, module_filter_fn, optimizer, row)
     if row.weight == "float16" and "stochastic_rounding" not in optimizer.defaults:
         storage = {"stochastic_rounding": True} | storage
@@ -161,7 +167,10 @@ def ms_amp(
             replaced[old] = stored_weight(old, layer, row)
         layer.weight = replaced[old]
     new = _new_optimizer(optimizer, row, replaced, storage)
-    _retire(replaced, new, row)
+    for old, parameter in replaced.items():
+        if row.weight == "float8":
+            new.start_master(parameter, old.detach())
+        mark_replaced(old, "the model", _STALE)
     hold_gradients_in_float8(replaced.values())
     for layer in layers:
         layer.register_load_state_dict_post_hook(_AfterLoad(new))
@@ -169,20 +178,62 @@ def ms_amp(
     return model, new
 
 
-def _refuses_optimizer(optimizer: torch.optim.Optimizer) -> str | None:
-    """What refers to the optimizer, and would be lost when it is replaced; or None."""
+_STALE = (
+    "this optimizer has a weight that ms_amp has replaced, so that it would step what {} does not "
+    "use: step the optimizer that ms_amp returned"
+)
+
+
+def _refuses(optimizer: torch.optim.Optimizer, level: str) -> str | None:
+    """Whether the level is unknown, or what refers to the old optimizer would be lost; or None."""
+    if level not in LEVELS:
+        return f"unknown level {level!r}; known levels: {', '.join(LEVELS)}"
     if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        return "an LR scheduler has the optimizer; build it from the one that is returned"
+    hooks = (value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
+    return "the optimizer has hooks; register them on the new one" if any(hooks) else None
+
+
+def _refuses_wrapper(model: nn.Module, level: str, is_given: bool) -> str | None:
+    """The reason why a level would break what a wrapper of a model, or in it, does; or None.
+
+    ``is_given``: whether a config or a filter was given.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
+        if isinstance(module, DistributedDataParallel) and fqn:
+            return f"{fqn} is a DistributedDataParallel: give ms_amp the wrapper itself"
+    if not _is_wrapped(model):
+        return None
+    layers = _layers(model)
+    if is_given or not layers:
         return (
-            "an LR scheduler has the optimizer; build the scheduler from the one that is returned"
+            "a distributed wrapper has taken the model: convert it first, with config and "
+            "module_filter_fn, then wrap it, then call ms_amp without them"
         )
-    names = [
-        f"_optimizer_{event}_{when}_hooks"
-        for event in ("step", "state_dict", "load_state_dict")
-        for when in ("pre", "post")
-    ]
-    if any(getattr(optimizer, name) for name in names):
-        return "the optimizer has hooks; register them on the one that ms_amp returns"
+    shards = (getattr(layer.weight, "_local_tensor", None) for layer in layers.values())
+    if LEVELS[level].weight == "float8" and not all(isinstance(x, ShardedWeight) for x in shards):
+        return (
+            "level O3 of a wrapped model is FSDP2 with weights gathered in float8: convert with "
+            "enable_fsdp_float8_all_gather=True before fully_shard, or take level O2"
+        )
     return None
+
+
+def _layers(model: nn.Module) -> dict[str, Float8Linear]:
+    return {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return is_sharded or isinstance(model, DistributedDataParallel)
 
 
 def _new_optimizer(
@@ -210,23 +261,12 @@ def _carried(options: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key not in _NOT_CARRIED}
 
 
-def _retire(replaced: dict[Tensor, nn.Parameter], new: AdamW, row: Level) -> None:
-    for old, parameter in replaced.items():
-        if row.weight == "float8":
-            new.start_master(parameter, old.detach())
-        mark_replaced(
-            old,
-            "the model",
-            "this optimizer has a weight that ms_amp has replaced, so that it would step what {} "
-            "does not use: step the optimizer that ms_amp returned",
-        )
-
-
 class _AfterLoad:
-    """Makes the master of a weight anew after a checkpoint was loaded into its layer.
+    """Refuses weights that a level cannot hold after a checkpoint was loaded into their layer.
 
-    Otherwise the next step would restore the old weight. A master whose cast equals the loaded
-    weight stays, with the bits that float8 lost: the optimizer was loaded before.
+    The master of a float8 weight is made anew: otherwise the next step would restore the old
+    weight. A master whose cast equals the loaded weight stays, with the bits that float8 lost: the
+    optimizer was loaded before.
     """
 
     def __init__(self, optimizer: AdamW | None) -> None:
@@ -238,12 +278,17 @@ class _AfterLoad:
         if self.optimizer is None or not isinstance(layer, Float8Linear):
             return
         stepped = any(weight is p for g in self.optimizer.param_groups for p in g["params"])
+        is_float8, reason = isinstance(weight, Float8Tensor), None
         if weight.requires_grad and not stepped:
-            raise RuntimeError(
-                f"{layer.fqn or 'Float8Linear'}: load_state_dict(assign=True) has replaced a "
-                "weight that the optimizer of ms_amp steps; load with assign=False"
+            reason = (
+                "load_state_dict(assign=True) has replaced a weight that the optimizer of ms_amp "
+                "steps; load with assign=False"
             )
-        if not stepped or not isinstance(weight, Float8Tensor):
+        elif stepped and not is_float8 and weight.isinf().any():
+            reason = f"of the loaded checkpoint: {BEYOND_FLOAT16}"
+        if reason is not None:
+            raise RuntimeError(f"{layer.fqn or 'Float8Linear'}: {reason}")
+        if not stepped or not is_float8:
             return
         cast: Any = weight.detach().clone()
         cast_from_master(cast, self.optimizer.state[weight]["master"])
@@ -256,56 +301,3 @@ class _AfterLoad:
     def __reduce__(self) -> Any:
         # This optimizer does not step copies of the model, and must not be copied with them.
         return _AfterLoad, (None,)
-
-
-def _refuses_wrapper(model: nn.Module) -> str | None:
-    """The reason why ms_amp would break what a wrapper within ``model`` does, or None."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
-    for fqn, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
-        if isinstance(module, DistributedDataParallel) and fqn:
-            return f"{fqn} is a DistributedDataParallel: give ms_amp the wrapper itself"
-    return None
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
-
-    return isinstance(model, DistributedDataParallel) or any(
-        isinstance(module, FSDPModule) for module in model.modules()
-    )
-
-
-def _of_wrapped(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    level: str,
-    config: Float8LinearConfig | str | None,
-    module_filter_fn: ModuleFilter | None,
-    storage: dict[str, Any],
-) -> tuple[nn.Module, AdamW]:
-    """Apply a level to a model in a distributed wrapper: moments and communication alone."""
-    row = LEVELS[level]
-    layers = {fqn: m for fqn, m in model.named_modules() if isinstance(m, Float8Linear)}
-    if config is not None or module_filter_fn is not None or not layers:
-        raise ValueError(
-            "ms_amp: a distributed wrapper has taken the model: convert it first, with config and "
-            "module_filter_fn, then wrap it, then call ms_amp without them"
-        )
-    if row.weight == "float8" and not all(
-        isinstance(getattr(layer.weight, "_local_tensor", None), ShardedWeight)
-        for layer in layers.values()
-    ):
-        raise ValueError(
-            "ms_amp: level O3 of a wrapped model is FSDP2 with weights gathered in float8: convert "
-            "with enable_fsdp_float8_all_gather=True before fully_shard, or take level O2"
-        )
-    new = _new_optimizer(optimizer, row, {}, storage)
-    state = float8_gradients(model)
-    left = dict.fromkeys(layers, "a distributed wrapper owns its memory: it keeps its dtype")
-    model.ms_amp = MsAmp(level, [], left, state)  # type: ignore[assignment]
-    return model, new

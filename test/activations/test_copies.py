@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from float8.activations import saved_activations
+from float8.activations import copies, saved_activations
 from float8.activations.copies import CopyCache, CopyFormat, cast, dequantize
 
 SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
@@ -90,22 +90,6 @@ def test_swiglu_saves_gate_and_up_only():
     assert bytes_of(lambda: gate * torch.sigmoid(gate)) == COPY
 
 
-def test_a_norm_that_is_written_out_saves_x_and_the_factor_of_its_weight():
-    h, w = leaf().bfloat16(), nn.Parameter(torch.ones(128, dtype=torch.bfloat16))
-    module = nn.Module()
-    module.weight = w
-
-    def norm():
-        x = h.float()
-        return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16()
-
-    rows = 2 * 4 * 64  # rstd in float32, for the product and for its own derivative
-    with saved_activations():
-        found = saved_bytes(norm, module)
-    assert 2 * COPY < found <= 2 * COPY + rows
-    assert saved_bytes(norm, module) >= 6 * 64 * 128, "float32 x and bfloat16 of its product"
-
-
 def test_a_negated_view_is_another_tensor():
     z = torch.randn(64, 128, dtype=torch.complex64, requires_grad=True)
     assert z.conj().imag.is_neg() and z.conj().imag._base is z.imag._base
@@ -133,21 +117,18 @@ def test_a_write_after_the_op_changes_no_gradient():
 
 def test_the_copy_is_freed_with_the_graph_though_the_tensor_lives_on():
     x = leaf()
-    scope = saved_activations()
-    cache = scope._mode.cache
-    with scope:
+    with saved_activations():
         y = F.silu(x)
-        (entry,) = cache._entries[id(x)].values()
+        (entry,) = copies._ENTRIES[x].values()
         data = entry.parts[0]
         assert data() is not None
         y.sum().backward()
         assert data() is None, "freed by backward, though y and its node live on"
-        assert cache._entries[id(x)] == {}
         F.silu(x)
-    number = id(x)
-    del x, y
     gc.collect()
-    assert number not in cache._entries and number not in cache._bases
+    count = len(copies._ENTRIES)
+    del x, y
+    assert len(copies._ENTRIES) == count - 2  # those of x and y
 
 
 SAVED_THEMSELVES = {

@@ -18,7 +18,6 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 
 import float8
 from float8 import Float8LinearConfig, filters
-from float8.integrations.transformers import convert as convert_by_default
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
 pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
@@ -197,26 +196,6 @@ def test_compiled_in_one_graph_with_products_in_float8(dtype):
                 assert_bitwise(one, other)
     (graph,) = graphs
     assert "grouped_mm" not in graph.code
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
-def test_a_whole_model_compiles_in_one_graph():
-    model = convert(published_models.model_of("mixtral", num_hidden_layers=1).bfloat16())
-    expected = model(**batch()).loss
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    loss = compiled(**batch()).loss
-    loss.backward()
-    assert_bitwise(loss.detach(), expected.detach())
-    assert model.model.layers[0].mlp.experts.gate_up_proj.grad.abs().max() > 0
-
-
-def test_the_default_choice_takes_experts_of_sizes_that_tensor_cores_take():
-    assert len(convert_by_default(model_of("mixtral")).float8_conversion.experts) == 2
-    odd = published_models.model_of("mixtral", intermediate_size=40)
-    done = convert_by_default(odd).float8_conversion
-    assert done.experts == []
-    assert "not multiples of 16" in done.skipped["model.layers.0.mlp.experts"]
 
 
 class WithAForwardOfItsOwn(mixtral.MixtralExperts):

@@ -8,9 +8,11 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from assertions import assert_bitwise
-from processes import failures
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
     CastConfig,
@@ -22,7 +24,8 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from float8.convert.inference import convert_to_float8_inference
+from float8.convert.inference import convert_to_float8_inference, hide_from_ddp
+from float8.distributed.sharded_weight import ShardedWeight
 from float8.ms_amp.levels import LEVELS, MsAmp
 from float8.ms_amp.ms_amp import ms_amp
 from float8.optim import Adam, AdamW, Moment
@@ -220,6 +223,14 @@ def test_the_masters_bits_survive_loading_in_any_order(first, kind):
             assert_bitwise(found.scale, wanted.scale)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_checkpoint_whose_weights_would_become_inf_is_refused(level):
+    model, _ = started(level)
+    state = {**model_of().state_dict(), "0.weight": torch.full((256, 64), 65520.0)}
+    with pytest.raises(RuntimeError, match=r"0: of the loaded checkpoint: .*float16's range"):
+        model.load_state_dict(state)
+
+
 @LEVEL
 def test_assigning_a_checkpoint_in_place_of_the_weights_is_refused(level):
     """The optimizer would go on stepping what the model does not use."""
@@ -365,7 +376,8 @@ REFUSALS = [
     (given(group_size=0), ValueError, "group_size"),
     (before(lambda m, o: m[3].weight.requires_grad_(False)), ValueError, "3: .* requires no"),
     (after(lambda m: m[3].weight.register_hook(print)), ValueError, "3: its weight has hooks"),
-    (before(lambda m, o: o.register_step_post_hook(print)), ValueError, "that ms_amp returns"),
+    (before(lambda m, o: o.register_step_post_hook(print)), ValueError, "has hooks; register"),
+    (after(lambda m: nn.init.constant_(m[3].weight, 65520.0)), ValueError, r"3: .*float16's range"),
     (after(convert_to_float8_inference), (ValueError, TypeError), r"Float8Tensor|no gradient"),
 ]
 
@@ -382,6 +394,16 @@ def test_a_refusal_says_why_and_changes_nothing(case, error, message):
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
     assert not hasattr(model, "ms_amp")
     assert [len(p._post_accumulate_grad_hooks or ()) for p in parameters] == hooks
+
+
+def test_float16s_largest_number_is_kept_and_o3_has_no_such_limit():
+    for level, largest in (("O2", 65519.0), ("O3", 1e6)):  # the first rounds to 65504
+        model = model_of()
+        nn.init.constant_(model[3].weight, largest)
+        model, _ = ms_amp(model, optimizer_of(model), level)
+        weight = model[3].weight.detach()
+        weight = weight.dequantize() if level == "O3" else weight
+        assert weight.isfinite().all()
 
 
 def test_a_second_level_and_a_model_without_layers_are_refused():
@@ -405,13 +427,91 @@ def test_float16_weights_outside_autocast_are_refused_by_name():
 
 # --- several processes
 
-CLAIMS = {
-    "DDP": ("ddp_joins_moments_and_communication",),
-    "adapters": ("adapters_over_frozen_float8_weights_train_under_ddp",),
-    "FSDP2": ("fsdp2_joins_moments_and_communication",),
-    "order": ("layers_are_converted_before_the_wrapper",),
-}
+
+def small(recipe: Float8LinearConfig | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    return convert_to_float8_training(model, config=recipe)
 
 
-def test_levels_of_wrapped_models():
-    assert failures("ms_amp_program", CLAIMS) == {}
+def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    """The mean losses of all ranks at the first and the last of 15 steps."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(rank))
+    losses = []
+    for _ in range(15):
+        loss = (model(x).float() - torch.sin(x.roll(3, 1))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    both = torch.stack([losses[0], losses[-1]])
+    dist.all_reduce(both)
+    return both.tolist()
+
+
+@pytest.mark.ranks(2)
+def test_ddp_joins_moments_and_communication(rank):
+    model = DistributedDataParallel(small())
+    model, optimizer = ms_amp(model, optimizer_of(model), "O2")
+    with torch.autocast("cpu", torch.bfloat16):
+        first, last = losses_of(model, optimizer, rank)
+    assert last < 0.7 * first, (first, last)
+    weight = model.module[0].weight
+    assert weight.dtype == weight.grad.dtype == torch.float32
+    state = optimizer.state[weight]
+    assert (state["exp_avg"].kind, state["exp_avg_sq"].kind) == ("float8", "float16")
+    assert model.ms_amp.communication.report()
+    assert not model.ms_amp.weights
+    same = weight.detach().clone()
+    dist.broadcast(same, 0)
+    assert torch.equal(same, weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("level", "gathered"), [("O1", False), ("O3", True)])
+def test_fsdp2_joins_moments_and_communication(rank, level, gathered):
+    model = small(Float8LinearConfig(enable_fsdp_float8_all_gather=gathered))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model, optimizer = ms_amp(model, optimizer_of(model), level, min_size=0)
+    first, last = losses_of(model, optimizer, rank)
+    assert last < 0.7 * first, (level, first, last)
+    weight = model[0].weight
+    assert isinstance(weight.to_local(), ShardedWeight) == gathered
+    assert isinstance(optimizer.state[weight]["exp_avg"], Moment) == (level == "O3")
+
+
+@pytest.mark.ranks(2)
+def test_adapters_over_frozen_float8_weights_train_under_ddp(rank):
+    def model():
+        base = convert_to_float8_inference(model_of())
+        return nn.Sequential(base, nn.Linear(WIDTHS[2], 8))
+
+    alone, shared = model(), model()
+    hide_from_ddp(shared)
+    x = torch.randn(2, 16, WIDTHS[0], generator=torch.Generator().manual_seed(2))
+    wrapped = DistributedDataParallel(shared)
+    wrapped(x[rank]).square().mean().backward()
+    for half in x:
+        (alone(half).square().mean() / 2).backward()
+    torch.testing.assert_close(shared[1].weight.grad, alone[1].weight.grad)
+    direct = convert_to_float8_inference(nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16)))
+    DistributedDataParallel(direct)  # conversion has hidden its weights already
+
+
+@pytest.mark.ranks(2)
+def test_layers_are_converted_before_the_wrapper(rank):
+    plain = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    wrapped, sharded = DistributedDataParallel(copy.deepcopy(plain)), small()
+    flat = FullyShardedDataParallel(plain, use_orig_params=True, device_id=torch.device("cpu"))
+    fully_shard(sharded)
+    for model, options, message in (
+        (wrapped, {}, "convert it first, .* then wrap"),
+        (wrapped, {"config": Float8LinearConfig()}, "convert it first, .* then wrap"),
+        # Inside another module, DDP would not reduce gradients of new weights.
+        (nn.Sequential(wrapped), {}, "DistributedDataParallel.*give ms_amp the wrapper"),
+        (flat, {}, "shard with fully_shard"),
+        (sharded, {"level": "O3"}, "gathered in float8.*before fully_shard"),
+        (DistributedDataParallel(small()), {"level": "O3"}, "O3 of a wrapped model.*level O2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ms_amp(model, optimizer_of(model), **options)

@@ -47,7 +47,6 @@ from float8 import (  # noqa: E402
 )
 from float8.config import RECIPES  # noqa: E402
 from float8.integrations.torchtitan import Float8Converter, Float8TitanLinear  # noqa: E402
-from scripts.example_torchtitan import llama3  # noqa: E402
 
 ANSWERS = {
     "get_device_name": lambda device=None: "cpu",
@@ -149,37 +148,16 @@ def converter_says_what_is_wrong(rank):
     build = lambda **options: Float8Converter.Config(**options).build()  # noqa: E731
     with pytest.raises(ValueError, match="rowwise_with_gw_hp"):
         build(recipe="rowwize")
-    for names in ("lm_head", [1]):
-        with pytest.raises(TypeError, match="filter_fqns must be a list"):
-            build(filter_fqns=names)
     with pytest.raises(TypeError, match="config must be a Float8LinearConfig"):
         build(config={"recipe": "rowwise"})  # as kwargs of the command line may be
-    with pytest.raises(ValueError, match="one of them"):
-        build(recipe="rowwise", config=Float8LinearConfig())
     with pytest.raises(TypeError, match="recipes"):
         ours.float8(small(), recipes="rowwise")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         build(filter_fqns=["layers", "lm_head"]).convert(small())
     assert "converted to float8 (tensorwise): 0 layers" in str(caught[-1].message)
-    with pytest.warns(UserWarning, match=r"\['lmhead'\] is in no .* names end in lm_head, w1, w2"):
+    with pytest.warns(UserWarning, match=r"\['lmhead'\]: no layer has this in its name"):
         build(filter_fqns=["lmhead", "wo"]).convert(small())
-
-
-def converter_says_what_it_did(rank):
-    """The report names layers of an earlier conversion, and options without effect."""
-    model, said = small(), []
-    ours.logger.info = lambda text, conversion: said.append(conversion)
-    Float8Converter.Config(filter_fqns=["lm_head"]).build().convert(model)
-    options = {"recipe": "rowwise", "enable_fsdp_float8_all_gather": True}
-    ours.float8(model, **options)
-    del ours.logger.info
-    first, second = said
-    assert first.gathered_in_high_precision == {}
-    assert second.converted == ["lm_head"]
-    assert "different dimensions" in second.gathered_in_high_precision["lm_head"]
-    already = "it is a Float8TitanLinear already, with another config"
-    assert {second.skipped[fqn] for fqn in first.converted} == {already}
 
 
 def only_faster_layers(rank):
@@ -233,7 +211,7 @@ def what_parallelism_refuses(rank):
     dims = lambda backend, tp: SimpleNamespace(spmd_backend=backend, tp=tp)  # noqa: E731
     gathers = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     for config, backend, tp, match in (
-        (gathers, "spmd_types", 2, "leave the option off"),
+        (gathers, "spmd_types", 2, "leave it off"),
         (gathers, "full_dtensor", 1, "takes no amax history"),
         (RECIPES["delayed"], "partial_dtensor", 2, "use spmd_types"),
     ):
@@ -289,24 +267,6 @@ def chosen_in(model):
     return {fqn: (c.recipe, c._float8, c.plain_checkpoint) for fqn, c, *_ in configs}
 
 
-def every_recipe_trains(rank):
-    """On one rank: what torchtitan adds is the same for all recipes."""
-    positions = torch.arange(16).expand(2, -1)
-    outs = []
-    for recipe in RECIPES:
-        config = llama3([Float8Converter.Config(recipe=recipe)]).model_spec.model
-        config.layers = config.layers[:1]
-        model = config.build()
-        torch.manual_seed(0)
-        with torch.no_grad():
-            model.init_states()
-        outs.append(model(positions, positions=positions))
-        outs[-1].backward(torch.randn(outs[-1].shape))
-        assert all(p.grad.isfinite().all() for p in model.parameters()), recipe
-    # Recipes with powers of two give the same codes here, and "delayed" starts as "tensorwise".
-    assert len({out.sum().item() for out in outs}) >= 3
-
-
 def gathers_in_float8(rank):
     """With dynamic scales at first, then with delayed ones."""
     gathers = by_override("delayed", enable_fsdp_float8_all_gather=True)
@@ -316,12 +276,6 @@ def gathers_in_float8(rank):
     trainer.train()
     trainer.close()
     assert trainer.losses == losses_of(*by_override("delayed"))
-
-
-def recomputing_changes_nothing(rank):
-    """Selective checkpointing, the default, saves products; full saves nothing."""
-    full = losses_of(*by_override("delayed"), "activation-checkpoint:full")
-    assert full == losses_of(*by_override("delayed"))
 
 
 def compiling_changes_nothing(rank):

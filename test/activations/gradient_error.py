@@ -1,14 +1,12 @@
-"""The error that float8 copies cause in the gradients of each op.
+"""The error that float8 copies cause in the gradients of each op: SQNR in dB.
 
-``python -m float8.activations.gradient_error`` prints the table in the package's docstring: the
-SQNR in dB, ``10 log10(sum(exact^2) / sum((gradient - exact)^2))``, of each op's worst gradient. The
-exact gradients are float64 without float8; grad_output is random. Inputs are normal, or have
-outliers: one element of each 64 is 1000 times larger, like single features of a residual stream.
+``10 log10(sum(exact^2) / sum((gradient - exact)^2))`` of an op's worst gradient. The exact
+gradients are float64 without float8; grad_output is random. Inputs are normal, or have outliers:
+one element of each 64 is 1000 times larger.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,15 +66,6 @@ def gradients(case: Case, inputs: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(out, inputs, g))
 
 
-def worst_sqnr(name: str, group: int, outliers: bool = False) -> float:
-    """The SQNR in dB of the op's worst gradient; inf if all are exact to float32."""
-    case = CASES[name]
-    with saved_activations(group=group, also=OPTIONAL, min_size=8192):
-        found = gradients(case, inputs_of(case, outliers))
-    exact = gradients(case, inputs_of(case, outliers, torch.float64))
-    return min(sqnr(a, b) for a, b in zip(found, exact, strict=True))
-
-
 def sqnr(found: Tensor, exact: Tensor) -> float:
     """The signal to noise ratio in dB; above 120, float32's own rounding, it is inf."""
     noise = (found.double() - exact).square().sum()
@@ -84,26 +73,16 @@ def sqnr(found: Tensor, exact: Tensor) -> float:
     return decibel if decibel < 120 else torch.inf
 
 
-def sqnr_of(name: str) -> tuple[float, ...]:
-    """Normal inputs in groups of 128 and 16, then inputs with outliers in groups of 128 and 16."""
-    return tuple(
-        worst_sqnr(name, group, outliers) for outliers in (False, True) for group in (128, 16)
-    )
+def sqnr_of(name: str) -> list[float]:
+    """The SQNR in dB of the op's worst gradient.
 
-
-def table() -> str:
-    """One line per op."""
-    lines = ["op             normal: 1x128    1x16   outliers: 1x128    1x16"]
-    for name in CASES:
-        a, b, c, d = sqnr_of(name)
-        lines.append(f"{name:14} {a:13.1f} {b:7.1f} {c:17.1f} {d:7.1f}")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        prog="python -m float8.activations.gradient_error",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    ).parse_args()
-    print(table())
+    Of normal inputs in groups of 128 and 16, then of inputs with outliers in groups of 128 and 16.
+    """
+    case, worst = CASES[name], []
+    for outliers in (False, True):
+        exact = gradients(case, inputs_of(case, outliers, torch.float64))
+        for group in (128, 16):
+            with saved_activations(group=group, also=OPTIONAL, min_size=8192):
+                found = gradients(case, inputs_of(case, outliers))
+            worst.append(min(map(sqnr, found, exact)))
+    return worst
