@@ -24,7 +24,7 @@ groups help only if the magnitudes inside a group of 128 span more.
 
 A NaN or inf makes its whole group NaN, never a plausible number. Zeros stay zeros.
 
-On CUDA the Triton kernel ``gpu/cast_blockwise`` casts groups of 128 in one read and one launch. All
+On CUDA the Triton kernel ``gpu/cast`` casts groups of 128 in one read and one launch. All
 else is plain PyTorch: several passes in eager mode, fused by torch.compile.
 """
 
@@ -54,7 +54,7 @@ class CopyFormat(NamedTuple):
     power_of_two_scale: bool = True
 
 
-_BY_KERNEL = (1, 128)  # what ``gpu/cast_blockwise`` casts
+_BY_KERNEL = (1, 128)  # what ``gpu/cast`` casts in groups of a row
 
 
 class Float8Copy(NamedTuple):
