@@ -197,7 +197,7 @@ def of_block(name, recipe):
 def casts_on_cuda():
     body = []
     for recipe in RECIPES:
-        x, g, w, cached, _, launches = COSTS[recipe]
+        x, g, w, cached, launches = COSTS[recipe]
         assert x == g
         body.append([f"`{recipe}`", x, w, cached, launches])
     return markdown("recipe | input, grad_output | weight | cached weight | launches", body)
