@@ -51,11 +51,11 @@ class Gemm:
     a: OperandCast | None
     b: OperandCast | None
     use_fast_accum: bool = False
-    name: str = ""
-    refusal: str | None = None
-    out_dtype: torch.dtype = torch.float32
-    align: int = 1
-    pad: bool = False
+    name: str = field(default="", repr=False)
+    refusal: str | None = field(default=None, repr=False)
+    out_dtype: torch.dtype = field(default=torch.float32, repr=False)
+    align: int = field(default=1, repr=False)
+    pad: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class LinearPlan:
     smooth_input: bool = False
     emulate: bool = False
     pad: bool = False
-    dtype: torch.dtype = torch.float32
-    is_grouped: bool = False
-    on_gpu: bool = False
+    dtype: torch.dtype = field(default=torch.float32, repr=False)
+    is_grouped: bool = field(default=False, repr=False)
+    on_gpu: bool = field(default=False, repr=False)
     gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
     x: Operand = field(init=False, repr=False, compare=False)
     w: Operand = field(init=False, repr=False, compare=False)
