@@ -125,21 +125,17 @@ def test_without_triton_the_refusal_says_what_would_make_each_candidate_run(monk
 @pytest.mark.parametrize(
     ("contraction", "columns", "words"),
     [
-        (16, 16, ()),
-        (0, 0, ()),
-        (24, 16, ("contraction=24",)),
-        (16, 1, ("columns=1",)),
-        (15, 17, ("contraction=15", "columns=17")),
+        (24, 16, "contraction=24"),
+        (16, 1, "columns=1"),
+        (15, 17, "contraction=15 and columns=17"),
     ],
 )
 @EVERY_PRODUCT
 def test_torch_takes_multiples_of_16(a_block, b_block, contraction, columns, words, torch_calls):
     """No other candidate takes its place."""
-    if words and a_block != MX:
-        wanted = " and ".join(words)
-        match = rf"scaled_mm: {wanted} not a multiple of 16; .*pad_inner_dim=True"
-        with pytest.raises(ValueError, match=match):
-            multiply(operands(16, contraction, columns, a_block, b_block), a_block, b_block)
+    match = rf"scaled_mm: {words} not a multiple of 16; .*pad_inner_dim=True"
+    with pytest.raises(ValueError, match=match):
+        multiply(operands(16, contraction, columns, a_block, b_block), a_block, b_block)
     assert torch_calls == []
 
 
@@ -240,7 +236,6 @@ def test_triton_multiplies_blockwise_in_any_dtype_and_size(
     for out_dtype in shapes.HIGH_PRECISION:
         actual = multiply(parts, a_block, b_block, bias, out_dtype)
         expected = definition.scaled_mm(*parts, a_block, b_block, bias, out_dtype)
-        assert actual.dtype == out_dtype
         exact = oracle.matmul(parts[0], parts[1], a_block, parts[2], parts[3], b_block)
         exact = exact if bias is None else exact + bias.double()
         replay = (sizes, a_block, b_block, out_dtype)
