@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from plans import DELAYED, OFF, POW2, STATIC
+from plans import DELAYED, OFF, POW2, SECOND_USES, STATIC
 
 from float8.config import RECIPES, CastConfig, GemmConfig
 from float8.config import DelayedScalingConfig as Delayed
@@ -19,7 +19,6 @@ Cast = CastConfig
 OF_DELAYED = {"scaling_type": DELAYED}
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
 FNUZ = CastConfig(target_dtype=torch.float8_e5m2fnuz)
-SECOND_USES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 REFUSED = [
     (partial(Cast, scaling_type="dynamic"), TypeError, "ScalingType"),
     (partial(Cast, granularity="row"), TypeError, "Granularity"),
@@ -54,7 +53,7 @@ REFUSED = [
     ),
     (partial(replace, RECIPES["tensorwise"], delayed_scaling=Delayed(1024)), ValueError, "none of"),
     *(
-        (partial(Linear, **{f"cast_config_{name}": Cast(DELAYED)}), ValueError, f"{name}: a delay")
+        (partial(Linear, **{name: Cast(DELAYED)}), ValueError, f"{name}: a delayed")
         for name in SECOND_USES
     ),
     (partial(Linear, OFF, cast_config_input_for_grad_weight=Cast()), ValueError, "output GEMM"),

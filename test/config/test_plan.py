@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plans import DELAYED, OFF, POW2, ROW, STATIC, TENSOR, cast, casts_of
+from plans import DELAYED, OFF, POW2, SECOND_USES, STATIC, TENSOR, cast, casts_of
 
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig
 from float8.granularity import Blockwise, Rowwise
 
 BY_128 = CastConfig(granularity=Blockwise(1, 128))
-SECOND_USES = {
-    # override -> the GEMM and the side that it changes
-    "cast_config_weight_for_grad_input": 3,
-    "cast_config_grad_output_for_grad_weight": 4,
-    "cast_config_input_for_grad_weight": 5,
-}
 
 
 @pytest.mark.parametrize("override", SECOND_USES)
@@ -26,13 +20,6 @@ def test_a_second_use_changes_its_gemm_alone(override):
     changed = [i for i in range(6) if before[i] != after[i]]
     assert changed == [SECOND_USES[override]]
     assert after[changed[0]] == cast(TENSOR, scales=POW2)
-
-
-def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
-    row = CastConfig(granularity=Rowwise())
-    plan = Float8LinearConfig(row, row, row).plan
-    assert {c.block for c in casts_of(plan)} == {ROW}  # one scale per row of what it reads
-    assert (plan.x.is_shared, plan.w.is_shared, plan.g.is_shared) == (False,) * 3
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,11 @@ def test_constants_of_a_tracer_or_of_inference_mode_harm_no_later_step():
     assert_bitwise(out, expected)
 
 
+def test_a_disabled_cast_returns_the_tensor_itself():
+    off, x = CastConfig(ScalingType.DISABLED), torch.randn(3, 3)
+    assert Float8Linear(2, 2, config=Float8LinearConfig(off, off, off)).cast_input(x) is x
+
+
 def test_amd_s_twin_of_the_format_is_cast_there(monkeypatch):
     monkeypatch.setattr("float8.linear.scaling.on_device", lambda fmt, device: E4M3FNUZ)
     x = torch.randn(5, 123)

@@ -40,12 +40,11 @@ selectively = partial(
 REGIONS = {"none": lambda model, x: model(x), "whole": whole, "selective": selectively}
 
 
-def model_of(recipe, k=64, n=48, dtype=torch.float32):
+def model_of(recipe, k, n):
     """A layer between others: what can go wrong in tracing does so in one."""
-    model = nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n), nn.SiLU()).to(dtype)
-    if isinstance(recipe, str):
-        recipe = replace(RECIPES[recipe], pad_inner_dim=True)  # converts all sizes
-    return convert_to_float8_training(model, config=recipe)
+    model = nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n), nn.SiLU()).bfloat16()
+    config = replace(RECIPES[recipe], pad_inner_dim=True)  # converts all sizes
+    return convert_to_float8_training(model, config=config)
 
 
 def step(model, run, x, g):
@@ -83,7 +82,7 @@ def test_layers_compiled_by_inductor_have_the_bits_of_eager():
 def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, region, size):
     """Recomputed too, where other bits have been NaN: torchtitan#1056, #865."""
     m, k, n = size
-    model = model_of(recipe, k, n, torch.bfloat16)
+    model = model_of(recipe, k, n)
     backend = "aot_eager_decomp_partition" if region == "selective" else "aot_eager"
     x, g = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
     assert_bits_of_eager(model, x, g, backend, region, (recipe, region, size))

@@ -11,6 +11,7 @@ import copy
 import math
 import pickle
 import random
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
@@ -154,18 +155,23 @@ def test_a_model_converted_under_inference_mode_trains():
     assert model[0].cast_input.history_ready
 
 
-def test_a_forgotten_sync_raises_one_warning_with_the_fix():
-    """Not for optimizers of parts of a model, nor of another model."""
-    forgotten, plain = _model(), nn.Sequential(nn.Linear(32, 32))
-    words = r"sync_float8_amax_and_scale_history\(model\)"
-    for model, expected in ((_model(), nullcontext([])), (forgotten, pytest.warns(match=words))):
-        optimizers = [torch.optim.SGD(part.parameters()) for part in (*model, plain)]
-        with expected as caught:
-            for _ in range(4):
-                _train(model, *_data(), sync=None if model is forgotten else sync_history)
-                for optimizer in optimizers:
-                    optimizer.step()
-        assert len(caught) == (model is forgotten)
+@pytest.mark.parametrize(
+    ("sync", "rates", "is_warned"),
+    [(sync_history, (0.1, 0.1), 0), (None, (0.1, 0.1), 1), (None, (0.0, 0.0), 0), (None, (), 0)],
+)
+def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned):
+    """Steps of another model's optimizer do not count, nor those with a rate of zero."""
+    model, plain = _model(), nn.Sequential(nn.Linear(32, 32))
+    optimizers = [torch.optim.SGD(plain.parameters())]
+    optimizers += [torch.optim.SGD(model[i].parameters(), rate) for i, rate in enumerate(rates)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            _train(model, *_data(), sync)
+            for optimizer in optimizers:
+                optimizer.step()
+    words = "sync_float8_amax_and_scale_history(model)"
+    assert [words in str(warning.message) for warning in caught] == [True] * is_warned
 
 
 def test_a_rate_on_a_device_is_not_read():
@@ -208,6 +214,11 @@ def test_modules_are_listed_by_name_whatever_their_order(names):
     model["again"] = nn.ModuleDict({"c": layers["c"]})
     found = delayed.modules_by_name(model, nn.Linear)
     assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
+
+
+def test_a_group_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="group must be a ProcessGroup"):
+        sync_history(_model(1), "nccl")
 
 
 def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale_and_counts_intervals():

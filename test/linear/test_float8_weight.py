@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import oracle
 import pytest
@@ -11,7 +12,15 @@ from assertions import assert_bitwise, assert_sqnr_at_least
 from shapes import pairs
 from torch import Tensor, nn
 
-from float8 import CastConfig, Float8Linear, Float8LinearConfig, Rowwise, ScalingType
+from float8 import (
+    Blockwise,
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    Rowwise,
+    ScaleFormat,
+    ScalingType,
+)
 from float8.linear.float8_weight import is_resident, make_plain, refuses_resident, to_resident
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,13 +71,22 @@ def test_a_leaf_in_float8_accumulates_gradients_as_another_leaf_does():
 
 ROWS, DELAYED = CastConfig(granularity=Rowwise()), CastConfig(ScalingType.DELAYED)
 ONE = CastConfig(ScalingType.STATIC, static_scale=1.0)
+MX = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+MIXED = Float8LinearConfig(ROWS, ROWS, MX, cast_config_weight_for_grad_input=MX, emulate=True)
 
 
-@pytest.mark.parametrize("grad", [ROWS, DELAYED, ONE], ids=["dynamic", "delayed", "static"])
-def test_a_gradient_with_a_scale_of_another_refuses_resident_rows(grad):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (Float8LinearConfig(ROWS, ROWS, ROWS), "^None$"),
+        (Float8LinearConfig(ROWS, ROWS, DELAYED), "cast_config_grad_output is delayed"),
+        (Float8LinearConfig(ROWS, ROWS, ONE), "cast_config_grad_output is static"),
+        (MIXED, "grad_input cannot use such scales"),
+    ],
+)
+def test_a_gradient_with_a_scale_of_another_refuses_resident_rows(config, words):
     """The scales of a weight's rows multiply grad_output, whose own scale must follow."""
-    reason = refuses_resident(Float8LinearConfig(ROWS, ROWS, grad))
-    assert reason is None if grad is ROWS else "cast_config_grad_output is" in reason
+    assert re.search(words, str(refuses_resident(config)))
 
 
 def test_float16_gradients_underflow_only_where_the_parameter_wants_float16():

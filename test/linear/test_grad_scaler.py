@@ -22,11 +22,11 @@ OVERFLOWS = 2.0**40
 class Training:
     """Two layers, 37 rows, one batch; ``step`` says whether the scaler took the step."""
 
-    def __init__(self, recipe: str, first_scale: float, lr: float) -> None:
+    def __init__(self, recipe: str, first_scale: float) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 16))
         self.model = convert_to_float8_training(model, config=RECIPES[recipe])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=first_scale)
         self.x, self.y = torch.randn(37, 48), torch.randint(16, (37,))
 
@@ -61,14 +61,14 @@ class Training:
 @pytest.mark.parametrize("recipe", SCALED)
 def test_after_an_overflow_training_goes_on_as_if_it_had_not_been(recipe):
     """Bit for bit, but for delayed scales, which are larger for a while."""
-    after = Training(recipe, OVERFLOWS, lr=1e-2)
+    after = Training(recipe, OVERFLOWS)
     assert after.until(taken=6) > 15
-    without = Training(recipe, after.scaler.get_scale(), lr=1e-2)
+    without = Training(recipe, after.scaler.get_scale())
     assert without.until(taken=6) == 0
     if recipe != "delayed":
         assert_all_bitwise(after.weights(), without.weights())
         return
-    dynamic = Training("tensorwise", after.scaler.get_scale(), lr=1e-2)
+    dynamic = Training("tensorwise", after.scaler.get_scale())
     dynamic.until(taken=6)
     assert 0 < distance(after, without) <= distance(dynamic, without)
 
@@ -81,7 +81,7 @@ def distance(a: Training, b: Training) -> float:
 @pytest.mark.parametrize("taken", [0, 1])  # delayed: before and after the first scale
 def test_an_infinite_gradient_of_a_layer_is_seen_by_the_scaler(recipe, taken):
     """A cast that clamped it would hide the overflow."""
-    training = Training(recipe, 1024.0, lr=1e-2)
+    training = Training(recipe, 1024.0)
     training.until(taken)
     plant = training.model[1].register_full_backward_hook(
         lambda module, grads, _: (grads[0].index_fill(0, torch.tensor([5]), torch.inf),)
@@ -94,4 +94,4 @@ def test_an_infinite_gradient_of_a_layer_is_seen_by_the_scaler(recipe, taken):
 def test_planted_scales_that_follow_an_infinite_amax_are_found(monkeypatch):
     monkeypatch.setattr(delayed, "updated_history", lambda h, current, *rest: (h, current, None))
     with pytest.raises(AssertionError, match=r"cast_grad_output\.scale"):
-        Training("delayed", OVERFLOWS, lr=1e-2).until(taken=1)
+        Training("delayed", OVERFLOWS).until(taken=1)

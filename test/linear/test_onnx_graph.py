@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import linear_oracle
 import oracle
 import pytest
 import torch
@@ -20,17 +21,14 @@ pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's own exporter
 E4M3 = torch.float8_e4m3fn
 FLOAT8E4M3FN = onnx.TensorProto.FLOAT8E4M3FN
-# name -> recipe, static scale, shape of the input, dtype, blocks of input and weight, scales of
-# the input. K=304 and N=144 end in a part of a block.
+# name -> recipe, static scale, shape of the input, dtype. K=304 and N=144 end in a part of a block.
 CASES = {
-    "static": ("tensorwise", 0.03125, (3, 4, 304), torch.float32, (-1, -1), (-1, -1), "float32"),
-    "tensorwise": ("tensorwise", None, (6, 304), torch.float16, (-1, -1), (-1, -1), "float32"),
-    "rowwise": ("rowwise", None, (3, 4, 304), torch.float32, (1, -1), (1, -1), "power_of_two"),
-    "blockwise": (
-        "blockwise", None, (3, 4, 304), torch.float32, (1, 128), (128, 128), "power_of_two"
-    ),
-    "delayed": ("delayed", None, (304,), torch.float32, (-1, -1), (-1, -1), "float32"),
-}  # fmt: skip
+    "static": ("tensorwise", 0.03125, (3, 4, 304), torch.float32),
+    "tensorwise": ("tensorwise", None, (6, 304), torch.float16),
+    "rowwise": ("rowwise", None, (3, 4, 304), torch.float32),
+    "blockwise": ("blockwise", None, (3, 4, 304), torch.float32),
+    "delayed": ("delayed", None, (304,), torch.float32),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +77,8 @@ def run(path: str, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", CASES)
 def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
-    recipe, static, shape, dtype, x_block, w_block, scale_format = CASES[name]
+    recipe, static, shape, dtype = CASES[name]
+    (_, x_block, scale_format), (_, w_block, _) = linear_oracle.GEMMS[recipe]["output"]
     model, path = layer_of(recipe, static, dtype), str(tmp_path / "model.onnx")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     x = input_of(shape, dtype)
