@@ -7,6 +7,7 @@ again: a `shapes.Case`, a tuple of (seed, recipe, shape), a sentence.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,14 @@ def assert_bitwise(actual: Tensor, expected: Tensor, replay: Any = "", what: str
     same = (_bits(actual) == _bits(expected)) | (_nan(actual) & _nan(expected))
     if not bool(same.all()):
         raise AssertionError(_text(what, replay, _first_difference(actual, expected, ~same)))
+
+
+def assert_all_bitwise(
+    actual: Iterable[Tensor], expected: Iterable[Tensor], replay: Any = ""
+) -> None:
+    """Tensor by tensor, in order."""
+    for i, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise(mine, theirs, replay, f"tensor {i}")
 
 
 def sqnr(actual: Tensor, exact: Tensor) -> float:
@@ -86,15 +95,6 @@ def assert_error_within_baseline(
 def error(actual: Tensor, exact: Tensor) -> float:
     """The Euclidean norm of the difference, in float64."""
     return float((actual.detach().cpu().double() - exact.detach().cpu().double()).norm())
-
-
-def assert_all_finite(x: Tensor, replay: Any = "", what: str = "") -> None:
-    """Neither inf nor NaN anywhere."""
-    bad = ~x.detach().cpu().float().isfinite()
-    if bool(bad.any()):
-        at = _first(bad)
-        text = f"{int(bad.sum())} of {bad.numel()} not finite, first at {at}: {x[at].item()}"
-        raise AssertionError(_text(what, replay, text))
 
 
 def assert_same_float8(actual: Any, expected: Any, replay: Any = "") -> None:

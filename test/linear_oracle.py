@@ -62,28 +62,33 @@ def expected(
     """The four results of forward and backward, for matrices x (M, K), w (N, K), g (M, N)."""
     table = GEMMS[recipe]
     results = {
-        "output": _product(table["output"], x, w, bias),
-        "grad_input": _product(table["grad_input"], g, w.t(), None),
-        "grad_weight": _product(table["grad_weight"], g.t(), x.t(), None),
+        "output": product(table["output"], x, w, bias),
+        "grad_input": product(table["grad_input"], g, w.t(), None),
+        "grad_weight": product(table["grad_weight"], g.t(), x.t(), None),
     }
     exact = g.double().sum(0)
     results["grad_bias"] = Product(exact, g.sum(0))
     return results
 
 
-def _product(
-    operands: tuple[Operand, Operand] | None, a: Tensor, b: Tensor, bias: Tensor | None
+def product(
+    operands: tuple[Operand, Operand] | None,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    wholes: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Product:
+    """``a @ b.T + bias``; ``wholes`` are the tensors of which a and b share a tensorwise scale."""
     if operands is None:
         exact, plain = a.double() @ b.double().t(), a @ b.t()
     else:
-        (a_codes, a_scale), (b_codes, b_scale) = _cast(a, operands[0]), _cast(b, operands[1])
+        (a_codes, a_scale), (b_codes, b_scale) = map(_cast, (a, b), operands, wholes)
         exact = (a_codes * a_scale) @ (b_codes * b_scale).t()
         if operands[0][1][1] == -1:  # one scale per row: multiply codes, round, scale, round
-            product = a_codes.float() @ b_codes.float().t()
+            codes = a_codes.float() @ b_codes.float().t()
             if a.dtype == torch.bfloat16:  # float16 would overflow, float32 has nothing to round
-                product = product.bfloat16().float()
-            plain = (product * a_scale[:, :1].float() * b_scale[:, :1].float().t()).to(a.dtype)
+                codes = codes.bfloat16().float()
+            plain = (codes * a_scale[:, :1].float() * b_scale[:, :1].float().t()).to(a.dtype)
         else:
             plain = ((a_codes * a_scale).float() @ (b_codes * b_scale).float().t()).to(a.dtype)
     if bias is not None:
@@ -91,13 +96,13 @@ def _product(
     return Product(exact, plain)
 
 
-def _cast(x: Tensor, operand: Operand) -> tuple[Tensor, Tensor]:
+def _cast(x: Tensor, operand: Operand, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """The values of the codes, and the scale of every element, in float64."""
-    dtype, block, scaling = operand
+    (dtype, block, scaling), x = operand, x.contiguous()
     if isinstance(scaling, str):
-        codes, scale = oracle.quantize(x.contiguous(), block, dtype, scaling)
+        shares_scale = whole is not None and block == TENSOR
+        scale = oracle.scales(whole.contiguous() if shares_scale else x, block, dtype, scaling)
     else:
         scale = torch.full((1, 1), scaling)
-        codes = oracle.cast(x.contiguous(), scale, block, dtype)
-    values = oracle.table(dtype)[codes.long()]
+    values = oracle.table(dtype)[oracle.cast(x, scale, block, dtype).long()]
     return values, oracle.spread(oracle.scale_values(scale), tuple(x.shape), block)

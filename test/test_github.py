@@ -18,7 +18,6 @@ yaml = pytest.importorskip("yaml")
 REPOSITORY = "https://github.com/float8-developers/float8"
 GITHUB = ROOT / ".github"
 WORKFLOWS = sorted((GITHUB / "workflows").glob("*.yml"))
-FORMS = sorted(p for p in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml") if p.name != "config.yml")
 
 
 def name_of(path):
@@ -37,16 +36,6 @@ def test_a_workflow_runs_scripts_that_exist(path):
             script = command.removeprefix("bash ").split()[0]
             assert (ROOT / script).is_file(), command
             assert command.startswith("bash ") or os.access(ROOT / script, os.X_OK), command
-
-
-@pytest.mark.parametrize("path", FORMS, ids=name_of)
-def test_an_issue_form_has_what_github_asks_for(path):
-    form = yaml.safe_load(path.read_text(encoding="utf-8"))
-    assert form["name"] and form["description"] and form["labels"]
-    asked = [field for field in form["body"] if field["type"] != "markdown"]
-    assert {field["type"] for field in asked} <= {"checkboxes", "dropdown", "input", "textarea"}
-    assert len({field["id"] for field in asked}) == len(asked)
-    assert all(field["attributes"]["label"] for field in asked)
 
 
 def test_addresses_are_those_of_the_repository_and_its_files():

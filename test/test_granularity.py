@@ -5,10 +5,6 @@ from __future__ import annotations
 import oracle
 import pytest
 import shapes
-import torch
-from torch._inductor.sizevars import SizeVarAllocator
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.functions import CeilDiv
 
 from float8.granularity import (
     Blockwise,
@@ -24,9 +20,7 @@ from float8.granularity import (
     ("granularity", "shape", "block", "scales"),
     [
         (Tensorwise(), (), (), ()),
-        (Tensorwise(), (7,), (-1,), (1,)),
         (Tensorwise(), (2, 3, 4), (-1, -1, -1), (1, 1, 1)),
-        (Rowwise(), (7,), (-1,), (1,)),
         (Rowwise(), (2, 3, 4), (1, 1, -1), (2, 3, 1)),
         (Rowwise(), (0, 16), (1, -1), (0, 1)),
         (Blockwise(1, 128), (16, 0), (1, 128), (16, 0)),
@@ -70,15 +64,3 @@ def test_a_transpose_swaps_block_and_scales(granularity, shape):
     assert swapped == scale_shape(shape, block)[::-1]
     assert transpose_block(transpose_block(block)) == block
     assert scale_shape(shape, block) == oracle.scale_shape(shape, block)
-
-
-def test_a_compiler_can_prove_how_many_scales_a_dynamic_size_has():
-    """As the lowering of _scaled_mm asks for it: test/kernels/test_dynamic_shapes.py."""
-    env = ShapeEnv()
-    size = env.create_unbacked_symint()
-    torch._check(size >= 0)
-    known = SizeVarAllocator(env).statically_known_equals
-    rows, cols = scale_shape((size, 640), (128, 128))
-    assert cols == 5
-    assert known(rows.node.expr, CeilDiv(size.node.expr, 128))
-    assert not known((-(-size // 128)).node.expr, CeilDiv(size.node.expr, 128))

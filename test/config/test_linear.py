@@ -4,63 +4,33 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 
 import pytest
-from plans import (
-    B1,
-    B128,
-    DELAYED,
-    E8M0,
-    MX,
-    POW2,
-    ROW,
-    STATIC,
-    TENSOR,
-    cast,
-    casts_of,
-)
+from plans import B1, B128, DELAYED, E8M0, MX, POW2, ROW, STATIC, TENSOR, cast, casts_of
 
-from float8.config import (
-    RECIPES,
-    CastConfig,
-    DelayedScalingConfig,
-    Float8LinearConfig,
-    GemmConfig,
-    OperandCast,
-)
+from float8.config import RECIPES, CastConfig, DelayedScalingConfig, Float8LinearConfig, OperandCast
 from float8.formats import E4M3, E5M2
 
-ROW_POW2, B1_POW2, B128_POW2 = (cast(b, scales=POW2) for b in (ROW, B1, B128))
+R, B, SQUARE = (cast(block, scales=POW2) for block in (ROW, B1, B128))
 MX8 = cast(MX, scales=E8M0)
 T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
 S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
 D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
+ALL, NONE, OUTPUT = (True,) * 3, (False,) * 3, (True, False, False)
 # recipe -> the casts of (x, w), (g, w), (g, x); which second uses share bytes; fast accumulation
 PLANS = {
-    "tensorwise": ([T4, T4, T5, T4, T5, T4], (True, True, True), (True, False, False)),
-    "delayed": ([D4, D4, D5, D4, D5, D4], (True, True, True), (True, False, False)),
-    "rowwise": ([ROW_POW2] * 6, (False, False, False), (True, False, False)),
-    "rowwise_with_gw_hp": (
-        [ROW_POW2, ROW_POW2, ROW_POW2, cast(TENSOR, scales=POW2), None, None],
-        (False, False, False),
-        (True, False, False),
-    ),
-    "blockwise": (
-        [B1_POW2, B128_POW2, B1_POW2, B128_POW2, B1_POW2, B1_POW2],
-        (False, True, False),
-        (False, False, False),
-    ),
-    "mxfp8": ([MX8] * 6, (False, False, False), (False, False, False)),
-    "unit": ([S4, S4, S5, S4, S5, S4], (True, True, True), (True, False, False)),
+    "tensorwise": ([T4, T4, T5, T4, T5, T4], ALL, OUTPUT),
+    "delayed": ([D4, D4, D5, D4, D5, D4], ALL, OUTPUT),
+    "rowwise": ([R] * 6, NONE, OUTPUT),
+    "rowwise_with_gw_hp": ([R, R, R, cast(TENSOR, scales=POW2), None, None], NONE, OUTPUT),
+    "blockwise": ([B, SQUARE, B, SQUARE, B, B], (False, True, False), NONE),
+    "mxfp8": ([MX8] * 6, NONE, NONE),
+    "unit": ([S4, S4, S5, S4, S5, S4], ALL, OUTPUT),
 }
 
 
-def test_the_table_below_speaks_of_every_recipe():
-    assert set(PLANS) == set(RECIPES)
-
-
-@pytest.mark.parametrize("recipe", PLANS)
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_the_three_gemms_that_its_row_says(recipe):
     plan = Float8LinearConfig.from_recipe_name(recipe).plan
     expected, reuses, fast = PLANS[recipe]
@@ -81,23 +51,12 @@ def test_one_delayed_operand_needs_sync(operand):
 # --- a config is a value
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_replacing_a_cast_resolves_anew(recipe):
-    config = RECIPES[recipe]
-    _ = config.plan  # which is cached, and must not travel along
-    changed = replace(config, cast_config_input=CastConfig(STATIC, static_scale=2.0))
-    written_out = Float8LinearConfig(
-        **{
-            f.name: getattr(config, f.name)
-            for f in fields(config)
-            if f.init and f.name != "cast_config_input"
-        },
-        cast_config_input=CastConfig(STATIC, static_scale=2.0),
-    )
-    assert changed == written_out
-    assert changed.plan == written_out.plan
+def test_replacing_a_cast_resolves_anew():
+    config, static = RECIPES["rowwise"], CastConfig(STATIC, static_scale=2.0)
+    before = config.plan  # which is cached, and must not travel along
+    changed = replace(config, cast_config_input=static, cast_config_input_for_grad_weight=static)
     assert changed.plan.output.a == OperandCast(STATIC, E4M3, TENSOR, static_scale="2.0")
-    assert config.plan.output.a != changed.plan.output.a
+    assert changed.plan.grad_input == before.grad_input and config.plan.output == before.output
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -107,14 +66,6 @@ def test_a_config_survives_copying_and_is_a_key(recipe):
         assert twin == config
         assert hash(twin) == hash(config)
         assert twin.plan == config.plan
-
-
-@pytest.mark.parametrize(
-    "value", [CastConfig(), Float8LinearConfig(), GemmConfig(), DelayedScalingConfig()]
-)
-def test_a_config_is_frozen(value):
-    with pytest.raises(FrozenInstanceError):
-        setattr(value, fields(value)[0].name, None)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from plans import DELAYED, OFF, POW2, ROW, STATIC, TENSOR, cast, casts_of
+from plans import DELAYED, OFF, POW2, SECOND_USES, STATIC, TENSOR, cast, casts_of
 
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig
 from float8.granularity import Blockwise, Rowwise
 
-SECOND_USES = {
-    # override -> the GEMM and the side that it changes
-    "cast_config_weight_for_grad_input": 3,
-    "cast_config_grad_output_for_grad_weight": 4,
-    "cast_config_input_for_grad_weight": 5,
-}
+BY_128 = CastConfig(granularity=Blockwise(1, 128))
 
 
 @pytest.mark.parametrize("override", SECOND_USES)
@@ -27,13 +22,6 @@ def test_a_second_use_changes_its_gemm_alone(override):
     assert after[changed[0]] == cast(TENSOR, scales=POW2)
 
 
-def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
-    row = CastConfig(granularity=Rowwise())
-    plan = Float8LinearConfig(row, row, row).plan
-    assert {c.block for c in casts_of(plan)} == {ROW}  # one scale per row of what it reads
-    assert (plan.x.is_shared, plan.w.is_shared, plan.g.is_shared) == (False,) * 3
-
-
 @pytest.mark.parametrize(
     ("first", "second", "reuses"),
     [
@@ -43,13 +31,9 @@ def test_a_second_use_takes_the_first_ones_cast_in_its_own_orientation():
         (CastConfig(), CastConfig(target_dtype=torch.float8_e5m2), False),
         (CastConfig(STATIC, static_scale=1.0), CastConfig(STATIC, static_scale=2.0), False),
         (CastConfig(), CastConfig(granularity=Rowwise()), False),
-        (
-            CastConfig(granularity=Blockwise(1, 128)),
-            CastConfig(granularity=Blockwise(128, 1)),
-            True,
-        ),
+        (BY_128, CastConfig(granularity=Blockwise(128, 1)), True),
         (CastConfig(granularity=Blockwise(128, 128)), None, True),
-        (CastConfig(granularity=Blockwise(1, 128)), None, False),
+        (BY_128, None, False),
     ],
 )
 def test_bytes_are_shared_where_they_are_the_same(first, second, reuses):
@@ -71,9 +55,8 @@ def test_a_delayed_second_use_alone_keeps_the_operands_history():
     )
     assert config.operand_casts == (delayed, OFF, CastConfig())
     assert config.uses_delayed_scaling
-    assert config.plan.output.a is None and config.plan.grad_weight.b == cast(
-        TENSOR, scaling=DELAYED
-    )
+    assert config.plan.output.a is None
+    assert config.plan.grad_weight.b == cast(TENSOR, scaling=DELAYED)
 
 
 def test_a_delayed_second_use_may_be_spelt_out():
@@ -83,12 +66,11 @@ def test_a_delayed_second_use_may_be_spelt_out():
 
 
 def test_the_gemm_configs_reach_their_gemms():
-    fast = GemmConfig(use_fast_accum=True)
-    for name in ("output", "grad_input", "grad_weight"):
-        off = {f"gemm_config_{g}": GemmConfig() for g in ("output", "grad_input", "grad_weight")}
-        plan = Float8LinearConfig(**{**off, f"gemm_config_{name}": fast}).plan
-        for other in ("output", "grad_input", "grad_weight"):
-            assert getattr(plan, other).use_fast_accum == (other == name)
+    names = ("output", "grad_input", "grad_weight")
+    for fast in names:
+        gemms = {f"gemm_config_{name}": GemmConfig(name == fast) for name in names}
+        plan = Float8LinearConfig(**gemms).plan
+        assert [getattr(plan, name).use_fast_accum for name in names] == [n == fast for n in names]
 
 
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (3, 5)], ids=str)

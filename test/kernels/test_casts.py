@@ -17,15 +17,10 @@ WHOLE = (-1, -1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture
-def another_gpu(monkeypatch):
-    """Pretend that this machine has a GPU of another architecture."""
-
-    def use(arch):
-        monkeypatch.setattr(casts, "family_of", lambda device: arch)
-        casts.import_kernels.cache_clear()
-
-    yield use
+@pytest.fixture(autouse=True)
+def no_kernels_yet():
+    casts.import_kernels.cache_clear()
+    yield
     casts.import_kernels.cache_clear()
 
 
@@ -36,20 +31,20 @@ def test_only_cuda_tensors_that_are_not_emulated_take_kernels():
     assert not runs_kernel(CUDA, (3, 5), emulate=False)
 
 
-def test_a_gpu_without_float8_is_refused(another_gpu):
-    another_gpu("sm_80")
-    with pytest.raises(
-        ValueError, match=r"cast: sm_80 is not known to have float8 conversions .*emulate=True"
-    ):
-        runs_kernel(CUDA, WHOLE, emulate=False)
-
-
-def test_a_missing_triton_is_named(another_gpu):
-    another_gpu("sm_90")
-    missing = mock.patch.object(
-        casts.importlib, "import_module", side_effect=ModuleNotFoundError("No module named triton")
-    )
-    with missing, pytest.raises(ModuleNotFoundError, match="pip install triton"):
+@pytest.mark.parametrize(
+    ("arch", "error", "words"),
+    [
+        ("sm_80", ValueError, "cast: sm_80 is not known to have float8 conv.*emulate=True"),
+        ("sm_90", ModuleNotFoundError, "pip install triton"),
+    ],
+)
+def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
+    arch, error, words, monkeypatch
+):
+    monkeypatch.setattr(casts, "family_of", lambda device: arch)
+    missing = mock.Mock(side_effect=ModuleNotFoundError("No module named triton"))
+    monkeypatch.setattr(casts.importlib, "import_module", missing)
+    with pytest.raises(error, match=words):
         runs_kernel(CUDA, WHOLE, emulate=False)
 
 
@@ -62,10 +57,8 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     scale_format = "e8m0" if block == (1, 32) else "float32"
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
-        how = torch.float8_e4m3fn, scale_format
-        out = cast_operand(
-            kernel_for("sm_90", block), x, block, *how, row_major=rows, transposed=cols
-        )
+        kernel, how = kernel_for("sm_90", block), (block, torch.float8_e4m3fn, scale_format)
+        out = cast_operand(kernel, x, *how, row_major=rows, transposed=cols)
     for wanted, shape, data, scale in (
         (rows, (256, 384), out.data, out.scale),
         (cols, (384, 256), out.data_t, out.scale_t),

@@ -14,7 +14,7 @@ import pytest
 import shapes
 import torch
 import torch.nn.functional as F
-from assertions import assert_all_finite, assert_bitwise, assert_error_within_baseline
+from assertions import assert_bitwise, assert_error_within_baseline
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from shapes import Case
@@ -92,15 +92,7 @@ def test_bits_of_the_oracle_for_any_input(case, dtype, granularity, scale_format
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [
-        ((), ()),
-        ((7,), (-1,)),
-        ((7,), (3,)),
-        ((2, 3, 20), (1, 1, -1)),
-        ((2, 3, 20), (1, 2, 7)),
-        ((2, 3, 4, 10), (-1, 1, -1, 4)),
-    ],
-    ids=str,
+    [((), ()), ((7,), (3,)), ((2, 3, 20), (1, 2, 7)), ((2, 3, 4, 10), (-1, 1, -1, 4))],
 )
 def test_any_rank_has_its_scales(shape, block):
     check(Case(shape, torch.bfloat16, fill="wide", seed=1), E4M3, block, FLOAT32)
@@ -155,21 +147,6 @@ def test_a_cast_rounds_to_nearest_even_and_saturates(dtype):
     assert special.view(torch.uint8)[3] == (0 if "fnuz" in str(dtype) else 0x80)
 
 
-@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
-@pytest.mark.parametrize("special", ["inf", "negative_inf", "nan"])
-def test_what_is_not_finite_is_seen_in_its_own_block_and_zeros_stay_zeros(granularity, special):
-    x = Case((37, 300), torch.bfloat16, specials=(special,), seed=3).make()
-    x[5] = 0
-    x[:, 5:10] = 0
-    block = granularity.block_of(x.shape)
-    codes, scale = definition.cast_dynamic(x, block, E4M3)
-    value = definition.dequantize(codes, scale, block, torch.float32)
-    spoilt = ~oracle.spread(oracle.amax(x, block), tuple(x.shape), block).isfinite()
-    assert spoilt.any() and (scale[scale.isfinite()] > 0).all()
-    assert_bitwise(value.isnan(), spoilt, (special, granularity))
-    assert value[(x == 0) & ~spoilt].count_nonzero() == 0
-
-
 # --- products
 
 
@@ -205,50 +182,31 @@ def assert_product(a, b, bias: Tensor | None, out_dtype: torch.dtype, replay, de
 
 @pytest.mark.parametrize("device", shapes.DEVICES)
 @shapes.pairs(
-    sizes=[
-        (17, 150, 21),
-        (64, 256, 136),
-        (5, 123, 7),
-        (16, 1, 1),
-        (0, 16, 8),
-        (8, 16, 0),
-        (8, 0, 5),
-    ],
+    sizes=[(17, 150, 21), (64, 256, 136), (5, 123, 7), (16, 1, 1), (0, 8, 8), (8, 8, 0), (8, 0, 5)],
     a_name=list(shapes.GRANULARITIES),
     b_name=list(shapes.GRANULARITIES),
     bias_dtype=[None, torch.float32, torch.bfloat16],
     out_dtype=shapes.HIGH_PRECISION,
-    special=[(), ("inf",), ("nan",), ("max",)],
+    numbers=[
+        *(((), (-50, 50), scale_format) for scale_format in shapes.SCALE_FORMATS),
+        *((special, (0, -6), FLOAT32) for special in ((), ("inf",), ("nan",), ("max",))),
+    ],
 )
 def test_a_product_of_any_two_granularities(
-    sizes, a_name, b_name, bias_dtype, out_dtype, special, device
+    sizes, a_name, b_name, bias_dtype, out_dtype, numbers, device
 ):
     """What is not finite spoils its row of a product, unless it shares a scale, and no other."""
     M, K, N = sizes
-    a_case, b_case = Case((M, K), specials=special, seed=1), Case((N, K), seed=2, exponent=-6)
-    a, b = operand(a_case, a_name, E5M2), operand(b_case, b_name, E4M3)
+    special, exponents, scale_format = numbers
+    a_case = Case((M, K), exponent=exponents[0], specials=special, seed=1)
+    b_case = Case((N, K), torch.bfloat16, exponents[1], "wide", seed=2)
+    a, b = (
+        operand(case, name, dtype, scale_format)
+        for case, name, dtype in ((a_case, a_name, E5M2), (b_case, b_name, E4M3))
+    )
     bias = None if bias_dtype is None else Case((N,), bias_dtype, seed=3).make()
-    assert_product(a, b, bias, out_dtype, (a_case, b_case, a_name, b_name, out_dtype), device)
-
-
-@settings(max_examples=60)
-@given(
-    sizes=st.tuples(st.integers(0, 20), st.integers(0, 60), st.integers(0, 20)),
-    names=st.tuples(*[st.sampled_from(list(shapes.GRANULARITIES))] * 2),
-    exponents=st.tuples(st.integers(-50, 50), st.integers(-50, 50)),
-    fill=st.sampled_from(["normal", "wide", "zeros"]),
-    out_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    scale_format=st.sampled_from(shapes.SCALE_FORMATS),
-)
-def test_a_product_of_any_sizes_and_magnitudes(
-    sizes, names, exponents, fill, out_dtype, scale_format
-):
-    M, K, N = sizes
-    a_case = Case((M, K), exponent=exponents[0])
-    b_case = Case((N, K), torch.bfloat16, exponents[1], fill, seed=1)
-    a = operand(a_case, names[0], E5M2, scale_format)
-    b = operand(b_case, names[1], E4M3, scale_format)
-    assert_product(a, b, None, out_dtype, (a_case, b_case, names, out_dtype, scale_format))
+    replay = (a_case, b_case, a_name, b_name, out_dtype, scale_format)
+    assert_product(a, b, bias, out_dtype, replay, device)
 
 
 def test_scales_whose_product_overflows_float32_are_applied_in_turn():
@@ -276,13 +234,3 @@ def test_a_layer_norm_has_the_error_of_torchs(affine, dtype):
     assert_error_within_baseline(mean, wide.mean(1, keepdim=True), x.float().mean(1, keepdim=True))
     exact = (wide.var(1, correction=0, keepdim=True) + 1e-5).rsqrt()
     assert_error_within_baseline(rstd, exact, exact.float(), 4.0)
-
-
-def test_dequantising_with_a_power_of_two_scale_may_overflow_where_the_cast_did_not():
-    """What the docstring of the file says of float16's largest number."""
-    x = torch.full((1, 16), 65504.0, dtype=torch.float16)
-    for scale_format, finite in ((POWER_OF_TWO, False), (FLOAT32, True)):
-        data, scale = definition.cast_dynamic(x, (-1, -1), E4M3, scale_format)
-        assert_all_finite(data)
-        plain = definition.dequantize(data, scale, (-1, -1), torch.float16)
-        assert bool(plain.isfinite().all()) is finite

@@ -22,6 +22,10 @@ def bytes_of(scale: Tensor) -> Tensor:
     return scale.view(torch.uint8).int()
 
 
+def cast(x: Tensor, dtype: torch.dtype, scale_format: ScaleFormat) -> Float8Tensor:
+    return Float8Tensor.from_high_precision(x, dtype, Blockwise(1, 32), scale_format=scale_format)
+
+
 @pytest.mark.parametrize("field", [1, 254])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
 def test_no_float32_amax_saturates_nor_could_its_scale_be_halved(dtype, field):
@@ -38,9 +42,7 @@ def test_a_block_with_an_inf_has_the_bytes_that_the_file_states(dtype, floor):
     x = torch.ones(1, 32)
     x[0, 3] = -torch.inf
     for scale_format, byte in zip(E8M0, (254, floor), strict=True):
-        found = Float8Tensor.from_high_precision(
-            x, dtype, Blockwise(1, 32), scale_format=scale_format
-        )
+        found = cast(x, dtype, scale_format)
         assert bytes_of(found.scale).tolist() == [[byte]]
         assert found.float8_data.float().isnan().nonzero().tolist() == [[0, 3]]
     assert f"{floor} (E{'4M3' if dtype == E4M3 else '5M2'})" in e8m0.__doc__
@@ -51,14 +53,13 @@ def test_every_byte_comes_back():
     exact = oracle.scale_values(scale)
     assert_bitwise(e8m0.as_float32(scale), exact.float())
     assert_bitwise(e8m0.reciprocal(scale), (1 / exact).float())
-    assert_bitwise(e8m0.as_float32(scale).double(), exact)
     assert e8m0.as_float32(exact.float()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("op", ["scale_from_amax", "as_float32", "reciprocal"])
 def test_what_the_compiler_calls(op):
-    arguments = (torch.rand(3, 5), 448.0, True) if op == "scale_from_amax" else ()
-    arguments = arguments or (torch.rand(3, 5).to(torch.float8_e8m0fnu),)
+    scale = torch.rand(3, 5).to(torch.float8_e8m0fnu)
+    arguments = (torch.rand(3, 5), 448.0, True) if op == "scale_from_amax" else (scale,)
     registered = getattr(torch.ops.float8, f"e8m0_{op}").default
     assert_bitwise(registered(*arguments), getattr(e8m0, op)(*arguments))
     # The check of the schema multiplies its inputs, which torch cannot for E8M0.
@@ -100,7 +101,7 @@ def test_the_oracles_bits_and_torchaos_with_the_exceptions_that_are_stated(modes
     padded = padded.float() if source == torch.float16 else padded  # it takes no float16
     their_scale, theirs = mx.to_mx(padded, dtype, 32, mx.ScaleCalculationMode[name])
     theirs = theirs[:, : x.shape[1]]
-    ours = Float8Tensor.from_high_precision(x, dtype, Blockwise(1, 32), scale_format=scale_format)
+    ours = cast(x, dtype, scale_format)
     found, other = bytes_of(ours.scale), bytes_of(their_scale)
     data, scale = oracle.quantize(x, (1, 32), dtype, scale_format)
     assert_bitwise(ours.scale, scale, scale_format, "scale")

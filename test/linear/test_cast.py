@@ -11,8 +11,6 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise, assert_same_float8
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from shapes import GRANULARITIES, Case
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,7 +19,7 @@ from float8 import Float8Linear, Float8LinearConfig, Float8Tensor, float8_linear
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
-from float8.granularity import Blockwise, Rowwise
+from float8.granularity import Blockwise
 
 DELAYED = CastConfig(ScalingType.DELAYED)
 BUFFERS = ("amax_history", "scale", "current_amax")
@@ -68,44 +66,40 @@ def assert_history(layer, is_kept: bool) -> None:
 # --- what a layer multiplies
 
 
-def multiplied(x, cast: CastConfig):
-    """What a layer multiplies for x: by the identity, with scales of 1."""
-    one = CastConfig(ScalingType.STATIC, static_scale=1.0)
-    identity = torch.eye(x.shape[1], dtype=x.dtype)
-    grad = CastConfig(target_dtype=E4M3.dtype)
-    return float8_linear(x, identity, None, Float8LinearConfig(cast, one, grad, emulate=True))
+def _casts():
+    """Every granularity with every rule for its scales, static scales and a delayed one."""
+    for granularity in GRANULARITIES.values():
+        for scales in ScaleFormat:
+            if scales.is_e8m0 == (granularity == Blockwise(1, 32)):
+                for fmt in (E4M3, E5M2):
+                    yield CastConfig(
+                        granularity=granularity, target_dtype=fmt.dtype, scale_format=scales
+                    )
+    yield from (CastConfig(ScalingType.STATIC, static_scale=s) for s in (1.0, 0.3, 2.0**-30))
+    yield DELAYED
 
 
-MX = {Blockwise(1, 32)}
-
-
-@given(
-    st.sampled_from(list(GRANULARITIES.values())),
-    st.sampled_from([E4M3, E5M2]),
-    st.sampled_from(list(ScaleFormat)),
-    st.integers(0, 2**16),
-)
-@settings(max_examples=60)
-def test_a_dynamic_scale_is_that_of_this_very_tensor(granularity, fmt, scales, seed):
-    if scales.is_e8m0 != (granularity in MX):
-        return
-    case = Case((37, 300), exponent=-20, fill="wide", layout="transposed", seed=seed)
-    cast = CastConfig(granularity=granularity, target_dtype=fmt.dtype, scale_format=scales)
-    x, block = case.make(), granularity.block_of((0, 0))
-    codes, scale = oracle.quantize(x.contiguous(), block, fmt.dtype, scales.value)
-    exact = oracle.values(codes, scale, block, fmt.dtype)
-    assert_bitwise(multiplied(x, cast) + 0, exact.float() + 0, (case, cast))
-
-
-@pytest.mark.parametrize("static", [1.0, 0.3, 2.0**-30])
-def test_a_static_scale_is_the_constant_and_saturates(static):
-    x = Case((5, 123), exponent=10).make()
-    config = CastConfig(ScalingType.STATIC, static_scale=static)
-    scale = torch.full((1, 1), static)
-    codes = oracle.cast(x, scale, (-1, -1), E4M3.dtype)
-    exact = oracle.values(codes, scale, (-1, -1), E4M3.dtype)
-    assert_bitwise(multiplied(x, config) + 0, exact.float() + 0)
-    assert_bitwise(layer_of(config).cast_input(x).float8_data, codes)
+@pytest.mark.parametrize("cast", list(_casts()))
+def test_a_cast_has_the_oracles_bits_called_and_in_a_layer_and_passes_gradients(cast):
+    """A delayed one that has no history is dynamic; a static scale saturates."""
+    case = Case((37, 300), exponent=-20, fill="wide", layout="transposed", seed=3)
+    x, g = case.make().requires_grad_(), torch.randn(37, 300)
+    dtype, block = cast.target_dtype or E4M3.dtype, cast.granularity.block_of((0, 0))
+    scale = oracle.scales(x.detach().contiguous(), block, dtype, cast.scale_format.value)
+    scale = scale if cast.static_scale is None else torch.full((1, 1), cast.static_scale)
+    codes = oracle.cast(x.detach(), scale, block, dtype)
+    found = layer_of(cast).cast_input(x)
+    assert_bitwise(found.float8_data, codes, (case, cast))
+    assert_bitwise(found.scale, scale, (case, cast))
+    found.dequantize().backward(g)
+    assert_bitwise(x.grad, g)
+    if cast is not DELAYED:  # by the identity, with scales of 1
+        one = CastConfig(ScalingType.STATIC, static_scale=1.0)
+        grad = CastConfig(target_dtype=E4M3.dtype)
+        config = Float8LinearConfig(cast, one, grad, emulate=True)
+        out = float8_linear(x, torch.eye(300), None, config)
+        exact = oracle.values(codes, scale, block, dtype).float()
+        assert_bitwise(out + 0, exact + 0, (case, cast))
 
 
 def test_constants_of_a_tracer_or_of_inference_mode_harm_no_later_step():
@@ -120,32 +114,9 @@ def test_constants_of_a_tracer_or_of_inference_mode_harm_no_later_step():
     assert_bitwise(out, expected)
 
 
-@pytest.mark.parametrize(
-    "cast",
-    [
-        CastConfig(),
-        CastConfig(target_dtype=torch.float8_e5m2),
-        CastConfig(granularity=Rowwise(), scale_format=ScaleFormat.POWER_OF_TWO),
-        CastConfig(granularity=Blockwise(3, 5)),
-        CastConfig(ScalingType.STATIC, static_scale=0.5),
-        DELAYED,
-    ],
-)
-def test_a_cast_can_be_called_and_gradients_pass_straight_through(cast):
-    x, g = Case((5, 123), fill="wide").make().requires_grad_(), torch.randn(5, 123)
-    found = layer_of(cast).cast_input(x)
-    expected = Float8Tensor.from_high_precision(
-        x, cast.target_dtype or E4M3, cast.granularity, cast.static_scale, cast.scale_format
-    )
-    assert_same_float8(found, expected, cast)
-    found.dequantize().backward(g)
-    assert_bitwise(x.grad, g)
-
-
 def test_a_disabled_cast_returns_the_tensor_itself():
-    off = CastConfig(ScalingType.DISABLED)
-    layer, x = Float8Linear(2, 2, config=Float8LinearConfig(off, off, off)), torch.randn(3, 3)
-    assert layer.cast_input(x) is x
+    off, x = CastConfig(ScalingType.DISABLED), torch.randn(3, 3)
+    assert Float8Linear(2, 2, config=Float8LinearConfig(off, off, off)).cast_input(x) is x
 
 
 def test_amd_s_twin_of_the_format_is_cast_there(monkeypatch):
@@ -167,32 +138,18 @@ def test_only_delayed_casts_have_state():
             assert [repr(c) for c in twin.casts] == [repr(c) for c in layer.casts]
 
 
-@pytest.mark.parametrize(
-    ("cast", "text"),
-    [
-        (CastConfig(target_dtype=torch.float8_e5m2), "Cast(dynamic tensorwise e5m2)"),
-        (CastConfig(granularity=Rowwise()), "Cast(dynamic rowwise e4m3)"),
-        (DELAYED, "DelayedCast(delayed tensorwise e4m3)"),
-    ],
-)
-def test_a_cast_is_printed_with_the_format_that_default_means(cast, text):
-    assert repr(layer_of(cast).cast_input) == text
-
-
 # --- the state of a delayed cast
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda m: m.to(torch.bfloat16),
-        lambda m: m.half(),
         lambda m: m.bfloat16().double(),
         lambda m: m.to("cpu", torch.float16).train().eval(),
         copy.deepcopy,
         lambda m: pickle.loads(pickle.dumps(m)),
     ],
-    ids=["bfloat16", "half", "double", "device and dtype", "deepcopy", "pickle"],
+    ids=["dtypes", "device and dtype", "deepcopy", "pickle"],
 )
 def test_the_state_stays_float32_and_unrounded_and_a_copys_is_its_own(change):
     layer = with_history()
@@ -270,11 +227,6 @@ def test_a_torn_checkpoint_is_an_error_that_names_what_is_missing(missing):
         layer.load_state_dict(state, strict=True)
     layer.load_state_dict(state, strict=False)
     assert layer.cast_input.history_ready == (missing != "scale")
-
-
-def test_a_history_of_another_length_is_an_error():
-    with pytest.raises(RuntimeError, match=r"size mismatch for cast_input\.amax_history"):
-        layer_of().load_state_dict(layer_of(history_len=7).state_dict())
 
 
 # --- scales that are found anew every few syncs

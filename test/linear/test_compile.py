@@ -11,66 +11,40 @@ from functools import partial
 
 import pytest
 import torch
-from assertions import assert_bitwise
+from assertions import assert_all_bitwise, assert_bitwise
 from meter import GemmCounter, saved_bytes
+from recompute import keep_products
 from shapes import pairs
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from float8 import (
     E4M3,
+    Blockwise,
+    CastConfig,
     Float8Linear,
+    Float8LinearConfig,
     Float8Tensor,
-    ScaleFormat,
     convert_to_float8_training,
     float8_linear,
-    high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
 from float8.kernels import cpu, plain
 
-# The policy of docs/troubleshooting.md.
-KEPT = (
-    "aten.mm.default",
-    "aten._scaled_mm.default",
-    "float8.scaled_mm.default",
-    "float8.blockwise_mm.default",
-    "float8.cublas_blockwise_mm.default",
-    "aten._scaled_grouped_mm.default",
-    "float8.grouped_mm_gpu.default",
-    "float8.grouped_mm.default",
+whole = partial(checkpoint, use_reentrant=False)
+selectively = partial(
+    whole, context_fn=partial(create_selective_checkpoint_contexts, keep_products)
 )
-
-
-def policy(ctx, op, *args, **kwargs):
-    kept = str(op) in KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def whole(model, x):
-    return checkpoint(model, x, use_reentrant=False)
-
-
-def selectively(model, x):
-    contexts = partial(create_selective_checkpoint_contexts, policy)
-    return checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-
-
 REGIONS = {"none": lambda model, x: model(x), "whole": whole, "selective": selectively}
 
 
-def model_of(recipe, k=64, n=48, dtype=torch.float32):
+def model_of(recipe, k, n):
     """A layer between others: what can go wrong in tracing does so in one."""
-    model = nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n), nn.SiLU()).to(dtype)
-    if isinstance(recipe, str):
-        recipe = replace(RECIPES[recipe], pad_inner_dim=True)  # converts all sizes
-    return convert_to_float8_training(model, config=recipe)
+    model = nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n), nn.SiLU()).bfloat16()
+    config = replace(RECIPES[recipe], pad_inner_dim=True)  # converts all sizes
+    return convert_to_float8_training(model, config=config)
 
 
 def step(model, run, x, g):
@@ -90,11 +64,10 @@ def assert_bits_of_eager(model, x, g, backend="aot_eager", region="none", replay
     loudness = torch.exp2(torch.arange(len(x)) % 17 - 8.0)[:, None]
     for factor in (1, loudness):
         inputs = (x * factor).to(x.dtype)
-        for a, b in zip(step(compiled, run, inputs, g), step(model, model, inputs, g), strict=True):
-            assert b.isfinite().all()
-            assert_bitwise(a, b, replay)
-    for a, b in zip(compiled.buffers(), model.buffers(), strict=True):
-        assert_bitwise(a, b, replay, "delayed scaling's state")
+        expected = step(model, model, inputs, g)
+        assert all(tensor.isfinite().all() for tensor in expected)
+        assert_all_bitwise(step(compiled, run, inputs, g), expected, replay)
+    assert_all_bitwise(compiled.buffers(), model.buffers(), replay)  # delayed scaling's state
 
 
 @pytest.mark.slow
@@ -109,7 +82,7 @@ def test_layers_compiled_by_inductor_have_the_bits_of_eager():
 def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, region, size):
     """Recomputed too, where other bits have been NaN: torchtitan#1056, #865."""
     m, k, n = size
-    model = model_of(recipe, k, n, torch.bfloat16)
+    model = model_of(recipe, k, n)
     backend = "aot_eager_decomp_partition" if region == "selective" else "aot_eager"
     x, g = torch.randn(m, k).bfloat16(), torch.randn(m, n).bfloat16()
     assert_bits_of_eager(model, x, g, backend, region, (recipe, region, size))
@@ -122,14 +95,13 @@ def test_selective_checkpointing_multiplies_nothing_twice(recipe):
     model = nn.Sequential(*(nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(3)), nn.SiLU())
     convert_to_float8_training(model, config=RECIPES[recipe])
     x, g = torch.randn(2, 32, 64).bfloat16()
-    products, results = {}, {}
+    plain, products = copy.deepcopy(model), {}
+    expected = step(plain, plain, x, g)
     for name, region in REGIONS.items():
         twin = copy.deepcopy(model)
         with GemmCounter() as counter:
-            results[name] = step(twin, partial(region, twin), x, g)
+            assert_all_bitwise(step(twin, partial(region, twin), x, g), expected, (recipe, name))
         products[name] = counter.products
-        for mine, theirs in zip(results[name], results["none"], strict=True):
-            assert_bitwise(mine, theirs, (recipe, name))
     assert products == {"none": 9, "whole": 9 + 3, "selective": 9}
 
 
@@ -177,16 +149,13 @@ def test_equal_blocks_compiled_one_by_one_share_graphs(recipe):
 
 
 # Scales of any value: a factor that is no power of two shows where operands lose bits.
-_CASTS = ("cast_config_input", "cast_config_weight", "cast_config_grad_output")
-_ANY_SCALES = {
-    name: replace(getattr(RECIPES["blockwise"], name), scale_format=ScaleFormat.FLOAT32)
-    for name in _CASTS
-}
 UNDER_AUTOCAST = {
-    "tensorwise": RECIPES["tensorwise"],
-    "delayed": RECIPES["delayed"],
-    "rowwise_with_gw_hp": RECIPES["rowwise_with_gw_hp"],
-    "blockwise": replace(RECIPES["blockwise"], **_ANY_SCALES),
+    **{name: RECIPES[name] for name in ("tensorwise", "delayed", "rowwise_with_gw_hp")},
+    "blockwise": Float8LinearConfig(
+        CastConfig(granularity=Blockwise(1, 128)),
+        CastConfig(granularity=Blockwise(128, 128)),
+        CastConfig(granularity=Blockwise(1, 128), target_dtype=E4M3.dtype),
+    ),
 }
 
 
@@ -220,12 +189,3 @@ def test_the_functional_form_and_its_float8_inputs_compile():
         assert_bitwise(found, expected)
         grads = (torch.autograd.grad(out, x, g, retain_graph=True) for out in (found, expected))
         assert_bitwise(*(grad for (grad,) in grads))
-
-
-def test_high_precision_compiles_its_own_graph_and_back():
-    model, x = model_of("tensorwise"), torch.randn(32, 64)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True)
-    float8 = run(x)
-    with high_precision(model):
-        assert not torch.equal(run(x), float8)
-    assert_bitwise(run(x).detach(), float8.detach())

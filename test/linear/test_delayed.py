@@ -19,6 +19,7 @@ from unittest import mock
 import pytest
 import shapes
 import torch
+from assertions import assert_all_bitwise
 from meter import CastMeter
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -33,8 +34,8 @@ from float8 import (
     ScalingType,
     convert_to_float8_training,
     inspect,
-    sync_float8_amax_and_scale_history,
 )
+from float8 import sync_float8_amax_and_scale_history as sync_history
 from float8.config import RECIPES
 from float8.formats import E4M3, E5M2
 from float8.linear import delayed
@@ -49,10 +50,10 @@ def _model(layers=2, **settings):
     return convert_to_float8_training(model, config=config)
 
 
-def _train(model, x, g, sync=True):
+def _train(model, x, g, sync=sync_history):
     model(x).backward(g)
     if sync:
-        sync_float8_amax_and_scale_history(model)
+        sync(model)
 
 
 def _data(scale=1.0):
@@ -69,7 +70,7 @@ def test_the_first_step_records_the_amaxes_and_sync_makes_them_scales():
     for cast, amax in zip(layer.casts, amaxes, strict=True):
         assert cast.current_amax == amax
         assert cast.amax_history.count_nonzero() == 0 and cast.scale == 0
-    sync_float8_amax_and_scale_history(model)
+    sync_history(model)
     for cast, amax, largest in zip(layer.casts, amaxes, (448.0, 448.0, 57344.0), strict=True):
         assert cast.amax_history.tolist() == [amax.item(), 0, 0, 0]
         assert cast.scale.item() == pytest.approx(amax.item() / largest, rel=1e-6)
@@ -79,7 +80,7 @@ def test_the_first_step_records_the_amaxes_and_sync_makes_them_scales():
 def test_until_an_operand_was_seen_outputs_are_those_of_dynamic_scaling_then_of_the_history():
     model, (x, g) = _model(1), _data(1e-6)
     dynamic = convert_to_float8_training(nn.Sequential(copy.deepcopy(model[0]).to_float()))
-    sync_float8_amax_and_scale_history(model)  # before any forward: nothing to scale by
+    sync_history(model)  # before any forward: nothing to scale by
     assert all(cast.scale == 0 and not cast.history_ready for cast in model[0].casts)
     assert torch.equal(model(x), dynamic(x))
     for each in (model, dynamic):
@@ -99,27 +100,16 @@ def test_a_non_finite_amax_enters_as_zero_and_keeps_the_scale(bad):
     out = model(x)
     assert out[3].isnan().all() and out[[0, 1, 2, 4, 5, 6, 7]].isfinite().all()
     model(x.nan_to_num(0, 0)).backward(g)  # and a later microbatch does not hide it
-    sync_float8_amax_and_scale_history(model)
+    sync_history(model)
     assert model[0].cast_input.amax_history.tolist() == [0.0]
     assert torch.equal(model[0].cast_input.scale, scale)
 
 
-def test_a_frozen_layer_in_eval_mode_stays_dynamic():
-    model, (x, g) = _model(2), _data()
-    model[0].requires_grad_(False).eval()
-    nn.init.normal_(model[0].weight, std=1e-5)
-    first = model[0](x)
-    for _ in range(2):
-        _train(model, x, g)
-    assert torch.equal(model[0](x), first)
-    assert model[1].cast_input.history_ready
-
-
 @pytest.mark.parametrize("mode", ["eval", "no_grad", "inference_mode"])
 def test_amaxes_are_recorded_in_training_with_grad_only(mode):
-    model, x = _model(1), torch.randn(8, 32)
-    with nullcontext() if mode == "eval" else getattr(torch, mode)():
-        model.train(mode != "eval")(x)
+    model = _model(1).train(mode != "eval")
+    with getattr(torch, mode, nullcontext)():
+        model(torch.randn(8, 32))
     assert all(cast.current_amax == 0 for cast in model[0].casts)
 
 
@@ -131,10 +121,8 @@ def test_checkpointing_changes_neither_gradients_nor_records(use_reentrant):
     recomputed = copy.deepcopy(plain)
     _train(plain, x, g, sync=False)
     checkpoint(recomputed, x, use_reentrant=use_reentrant).backward(g)
-    for a, b in zip(plain.parameters(), recomputed.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
-    for a, b in zip(plain.buffers(), recomputed.buffers(), strict=True):
-        assert torch.equal(a, b)
+    assert_all_bitwise(*([p.grad for p in m.parameters()] for m in (recomputed, plain)))
+    assert_all_bitwise(recomputed.buffers(), plain.buffers())
 
 
 @pytest.mark.parametrize("first_step", [True, False])
@@ -143,28 +131,9 @@ def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
     if not first_step:
         _train(model, x, g)
     out = model(x)
-    sync_float8_amax_and_scale_history(model)
+    sync_history(model)
     with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
         out.backward(g)
-
-
-def test_without_delayed_casts_sync_does_nothing(caplog):
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
-    sync_float8_amax_and_scale_history(model)
-    sync_float8_amax_and_scale_history(nn.ReLU())
-    assert not caplog.records
-
-
-def test_a_scale_may_start_at_one_as_in_transformer_engine():
-    x = torch.randn(8, 32)
-    delayed = CastConfig(ScalingType.DELAYED)
-    static = CastConfig(ScalingType.STATIC, static_scale=1.0)
-    linear = nn.Linear(32, 32)
-    by_one, by_history = (
-        Float8Linear.from_float(linear, Float8LinearConfig(*[cast] * 3, enable_amax_init=False))
-        for cast in (static, delayed)
-    )
-    assert torch.equal(by_history(x), by_one(x))
 
 
 def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers():
@@ -173,7 +142,7 @@ def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers():
         model = _model(layers)
         _train(model, *_data())
         with CastMeter() as meter:
-            sync_float8_amax_and_scale_history(model)
+            sync_history(model)
         launches.append(meter.launches)
     assert launches[0] == launches[1]
 
@@ -186,25 +155,23 @@ def test_a_model_converted_under_inference_mode_trains():
     assert model[0].cast_input.history_ready
 
 
-def _warnings(model, optimizers, steps, sync):
+@pytest.mark.parametrize(
+    ("sync", "rates", "is_warned"),
+    [(sync_history, (0.1, 0.1), 0), (None, (0.1, 0.1), 1), (None, (0.0, 0.0), 0), (None, (), 0)],
+)
+def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned):
+    """Steps of another model's optimizer do not count, nor those with a rate of zero."""
+    model, plain = _model(), nn.Sequential(nn.Linear(32, 32))
+    optimizers = [torch.optim.SGD(plain.parameters())]
+    optimizers += [torch.optim.SGD(model[i].parameters(), rate) for i, rate in enumerate(rates)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(steps):
-            model(torch.randn(4, 32)).sum().backward()
+        for _ in range(4):
+            _train(model, *_data(), sync)
             for optimizer in optimizers:
                 optimizer.step()
-            if sync:
-                sync_float8_amax_and_scale_history(model)
-    return [str(w.message) for w in caught]
-
-
-def test_a_forgotten_sync_raises_one_warning_with_the_fix():
-    model, sgd = _model(), torch.optim.SGD
-    (message,) = _warnings(model, [sgd(model.parameters())], 4, sync=False)
-    assert "sync_float8_amax_and_scale_history(model)" in message
-    model, plain = _model(), nn.Sequential(nn.Linear(32, 32))
-    assert _warnings(model, [sgd(layer.parameters()) for layer in model], 3, sync=True) == []
-    assert _warnings(plain, [sgd(plain.parameters())], 3, sync=False) == []  # another model's
+    words = "sync_float8_amax_and_scale_history(model)"
+    assert [words in str(warning.message) for warning in caught] == [True] * is_warned
 
 
 def test_a_rate_on_a_device_is_not_read():
@@ -225,15 +192,14 @@ def test_amaxes_are_reduced_on_a_device_of_the_backend(backend, expected):
 def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
-    monkeypatch.setattr(
-        delayed, "FIRST_SYNC_CHECKS", [lambda model, ranks, groups: asked.append(ranks)]
-    )
+    check = lambda model, ranks, groups: asked.append(ranks)  # noqa: E731
+    monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [check])
     dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        sync_float8_amax_and_scale_history(_model(), torch.distributed.new_group([0]))
+        sync_history(_model(), torch.distributed.new_group([0]))
         for model in (dynamic, dynamic, nn.ModuleList(dynamic)):
-            sync_float8_amax_and_scale_history(model)
+            sync_history(model)
     finally:
         torch.distributed.destroy_process_group()
     assert asked == [[0], [0, 1]]
@@ -250,10 +216,9 @@ def test_modules_are_listed_by_name_whatever_their_order(names):
     assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
 
 
-@pytest.mark.parametrize("group", ["nccl", [0, 1], object()])
-def test_a_group_that_is_none_is_refused(group):
+def test_a_group_that_is_none_is_refused():
     with pytest.raises(TypeError, match="group must be a ProcessGroup"):
-        sync_float8_amax_and_scale_history(_model(1), group)
+        sync_history(_model(1), "nccl")
 
 
 def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale_and_counts_intervals():
@@ -262,16 +227,13 @@ def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale_and_counts_inter
     eager[1].eval()  # records no amax, and so has no scale
     compiled = copy.deepcopy(eager)
     graphs = CompileCounterWithBackend("aot_eager")
-    sync = torch.compile(sync_float8_amax_and_scale_history, backend=graphs, fullgraph=True)
+    sync = torch.compile(sync_history, backend=graphs, fullgraph=True)
     for step in range(4):
         x, g = torch.randn(16, 32) * 2**step, torch.randn(16, 32)
-        for model in (eager, compiled):
+        for model, call in ((eager, sync_history), (compiled, sync)):
             model[1].train(step >= 3)
-            _train(model, x, g, sync=False)
-        sync_float8_amax_and_scale_history(eager)
-        sync(compiled)
-        for a, b in zip(eager.buffers(), compiled.buffers(), strict=True):
-            assert torch.equal(a, b), step
+            _train(model, x, g, call)
+        assert_all_bitwise(compiled.buffers(), eager.buffers(), step)
         ready = [[c.history_ready for c in layer.casts] for layer in compiled]
         assert ready == [[True] * 3, [step >= 3] * 3, [True] * 3]
     assert graphs.frame_count == 2  # before any scale, and after; one graph each
@@ -282,7 +244,7 @@ def test_copies_of_casts_are_marked_on_their_own():
     _train(model, torch.randn(16, 32), torch.randn(16, 32), sync=False)
     twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for i, twin in enumerate(twins, 1):
-        sync_float8_amax_and_scale_history(twin)
+        sync_history(twin)
         ready = [m[0].cast_input.history_ready for m in (model, *twins)]
         assert ready == [False, True, i == 2]
 
@@ -317,7 +279,7 @@ def _saturation_in_first_steps(config):
         worst.append(max(c.saturated or 0.0 for c in gradients))
         optimizer.step()
         optimizer.zero_grad()
-        sync_float8_amax_and_scale_history(model)
+        sync_history(model)
     return worst[1:]
 
 
@@ -335,37 +297,28 @@ def test_a_cast_is_dynamic_until_its_history_is_full(full_start, history_len, fi
     cast = model[0].cast_input
     for step in range(1, 20):
         cast.current_amax.fill_(step)
-        sync_float8_amax_and_scale_history(model)
+        sync_history(model)
         assert cast.history_ready == (step >= first)
         assert cast.scale.item() == (pytest.approx(step / E4M3.max) if step >= first else 0)
 
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
-def test_a_cast_that_runs_in_every_other_step_gets_a_scale(full_start, algo):
-    cast = (model := _model(1, history_len=4, amax_compute_algo=algo))[0].cast_input
-    for step in range(8):
-        cast.current_amax.fill_(step % 2 * 3.0)
-        sync_float8_amax_and_scale_history(model)
-    assert cast.scale.item() == pytest.approx(3.0 / E4M3.max)
-
-
 @pytest.mark.parametrize("saved", [2, 6])
-def test_a_run_that_resumes_at_its_start_has_the_same_scales(full_start, saved):
+def test_a_run_that_resumes_at_its_start_has_the_same_scales(full_start, saved, algo):
     """Also of a layer that trains in every other step, whose history is never full of amaxes."""
-    models = [_model(2), _model(2)]
+    rule = {"history_len": 4, "amax_compute_algo": algo}
+    models = [_model(2, **rule), _model(2, **rule)]
     for step in range(9):
         for model in models:
             for layer in model[: 1 + step % 2]:
                 for cast in layer.casts:
                     cast.current_amax.fill_(step + 1)
-            sync_float8_amax_and_scale_history(model)
+            sync_history(model)
         if step == saved:
-            models[1] = _model(2)
+            models[1] = _model(2, **rule)
             models[1].load_state_dict(models[0].state_dict())
-        a, b = ([(c, c.history_ready) for layer in m for c in layer.casts] for m in models)
-        for (uninterrupted, ready), (resumed, resumed_ready) in zip(a, b, strict=True):
-            assert ready == resumed_ready
-            assert torch.equal(uninterrupted.scale, resumed.scale)
+        a, b = ([(c.scale.item(), c.history_ready) for x in m for c in x.casts] for m in models)
+        assert a == b
     assert all(ready for _, ready in a)
 
 
@@ -442,7 +395,7 @@ def check_steps(steps: int) -> None:
             amax = an_amax(draw)
             layer.cast_grad_output.current_amax.fill_(amax)
             rule.step(amax)
-        sync_float8_amax_and_scale_history(layers)
+        sync_history(layers)
         for layer, rule, case in zip(layers, published, CASES, strict=True):
             cast, replay = layer.cast_grad_output, f"step {step} of {case}"
             assert cast.amax_history.tolist()[: len(rule.newest_first)] == rule.newest_first, replay

@@ -6,16 +6,14 @@ exactly, as long as none of them is subnormal in float16, and so do the scales o
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from assertions import assert_all_bitwise
 from torch import Tensor, nn
 
 from float8 import after_step, convert_to_float8_training
 from float8.config import RECIPES
 from float8.linear import delayed
-from float8.linear.delayed import DelayedCast
 
 SCALED = sorted(set(RECIPES) - {"unit"})
 OVERFLOWS = 2.0**40
@@ -24,11 +22,11 @@ OVERFLOWS = 2.0**40
 class Training:
     """Two layers, 37 rows, one batch; ``step`` says whether the scaler took the step."""
 
-    def __init__(self, recipe: str, first_scale: float, lr: float) -> None:
+    def __init__(self, recipe: str, first_scale: float) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(48, 80), nn.GELU(), nn.Linear(80, 16))
         self.model = convert_to_float8_training(model, config=RECIPES[recipe])
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=first_scale)
         self.x, self.y = torch.randn(37, 48), torch.randint(16, (37,))
 
@@ -44,39 +42,33 @@ class Training:
         after_step(self.model)
         taken = self.scaler.get_scale() >= scale
         if not taken:
-            assert all(map(torch.equal, before, self.weights())), "a skipped step moved a weight"
+            assert_all_bitwise(self.weights(), before, "a skipped step moved a weight")
         for name, buffer in self.model.named_buffers():
             assert buffer.isfinite().all(), name
         return taken
 
     def until(self, taken: int) -> int:
         """Take so many steps; the number that the scaler skipped."""
-        skipped = 0
-        while taken:
-            if self.step():
-                taken -= 1
-            else:
-                skipped += 1
-        return skipped
+        steps: list[bool] = []
+        while sum(steps) < taken:
+            steps.append(self.step())
+        return len(steps) - taken
 
     def weights(self) -> list[Tensor]:
         return [p.detach().clone() for p in self.model.parameters()]
-
-    def casts(self) -> dict[str, DelayedCast]:
-        return {n: m for n, m in self.model.named_modules() if isinstance(m, DelayedCast)}
 
 
 @pytest.mark.parametrize("recipe", SCALED)
 def test_after_an_overflow_training_goes_on_as_if_it_had_not_been(recipe):
     """Bit for bit, but for delayed scales, which are larger for a while."""
-    after = Training(recipe, OVERFLOWS, lr=1e-2)
+    after = Training(recipe, OVERFLOWS)
     assert after.until(taken=6) > 15
-    without = Training(recipe, after.scaler.get_scale(), lr=1e-2)
+    without = Training(recipe, after.scaler.get_scale())
     assert without.until(taken=6) == 0
     if recipe != "delayed":
-        assert all(map(torch.equal, after.weights(), without.weights()))
+        assert_all_bitwise(after.weights(), without.weights())
         return
-    dynamic = Training("tensorwise", after.scaler.get_scale(), lr=1e-2)
+    dynamic = Training("tensorwise", after.scaler.get_scale())
     dynamic.until(taken=6)
     assert 0 < distance(after, without) <= distance(dynamic, without)
 
@@ -85,47 +77,21 @@ def distance(a: Training, b: Training) -> float:
     return sum((x - y).square().sum().item() for x, y in zip(a.weights(), b.weights(), strict=True))
 
 
-def test_delayed_scales_forget_an_overflow_within_their_history():
-    """With frozen weights the states of a run with an overflow in the middle become the others'."""
-    after, without = (Training("delayed", 2.0**16, lr=0.0) for _ in range(2))
-    without.until(taken=1)
-    after.until(taken=1)
-    after.scaler.update(OVERFLOWS)
-    assert after.until(taken=1) > 15
-    without.scaler.update(after.scaler.get_scale())
-    grad_output = "2.cast_grad_output"
-    without.until(taken=1)
-    assert after.casts()[grad_output].scale > without.casts()[grad_output].scale
-    length = after.casts()[grad_output].delayed.history_len
-    after.until(taken=length)
-    without.until(taken=length)
-    for name, cast in without.casts().items():
-        assert torch.equal(after.casts()[name].scale, cast.scale), name
-        assert torch.equal(after.casts()[name].amax_history, cast.amax_history), name
-
-
 @pytest.mark.parametrize("recipe", SCALED)
 @pytest.mark.parametrize("taken", [0, 1])  # delayed: before and after the first scale
 def test_an_infinite_gradient_of_a_layer_is_seen_by_the_scaler(recipe, taken):
     """A cast that clamped it would hide the overflow."""
-    training = Training(recipe, 1024.0, lr=1e-2)
+    training = Training(recipe, 1024.0)
     training.until(taken)
-    plant = training.model[1].register_full_backward_hook(one_is_infinite)
+    plant = training.model[1].register_full_backward_hook(
+        lambda module, grads, _: (grads[0].index_fill(0, torch.tensor([5]), torch.inf),)
+    )
     assert not training.step()
     plant.remove()
     assert training.step()
 
 
-def one_is_infinite(module: nn.Module, grad_input: Any, grad_output: Any) -> tuple[Tensor]:
-    found: Tensor = grad_input[0].clone()
-    found[5, 7] = torch.inf
-    return (found,)
-
-
 def test_planted_scales_that_follow_an_infinite_amax_are_found(monkeypatch):
-    def follows(history_NH, current_N, scale_N, *rest):
-        return history_NH, current_N, None
-
-    monkeypatch.setattr(delayed, "updated_history", follows)
+    monkeypatch.setattr(delayed, "updated_history", lambda h, current, *rest: (h, current, None))
     with pytest.raises(AssertionError, match=r"cast_grad_output\.scale"):
-        Training("delayed", OVERFLOWS, lr=1e-2).until(taken=1)
+        Training("delayed", OVERFLOWS).until(taken=1)

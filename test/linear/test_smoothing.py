@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from assertions import assert_bitwise
+from assertions import assert_all_bitwise, assert_bitwise
 from meter import saved_bytes
 from shapes import pairs
 from torch import nn
@@ -26,12 +26,10 @@ from float8 import (
     ScaleFormat,
     ScalingType,
     cached_weights,
-    convert_to_float8_training,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.estimate import estimate
 from float8.kernels.sqnr import sqnr
 from float8.linear import autograd, smoothing
 
@@ -45,48 +43,43 @@ CONFIGS = {
     "rowwise_with_gw_hp": replace(RECIPES["rowwise_with_gw_hp"], smooth_input=True),
 }
 SMOOTH = CONFIGS["tensorwise"]
+PLAIN = replace(SMOOTH, smooth_input=False)
 M, K, N = 24, 48, 32
 
 
-def exponents(most: int):
-    """Of the channels: the factors of two by which they are larger than 1."""
-    return torch.linspace(-most, most, K).round()
+def operands(dtype=F32, most=12):
+    """x, w and g, for which no cast of ``x * s`` and ``w / s`` rounds; x's channels differ.
 
-
-def operands(dtype=F32, most=12, seed=0):
-    """x, w and g, for which no cast of ``x * s`` and ``w / s`` rounds; x's channels differ."""
-    torch.manual_seed(seed)
+    The channels are larger than 1 by factors of two, up to 2^most.
+    """
+    torch.manual_seed(0)
 
     def few(*shape):  # E4M3 values within four octaves, the largest in every row and column
-        x = torch.tensor([1.0, -1.5, 0.25, -0.125, 0.0, 1.75])[torch.randint(6, shape)]
-        return x
+        return torch.tensor([1.0, -1.5, 0.25, -0.125, 0.0, 1.75])[torch.randint(6, shape)]
 
     x, w, g = few(M, K), few(N, K), few(M, N)
     x[:, :] = torch.where(torch.arange(M)[:, None] == torch.arange(K) % M, 1.75, x)
-    channels = 2.0 ** exponents(most)
+    channels = 2.0 ** torch.linspace(-most, most, K).round()
     return (x * channels).to(dtype), (w / channels).to(dtype), g.to(dtype)
 
 
 def layer_of(w, config):
-    layer = Float8Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype, config=config)
-    layer.weight.data.copy_(w)
-    return layer
+    linear = nn.Linear(*w.t().shape, bias=False, dtype=w.dtype)
+    linear.weight.data.copy_(w)
+    return Float8Linear.from_float(linear, config)
 
 
 def run(layer, x, g, call=None):
     """The output and both gradients, of the layer or of a call of it."""
     x = x.detach().clone().requires_grad_()
-    layer.weight.grad = None
     y = (layer if call is None else call)(x)
-    y.backward(g)
-    return y.detach(), x.grad, layer.weight.grad
+    return y.detach(), *torch.autograd.grad(y, (x, layer.weight), g)
 
 
 def in_float64(x, w, g):
     x, w = (t.double().requires_grad_() for t in (x, w))
     y = F.linear(x, w)
-    y.backward(g.double())
-    return y.detach(), x.grad, w.grad
+    return y.detach(), *torch.autograd.grad(y, (x, w), g.double())
 
 
 # --- the factors
@@ -98,13 +91,13 @@ def test_factors_bring_amaxes_to_one():
     assert (factors.log2() % 1 == 0).all()
     assert ((amaxes * factors > 0.5) & (amaxes * factors <= 1)).all()
     extreme = torch.tensor([0.0, math.inf, math.nan, 2.0**-61, 2.0**-60, 2.0**100])
-    expected = [1, 1, 1, 1, 2.0**60, 2.0**-60]
-    assert float8.kernels.smoothing_factors(extreme).tolist() == expected
+    factors = float8.kernels.smoothing_factors(extreme)
+    assert factors.tolist() == [1, 1, 1, 1, 2.0**60, 2.0**-60]
 
 
 def test_scales_of_channels_are_split_again():
     """t and s are recovered but for a power of two, for all magnitudes of float32."""
-    for amax in (1e-38, 1e-30, 3e-3, 1.0, 7e4, 3e30, 3e38):
+    for amax in (1e-38, 3e-3, 3e38):
         amaxes = amax * torch.tensor([[1.0, 1e-3, 0.0, 0.7, 1e-20]])
         factors = float8.kernels.smoothing_factors(amaxes)
         t = float8.kernels.scale_from_amax((amaxes * factors).max(), 448.0)
@@ -121,9 +114,8 @@ def test_scales_of_channels_are_split_again():
 
 def check_exact(config, dtype=F32, most=12):
     x, w, g = operands(dtype, most)
-    found = run(layer_of(w, config), x, g)
-    for name, one, exact in zip(("y", "grad_x", "grad_w"), found, in_float64(x, w, g), strict=True):
-        assert_bitwise(one, exact.to(dtype), f"check_exact({dtype}, {most})", name)
+    exact = [tensor.to(dtype) for tensor in in_float64(x, w, g)]
+    assert_all_bitwise(run(layer_of(w, config), x, g), exact, f"check_exact({dtype}, {most})")
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -135,7 +127,7 @@ def test_nothing_is_lost_where_no_cast_rounds(config, dtype):
 
 def test_without_factors_channels_are_lost():
     with pytest.raises(AssertionError, match="replay"):
-        check_exact(replace(SMOOTH, smooth_input=False))
+        check_exact(PLAIN)
 
 
 def _gradient_times_channels(shape):
@@ -143,7 +135,7 @@ def _gradient_times_channels(shape):
 
     def wrong(*arguments):
         out = real(*arguments)
-        return out * 2.0 ** exponents(12) if out.shape == shape else out
+        return out * 2.0 ** torch.linspace(-12, 12, K).round() if out.shape == shape else out
 
     return "product", wrong
 
@@ -202,28 +194,22 @@ def test_channels_that_have_no_factor(fill):
     """A channel of zeros changes nothing; infinities and NaNs reach what they reach elsewhere."""
     x, w, g = operands()
     x[:, 7] = fill
-    if fill == 0:
-        for one, exact in zip(run(layer_of(w, SMOOTH), x, g), in_float64(x, w, g), strict=True):
-            assert_bitwise(one, exact.float())
-        return
-    smooth, plain = (
-        run(layer_of(w, c), x, g) for c in (SMOOTH, replace(SMOOTH, smooth_input=False))
-    )
-    for one, other in zip(smooth, plain, strict=True):
+    found, plain = run(layer_of(w, SMOOTH), x, g), run(layer_of(w, PLAIN), x, g)
+    for one, exact, other in zip(found, in_float64(x, w, g), plain, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
+        if fill == 0:
+            assert_bitwise(one, exact.float())
 
 
 @pytest.mark.parametrize("frozen", ["weight", "input"])
 def test_only_wanted_gradients(frozen):
     x, w, g = operands()
-    layer = layer_of(w, SMOOTH)
-    (layer.weight if frozen == "weight" else x).requires_grad_(False)
-    y, *exact = in_float64(x, w, g)
-    wanted = layer.weight if frozen == "input" else x.requires_grad_()
-    out = layer(x)
-    (found,) = torch.autograd.grad(out, wanted, g)
-    assert_bitwise(out.detach(), y.float())
-    assert_bitwise(found, exact[frozen == "input"].float())
+    layer, exact = layer_of(w, SMOOTH), in_float64(x, w, g)
+    layer.weight.requires_grad_(frozen == "input")
+    layer(x.requires_grad_(frozen == "weight")).backward(g)
+    for found, wanted in zip((x.grad, layer.weight.grad), exact[1:], strict=True):
+        assert found is None or torch.equal(found, wanted.float())
+    assert (x.grad is None) == (frozen == "input") != (layer.weight.grad is None)
     layer(torch.randn(2, 0, K, requires_grad=True)).sum().backward()
 
 
@@ -244,9 +230,7 @@ def test_checkpointed_and_compiled_it_has_the_same_bits(config, how):
         "checkpointed": lambda x: checkpoint(layer, x, use_reentrant=False),
         "compiled": torch.compile(layer, backend="aot_eager", fullgraph=True),
     }[how]
-    expected = run(layer, x, g)
-    for one, other in zip(run(layer, x, g, wrapped), expected, strict=True):
-        assert_bitwise(one, other, (config, how))
+    assert_all_bitwise(run(layer, x, g, wrapped), run(layer, x, g), (config, how))
 
 
 def test_autocast_and_the_functional_form():
@@ -325,33 +309,6 @@ def test_cached_weights_leaves_the_layer_out():
         assert_bitwise(model(x).detach(), expected.detach())
 
 
-def test_only_the_layers_of_the_filter_get_it():
-    model = nn.ModuleDict({"up": nn.Linear(K, N), "down": nn.Linear(N, K)})
-    base = Float8LinearConfig()
-    smooth = replace(base, smooth_input=True)
-    convert_to_float8_training(
-        model, config=smooth, module_filter_fn=lambda module, fqn: fqn == "down"
-    )
-    convert_to_float8_training(model, config=base)
-    assert model["down"].config.smooth_input and not model["up"].config.smooth_input
-    assert base.key != smooth.key
-    assert "smooth_input=True" in repr(model["down"]) and "smooth" not in repr(model["up"])
-
-
-def test_an_inspection_sees_what_is_cast():
-    """The smallest channels do not underflow in the report either."""
-    x, w, g = operands()
-    underflows = {}
-    for config in (SMOOTH, replace(SMOOTH, smooth_input=False)):
-        layer = nn.Sequential(layer_of(w, config))
-        with float8.inspect(layer) as report:
-            run(layer[0], x, g)
-        rows = [row for row in report.casts if row.operand in ("input", "weight")]
-        assert len(rows) == 2
-        underflows[config.smooth_input] = [row.flushed for row in rows]
-    assert max(underflows[True]) == 0 < min(underflows[False])
-
-
 @pytest.mark.parametrize(("dtype", "autocast"), [(F16, None), (F32, BF16), (F32, F16)])
 def test_an_inspection_rounds_as_the_layer_does(dtype, autocast):
     """1.001 is 1 in bfloat16, which has another factor; 8 / s is beyond float16."""
@@ -371,13 +328,11 @@ def test_an_inspection_rounds_as_the_layer_does(dtype, autocast):
         assert row.amax == expected[row.operand].abs().max() and row.nonfinite == 0
 
 
-@pytest.mark.parametrize(
-    ("recipe", "by_gate"), [("tensorwise", False), ("rowwise", False), ("tensorwise", True)]
-)
-def test_the_sqnr_of_a_gradient_is_that_of_the_weight(recipe, by_gate):
+@pytest.mark.parametrize("by_gate", [False, True])
+def test_the_sqnr_of_a_gradient_is_that_of_the_weight(by_gate):
     """The largest channel has a gradient that cancels, so that its error is most of all errors."""
     torch.manual_seed(0)
-    config = replace(RECIPES[recipe], smooth_input=True)
+    config = replace(RECIPES["tensorwise"], smooth_input=True)
     layer = nn.Sequential(Float8Linear(K, N, bias=False, config=config))
     x, g = torch.randn(64, K), torch.randn(64, N)
     x[:, 0] = 1e3 * torch.randn(64)
@@ -393,9 +348,3 @@ def test_the_sqnr_of_a_gradient_is_that_of_the_weight(recipe, by_gate):
     expected = sqnr(exact, layer[0].weight.grad)
     assert expected < 10
     assert found == pytest.approx(expected, abs=1.5)
-
-
-def test_no_time_is_predicted():
-    (row,) = estimate([(4096, 512, 1024)], recipes=SMOOTH, device="H100").rows
-    (found,) = row.recipes.values()
-    assert "the time of smooth_input=True is not predicted" in found.refused
