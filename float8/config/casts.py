@@ -143,8 +143,8 @@ _SHORT = {ScaleFormat.POWER_OF_TWO: "pow2"}
 class OperandCast:
     """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
 
-    `float8.linear.plan.bind_cast` completes it for a device: ``kernel`` and ``swizzled``, the
-    format's twin on AMD gfx94x, and the block of experts.
+    `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
+    twin on AMD gfx94x, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.

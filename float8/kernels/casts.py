@@ -28,8 +28,9 @@ from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 class Orientations(NamedTuple):
     """An operand in float8, row-major and transposed, for the two GEMMs that read it.
 
-    ``data`` (M, K) and ``data_t`` (K, M) are each contiguous in the last dimension and have a scale
-    each. An orientation that was not requested is a tensor without elements.
+    ``data`` (M, K) and ``data_t`` (K, M) have a scale each. A kernel writes each contiguous in the
+    last dimension; plain PyTorch keeps the strides of x. An orientation that was not requested has
+    no elements.
     """
 
     data: Tensor

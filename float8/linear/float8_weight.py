@@ -38,7 +38,7 @@ What a checkpoint has of a resident weight: `float8.linear.resident_state`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
@@ -89,7 +89,10 @@ def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, T
 
 
 def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
-    """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output."""
+    """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output.
+
+    Such a weight gets no gradient (`refuses_training`), for which grad_output would be another.
+    """
     ones = scale.new_ones(scale_shape(w_KN.shape, call.plan.w.second.block))
     return (w_KN, ones), g_MN * scale
 
@@ -113,6 +116,9 @@ class Float8Weight:
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         source: the high-precision weight that was cast, or None.
+
+    Attributes:
+        version: the version counter of ``source`` at its cast.
     """
 
     row_major: Pair
@@ -121,7 +127,7 @@ class Float8Weight:
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
     source: Tensor | None = None
-    version: int = 0
+    version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = 0 if self.source is None else version_of(self.source)

@@ -191,8 +191,10 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
-        # A Float8Tensor that does not fit would be multiplied by scales of other elements.
-        if self.config.enable_pre_and_post_forward or isinstance(input, Float8Tensor):
+        # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
+        # multiplied by scales of other elements.
+        is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
+        if self.config.enable_pre_and_post_forward or is_risky:
             error = error_of_call(input, weight, plan)
             if error is not None:
                 raise type(error)(f"{self._name}: {error}")

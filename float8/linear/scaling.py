@@ -191,12 +191,13 @@ def cast_both(
     transpose: bool,
 ) -> kernels.Orientations:
     """`cast_matrix` of x, of its transpose, or of both, by casts that are alike."""
-    if kernels.is_sharded(x):
-        from float8.linear.sharded_cast import (
-            cast_sharded,  # importing DTensor takes most of a second
-        )
+    kernel = how.kernel
+    if kernels.is_sharded(x):  # whose import takes most of a second
+        from float8.linear.sharded_cast import cast_sharded, is_cast_in_parts
 
-        return cast_sharded(x, how, state, record, scale, row_major, transpose)
+        if is_cast_in_parts(x, how):
+            return cast_sharded(x, how, state, record, scale, row_major, transpose)
+        kernel = None
     is_recorded = record and how.is_delayed and state is not None
     amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
     scale = known_scale(how, state, x) if scale is None else scale
@@ -208,7 +209,7 @@ def cast_both(
         found = max_over_ranks(found, state.group)
         scale = kernels.scale_from_amax(found, how.largest, how.scales)
     return kernels.cast_operand(
-        how.kernel,
+        kernel,
         x,
         how.block,
         how.dtype,
