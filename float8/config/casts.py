@@ -139,9 +139,13 @@ class CastConfig:
 _SHORT = {ScaleFormat.POWER_OF_TWO: "pow2"}
 
 
-@dataclass(frozen=True)
+# Not frozen, as the other parts of a plan: torch.compile of torch 2.11 reads all fields of a frozen
+# dataclass, and would guard on members of an enum, which it cannot for a constant.
+@dataclass(slots=True, unsafe_hash=True)
 class OperandCast:
     """One resolved cast: a matrix in GEMM-operand orientation becomes ``(data, scale)``.
+
+    Nothing changes it after its construction.
 
     `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
     twin on AMD gfx94x, and the block of experts.
@@ -182,26 +186,15 @@ class OperandCast:
     is_delayed: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        static = None if self.static_scale is None else float(self.static_scale)
-        set_fields(
-            self,
-            dtype=self.format.dtype,
-            largest=self.format.max,
-            scales=self.scale_format.value,
-            static=static,
-            is_whole=self.block[-2:] == (WHOLE, WHOLE),
-            is_delayed=self.scaling_type is ScalingType.DELAYED,
-        )
+        self.dtype, self.largest = self.format.dtype, self.format.max
+        self.scales = self.scale_format.value
+        self.static = None if self.static_scale is None else float(self.static_scale)
+        self.is_whole = self.block[-2:] == (WHOLE, WHOLE)
+        self.is_delayed = self.scaling_type is ScalingType.DELAYED
 
     def transposed(self) -> OperandCast:
         """The same cast, stated for the matrix's transpose."""
         return replace(self, block=(*self.block[:-2], *transpose_block(self.block[-2:])))
-
-
-def set_fields(frozen: object, **values: object) -> None:
-    """Set fields of a frozen dataclass, in its ``__post_init__``."""
-    for name, value in values.items():
-        object.__setattr__(frozen, name, value)
 
 
 @dataclass(frozen=True)

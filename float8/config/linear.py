@@ -16,7 +16,6 @@ from float8.config.casts import (
     DelayedScalingConfig,
     ScalingType,
     check_kind,
-    set_fields,
 )
 from float8.config.plan import GemmConfig, LinearPlan, gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
@@ -109,7 +108,8 @@ class Float8LinearConfig:
             self._check_smooth_input()
         plan = self._resolve()
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
-        set_fields(self, plan=plan, uses_delayed_scaling=delayed, key=repr(plan))
+        for name, value in (("plan", plan), ("uses_delayed_scaling", delayed), ("key", repr(plan))):
+            object.__setattr__(self, name, value)
         PLANS.setdefault(self.key, plan)
         if not delayed and self.delayed_scaling != DelayedScalingConfig():
             raise ValueError(

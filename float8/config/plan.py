@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from float8.arguments import check_bool
-from float8.config.casts import OperandCast, set_fields
+from float8.config.casts import OperandCast
 from float8.formats import E5M2, Format
 from float8.granularity import WHOLE
 
@@ -34,7 +34,7 @@ class GemmConfig:
         check_bool(self.use_fast_accum, "use_fast_accum")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Gemm:
     """One product ``a @ b.T``.
 
@@ -58,7 +58,7 @@ class Gemm:
     pad: bool = field(default=False, repr=False)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Operand:
     """The two casts of an operand, each stated in the orientation of the GEMM that reads it.
 
@@ -81,17 +81,14 @@ class Operand:
     def __post_init__(self) -> None:
         first, second = self.first, self.second
         is_cast = first is not None and second is not None
-        set_fields(
-            self,
-            is_same=is_cast and first == second,
-            is_shared=is_cast and first.transposed() == second,  # type: ignore[union-attr]
-        )
+        self.is_same = is_cast and first == second
+        self.is_shared = is_cast and first.transposed() == second  # type: ignore[union-attr]
 
 
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, unsafe_hash=True)
 class LinearPlan:
     """The three GEMMs of a layer and their casts: what a config asks for.
 
@@ -135,17 +132,13 @@ class LinearPlan:
     def __post_init__(self) -> None:
         output, grad_input, grad_weight = self.output, self.grad_input, self.grad_weight
         align = grad_weight.align  # the only GEMM that reads transposed tokens
-        gemms = output, grad_input, grad_weight
-        casts = [c for gemm in gemms for c in (gemm.a, gemm.b) if c is not None]
-        set_fields(
-            self,
-            gemms=gemms,
-            x=Operand(output.a, grad_weight.b, align),
-            w=Operand(output.b, grad_input.b),
-            g=Operand(grad_input.a, grad_weight.a, align),
-            has_delayed=any(cast.is_delayed for cast in casts),
-            is_tiled=any(extent not in (1, WHOLE) for cast in casts for extent in cast.block),
-        )
+        self.x = Operand(output.a, grad_weight.b, align)
+        self.w = Operand(output.b, grad_input.b)
+        self.g = Operand(grad_input.a, grad_weight.a, align)
+        self.gemms = output, grad_input, grad_weight
+        casts = [c for gemm in self.gemms for c in (gemm.a, gemm.b) if c is not None]
+        self.has_delayed = any(cast.is_delayed for cast in casts)
+        self.is_tiled = any(extent not in (1, WHOLE) for cast in casts for extent in cast.block)
 
 
 def gemm(
