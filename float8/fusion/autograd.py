@@ -24,7 +24,7 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.scaling import DelayedState, cast_matrix, constant
+from float8.linear.scaling import DelayedState, cast_matrix, known_scale
 from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
 from float8.tensor.differentiable import differentiable
 
@@ -114,12 +114,8 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
     """Data, transpose, scale and statistics, from the kernels of a GPU."""
     plan, how, state, x = out.plan, out.plan.x.first, out.state, arguments[0]
     assert how is not None
-    amax = scale = None
-    if how.static is not None:
-        scale = constant(how.static, x)
-    elif state is not None:
-        amax = state.current_amax if out.record else None
-        scale = state.scale.reshape(1, 1) if state.ready else None
+    amax = state.current_amax if state is not None and out.record else None
+    scale = known_scale(how, state, x)
     cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
     called = getattr(torch.ops.float8, op).default
     if not plan.smooth_input:

@@ -74,8 +74,7 @@ Reads = Callable[[Tensor, Any, Any, Tensor], tuple[Pair, Tensor]]
 def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
     plan, operand = call.plan, call.plan.w
-    if _is_converted(w_NK, plan):
-        w_NK = w_NK.to(plan.dtype)
+    w_NK = _rounded(w_NK, plan)
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     record = call.record and not operand.is_shared
@@ -150,17 +149,16 @@ def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
     """
     plan, weight, state = call.plan, call.weight, call.states[1]
     if weight is None:
-        source = w_NK.to(plan.dtype) if _is_converted(w_NK, plan) else w_NK
-        w8_NK = cast_matrix(source, plan.w.first, state, call.record, None)
+        w8_NK = cast_matrix(_rounded(w_NK, plan), plan.w.first, state, call.record, None)
         return w8_NK, (w_NK, w8_NK[1] if plan.w.is_shared else None)
     if call.record and weight.amax is not None and state is not None:
         kernels.record_amax(state.current_amax, weight.amax)
     return weight.row_major, weight.transposed
 
 
-def _is_converted(w_NK: Tensor, plan: LinearPlan) -> bool:
-    """Whether a weight is rounded to the compute dtype; smooth ones may be in float32."""
-    return w_NK.dtype != plan.dtype and not plan.smooth_input
+def _rounded(w_NK: Tensor, plan: LinearPlan) -> Tensor:
+    """A weight in the compute dtype; a smooth one, which may be in float32, as it is."""
+    return w_NK if w_NK.dtype == plan.dtype or plan.smooth_input else w_NK.to(plan.dtype)
 
 
 def version_of(x: Tensor) -> int:

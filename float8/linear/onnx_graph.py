@@ -41,7 +41,7 @@ from torch import Tensor
 from float8.config import LinearPlan, OperandCast
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block
-from float8.linear.scaling import DelayedState, constant
+from float8.linear.scaling import DelayedState, known_scale
 from float8.tensor import Float8Tensor
 
 OPSET = 21  # the first one with blocks, and with an output_dtype
@@ -144,10 +144,8 @@ def _node(
 
 def _scale(x_MK: Tensor, cast: OperandCast, state: DelayedState | None) -> Tensor:
     """The scale of an input, of shape ``ceil(x.shape / block)``."""
-    if cast.static is not None:
-        return constant(cast.static, x_MK)
-    if state is not None and state.ready:
-        return state.scale.reshape(1, 1)
+    if (known := known_scale(cast, state, x_MK)) is not None:
+        return known
     amax = _amax(x_MK, cast.block)
     scale = (amax * (1.0 / cast.largest)).clamp(min=2.0**-126)
     if cast.scales == ScaleFormat.FLOAT32.value:

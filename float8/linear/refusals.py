@@ -139,13 +139,15 @@ def refuses_call(
     ``tokens`` are the rows of the input, over all leading dimensions. ``grad`` says whether a
     backward may follow, and ``grad_weight`` whether the weight needs its gradient.
     """
+    if not plan.on_gpu:
+        return None
     # A grouped GEMM gets its groups of tokens padded.
     contraction_and_columns = (K, N), (N, K), (0 if plan.is_grouped else tokens, K)
     are_run = True, grad, grad_weight
     for name, gemm, sizes, is_run in zip(
         GEMM_NAMES, plan.gemms, contraction_and_columns, are_run, strict=True
     ):
-        if gemm.a is None or not is_run or not plan.on_gpu:
+        if gemm.a is None or not is_run:
             continue
         if gemm.refusal is not None:
             return f"{name}: {gemm.refusal}"

@@ -192,7 +192,8 @@ def cast_both(
 ) -> kernels.Orientations:
     """`cast_matrix` of x, of its transpose, or of both, by casts that are alike."""
     kernel = how.kernel
-    if kernels.is_sharded(x):  # whose import takes most of a second
+    if kernels.is_sharded(x):
+        # Importing DTensor takes most of a second.
         from float8.linear.sharded_cast import cast_sharded, is_cast_in_parts
 
         if is_cast_in_parts(x, how):
