@@ -282,6 +282,8 @@ def test_opcheck(by, device):
     product = form_of(by)
     parts = [*product.arguments, product.offs]
     known = [p.nan_to_num() if p.dtype == torch.float32 else p for p in parts]
+    if by == "experts":  # rows of no group are not written
+        known[:2] = (part[: product.offs[-1]] for part in known[:2])
     checks = ("test_faketensor", "test_aot_dispatch_static", "test_autograd_registration")
     arguments = (*(p.to(device) for p in known), *product.blocks, torch.bfloat16, ALIGN, False)
     torch.library.opcheck(module.grouped_mm_gpu, arguments, test_utils=checks)
