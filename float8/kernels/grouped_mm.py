@@ -26,7 +26,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import contraction_last, pad_codes
-from float8.kernels.groups import ends_of, spans_of
+from float8.kernels.groups import ends_of, padded_ends, spans_of
 from float8.kernels.scaled_mm import (
     ALIGNMENT,
     BLOCKWISE,
@@ -194,19 +194,19 @@ def _torch_multiply_mx(
     inner, rows = -contraction % 32 if of_experts else 0, -columns % ALIGNMENT
     if inner or rows:
         a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    if not of_experts:  # groups are padded in the transposed layout
-        offs = ((sizes + (align - 1)) // align * align).cumsum(0).to(torch.int32)
+    ends = offs if of_experts else padded_ends(offs, align)
     out = torch._scaled_grouped_mm(
         contraction_last(a),
         contraction_last(b).mT,
         _contiguous(a_scale),
         _contiguous(b_scale),
-        offs=offs,
+        offs=ends,
         out_dtype=out_dtype,
     )
-    # It writes nothing for a group without tokens.
-    return out if of_experts else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
+    if not of_experts:  # it writes nothing for a group without tokens
+        is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        out = out.masked_fill(is_empty.view(-1, 1, 1), 0)
+    return out
 
 
 def _contiguous(x: Tensor) -> Tensor:

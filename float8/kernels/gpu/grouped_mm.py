@@ -72,6 +72,7 @@ from float8.kernels.gpu.blockwise_mm import (
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import check_device, launch, register
+from float8.kernels.groups import padded_ends
 from float8.kernels.scaled_mm import family_of
 
 WIDE = Tile(128, 256, 8, 3)
@@ -190,11 +191,7 @@ def _launch(
 
     def run(tile: Tile) -> Tensor:
         if tile == TORCH:
-            scales = (scale.reshape(scale.shape[0], -1) for scale in (a_scale, b_scale))
-            scale_a, scale_b = (s.reshape(-1) if by_tokens else s.squeeze(-1) for s in scales)
-            return torch._scaled_grouped_mm(
-                a, b.mT, scale_a.contiguous(), scale_b.contiguous(), offs=offs, out_dtype=out_dtype
-            )
+            return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
         out = _fake(*arguments)
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
         launch(
@@ -221,6 +218,20 @@ def _launch(
             tiles.append(TORCH)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
     return run(tile)
+
+
+def _by_torch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype,
+    align: int,
+) -> Tensor:  # fmt: skip
+    """`TORCH`. It takes scales (T,) and (E, N), or (E * M,) and (E * N,), and columns as padded."""
+    if b.dim() == 2:
+        a_scale, b_scale, offs = a_scale.flatten(), b_scale.flatten(), padded_ends(offs, align)
+    else:
+        a_scale, b_scale = a_scale.squeeze(-1), b_scale.squeeze(-1)
+    return torch._scaled_grouped_mm(
+        a, b.mT, a_scale.contiguous(), b_scale.contiguous(), offs=offs, out_dtype=out_dtype
+    )
 
 
 def _fits(tile: Tile, device: torch.device) -> bool:

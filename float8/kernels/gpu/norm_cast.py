@@ -62,7 +62,7 @@ from float8.kernels.gpu.launch import (
 _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
-_MOST = 1024  # programs that compute mean(x^2) alone: 56 registers a thread, 9 on a multiprocessor
+_MOST = 8192  # programs that compute statistics alone
 
 
 class Norm(NamedTuple):
@@ -248,7 +248,7 @@ def _statistics(
     most: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
-    most = most or (MAX_PARTIALS if amax or norm.is_centred else _MOST)
+    most = most or (MAX_PARTIALS if amax else _MOST)
     partials = new_partials(x, ceil_div(x.shape[0], _ROWS["ROWS"]), most)
     found = partials if amax else None
     launch(
