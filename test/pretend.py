@@ -183,7 +183,7 @@ def _places(rows: int, blocks: int) -> Tensor:
 def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, N: int):
     """The blocks that torch._scaled_mm reads from the shapes and strides of the scales.
 
-    ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling. Products of 128-wide blocks do not come here.
+    ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling. Blockwise products do not come here.
     """
     if scale_a.numel() == scale_b.numel() == 1 and scale_a.dim() == 0:
         return TENSOR, TENSOR
