@@ -233,7 +233,10 @@ MEMORY = rows("cpu_memory", "mode", "layer")
 SOME = ("bf16", "bf16+float8_adamw", "tensorwise+saved_activations", SAVING)
 
 
-LEFT_OUT = ("bf16+fp32_master", "bf16+bf16_adamw", "torchao AdamWFp8")
+LEFT_OUT = (
+    *("bf16+fp32_master", "bf16+bf16_adamw", "bf16+float8_adamw_v16"),
+    *("torchao AdamWFp8", "tensorwise+O1"),
+)
 
 
 def memory_of_llama2():
