@@ -120,7 +120,8 @@ def contraction_last(x: Tensor) -> Tensor:
     wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
     if _starts_aligned(x) and x.stride() == wanted:
         return x
-    if x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
+    is_transposed = x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1
+    if is_transposed and torch.version.hip is None and not is_sharded(x):  # AMD: without Triton
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
     # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
