@@ -138,7 +138,7 @@ for package in pytest xdist hypothesis tabulate triton torchao; do
     has "$package" || say "   not installed: $package"
 done
 
-# While the tests run, one round of the slow benchmarks fills the compilers' caches.
+# While these run, one round of the slow benchmarks fills the compilers' caches.
 warm() { OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 timeout 90 python3 "$@" >/dev/null 2>&1 & }
 once=(--repeats 1 --warmup 1)
 linear=(benchmarks/bench_linear.py --shapes 70b.attn.wo --modes eager compiled
@@ -152,6 +152,8 @@ for each in linear grouped casts; do
     warm "${words[@]}" "${once[@]}"
 done
 
+part first 70 python3 scripts/gpu_first.py
+tee -a "$report" <"$log"
 tests cuda 105 12 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
     test/tensor/dispatch/test_copies.py test/numerics/test_statistics.py test/fusion/test_producers.py \
     test/test_kernel_path.py test/linear/test_layer.py
