@@ -110,15 +110,12 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""
-        return {
-            "device": self.device.name,
-            "sources": self.device.provenance(),
-            "rows": [
-                {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
-                | {name: _as_dict(row, name) for name in row.recipes}
-                for row in self.rows
-            ],
-        }
+        rows = [
+            {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
+            | {name: _as_dict(prediction, row) for name, prediction in row.recipes.items()}
+            for row in self.rows
+        ]
+        return {"device": self.device.name, "sources": self.device.provenance(), "rows": rows}
 
     def __repr__(self) -> str:
         from tabulate import tabulate
@@ -127,62 +124,60 @@ class Estimate:
         for row in self.rows:
             line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
             groups.setdefault(line, []).append(row)
-        lines, reasons = [], dict[str, int]()
-        for (pattern, shape, bf16_s, *predictions), rows in groups.items():
-            name = rows[0].layer if len(rows) == 1 else pattern
-            lines.append([name, str(len(rows)), str(shape), _ms(bf16_s)])
-            for prediction in predictions:
-                lines[-1] += _cells(prediction, bf16_s, reasons)
+        reasons = dict[str, int]()
+        lines = [
+            [rows[0].layer if len(rows) == 1 else pattern, str(len(rows)), str(shape)]
+            + _cells(predictions, bf16_s, reasons)
+            for (pattern, shape, bf16_s, *predictions), rows in groups.items()
+        ]
         for what, number, gains in (
             ("all that run", str(len(self.rows)), False),
             ("only those that gain", "", True),
         ):
             totals = [self.total(recipe, gains) for recipe in self.recipes]
-            lines.append([what, number, "", _ms(totals[0].bf16_s)])
-            for total in totals:
-                sums = Prediction(Seconds(total.seconds), total.saved_bytes)
-                lines[-1] += _cells(sums, total.bf16_s, reasons)
+            sums = [Prediction(Seconds(each.seconds), each.saved_bytes) for each in totals]
+            lines.append([what, number, "", *_cells(sums, totals[0].bf16_s, reasons)])
         headers = ["layer", "n", "M,K,N", "bf16 ms"]
         for name in self.recipes:
             headers += [f"{name} ms", "speed-up", "saves MiB"]
         align = ["left", "right", "left"] + ["right"] * (len(headers) - 3)
         table = tabulate(lines, headers, disable_numparse=True, colalign=align)
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
-        return "\n".join([table, "", *notes, self._footnote()])
-
-    def _footnote(self) -> str:
         what = "Forward and backward" if self.use.training else "Forward"
         autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
-        casts = "the compiler's kernels" if self.device.compiled_casts else "fused kernels"
-        casts = "plain PyTorch" if self.device.emulates else casts
         kinds = {figure.kind for figure in self.device.figures().values()}
         sources = "measured or fitted figures"
         if not kinds & {"measured", "fitted"}:
             sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
         elif kinds & {"assumed", "published", "predicted"}:
             sources += " and published or assumed ones"
-        return (
+        notes.append(
             f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts by "
-            f"{casts}, predicted from {sources}."
+            f"fused kernels, predicted from {sources}."
         )
+        return "\n".join([table, "", *notes])
 
 
-def _cells(prediction: Prediction, bf16_s: float, reasons: dict[str, int]) -> list[str]:
-    """Of one recipe; a reason of a refusal is a number, which a footnote explains."""
-    if prediction.seconds is None:
-        number = reasons.setdefault(str(prediction.refused), len(reasons) + 1)
-        return [f"refused [{number}]", "", ""]
-    seconds = prediction.seconds.total
-    return [_ms(seconds), f"{bf16_s / seconds:.2f}x", f"{prediction.saved_bytes / MIB:.1f}"]
+def _cells(predictions: list[Prediction], bf16_s: float, reasons: dict[str, int]) -> list[str]:
+    """The numbers of a line; a reason of a refusal is a number, which a footnote explains."""
+    cells = [_ms(bf16_s)]
+    for each in predictions:
+        if each.seconds is None:
+            number = reasons.setdefault(str(each.refused), len(reasons) + 1)
+            cells += [f"refused [{number}]", "", ""]
+        else:
+            s = each.seconds.total
+            cells += [_ms(s), f"{bf16_s / s:.2f}x", f"{each.saved_bytes / MIB:.1f}"]
+    return cells
 
 
-def _as_dict(row: LayerEstimate, recipe: str) -> dict[str, Any]:
-    prediction = row.recipes[recipe]
+def _as_dict(prediction: Prediction, row: LayerEstimate) -> dict[str, Any]:
     if prediction.seconds is None:
         return {"refused": prediction.refused}
     gemms_s, casts_s = prediction.seconds
-    own = {"gemms_s": gemms_s, "casts_s": casts_s, "speedup": row.speedup(recipe)}
-    return own | {"saved_bytes": prediction.saved_bytes}
+    own = {"gemms_s": gemms_s, "casts_s": casts_s}
+    speedup = row.bf16_s / prediction.seconds.total
+    return own | {"speedup": speedup, "saved_bytes": prediction.saved_bytes}
 
 
 def _ms(seconds: float) -> str:
