@@ -95,8 +95,7 @@ def timed_gemms(
             calls = {kind: _call(kind, gemm, device.arch, a, b) for kind in found}
             able = {kind: call for kind, call in calls.items() if call is not None}
             sides = a.shape[0], b.shape[0]
-            count = device.processors.value
-            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, count)
+            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.processors.value)
             written = RESULT_BYTES * sides[0] * sides[1]
             for kind, seconds in zip(able, best(where, list(able.values())), strict=True):
                 own = seconds - device.launch.value

@@ -90,10 +90,10 @@ def layers_in(module: Any, name: str, tokens: int, experts_per_token: int) -> li
         for own, w in stacked_weights(module).items():
             E, N, K = (w.mT if getattr(module, "is_transposed", False) else w).shape
             found.append((f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w))
-    elif rule is not None or isinstance(module, Float8Linear):
-        if (K := module.in_features) and (N := module.out_features):
-            found.append((name, Shape(tokens, K, N), module.weight))
-    return [Layer(n, shape, w.dtype, w.requires_grad) for n, shape, w in found]
+    elif (rule is not None or isinstance(module, Float8Linear)) and module.weight.numel():
+        shape = Shape(tokens, module.in_features, module.out_features)
+        found.append((name, shape, module.weight))
+    return [Layer(*named, w.dtype, w.requires_grad) for *named, w in found]
 
 
 def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> str | None:

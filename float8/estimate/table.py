@@ -125,11 +125,11 @@ class Estimate:
             line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
             groups.setdefault(line, []).append(row)
         reasons = dict[str, int]()
-        lines = [
-            [rows[0].layer if len(rows) == 1 else pattern, str(len(rows)), str(shape)]
-            + _cells(predictions, bf16_s, reasons)
-            for (pattern, shape, bf16_s, *predictions), rows in groups.items()
-        ]
+        lines = []
+        for (pattern, shape, bf16_s, *predictions), rows in groups.items():
+            name = rows[0].layer if len(rows) == 1 else pattern
+            cells = _cells(predictions, bf16_s, reasons)
+            lines.append([name, str(len(rows)), str(shape), *cells])
         for what, number, gains in (
             ("all that run", str(len(self.rows)), False),
             ("only those that gain", "", True),
