@@ -93,7 +93,7 @@ def layers_in(module: Any, name: str, tokens: int, experts_per_token: int) -> li
     elif (rule is not None or isinstance(module, Float8Linear)) and module.weight.numel():
         shape = Shape(tokens, module.in_features, module.out_features)
         found.append((name, shape, module.weight))
-    return [Layer(*named, w.dtype, w.requires_grad) for *named, w in found]
+    return [Layer(n, shape, w.dtype, w.requires_grad) for n, shape, w in found]
 
 
 def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> str | None:

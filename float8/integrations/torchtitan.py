@@ -129,8 +129,19 @@ class Float8TitanLinear(Float8Linear, Linear):
         Raises:
             ValueError: the layer's recipe or option does not go with the parallelism.
         """
-        if (reason := _refuses(self.config, parallel_dims)) is not None:
-            raise ValueError(f"{self._name}: {reason}")
+        backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
+        gathers = self.config.enable_fsdp_float8_all_gather
+        sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
+        if gathers and tp > 1:
+            raise ValueError(
+                f"{self._name}: enable_fsdp_float8_all_gather=True is for FSDP2 alone: leave it "
+                "off with tp > 1"
+            )
+        if sees_dtensors and (gathers or self.config.uses_delayed_scaling):
+            raise ValueError(
+                f"{self._name}: --parallelism.spmd_backend {backend} hands it DTensors: use "
+                "spmd_types, or a dynamic recipe without enable_fsdp_float8_all_gather"
+            )
         super().parallelize(parallel_dims)
 
     def to_float(self) -> nn.Linear:
@@ -142,25 +153,9 @@ class Float8TitanLinear(Float8Linear, Linear):
         if "forward" in self.__dict__:
             raise ValueError(
                 f"{self._name}: torchtitan has wrapped its forward, which would still run in "
-                "float8: evaluate under float8.high_precision(model), or load a checkpoint into a "
-                "model without the converter"
+                "float8: evaluate under float8.high_precision(model)"
             )
         return super().to_float()
-
-
-def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | None:
-    backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
-    gathers = config.enable_fsdp_float8_all_gather
-    if gathers and tp > 1:
-        return "enable_fsdp_float8_all_gather=True is for FSDP2 alone: leave it off with tp > 1"
-    sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
-    if sees_dtensors and (gathers or config.uses_delayed_scaling):
-        return (
-            f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no amax "
-            "history and no float8 shard: use spmd_types, or a dynamic recipe without "
-            "enable_fsdp_float8_all_gather"
-        )
-    return None
 
 
 @functools.cache
@@ -266,12 +261,8 @@ class Float8Converter(QuantizationConverter):
     def _left_alone(self, fqn: str, plain: Any, layer: nn.Module) -> str | None:
         """The reason why a layer or experts stay as they are, or None."""
         is_experts = isinstance(plain, GroupedExperts.Config)
-        own = getattr(plain, "_float8", None)
-        if own is not None:
-            other = "" if own == self.float8 else ", with another config"
-            return f"it is {'in float8' if is_experts else 'a Float8TitanLinear'} already{other}"
         if rule_of(layer) is None if is_experts else type(plain) is not Linear.Config:
-            return f"its config is a {type(plain).__qualname__}: its forward may be its own"
+            return f"it is a {type(plain).__qualname__}: its forward may be its own, or float8"
         if any(part in fqn for part in self.options.filter_fqns):
             return "filter_fqns names it"
         if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):

@@ -423,4 +423,4 @@ def a_converter_says_which_experts_it_took(rank):
     assert "routes tokens" in delayed.skipped["layers.1.moe.router.gate"]
     assert filtered.skipped[name] == "filter_fqns names it"
     assert gpt_oss.experts == [f"layers.{i}.moe.routed_experts.inner_experts" for i in (0, 1)]
-    assert again.skipped[name] == "it is in float8 already, with another config"
+    assert again.skipped[name].endswith("its forward may be its own, or float8")
