@@ -212,7 +212,7 @@ def what_parallelism_refuses(rank):
     gathers = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     for config, backend, tp, match in (
         (gathers, "spmd_types", 2, "leave it off"),
-        (gathers, "full_dtensor", 1, "takes no amax history"),
+        (gathers, "full_dtensor", 1, "hands it DTensors"),
         (RECIPES["delayed"], "partial_dtensor", 2, "use spmd_types"),
     ):
         layer = Float8TitanLinear.Config(
