@@ -27,25 +27,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.filters import (
-    ModuleFilter,
-    all_of,
-    divisible_by,
-    unmatched_patterns,
-    why_not,
-)
+from float8.convert.filters import ModuleFilter, all_of, divisible_by, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
-from float8.linear.registration import (
-    MODULE_RULES,
-    WEIGHT_RULES,
-    ModuleRule,
-    stacked_weights,
-)
+from float8.linear.registration import MODULE_RULES, WEIGHT_RULES, ModuleRule, stacked_weights
 from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")

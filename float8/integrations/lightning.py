@@ -77,12 +77,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from float8.convert.filters import ModuleFilter
 from float8.distributed.after_step import after_step
-from float8.integrations.conversion import (
-    Adapter,
-    check_optimizer,
-    delayed_casts,
-    warn_of_version,
-)
+from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.numerics.alarms import Alarm

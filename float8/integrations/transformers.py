@@ -84,7 +84,7 @@ from float8.checkpoints import plan_save, save_pretrained
 from float8.checkpoints.files import refuses_folder
 from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, with_reason
+from float8.convert.filters import Because, ModuleFilter
 from float8.distributed.after_step import after_step
 from float8.integrations.conversion import (
     Adapter,
@@ -123,7 +123,7 @@ def layers_of_a_pretrained_model(model: nn.Module) -> ModuleFilter:
             return "it is outside of the model's body: its errors are those of the output"
         return "a pooler or an adapter is too small to gain" if _SMALL.search(fqn) else None
 
-    return with_reason(lambda module, fqn: reason(module, fqn) is None, reason)
+    return Because(reason)
 
 
 def convert(

@@ -77,14 +77,7 @@ from float8.distributed.gradients import float8_gradients
 from float8.distributed.replaced_parameters import mark_replaced
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.linear.layer import Float8Linear
-from float8.ms_amp.levels import (
-    BEYOND_FLOAT16,
-    LEVELS,
-    Level,
-    MsAmp,
-    plan_weights,
-    stored_weight,
-)
+from float8.ms_amp.levels import BEYOND_FLOAT16, LEVELS, Level, MsAmp, plan_weights, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
 from float8.optim.optimizer import cast_from_master
