@@ -121,15 +121,16 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
     """The time and memory of one layer in float8, or why the device refuses it."""
     use = replace(use, converts_weight=layer.dtype == torch.float32)
+    plain = layer_seconds(device, layer.shape, None, use).total
     if (reason := refuses(layer, config, device, use)) is not None:
-        return Prediction(refused=reason)
+        return Prediction(plain, refused=reason)
     shape = layer.shape
     if config.pad_inner_dim:  # to multiples of 16
         M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
         shape = Shape(M, K, N, shape.E)
     seconds = layer_seconds(device, shape, config.plan, use)
     saved = saved_bytes(layer.shape, None, use) - saved_bytes(shape, config.plan, use)
-    return Prediction(seconds, saved)
+    return Prediction(plain, seconds, saved)
 
 
 def row_of(

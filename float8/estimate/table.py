@@ -20,15 +20,21 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layer under one recipe: its time and the memory that it saves, or why it is refused.
+    """One layer, or all, under one recipe: time and memory saved, or why the recipe is refused.
 
-    ``saved_bytes`` is what ``nn.Linear`` saves for backward, minus what the float8 layer saves and
-    the bytes of a cached weight.
+    ``bf16_s`` is the plain time in seconds. ``saved_bytes`` is what ``nn.Linear`` saves for
+    backward, minus what the float8 layer saves and the bytes of a cached weight.
     """
 
+    bf16_s: float
     seconds: Seconds | None = None
     saved_bytes: int = 0
     refused: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than bfloat16; 1 where it is refused."""
+        return 1.0 if self.seconds is None else self.bf16_s / self.seconds.total
 
 
 @dataclass(frozen=True)
@@ -43,29 +49,6 @@ class LayerEstimate:
     bf16_s: float
     recipes: dict[str, Prediction]
     is_float32: bool = False
-
-    def speedup(self, recipe: str) -> float | None:
-        """The speed-up of one recipe; None where refused."""
-        seconds = self.recipes[recipe].seconds
-        return None if seconds is None else self.bf16_s / seconds.total
-
-    def gains(self, recipe: str) -> bool:
-        """Whether the recipe is predicted to be faster."""
-        return (self.speedup(recipe) or 0) > 1
-
-
-@dataclass(frozen=True)
-class Total:
-    """A sum over layers: seconds in bfloat16, seconds with a recipe, bytes saved."""
-
-    bf16_s: float
-    seconds: float
-    saved_bytes: int
-
-    @property
-    def speedup(self) -> float:
-        """The speed-up of all linear layers together."""
-        return self.bf16_s / self.seconds
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +70,7 @@ class Estimate:
         """The recipes, in the order of the call."""
         return list(self.rows[0].recipes)
 
-    def total(self, recipe: str, only_gains: bool = False) -> Total:
+    def total(self, recipe: str, only_gains: bool = False) -> Prediction:
         """The sum over all layers; refused layers count with their plain time.
 
         Args:
@@ -95,24 +78,25 @@ class Estimate:
             only_gains: convert only layers predicted to gain, as `faster_layers` does.
 
         Returns:
-            Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds``, the times in
-            bfloat16 and with the recipe, and ``saved_bytes``.
+            Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds.total``, the times
+            in bfloat16 and with the recipe, and ``saved_bytes``.
         """
-        seconds, saved = 0.0, 0
-        for row in self.rows:
-            prediction = row.recipes[recipe]
-            if prediction.seconds is None or (only_gains and not row.gains(recipe)):
-                seconds += row.bf16_s
+        plain = seconds = 0.0
+        saved = 0
+        for each in (row.recipes[recipe] for row in self.rows):
+            plain += each.bf16_s
+            if each.seconds is None or (only_gains and each.speedup <= 1):
+                seconds += each.bf16_s
             else:
-                seconds += prediction.seconds.total
-                saved += prediction.saved_bytes
-        return Total(sum(row.bf16_s for row in self.rows), seconds, saved)
+                seconds += each.seconds.total
+                saved += each.saved_bytes
+        return Prediction(plain, Seconds(seconds), saved)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""
         rows = [
             {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
-            | {name: _as_dict(prediction, row) for name, prediction in row.recipes.items()}
+            | {name: _as_dict(prediction) for name, prediction in row.recipes.items()}
             for row in self.rows
         ]
         return {"device": self.device.name, "sources": self.device.provenance(), "rows": rows}
@@ -122,21 +106,19 @@ class Estimate:
 
         groups: dict[tuple[Any, ...], list[LayerEstimate]] = {}  # by the line that they share
         for row in self.rows:
-            line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
+            line = (pattern_of(row.layer), row.shape, *row.recipes.values())
             groups.setdefault(line, []).append(row)
         reasons = dict[str, int]()
         lines = []
-        for (pattern, shape, bf16_s, *predictions), rows in groups.items():
+        for (pattern, shape, *predictions), rows in groups.items():
             name = rows[0].layer if len(rows) == 1 else pattern
-            cells = _cells(predictions, bf16_s, reasons)
-            lines.append([name, str(len(rows)), str(shape), *cells])
+            lines.append([name, str(len(rows)), str(shape), *_cells(predictions, reasons)])
         for what, number, gains in (
             ("all that run", str(len(self.rows)), False),
             ("only those that gain", "", True),
         ):
             totals = [self.total(recipe, gains) for recipe in self.recipes]
-            sums = [Prediction(Seconds(each.seconds), each.saved_bytes) for each in totals]
-            lines.append([what, number, "", *_cells(sums, totals[0].bf16_s, reasons)])
+            lines.append([what, number, "", *_cells(totals, reasons)])
         headers = ["layer", "n", "M,K,N", "bf16 ms"]
         for name in self.recipes:
             headers += [f"{name} ms", "speed-up", "saves MiB"]
@@ -158,26 +140,24 @@ class Estimate:
         return "\n".join([table, "", *notes])
 
 
-def _cells(predictions: list[Prediction], bf16_s: float, reasons: dict[str, int]) -> list[str]:
+def _cells(predictions: list[Prediction], reasons: dict[str, int]) -> list[str]:
     """The numbers of a line; a reason of a refusal is a number, which a footnote explains."""
-    cells = [_ms(bf16_s)]
+    cells = [_ms(predictions[0].bf16_s)]
     for each in predictions:
         if each.seconds is None:
             number = reasons.setdefault(str(each.refused), len(reasons) + 1)
             cells += [f"refused [{number}]", "", ""]
         else:
-            s = each.seconds.total
-            cells += [_ms(s), f"{bf16_s / s:.2f}x", f"{each.saved_bytes / MIB:.1f}"]
+            saved = f"{each.saved_bytes / MIB:.1f}"
+            cells += [_ms(each.seconds.total), f"{each.speedup:.2f}x", saved]
     return cells
 
 
-def _as_dict(prediction: Prediction, row: LayerEstimate) -> dict[str, Any]:
-    if prediction.seconds is None:
-        return {"refused": prediction.refused}
-    gemms_s, casts_s = prediction.seconds
-    own = {"gemms_s": gemms_s, "casts_s": casts_s}
-    speedup = row.bf16_s / prediction.seconds.total
-    return own | {"speedup": speedup, "saved_bytes": prediction.saved_bytes}
+def _as_dict(of: Prediction) -> dict[str, Any]:
+    if of.seconds is None:
+        return {"refused": of.refused}
+    times = {"gemms_s": of.seconds.gemms, "casts_s": of.seconds.casts}
+    return times | {"speedup": of.speedup, "saved_bytes": of.saved_bytes}
 
 
 def _ms(seconds: float) -> str:

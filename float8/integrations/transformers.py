@@ -198,7 +198,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         save_float8: str | Path | None = None,
         layout: str | None = None,
     ) -> None:
-        if not inspect_every and not (report_path is on_alarm is writer is None):
+        if not inspect_every and any(x is not None for x in (report_path, on_alarm, writer)):
             raise ValueError("report_path, on_alarm and writer need inspect_every=n")
         self.adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
         self.inspect_every, self.report_path = inspect_every, report_path

@@ -146,8 +146,7 @@ def _reduce(
 
 def _future_of(gradient: Tensor) -> torch.futures.Future[Tensor]:
     """A future that completes when the work queued in this stream so far has run."""
-    devices = [gradient.device] if gradient.device.type == "cuda" else None
-    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+    future = torch.futures.Future[Tensor](devices=[gradient.device] if gradient.is_cuda else None)
     future.set_result(gradient)
     return future
 
