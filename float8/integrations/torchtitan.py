@@ -63,6 +63,7 @@ from torchtitan.protocols.module import Module
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
 from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes, rule_of
+from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
@@ -213,8 +214,9 @@ class Float8Converter(QuantizationConverter):
         self.float8 = check_config(config.config or config.recipe, "Float8Converter")
         if config.enable_fsdp_float8_all_gather:
             self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
-        tokens = config.faster_layers_tokens
-        self._is_faster = tokens and faster_layers(self.float8, tokens, config.device)
+        self._filter = skip_names(*(f"*{part}*" for part in config.filter_fqns))
+        if (tokens := config.faster_layers_tokens) is not None:
+            self._filter = all_of(self._filter, faster_layers(self.float8, tokens, config.device))
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the configs of linear layers and experts below ``model_config``, in place.
@@ -230,9 +232,8 @@ class Float8Converter(QuantizationConverter):
         plan.conversion.recipe = recipe_of(self.float8)
         experts = list(model_config.traverse(GroupedExperts.Config))
         found = [*model_config.traverse(Linear.Config), *experts]
-        unknown = [p for p in self.options.filter_fqns if not any(p in fqn for fqn, *_ in found)]
-        if unknown:
-            warnings.warn(f"filter_fqns={unknown}: no layer has this in its name", stacklevel=2)
+        if unknown := unmatched_patterns(self._filter, (fqn for fqn, *_ in found)):
+            warnings.warn(f"filter_fqns: no layer is called {', '.join(unknown)}", stacklevel=2)
         for fqn, plain, parent, attr in found:
             layer = _on_meta(plain)
             if (reason := self._left_alone(fqn, plain, layer)) is not None:
@@ -263,14 +264,9 @@ class Float8Converter(QuantizationConverter):
         is_experts = isinstance(plain, GroupedExperts.Config)
         if rule_of(layer) is None if is_experts else type(plain) is not Linear.Config:
             return f"it is a {type(plain).__qualname__}: its forward may be its own, or float8"
-        if any(part in fqn for part in self.options.filter_fqns):
-            return "filter_fqns names it"
         if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):
             return NO_HISTORY if is_experts else ROUTES
-        odd = odd_sizes(layer, self.float8)
-        if odd is None and self._is_faster and not self._is_faster(layer, fqn):
-            return f"it is not predicted to be faster on {self.options.device}"
-        return odd
+        return odd_sizes(layer, self.float8) or why_not(self._filter, layer, fqn)
 
     def _converted(self, fqn: str, plain: Any, tied: bool) -> Module.Config:
         float8 = self.float8
