@@ -399,7 +399,7 @@ def test_the_page_of_unit_scaling_quotes_the_result_files():
     mus, default = ([found[name, power] for power in (0, 6)] for name in ("mus", "u-mup"))
     for text in (
         f"deviation of {mus[0]['last_std']:.1f}, that of the default variant "
-        f"{default[0]['last_std']:.1f}; at 64 times that rate it ends at {mus[1]['val_loss']:.1f} "
+        f"{default[0]['last_std']:.1f}. At 64 times that rate it ends at {mus[1]['val_loss']:.1f} "
         f"nats, the default variant at {default[1]['val_loss']:.1f}.",
         f"up to {mus[0]['operand_max']:.0f} at rate 1",
     ):
