@@ -93,7 +93,7 @@ class _Branches:
         if number > self.last:
             return None
         call, after = self.calls[number], self.after[number]
-        if call.kind != RESIDUAL or call.root != self.root:
+        if call.role != RESIDUAL or call.root != self.root:
             return after
         own = call.gradient_factor(int(path not in OPERANDS[0]))
         return own if after is None else own * after
