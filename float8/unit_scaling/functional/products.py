@@ -34,6 +34,8 @@ K, L, Lo and P are products over them.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -242,10 +244,7 @@ def _along(value: Any, dimension: int) -> Any:
 
 def product_of(sizes: tuple[int, ...]) -> int:
     """The product of sizes, which may be symbolic."""
-    product = 1
-    for size in sizes:
-        product = product * size
-    return product
+    return functools.reduce(operator.mul, sizes, 1)
 
 
 def power_of_terms(terms: float, power: float) -> float:

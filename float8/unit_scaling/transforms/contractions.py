@@ -124,6 +124,16 @@ def _names(term: str, dim: int) -> str:
     return term.replace("...", "9876543210"[10 - rest :])
 
 
+def _renamed(function: Function, names: Mapping[str, str]) -> Function:
+    """A function that takes keywords of other names: name -> the function's own."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{names.get(name, name): x for name, x in kwargs.items()})
+
+    return call
+
+
 class Contraction(NamedTuple):
     """How one function contracts its arguments.
 
@@ -150,10 +160,10 @@ def _pair(kind: str, first: int, left: str, right: str, **options: Any) -> Contr
 
 
 _INPUT, _BIAS = argument(0, "input"), argument(2, "bias")
-_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=registry.renamed(matmul, {"mat2": "other"}))
+_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=_renamed(matmul, {"mat2": "other"}))
 _ADDBMM = _pair("matrix", 1, "batch1", "batch2", added=_INPUT)
 _CONVOLUTION = _pair("convolution", 0, "input", "weight", added=_BIAS)
-_BADDBMM = registry.renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
+_BADDBMM = _renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
 
 CONTRACTIONS: dict[Function, Contraction] = {
     F.linear: _pair("linear", 0, "input", "weight", added=_BIAS),
@@ -193,7 +203,7 @@ def replacements_of(users: Replacements) -> dict[Function, Function]:
     replacements = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
     for function, ours in registry.torch_map.items():
         if ours is not U.matmul:  # the table's knows about weights
-            replacements[function] = registry.handler(function)
+            replacements[function] = ours
     for function, other in users.items():
         replacements[function] = other if other is function else replacements.get(other, other)
     return replacements
