@@ -72,8 +72,9 @@ def cross_entropy(
     logits = scale_bwd(input, _gradient_factor(classes, weight, label_smoothing))
     if mult != 1:
         logits = scale_fwd(logits, mult)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    losses = F.cross_entropy(logits, target, weight, reduction="none", **options)  # type: ignore[arg-type]
+    losses = F.cross_entropy(
+        logits, target, weight, None, ignore_index, None, "none", label_smoothing
+    )
     return _reduced(losses, reduction, _count(losses, target, weight, ignore_index))
 
 

@@ -36,6 +36,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -263,16 +264,11 @@ class Decisions(History):
         )
         for operand in call.inputs:
             if operand.value.is_trained and operand.value.parameter == "":
-                return (
-                    "reads a trained parameter that is not a parameter of the model: make its "
-                    "module an attribute of one of the model's modules, or an item of an "
-                    "nn.ModuleList"
-                )
+                return "reads a trained parameter that is not a parameter of the model: register it"
             if operand.value.is_trained and contracts and operand.dims >= 2:
                 return (
                     f"multiplies by {operand.value.parameter} and has no unit-scaled function: "
-                    "register one (U.register), write it with linear layers or matmul, or pass "
-                    "replace={f: f} to leave it, and scale the weight"
+                    "U.register one, use linear layers, or scale the weight and pass replace={f: f}"
                 )
         return None
 
@@ -317,16 +313,9 @@ def _line_of_caller() -> str:
 ALIVE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class _Trace:
-    """What the forwards inside the frame that is being compiled have found, in their order."""
-
-    frame: Any = None
-    attempt: Any = None
-    found: list[GradientFactors]
-    running: list[tuple[Any, Decisions]]
-
-
-_trace = _Trace()
+# What the forwards inside the frame that is being compiled have found, in their order, and the
+# transforms and `Decisions` of those that run.
+_trace = SimpleNamespace(frame=None, attempt=None, found=[], running=[])
 
 
 def start(transform: int) -> int:

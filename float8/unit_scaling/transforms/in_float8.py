@@ -32,7 +32,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from float8.config import RECIPES, CastConfig, Float8LinearConfig, LinearPlan, check_config
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import linear_in_float8
@@ -91,7 +91,10 @@ class Float8Products(OnProducts):
         if any(weight is other for other in skipped):
             return function(*args, **kwargs)
         plan = plan_for(self.config, input.device, compute_dtype(input))
-        if (error := _refusal(self.config, plan, input, weight)) is not None:
+        error = error_of_call(input, weight, plan)
+        if error is None and (reason := refuses_layer(weight, self.config)) is not None:
+            error = ValueError(reason)
+        if error is not None:
             layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
             raise type(error)(f"{layer}: {error}")
         call = Call(plan, factors=factors, saves=torch.is_grad_enabled())
@@ -111,16 +114,6 @@ def _arguments(
     input: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factors = NO_FACTORS
 ) -> tuple[Tensor, Tensor, Tensor | None, Factors]:
     return input, weight, bias, factors
-
-
-def _refusal(
-    config: Float8LinearConfig, plan: LinearPlan, input: Tensor, weight: Tensor
-) -> Exception | None:
-    if weight.dim() != 2:
-        return ValueError("float8 multiplies by weights of shape (N, K)")
-    reason = refuses_layer(weight, config)
-    error = error_of_call(input, weight, plan)
-    return error or (None if reason is None else ValueError(reason))
 
 
 def float8(
