@@ -102,10 +102,8 @@ class LinearReadout(Linear):
     At the start its output has a standard deviation of ``K ** -0.5``, and in training of order 1,
     since its input and weight become correlated (u-muP, arXiv 2407.17465, table 2, "output").
 
-    Args:
-        in_features, out_features, bias, device, dtype, weight_mup_type: as of `Linear`.
-        constraint: as of `Linear`. The gradients of the last layer may have a scale of their own,
-            so there is none by default; with "to_output_scale", tell `optim.SGD`.
+    Its arguments are those of `Linear`. The gradients of the last layer may have a scale of their
+    own, so it has no ``constraint`` by default; with "to_output_scale", tell `optim.SGD`.
     """
 
     scale_power = (1.0, 0.5, 0.5)

@@ -96,13 +96,14 @@ def einsum(
     """
     tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
     inputs, arrow, result = equation.replace(" ", "").partition("->")
-    names = [_names(term, x.dim()) for term, x in zip(inputs.split(","), tensors, strict=True)]
+    names, sizes = [], {}
+    for term, x in zip(inputs.split(","), tensors, strict=True):
+        # One character per dimension; those of "..." are digits, and broadcast.
+        names.append(term.replace("...", "9876543210"[7 + len(term) - x.dim() :]))
+        for index, size in zip(names[-1], x.shape, strict=True):
+            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
     if len(tensors) != 2 or any(len(set(term)) != len(term) for term in names):
         return torch.einsum(equation, *operands)
-    sizes: dict[str, int] = {}
-    for term, x in zip(names, tensors, strict=True):
-        for index, size in zip(term, x.shape, strict=True):
-            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]  # "..." broadcasts
     if not arrow:  # the result has the indices that occur once
         result = "..." + "".join(i for i in sizes if (i in names[0]) != (i in names[1]))
     kept = result + ("0123456789" if "..." in result else "")
@@ -116,12 +117,6 @@ def einsum(
     output, grad_left, grad_right = (*tied, factors[2])[:3]
     left, right = scale_bwd(tensors[0], grad_left), scale_bwd(tensors[1], grad_right)
     return scale_fwd(torch.einsum(equation, left, right), output)
-
-
-def _names(term: str, dim: int) -> str:
-    """The indices of an operand, one character per dimension; those of ``...`` are digits."""
-    rest = dim - len(term.replace("...", ""))
-    return term.replace("...", "9876543210"[10 - rest :])
 
 
 def _renamed(function: Function, names: Mapping[str, str]) -> Function:

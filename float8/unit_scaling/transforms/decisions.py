@@ -35,6 +35,7 @@ import logging
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -100,28 +101,23 @@ class Step(NamedTuple):
     reads: tuple[tuple[Path, Any], ...] = ()
 
 
+@dataclass(eq=False)
 class Decisions(History):
     """The decisions for one forward, with its history.
 
     ``outputs`` are the names of the parameters of u-muP's type "output". ``layers`` is the number
     of residual additions; None while they are counted. ``known`` has the factors that an earlier
-    trace of the same forward found. ``logs`` says whether to log the decisions.
+    trace of the same forward found. ``logs`` says whether to log the decisions. ``results`` are
+    what the forward returned, when it is over.
     """
 
-    def __init__(
-        self,
-        replacements: Replacements,
-        outputs: frozenset[str],
-        layers: int | None = None,
-        known: GradientFactors | None = None,
-        logs: bool = False,
-    ) -> None:
-        super().__init__()
-        self.replacements, self.outputs = replacements, outputs
-        self.layers, self.known = layers, known
-        self.logs = logs and logger.isEnabledFor(logging.INFO)
-        self.results: Sequence[int] | None = None  # what the forward returned, when it is over
-        self._factors: GradientFactors | None = None
+    replacements: Replacements
+    outputs: frozenset[str]
+    layers: int | None = None
+    known: GradientFactors | None = None
+    logs: bool = False
+    results: Sequence[int] | None = field(default=None, init=False)
+    _factors: GradientFactors | None = field(default=None, init=False)
 
     def begin(
         self,
@@ -148,7 +144,7 @@ class Decisions(History):
             self._classify(number, call, is_plain)
         elif call.function in self.replacements:
             call.role = READOUT if self._is_readout(call) else SCALED
-        if self.logs:
+        if self.logs and logger.isEnabledFor(logging.INFO):
             call.line = _line_of_caller()
         return Step(call.role, tuple(self._options(number, call)), self._reads(number, call))
 
@@ -166,8 +162,8 @@ class Decisions(History):
             self.layers = len(self.residuals)
             for place, number in enumerate(self.residuals):
                 self.calls[number].tau = tau_of(place, self.layers)
-        for number, call in enumerate(self.calls if self.logs else ()):
-            if call.role != KEEP:
+        for number, call in enumerate(self.calls):
+            if call.line and call.role != KEEP:
                 role = f"residual-add, tau={call.tau:.4g}" if call.role == RESIDUAL else call.role
                 name = name_of(call.function)
                 logger.info("unit scaling function: %s (%s), %s", name, role, call.line)

@@ -144,14 +144,17 @@ class Call:
         return weight / math.sqrt(1 + self.tau**2)
 
 
+@dataclass(eq=False)
 class History:
-    """The calls of a forward, and its values."""
+    """The calls of a forward, and its values.
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.values: list[Value] = []
-        self.residuals: list[int] = []  # the calls that are residual additions
-        self.reads: dict[int, list[Edge]] = defaultdict(list)  # value -> the edges that read it
+    ``residuals`` are the calls that are residual additions, ``reads`` the edges that read a value.
+    """
+
+    calls: list[Call] = field(default_factory=list, init=False)
+    values: list[Value] = field(default_factory=list, init=False)
+    residuals: list[int] = field(default_factory=list, init=False)
+    reads: dict[int, list[Edge]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     def leaf(self, parameter: str | None, is_trained: bool) -> int:
         """The number of a tensor that no call has returned; arguments as of `Value`."""

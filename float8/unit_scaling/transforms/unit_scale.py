@@ -121,8 +121,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    parts = [part for part in new.modules() if part is not new]
-    if any(getattr(part, "float8_products", None) is not None for part in parts):
+    if any(getattr(p, "float8_products", None) for p in new.modules() if p is not new):
         raise ValueError(
             "unit_scale: a part of the model has the transform float8, whose contractions an outer "
             "transform does not see: transform the whole model, float8(unit_scale(model))"
@@ -178,8 +177,7 @@ class UnitScale(Transform):
                 if isinstance(module, Transformed):  # the others change no residual layer
                     only = [t for t in module.transforms if isinstance(t, UnitScale)]
                     module.transforms = tuple(only)
-            mode = UnitScaleMode(decisions, replacements, twin)
-            with mode:
+            with UnitScaleMode(decisions, replacements, twin) as mode:
                 result = super(Transformed, twin).forward(*args, **kwargs)  # type: ignore[misc]
             mode.finish(result)
         return len(decisions.residuals)
@@ -214,12 +212,8 @@ def _traceless(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.callback(random.setstate, state)
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class UnitScaleMode(Mode):
