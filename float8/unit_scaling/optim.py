@@ -207,7 +207,8 @@ class _Scaled(torch.optim.Optimizer):
         options = independent_weight_decay, allow_non_unit_scaling_params
         scaling = (self._lr_scale_func, lr, weight_decay, *options)
         groups = scaled_parameters(params, *scaling)
-        super().__init__(groups, lr, *args, weight_decay=weight_decay, **kwargs)  # type: ignore[arg-type]
+        kwargs["weight_decay"] = weight_decay
+        super().__init__(groups, lr, *args, **kwargs)  # type: ignore[arg-type]
         self._scaling = scaling
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -155,12 +155,12 @@ def plot(
             y = [places[n] + (0.12 if direction == "bwd" else -0.12) for n in shown]
             low = [max(data[n].abs_min, E5M2.smallest_subnormal / 4) for n in shown]
             axes.hlines(y, low, [data[n].abs_max for n in shown], color=colour, alpha=0.4, lw=1)
-        colours = {"color": colour, "mfc": "white" if direction == "bwd" else colour}
+        fill = "white" if direction == "bwd" else colour
         for marker, kind in (("o", "tensor"), ("v", "weight")):
             dots = {n: x for n, x in shown.items() if n.meta["requires_grad"] == (kind == "weight")}
             if dots:
                 rows, label = [places[n] for n in dots], f"{what}, {kind}"
-                axes.plot(list(dots.values()), rows, marker, label=label, **colours)
+                axes.plot(list(dots.values()), rows, marker, label=label, color=colour, mfc=fill)
         arrow = {"arrowstyle": "->" if direction == "fwd" else "<-", "color": colour, "alpha": 0.5}
         for node in shown if show_arrows else ():
             for source in node.all_input_nodes:

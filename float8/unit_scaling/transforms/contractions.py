@@ -96,7 +96,8 @@ def einsum(
     """
     tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
     inputs, arrow, result = equation.replace(" ", "").partition("->")
-    names, sizes = [], {}
+    names: list[str] = []
+    sizes: dict[str, int] = {}
     for term, x in zip(inputs.split(","), tensors, strict=True):
         # One character per dimension; those of "..." are digits, and broadcast.
         names.append(term.replace("...", "9876543210"[7 + len(term) - x.dim() :]))

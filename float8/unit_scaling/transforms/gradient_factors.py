@@ -45,10 +45,8 @@ LOSS = -1  # the node of the loss in the graph of calls
 
 def has_conflict(history: History, number: int) -> bool:
     """Whether the last residual addition asks for another factor than the ones before it."""
-    root = history.calls[number].root
-    if all(history.calls[n].root != root for n in history.residuals if n != number):
-        return False
-    return any(math.isnan(factor) for factor in _Branches(root, history).edges().values())
+    factors = _Branches(history.calls[number].root, history).edges().values()
+    return any(math.isnan(factor) for factor in factors)
 
 
 def branch_factors(history: History, results: Sequence[int]) -> dict[Edge, float]:

@@ -84,12 +84,20 @@ class Float8Products(OnProducts):
         """The model, the weights to skip, and numbers for products of computed weights."""
         return model, [model.get_submodule(n).weight for n in self.skipped], itertools.count()
 
-    def product(self, state: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def product(
+        self,
+        state: Any,
+        function: Function,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        factors: Factors = NO_FACTORS,
+    ) -> Any:
         """``F.linear``, or `scaled_linear` with its factors, in float8."""
         model, skipped, unnamed = state
-        input, weight, bias, factors = _arguments(*args, **kwargs)
         if any(weight is other for other in skipped):
-            return function(*args, **kwargs)
+            options = () if factors is NO_FACTORS else (factors,)
+            return function(input, weight, bias, *options)
         plan = plan_for(self.config, input.device, compute_dtype(input))
         error = error_of_call(input, weight, plan)
         if error is None and (reason := refuses_layer(weight, self.config)) is not None:
@@ -108,12 +116,6 @@ class Float8Products(OnProducts):
                 self.config, input, weight, output,
             )  # fmt: skip
         return output
-
-
-def _arguments(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, factors: Factors = NO_FACTORS
-) -> tuple[Tensor, Tensor, Tensor | None, Factors]:
-    return input, weight, bias, factors
 
 
 def float8(

@@ -98,17 +98,20 @@ class SimulateFormat(OnProducts):
         new = {path: self.rounded(x) for path, x in tensors.items() if path in paths}
         if not new:
             return function(*args, **kwargs)
-        addend = next((tensors[path] for path in contraction.added or () if path in tensors), None)
-        if addend is not None:
-            new |= {path: x.detach() for path, x in tensors.items() if path in contraction.added}
-            addend = addend if (beta := kwargs.get("beta", 1)) == 1 else addend * beta
+        addend = None
+        for path in contraction.added or ():
+            if path in tensors:
+                new[path], addend = tensors[path].detach(), tensors[path]
         args, kwargs = with_tensors((args, kwargs), new)
         output = function(*args, **kwargs)
         if not _is_plain(output):
             return output
         if addend is not None and contraction.kind == "convolution":
-            spatial = tensors.get((0, 1), kwargs.get("weight")).dim() - 2
-            addend = addend.reshape(-1, *(1,) * spatial)
+            # After the channels, of which it has one value each, come the kernel's dimensions.
+            kernel = next(tensors[p] for p in contraction.operands[1] if p in tensors).dim() - 2
+            addend = addend.reshape(-1, *(1,) * kernel)
+        elif addend is not None and (beta := kwargs.get("beta", 1)) != 1:
+            addend = addend * beta
         return _Gradients.apply(output, addend, self.bwd_format)
 
     def rounded(self, x: Tensor) -> Tensor:

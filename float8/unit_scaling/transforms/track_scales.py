@@ -118,10 +118,11 @@ class Metrics:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             x = high_precision(t)
             if x.numel() == 0:
-                return Metrics.Data(*[math.nan] * 5, numel=0)
+                return Metrics.Data(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
             size, std = x.abs(), x.std(correction=min(x.numel() - 1, 1))
             found = torch.stack([size.mean(), x.mean().abs(), std, size.max(), size.min()])
-            return Metrics.Data(*found.tolist(), numel=x.numel())
+            mean_abs, abs_mean, deviation, abs_max, abs_min = found.tolist()
+            return Metrics.Data(mean_abs, abs_mean, deviation, abs_max, abs_min, x.numel())
 
     @staticmethod
     def names() -> list[str]:
