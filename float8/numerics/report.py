@@ -26,10 +26,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from float8.numerics import alarms as rules
 from float8.numerics import snapshot
 from float8.numerics.snapshot import Report, read_run
-from float8.numerics.statistics import CastStatistics, bars_of, edges_of
+from float8.numerics.statistics import FORMAT_OF, CastStatistics
 
 SHOWN_ALARMS = 100  # active ones first
 _DECADES = 8  # of the vertical axis of a histogram
@@ -118,6 +120,33 @@ def _run(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 # --- pictures
+
+
+def edges_of(cast: CastStatistics) -> list[float]:
+    """The exponents below which all is flushed, some is, and some is subnormal; above which some
+    saturates, and all does. Empty where a scale is no positive number.
+    """
+    low, high = cast.scale_min, cast.scale_max
+    if not (low > 0 and math.isfinite(high)):
+        return []
+    fmt = FORMAT_OF[cast.format]
+    normal = float(torch.finfo(fmt.dtype).smallest_normal)
+    flushed = fmt.smallest_subnormal / 2
+    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
+    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
+
+
+def bars_of(cast: CastStatistics) -> list[tuple[float, float, float]]:
+    """Start and end of each power of two, as exponents, and the share of its nonzero elements.
+
+    The last ends at the amax: it reaches beyond the range only if something saturates.
+    """
+    lowest, counts = cast.histogram
+    ends = [lowest + i + 1.0 for i in range(len(counts))]
+    if counts and cast.amax > 0:
+        ends[-1] = min(max(math.log2(cast.amax), ends[-1] - 0.8), ends[-1])
+    found = zip(ends, counts, strict=True)
+    return [(math.ceil(end) - 1, end, count / sum(counts)) for end, count in found if count]
 
 
 class Picture(NamedTuple):

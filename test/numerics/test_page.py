@@ -8,7 +8,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from runs import EVIL, run
 
-from float8.numerics.alarms import watch_of
+from float8.numerics.alarms import AlarmWatch
 from float8.numerics.report import _resource, page
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
@@ -29,7 +29,7 @@ def show(browser, tmp_path):
     """Shows a view of the page in a window."""
     path = tmp_path / "page.html"
     reports = run()
-    path.write_text(page(reports, ABOUT, watch_of(reports).alarms), encoding="utf-8")
+    path.write_text(page(reports, ABOUT, AlarmWatch(reports).alarms), encoding="utf-8")
 
     def show(view="", width=1280, dark=False):
         browser.resize(width, 900)

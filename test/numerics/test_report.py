@@ -19,10 +19,10 @@ from fresh import ROOT
 from runs import EVIL, HEALTHY, run
 
 from float8.numerics import alarms as problems
-from float8.numerics.alarms import watch_of
-from float8.numerics.report import histogram, lines, main, page
+from float8.numerics.alarms import AlarmWatch
+from float8.numerics.report import edges_of, histogram, lines, main, page
 from float8.numerics.snapshot import COLUMNS, Report
-from float8.numerics.statistics import Histogram, edges_of
+from float8.numerics.statistics import Histogram
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
 
@@ -65,7 +65,7 @@ def test_nothing_of_the_run_is_markup():
     rows = [replace(HEALTHY, layer=EVIL, operand=EVIL, gemm=EVIL, scaling=EVIL, granularity=EVIL)]
     reports += [Report([*rows, *reports[0]._rows], model=EVIL, step=EVIL, skipped={EVIL: EVIL})]
     alarms = [replace(alarm, rule=EVIL, message=EVIL, first=EVIL, last=EVIL, started=EVIL)
-              for alarm in watch_of(run()).alarms]  # fmt: skip
+              for alarm in AlarmWatch(run()).alarms]  # fmt: skip
     text = page(reports, dict.fromkeys(ABOUT, EVIL), alarms)
     parsed = Parsed(text)
     assert not {"img", "iframe", "link", "object", "base"} & {tag for tag, _ in parsed.tags}
@@ -140,7 +140,7 @@ def test_one_snapshot_has_no_run_and_another_one_can_be_shown():
 
 def test_alarms_say_when_they_were_the_active_and_newest_first():
     reports = run(steps=(0, 50, 100, 150))
-    active = watch_of(reports).alarms
+    active = AlarmWatch(reports).alarms
     old = replace(active[0], rule="old", first=-9, started=-8, last=-9, ended=-6, layer="gone")
     text = said(reports, ABOUT, [old, *active])
     assert "4 alarms, 3 active" in text
@@ -253,7 +253,7 @@ def test_the_page_lies_beside_the_run_or_where_it_is_asked_for(run_file, tmp_pat
 def test_what_cannot_be_read_or_written_is_one_line_and_status_2(run_file, tmp_path, capsys):
     other = tmp_path / "other.json"
     empty = (
-        '{"format": "float8.numerics", "version": 2, "model": "", "snapshots": [], "alarms": []}'
+        '{"format": "float8.numerics", "version": 3, "model": "", "snapshots": [], "alarms": []}'
     )
     for content, arguments, complaint in (
         (None, [other], "No such file"),
