@@ -56,7 +56,7 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from float8.formats import FORMATS
 from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
@@ -428,8 +428,10 @@ class AlarmWatch:
                 elif alarm is not None:
                     self._active[key] = replace(alarm, last=step)
                 elif count >= rule.looks or (rule.kind is SATURATES and seen.value > MASSIVE):
-                    what = rule.name, first, step, step, None, seen.message, rule.kind.advice
-                    alarm = self._active[key] = Alarm(*cast.labels, *what)  # type: ignore[call-arg]
+                    what: dict[str, Any] = cast.named | {"rule": rule.name, "first": first}
+                    what |= {"message": seen.message, "advice": rule.kind.advice}
+                    alarm = Alarm(**what, started=step, last=step, ended=None)
+                    self._active[key] = alarm
                     # inf and NaN spread: their first layer says more than that with most of them.
                     severity = 0.0 if rule.kind is NONFINITE else -seen.value
                     started.append((place, severity, alarm))

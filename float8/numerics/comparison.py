@@ -284,10 +284,13 @@ def _shown(
         if output is not None and passes.in_forward():  # it did not raise, and is not recomputed
             see((name, "output"), passes.local_part(passes.main_tensor(output)))
 
-    def grad_input(name: str, module: nn.Module, gradient: Tensor) -> None:
-        see((name, "grad_input"), passes.local_part(gradient))
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> passes.Arguments:
+        def grad_input(gradient: Tensor) -> None:
+            see((name, "grad_input"), passes.local_part(gradient))
 
-    return passes.watched(layers, leave=leave, grad_input=grad_input)
+        return passes.with_gradient_hooks(args, kwargs, grad_input)
+
+    return passes.watched(layers, leave, enter)
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str, Float8Linear]:

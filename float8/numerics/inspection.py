@@ -107,7 +107,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     with ExitStack() as stack:
         stack.callback(inspection.fill, report)
         stack.enter_context(runs_eagerly())
-        stack.enter_context(watched(layers, leave=inspection.see_call))
+        stack.enter_context(watched(layers, inspection.see_call))
         for fqn, products in transforms.items():
             see = partial(inspection.see_product, stack, fqn)
             stack.enter_context(products.watched(see))

