@@ -4,7 +4,7 @@
 
     inspect          measure the casts of a model, forward and backward, while a block is open
     inspect_every    the same, every n training steps, into a file and a ``SummaryWriter``
-    Report           the result: a table, a file, scales
+    Report           the result: a table, a file
     load_run         the reports of a file
     Alarm            a problem of a cast that lasts: logged, in the file, given to ``on_alarm``
     load_alarms      the alarms of a file

@@ -321,18 +321,14 @@ class AlarmRule(NamedTuple):
 
     name: str
     looks: int
-    kind: ProblemKind
+    kind: ProblemKind | None
     operands: Sequence[str] = OPERANDS
 
 
-_FALLS = ProblemKind(
-    "fall",
-    "falls",
-    "sqnr",
-    lambda cast: None,  # one cast alone does not tell: `_fall`
+_FALL_ADVICE = (
     "Its values drift away from the range of the format: compare the histograms of these "
     "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
-    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
+    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").'
 )
 ALARM_RULES = (
     AlarmRule("inf or NaN", 1, NONFINITE, ("input", "weight")),
@@ -341,7 +337,7 @@ ALARM_RULES = (
     AlarmRule("flush", 3, FLUSHES),
     AlarmRule("stale scale", 3, STALE),
     AlarmRule("gradient noise", 3, DROWNS),
-    AlarmRule("falling SQNR", 3, _FALLS),
+    AlarmRule("falling SQNR", 3, None),  # one look alone does not tell: `_fall`
 )
 
 
@@ -412,10 +408,11 @@ class AlarmWatch:
         for cast in report.casts if report.step is not None else ():
             earlier, seen, is_explained = self._sqnrs[cast.labels], None, False
             for place, rule in enumerate(ALARM_RULES):
-                is_fall, key = rule.kind is _FALLS, (*cast.labels, rule.name)
-                seen = _fall(cast, earlier) if is_fall else rule.kind.see(cast)
-                if cast.operand not in rule.operands or (is_fall and is_explained):
-                    seen = None
+                kind, key = rule.kind, (*cast.labels, rule.name)
+                if kind is None:  # the last rule
+                    seen = None if is_explained else _fall(cast, earlier)
+                else:
+                    seen = kind.see(cast) if cast.operand in rule.operands else None
                 is_explained |= seen is not None
                 sign = -1 if seen is None else 1
                 count, first = self._rows.get(key, (0, step))
@@ -427,13 +424,14 @@ class AlarmWatch:
                         ended.append(replace(self._active.pop(key), ended=step))
                 elif alarm is not None:
                     self._active[key] = replace(alarm, last=step)
-                elif count >= rule.looks or (rule.kind is SATURATES and seen.value > MASSIVE):
+                elif count >= rule.looks or (kind is SATURATES and seen.value > MASSIVE):
                     what: dict[str, Any] = cast.named | {"rule": rule.name, "first": first}
-                    what |= {"message": seen.message, "advice": rule.kind.advice}
+                    advice = _FALL_ADVICE if kind is None else kind.advice
+                    what |= {"message": seen.message, "advice": advice}
                     alarm = Alarm(**what, started=step, last=step, ended=None)
                     self._active[key] = alarm
                     # inf and NaN spread: their first layer says more than that with most of them.
-                    severity = 0.0 if rule.kind is NONFINITE else -seen.value
+                    severity = 0.0 if kind is NONFINITE else -seen.value
                     started.append((place, severity, alarm))
             # Unless it has fallen, by the last rule.
             if seen is None and cast.sqnr is not None and cast.sqnr > -math.inf:

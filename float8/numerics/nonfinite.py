@@ -201,13 +201,14 @@ class _Search:
         ``remembers``, it may be such an inf.
         """
         kind = _kind(value) if self.found is None else None
-        if kind in counts and self.first_inf is not None:
-            where = f"{_where(call, what)} in the {phase}"
-            self.found = replace(self.first_inf, led_to=where)
-        elif kind in counts:
-            self.found = _finding(call, what, phase, value, remark)
-        elif kind in remembers and self.first_inf is None:
-            self.first_inf = _finding(call, what, phase, value, remark)
+        if kind in counts or (kind in remembers and self.first_inf is None):
+            finding = _finding(call, what, phase, value, remark)
+            if kind not in counts:
+                self.first_inf = finding
+            elif self.first_inf is None:
+                self.found = finding
+            else:
+                self.found = replace(self.first_inf, led_to=f"{finding.where} in the {phase}")
         return kind
 
     def look_before(self, batch: Any) -> None:
@@ -308,11 +309,6 @@ def _finding(call: _Call, what: str, phase: str, value: Tensor, remark: str) -> 
         after=call.after,
         remarks=tuple(filter(None, remarks)),
     )
-
-
-def _where(call: _Call, what: str) -> str:
-    """Module and tensor, in words."""
-    return f"{call.name or 'the model'} ({type(call.module).__name__}): {what}"
 
 
 def _amax(value: Tensor) -> float:

@@ -132,23 +132,19 @@ def start_of_backward(
 # --- no lasting change
 
 
-class _Eager:
-    blocks = 0  # of `runs_eagerly` that are open
-    stance: Any = None
+_STANCES: list[Any] = []  # of `runs_eagerly`: one for each open block
 
 
 @contextmanager
 def runs_eagerly() -> Iterator[None]:
     """Run compiled functions eagerly; the last of overlapping blocks restores the stance."""
-    if _Eager.blocks == 0:
-        _Eager.stance = torch.compiler.set_stance("force_eager")
-    _Eager.blocks += 1
+    _STANCES.append(_STANCES[0] if _STANCES else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _Eager.blocks -= 1
-        if _Eager.blocks == 0:
-            _Eager.stance.__exit__(None, None, None)
+        stance = _STANCES.pop()
+        if not _STANCES:
+            stance.__exit__(None, None, None)
 
 
 @contextmanager
@@ -229,11 +225,6 @@ class RunResult:
     output: Tensor
     loss: float | None
     gradients: dict[Any, Tensor] = field(default_factory=dict)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether output and gradients are."""
-        return all(bool(t.isfinite().all()) for t in (self.output, *self.gradients.values()))
 
 
 def run_pass(model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int) -> RunResult:

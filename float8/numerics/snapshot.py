@@ -36,9 +36,7 @@ import torch
 
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import (
-    FORMAT_OF,
     LABELS,
-    SMOOTH,
     CastStatistics,
     Histogram,
     merged,
@@ -188,35 +186,6 @@ class Report:
         notes += [f"not seen: {layer_name(fqn)}: {why}" for fqn, why in self.skipped.items()]
         wrapped = (textwrap.fill(n, 100, subsequent_indent="  ") for n in notes)
         return "\n".join([text, *wrapped])
-
-    def static_scales(self, operand: str = "input") -> dict[str, float]:
-        """Layer -> the scale that maps the largest magnitude to the format's largest value.
-
-        For ``convert_to_float8_inference(model, static_scales=...)``, after inspecting batches that
-        are like those to come. `float8.numerics.calibrate` also searches scales by SQNR.
-
-        Args:
-            operand: "input", "weight" or "grad_output".
-
-        Raises:
-            ValueError: the report has no such operand, or one that was all zero or not finite, or
-                one that ``smooth_input=True`` multiplied by factors.
-        """
-        casts = [cast for cast in self._rows if cast.operand == operand]
-        wrong = [c for c in casts if c.granularity.endswith(SMOOTH) or c.nonfinite or not c.amax]
-        if wrong or not casts:
-            at = f"{layer_name(wrong[0].layer)}, {wrong[0].amax:g}" if wrong else "none was seen"
-            raise ValueError(
-                f"no static scale suits operand {operand!r} ({at}): it needs finite values like "
-                "those to come, and float8.calibrate(model, batches) with smooth_input=True"
-            )
-        first = {cast.layer: cast.gemm for cast in reversed(casts)}  # other GEMMs, other formats
-        scales: dict[str, float] = {}
-        for cast in casts:
-            if cast.gemm == first[cast.layer]:
-                scale = max(cast.amax / FORMAT_OF[cast.format].max, torch.finfo(torch.float32).tiny)
-                scales[cast.layer] = max(scales.get(cast.layer, 0.0), scale)
-        return scales
 
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
         """Give each number to a ``SummaryWriter`` or anything else with ``add_scalar``.

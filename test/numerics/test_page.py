@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from browser import CHROMIUM, Browser
 from runs import EVIL, run
 
+from float8.numerics import report
 from float8.numerics.alarms import AlarmWatch
-from float8.numerics.report import _resource, page
+from float8.numerics.report import page
 
 ABOUT = {"file": "run.json", "float8": "1", "torch": "2"}
 pytestmark = pytest.mark.slow
@@ -142,7 +144,10 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_has_the_contrast_of_wcag_aa(scheme):
-    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", _resource("page.css"))
+    pairs = re.findall(
+        r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)",
+        Path(report.__file__).with_name("page.css").read_text(),
+    )
     colours = {name: pair[scheme] for name, *pair in pairs}
     text = ("ink", "muted", "accent", "good", "warn", "bad", "flushed", "subnormal", "saturated")
     for name in text:

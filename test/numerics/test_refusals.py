@@ -68,9 +68,6 @@ class Words(nn.Module):
 
 
 REFUSALS = {
-    "of no such GEMM": (lambda: Report([ROW]).static_scales("weight"), "operand 'weight' (none"),
-    "of zeros": (lambda: Report([replace(ROW, amax=0.0)]).static_scales(), "(nan, 0)"),
-    "of inf": (lambda: Report([replace(ROW, nonfinite=2)]).static_scales(), "needs finite values"),
     "not converted": (lambda: inspected(plain()), "Sequential has no float8 layer; convert it"),
     "a monitor of it": (lambda: inspect_every(plain()).start_step(), "has no float8 layer"),
     "compared": (lambda: compare(plain(), X), "convert the model first"),

@@ -7,11 +7,8 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 from runs import ROW
-from torch import nn
 
-from float8 import convert_to_float8_inference
 from float8.numerics import Report
 from float8.numerics.statistics import Histogram
 
@@ -55,16 +52,6 @@ def test_scalars_reach_any_writer():
     assert "float8/nan/input/grad_weight/staleness" not in tags
     Report([ROW]).add_scalars(writer, 9)
     assert writer.found[-1][2] == 9
-
-
-def test_static_scales_are_what_inference_takes():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16))
-    report = Report([replace(ROW, layer="0", amax=4.0)])
-    scales = report.static_scales()
-    assert scales == {"0": 4.0 / 448}
-    convert_to_float8_inference(model, static_scales=scales)
-    assert model[0].config.cast_config_input.static_scale == 4.0 / 448
 
 
 def test_merged_reports_forget_what_one_of_them_saw():
