@@ -185,21 +185,6 @@ def test_each_rule_finds_what_it_is_for(change, level, title, text):
     assert text in found.text
 
 
-def test_rows_and_text_of_a_report_name_what_its_sqnr_hides():
-    report = Report([HEALTHY, replace(HEALTHY, layer="down", flushed=0.98, sqnr=84.6)])
-    assert [row["problems"] for row in report.rows()] == [["flushes to zero"], []]
-    said = (
-        "One cast flushes to zero: down, input. 98 % of its elements became zero. Its SQNR of 84.6"
-    )
-    assert said in " ".join(str(report).split())
-    assert str(report) == report.table()
-
-
-def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
-    (found,) = problems_of([replace(HEALTHY, sqnr=-math.inf, flushed=0.9)])
-    assert found.kind.one == "met inf or NaN"
-
-
 def test_a_gradient_that_flushes_without_a_loss_of_sqnr_weighs_less():
     softmax = replace(HEALTHY, operand="grad_output", format="e5m2", sqnr=25.9, flushed=0.4)
     assert problems_of([softmax]) == []

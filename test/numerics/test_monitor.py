@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,16 +187,3 @@ def test_a_disk_that_is_full_later_is_one_warning_and_the_old_report_stays(tmp_p
     assert monitor.step == 3
     train()  # there is space again
     assert [r.step for r in load_run(path)] == [0, 1, 2, 3]
-
-
-def test_an_interrupted_write_leaves_nothing_beside_the_file(tmp_path, monkeypatch):
-    path, layers = tmp_path / "run.json", model()
-    monitor = inspect_every(layers, 1, path=path)
-
-    def interrupt(self, target):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", interrupt)
-    with pytest.raises(KeyboardInterrupt), monitor:
-        step(layers)
-    assert not list(tmp_path.iterdir())

@@ -167,21 +167,6 @@ def test_codes_alone_have_values_and_no_error():
     assert found.histogram == same.histogram
 
 
-def test_calls_add_up_to_the_statistics_of_all_their_elements():
-    parts = [torch.randn(8, 16) * 2.0**i for i in range(3)]
-    scale = torch.full((1, 1), 0.01)
-    tensorwise = GRANULARITIES["tensorwise"]
-    one, two, three = (measure_cast(cast(x, FORMATS[0], tensorwise, scale)) for x in parts)
-    found = one.plus(two).plus(three).statistics(labels("static"))
-    whole = torch.cat(parts)
-    at_once = row(whole, cast(whole, FORMATS[0], GRANULARITIES["tensorwise"], scale), True)
-    assert (found.calls, found.elements) == (3, whole.numel())
-    assert (found.amax, found.histogram) == (at_once.amax, at_once.histogram)
-    assert (found.saturated, found.flushed) == (at_once.saturated, at_once.flushed)
-    for name in ("sqnr", "kurtosis", "staleness"):
-        assert getattr(found, name) == pytest.approx(getattr(at_once, name), rel=1e-12)
-
-
 def test_empty_calls_count_and_say_nothing():
     x = torch.zeros(0, 16)
     found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))
