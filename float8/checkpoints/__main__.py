@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from float8.checkpoints import inspection
-from float8.checkpoints.files import MAX_SHARD_BYTES
+from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
-from float8.checkpoints.rewriting import SKIP, Rewriting
+from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
 from float8.formats import ScaleFormat
 from float8.granularity import Rowwise, Tensorwise
@@ -65,12 +65,17 @@ def compare(options: argparse.Namespace) -> Result:
 def convert(options: argparse.Namespace) -> Result:
     """Write a checkpoint in another layout, or in high precision."""
     source, target = Source(options.path), TARGETS[options.layout]
-    found = Rewriting(source, target, options.skip, options.max_shard_size)
+    written = rewriting(source, target, options.skip, options.max_shard_size)
     end = "nothing was written"
     if not options.dry_run:
-        found.write(options.out, options.overwrite)
+        files, tensors = files_beside(source, target, written), written.tensors(iter(written.keys))
+        write_shards(
+            options.out, written.plan.tensors, tensors, files=files, overwrite=options.overwrite
+        )
         end = f"written to {options.out}"
-    return 0, f"{found.plan}\n\n{end}", found.report()
+    fields = ("layers", "skipped", "files", "nbytes", "quantization_config")
+    found = {name: getattr(written.plan, name) for name in fields}
+    return 0, f"{written.plan}\n\n{end}", found
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command(inspect)
     add("path", metavar="FOLDER")
-    add("--data", action="store_true", help="read the weights too: NaN, saturated and zero values")
+    add("--data", action="store_true", help="read the weights too, and find NaN")
     add = command(compare)
     add("a", metavar="A", help="the reference")
     add("b", metavar="B")

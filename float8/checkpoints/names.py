@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -38,6 +39,7 @@ from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 
 Index = tuple[int | slice, ...]
+Owners = dict[int, list[tuple[str, nn.Module, str]]]
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,18 @@ def walk(
 def within(prefix: str, name: str) -> str:
     """The name of a part of a module; ``prefix`` is empty for the model itself."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def owners(model: nn.Module) -> Owners:
+    """Tensor, by id -> the modules that have it: name without those of wrappers, module, own name.
+
+    Shared modules come several times.
+    """
+    found: Owners = defaultdict(list)
+    for _, plain, module in walk(model):
+        for own, tensor in (module._parameters | module._buffers).items():
+            found[id(tensor)].append((plain, module, own))
+    return found
 
 
 def _plain(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
