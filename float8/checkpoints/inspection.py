@@ -19,7 +19,6 @@ A cast of normal weights to E4M3 has about 31.5 dB.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from float8.checkpoints.files import table
 from float8.checkpoints.layouts import WEIGHT
+from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.source import Source
 from float8.convert.folding import pattern_of
 from float8.granularity import block_name
@@ -36,7 +36,6 @@ from float8.kernels.sqnr import decibels, power
 from float8.tensor import Float8Tensor
 
 _MISSING = "missing"
-_ENDS = ("smallest_scale", "largest_scale")
 Report = dict[str, Any]
 
 
@@ -47,92 +46,35 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Report:
     shard is missing, and ValueError if a file or the config cannot be read at all.
 
     Returns:
-        ``path``; the ``layout`` of the layers in float8, or None; the number of ``files`` and the
-        ``nbytes`` of all tensors; the ``problems``, one sentence each; and the kinds of layers in
-        ``float8`` and of all other tensors (``high_precision``). A kind has its ``name``, with
-        ``*`` for numbers; the ``count`` of tensors; the ``dtype``, all ``shapes`` and the
-        ``nbytes`` of the weights, with their scales; and the smallest and the largest scale, None
-        in high precision.
+        ``plan``, a `SavePlan` of what the files have, in which layers have the smallest and the
+        largest scale of their kind; and the ``problems``, one sentence each.
     """
     source = Source(path, raises=False)
     problems = list(source.problems)
-    found: dict[bool, list[Report]] = {True: [], False: []}  # whether in float8
-    kinds: dict[tuple[bool, str], list[str]] = defaultdict(list)
-    for key in source.weights:
-        name = source.layer_of(key)
-        kinds[name is not None, pattern_of(name or key)].append(key)
-    for (is_layer, name), keys in kinds.items():
-        specs, names = [source.specs[key] for key in keys], map(source.layer_of, keys)
-        parts = [part for own in names if own for part in source.layers[own]]
-        kind = {
-            "name": name,
-            "count": len(keys),
-            "dtype": ", ".join(dict.fromkeys(_text(spec.dtype) for spec in specs)),
-            "shapes": list(dict.fromkeys(spec.shape for spec in specs)),
-            "nbytes": sum(source.specs[key].nbytes for key in (*keys, *parts)),
-            **dict.fromkeys(_ENDS),
-        }
-        found[is_layer].append(kind)
-        if is_layer:
-            problems += _measure(kind, source, keys, data)
-        elif others := kinds.get((True, name.removesuffix(WEIGHT))):
-            problems += [
-                f"{source.place(key)} is {spec.dtype}, {len(others)} others of its kind are in "
-                f"float8, and {source.config_file} does not list it as left in high precision"
-                for key, spec in zip(keys, specs, strict=True)
-                if len(spec.shape) == 2 and not source.lists(key.removesuffix(WEIGHT))
-            ]
-    return {
-        "path": str(path),
-        "layout": None if source.layout is None else repr(source.layout),
-        "files": len({spec.file for spec in source.specs.values()}),
-        "nbytes": sum(spec.nbytes for spec in source.specs.values()),
-        "problems": problems,
-        "float8": found[True],
-        "high_precision": found[False],
-    }
-
-
-def _measure(kind: Report, source: Source, keys: list[str], data: bool) -> list[str]:
-    """Find the smallest and largest scale of layers; the problems with their data."""
-    problems, scales = [], []
-    for key in keys:
+    scales: dict[str, list[float]] = {pattern_of(name): [] for name in source.layers}
+    for name in source.layers if source.layout else ():
         try:
-            weight = source.read(key) if source.layout else None
+            weight, _ = source.layer(name)
         except ValueError:
             continue  # one of source.problems
-        if isinstance(weight, Float8Tensor) and weight.numel():
-            scales += [float(end) for end in torch.aminmax(e8m0.as_float32(weight.scale))]
-            count = int((weight.float8_data.view(torch.uint8) & 0x7F == 0x7F).sum()) if data else 0
-            problems += [f"{source.place(key)} has {count} values that are NaN"] * (count > 0)
-    kind |= dict(zip(_ENDS, (min(scales), max(scales)), strict=True)) if scales else {}
-    return problems
-
-
-def inspection_text(report: Report) -> str:
-    """What `inspect_checkpoint` returned, as tables."""
-    files = f"{report['files']} file{'s' * (report['files'] != 1)}"
-    lines = [f"{report['path']}: {report['nbytes'] / 1e6:,.2f} MB in {files}"]
-    count = sum(kind["count"] for kind in report["float8"])
-    lines += [f"{count or 'no'} layers in float8" + f", {report['layout']}" * (count > 0)]
-    for kinds, title in (("float8", ""), ("high_precision", "in high precision")):
-        rows = []
-        for kind in report[kinds]:
-            shapes = ["x".join(map(str, shape)) or "()" for shape in kind["shapes"]]
-            shown = ", ".join(shapes[:2]) + ", ..." * (len(shapes) > 2)
-            scales = ["" if kind[end] is None else f"{kind[end]:.3g}" for end in _ENDS]
-            own = scales if kinds == "float8" else [kind["dtype"]]
-            rows.append([kind["name"], kind["count"], shown, f"{kind['nbytes'] / 1e6:,.2f}", *own])
-        last = ["smallest scale", "largest scale"] if kinds == "float8" else ["dtype"]
-        headers = [title or "layers", "number", "shape", "MB", *last]
-        lines += ["", table(headers, rows, "lrrr")] if rows else []
-    problems = report["problems"]
-    title = f"{len(problems)} problems:" if problems else "no problems"
-    return "\n".join([*lines, "", title, *(f"- {text}" for text in problems)])
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        if weight.numel():
+            ends = torch.aminmax(e8m0.as_float32(weight.scale))
+            scales[pattern_of(name)] += map(float, ends)
+        count = int((weight.float8_data.view(torch.uint8) & 0x7F == 0x7F).sum()) if data else 0
+        place = source.place(name + WEIGHT)
+        problems += [f"{place} has {count} values that are NaN"] if count else []
+    for key, spec in source.weights.items():
+        name = key.removesuffix(WEIGHT)
+        is_plain = len(spec.shape) == 2 and name != key and name not in source.layers
+        if is_plain and pattern_of(name) in scales and not source.lists(name):
+            problems.append(
+                f"{source.place(key)} is {spec.dtype}, others of its kind are in float8, and "
+                f"{source.config_file} does not list it as left in high precision"
+            )
+    how = {k: f"scales {min(x):.3g} to {max(x):.3g}" if x else "?" for k, x in scales.items()}
+    layers = {name: how[pattern_of(name)] for name in source.layers}
+    plan = SavePlan(source.layout, layers, {}, source.specs, {})
+    return {"plan": plan, "problems": problems}
 
 
 # --- compare
@@ -148,23 +90,19 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Report:
     Returns:
         the paths ``a`` and ``b``; and the ``weights``, the worst first, each with its ``key``, how
         ``a`` and ``b`` store it, whether all values are ``equal``, and the ``sqnr`` of B's values
-        against A's in dB. That is None for equal weights, and where one is missing, of another
-        shape, or NaN or infinite where the other is not: JSON has no infinities.
+        against A's in dB. That is inf for equal weights, and -inf where one is missing, of another
+        shape, or NaN or infinite where the other is not.
     """
     first, second = Source(a), Source(b)
-    weights = []
+    weights: list[tuple[float, str, str, str]] = []
     for key in sorted(first.weights.keys() | second.weights.keys()):
         x, y = (source.read(key) if key in source.weights else None for source in (first, second))
-        sqnr = _sqnr(x, y)
-        own: Report = {"key": key, "a": _stored(x), "b": _stored(y), "equal": sqnr == math.inf}
-        weights.append(own | {"sqnr": sqnr if math.isfinite(sqnr) else None})
-    weights.sort(key=lambda weight: (weight["equal"], _of(weight)))
-    return {"a": str(a), "b": str(b), "weights": weights}
-
-
-def is_within(report: Report, least: float) -> bool:
-    """Whether both have the same weights, each with at least this SQNR in dB."""
-    return all(w["equal"] or _of(w) >= least for w in report["weights"])
+        weights.append((_sqnr(x, y), key, _stored(x), _stored(y)))
+    found = [
+        {"key": key, "a": x, "b": y, "equal": sqnr == math.inf, "sqnr": sqnr}
+        for sqnr, key, x, y in sorted(weights)
+    ]
+    return {"a": str(a), "b": str(b), "weights": found}
 
 
 def comparison_text(report: Report, top: int) -> str:
@@ -175,23 +113,18 @@ def comparison_text(report: Report, top: int) -> str:
     lines = [f"A = {report['a']}", f"B = {report['b']}"]
     lines.append(f"{len(both)} weights in both, {equal} of them with equal values")
     if different:
-        rows = [[f"{_of(w):.1f}", w["key"], w["a"], w["b"]] for w in different[:top]]
+        rows = [[f"{w['sqnr']:.1f}", w["key"], w["a"], w["b"]] for w in different[:top]]
         lines += ["", table(["SQNR dB", "weight", "in A", "in B"], rows, "rlll")]
     if len(different) > top:
-        lines.append(f"... and {len(different) - top} more, up to {_of(different[-1]):.1f} dB")
+        lines.append(f"... and {len(different) - top} more, up to {different[-1]['sqnr']:.1f} dB")
     return "\n".join(lines)
-
-
-def _of(weight: Report) -> float:
-    found: float | None = weight["sqnr"]
-    return -math.inf if found is None else found
 
 
 def _stored(x: Tensor | None) -> str:
     if x is None:
         return _MISSING
-    by = f"float8 by {block_name(x.block)}" if isinstance(x, Float8Tensor) else _text(x.dtype)
-    return f"{by} {tuple(x.shape)}"
+    by = f"float8 by {block_name(x.block)}" if isinstance(x, Float8Tensor) else str(x.dtype)
+    return f"{by.removeprefix('torch.')} {tuple(x.shape)}"
 
 
 def _sqnr(a: Tensor | None, b: Tensor | None) -> float:

@@ -43,7 +43,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.checkpoints.files import Spec
 from float8.checkpoints.layouts import MX, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
@@ -129,11 +128,10 @@ def load(
         in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
         plan = _planned(model, config, stored, in_float8)
         if not plan.layers:
-            why = f"no layer of the model can be converted:{plan.reasons}"
             raise ValueError(
-                f'nothing was loaded from {source.path}: weights="{weights}", and '
-                f"{why if source.layers else 'the checkpoint has no weight in float8'}\n"
-                f'weights="{HIGH_PRECISION}" loads it into any model'
+                f"nothing was loaded from {source.path}, of which {len(source.layers)} weights are "
+                f'in float8: no layer can be converted, and weights="{HIGH_PRECISION}" converts '
+                f"none:{plan.reasons}"
             )
         further = sharded_before(model, plan)
         plan.check(further if config else _refused_float8(source, stored, plan, device))
@@ -166,17 +164,15 @@ def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | Non
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
     resident = [fqn for fqn, m in layers.items() if is_resident(m._parameters.get("weight"))]
     in_float8 = [*layers] if weights == FLOAT8 or config is not None else resident
-    why = None
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
-    elif in_float8:
-        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
-        why += "first" + (", or leave config out" if config is not None else "")
-    elif weights == TRAINING and not layers and config is None:
-        why = 'weights="training" needs a converted model, or config= as "blockwise"'
-    if why is not None:
         raise ValueError(f"load: {why}")
+    if in_float8:
+        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
+        raise ValueError(f"load: {why}first, or leave config out")
+    if weights == TRAINING and not layers and config is None:
+        raise ValueError('load: weights="training" needs a converted model, or config=')
 
 
 def _layer_of(slot: Slot) -> str:
@@ -209,7 +205,7 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
     found: dict[str, Slot] = {}
     problems: list[str] = []
     filled: dict[str, str] = {}  # key of the model -> that of the files
-    for key in source.weights:
+    for key, spec in source.weights.items():
         own, reason = places.get(key), None
         if any(fnmatchcase(key, pattern) for pattern in ignore):
             continue
@@ -217,22 +213,29 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
             is_left = _leaves_out(model, "_keys_to_ignore_on_load_unexpected", key)
             reason = None if is_left else "is not in the model"
         elif own in filled:
-            reason = _differs(source, filled[own], key)
+            a, b = source.read(filled[own]), source.read(key)
+            if type(a) is not type(b) or a.dtype != b.dtype or not torch.equal(a, b):
+                reason = f"differs from {filled[own]}, and the model has one tensor for both; "
+                reason += "ignore one, or untie them"
         else:
             filled[own], found[key] = key, slots[own]
-            reason = _misfit(source.specs[key], tensor_of(model, slots[own]), slots[own])
+            shape, dtype = tuple(slots[own].shape), tensor_of(model, slots[own]).dtype
+            if (spec.shape, spec.dtype.is_floating_point) != (shape, dtype.is_floating_point):
+                reason = (
+                    f"is {spec.dtype} of shape {spec.shape}, and the model's {dtype} of {shape}"
+                )
         if reason is not None:
             problems.append(f"{source.place(key)} {reason}")
     for key, slot in slots.items():
-        is_meta = tensor_of(model, slot).is_meta
+        tensor = tensor_of(model, slot)
         is_left = any(fnmatchcase(key, pattern) for pattern in ignore)
         is_left = is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)
-        if is_meta and is_sharded(tensor_of(model, slot)):
+        if tensor.is_meta and is_sharded(tensor):
             why = "is sharded on the meta device: call model.to_empty(device=...) first"
             problems.append(f"{key} {why}")
-        elif key not in filled and (is_meta or not is_left):
-            more = " on the meta device and gets no values: initialise it before" if is_left else ""
-            problems.append(f"{key} of the model is{more or ' missing'}")
+        elif key not in filled and (tensor.is_meta or not is_left):
+            is_meta = ", and on the meta device: initialise it before" if tensor.is_meta else ""
+            problems.append(f"{key} of the model is missing{is_meta}")
     if problems:
         what = f"nothing was loaded from {source.path}, because it does not fit the model"
         end = "\nignore=[...] leaves keys out, by name or pattern"
@@ -244,23 +247,6 @@ def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
     """Whether a model of Transformers lists a key as one to leave out."""
     listed = [p for m in model.modules() for p in getattr(m, attribute, None) or ()]
     return any(re.search(pattern, key) for pattern in listed)
-
-
-def _misfit(spec: Spec, parameter: Tensor, slot: Slot) -> str | None:
-    """The reason why a tensor of the files cannot go to a slot, or None."""
-    if spec.shape != tuple(slot.shape):
-        return f"has shape {spec.shape}, and the model's is {tuple(slot.shape)}"
-    if spec.dtype.is_floating_point != parameter.dtype.is_floating_point:
-        return f"is {spec.dtype}, and the model's is {parameter.dtype}"
-    return None
-
-
-def _differs(source: Source, first: str, second: str) -> str | None:
-    """The reason why two names of one tensor cannot both be right, or None."""
-    a, b = source.read(first), source.read(second)
-    if type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b):
-        return None
-    return f"differs from {first}, and the model has one tensor for both; ignore one, or untie them"
 
 
 # --- layers that are converted

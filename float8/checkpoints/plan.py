@@ -50,7 +50,6 @@ class SavePlan:
         layers: the layers in float8, as files name them -> how their weights are cast.
         skipped: the linear layers that stay in high precision -> why.
         tensors: key -> dtype, shape and file of every tensor.
-        files: file -> bytes of its tensors.
         quantization_config: what ``config.json`` says to readers.
     """
 
@@ -58,8 +57,15 @@ class SavePlan:
     layers: dict[str, str]
     skipped: dict[str, str]
     tensors: dict[str, Spec]
-    files: dict[str, int]
     quantization_config: dict[str, Any]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File -> bytes of its tensors."""
+        found: dict[str, int] = defaultdict(int)
+        for spec in self.tensors.values():
+            found[spec.file] += spec.nbytes
+        return dict(found)
 
     @property
     def nbytes(self) -> int:
@@ -69,11 +75,11 @@ class SavePlan:
     def __str__(self) -> str:
         sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
         lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)  # -> bytes
+        suffixes = () if self.layout is None else self.layout.suffixes
         for name, how in self.layers.items():
-            assert self.layout is not None
             shape = "x".join(map(str, self.tensors[name + WEIGHT].shape))
-            keys = [name + suffix for suffix in (WEIGHT, *self.layout.suffixes)]
-            lines[pattern_of(name), shape, how].append(sum(sizes.pop(key) for key in keys))
+            keys = [name + suffix for suffix in (WEIGHT, *suffixes)]
+            lines[pattern_of(name), shape, how].append(sum(sizes.pop(key, 0) for key in keys))
         for key, nbytes in sizes.items():
             dtype = str(self.tensors[key].dtype).removeprefix("torch.")
             lines[f"other tensors, {dtype}", "", "as they are"].append(nbytes)
@@ -129,12 +135,9 @@ class Writing:
         for key, spec in specs.items():
             stored |= self._layers[key].specs if key in self._layers else {key: spec}
         tensors = in_files(stored, max_shard_bytes)
-        files: dict[str, int] = defaultdict(int)
-        for spec in tensors.values():
-            files[spec.file] += spec.nbytes
         config = {} if layout is None else layout.quantization_config(own, skipped)
         how = {name: self._how(layer) for name, layer in own.items()}
-        self.plan = SavePlan(layout, how, skipped, tensors, dict(files), config)
+        self.plan = SavePlan(layout, how, skipped, tensors, config)
 
     def _how(self, layer: StoredLayer) -> str:
         """How a layer's weight is cast, in words."""

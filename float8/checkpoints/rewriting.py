@@ -20,6 +20,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def rewriting(
 
 
 def files_beside(
-    source: Source, target: Layout | torch.dtype, written: Writing
+    source: Source, target: Layout | torch.dtype, quantization_config: dict[str, Any]
 ) -> dict[str, str | bytes]:
     """The files beside the tensors: those of the source, and configs with what has changed."""
     beside = [file for file in sorted(source.folder.iterdir()) if file.is_file()]
@@ -107,6 +108,6 @@ def files_beside(
         for name in {"dtype", "torch_dtype"} & config.keys():
             config[name] = str(target).removeprefix("torch.")
     else:
-        config["quantization_config"] = written.plan.quantization_config
-        configs |= target.other_files(written.plan.quantization_config)
+        config["quantization_config"] = quantization_config
+        configs |= target.other_files(quantization_config)
     return files | {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}

@@ -191,8 +191,8 @@ def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
 def sharing(model: nn.Module) -> tuple[list[int], list[dist.ProcessGroup]]:
     """The ranks over which a model is sharded, and their process groups; none if it is whole."""
     check_module(model, "float8.checkpoints")
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    meshes = dict.fromkeys(x.device_mesh for x in tensors if kernels.is_sharded(x))
+    tensors = (*model.parameters(), *model.buffers())
+    meshes: Any = dict.fromkeys(x.device_mesh for x in tensors if kernels.is_sharded(x))  # type: ignore[attr-defined]
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
     return sorted(ranks), list(groups.values())
@@ -257,12 +257,12 @@ def weight_updates(
         error = caught
     agree(groups, "calls weight_updates", error, plan)
     # Inference tensors have no version, and are written to under inference_mode alone.
-    own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
-    return _watched(writing.tensors(iter(writing.keys)), own, [p._version for p in own.values()])
+    own = {n: (p, p._version) for n, p in model.named_parameters() if not p.is_inference()}
+    return _watched(writing.tensors(iter(writing.keys)), own)
 
 
 def _watched(
-    tensors: Iterator[tuple[str, Tensor]], own: Mapping[str, Tensor], versions: list[int]
+    tensors: Iterator[tuple[str, Tensor]], own: Mapping[str, tuple[Tensor, int]]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors; raises before one that comes after a write to a parameter.
 
@@ -277,14 +277,12 @@ def _watched(
     handle = register_optimizer_step_post_hook(note)
     try:
         while True:
-            now = zip(own.items(), versions, strict=True)
-            changed = [n for (n, p), v in now if p._version != v or id(p) in stepped]
-            if changed:
-                raise RuntimeError(
-                    f"weight_updates: {changed[0]} was written to since the call, and earlier "
-                    "tensors are of the weights before. Finish the iteration before the optimizer "
-                    "steps"
-                )
+            for name, (p, version) in own.items():
+                if p._version != version or id(p) in stepped:
+                    raise RuntimeError(
+                        f"weight_updates: {name} was written to since the call, and earlier tensors"
+                        " are of the weights before. Iterate to the end before the optimizer steps"
+                    )
             if (entry := next(tensors, None)) is None:
                 return
             yield entry

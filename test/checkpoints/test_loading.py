@@ -367,8 +367,11 @@ def test_the_first_dynamic_cast_finds_the_data_and_the_scale_of_the_file(tmp_pat
 MISFITS = [
     ({"norm.bias": None}, r"norm\.bias of the model is missing"),
     ({"other.weight": torch.zeros(2, 2)}, r"model\.safetensors: other\.weight is not in the model"),
-    ({"gate.weight": torch.zeros(4, 144)}, r"has shape \(4, 144\), and the model's is \(3, 144\)"),
-    ({"steps": torch.tensor(1.5)}, r"steps is torch\.float32, and the model's is torch\.int64"),
+    (
+        {"gate.weight": torch.zeros(4, 144)},
+        r"of shape \(4, 144\), and the model's .* of \(3, 144\)",
+    ),
+    ({"steps": torch.tensor(1.5)}, r"steps is torch\.float32 of .* the model's torch\.int64"),
 ]
 
 
@@ -395,7 +398,9 @@ def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
     assert_bitwise(model.up.weight.detach(), dequantised(tensors, "up", torch.bfloat16))
     with torch.device("meta"):
         empty = Block()
-    with pytest.raises(ValueError, match=r"norm\.bias of the model is on the meta device"):
+    with pytest.raises(
+        ValueError, match=r"norm\.bias of the model is missing, and on the meta device"
+    ):
         load(empty, folder, ignore=["*.k_scale", "mtp.*", "norm.bias"])
 
 
@@ -421,10 +426,10 @@ def test_a_checkpoint_or_model_without_layers_to_convert_is_refused(stored, tmp_
     other.up.__class__ = other.down.__class__ = type("Other", (nn.Linear,), {})
     before = bits_of(model)
     for weights, config in (("float8", None), ("training", config_of("delayed"))):
-        with pytest.raises(ValueError, match=r"the checkpoint has no weight in float8"):
+        with pytest.raises(ValueError, match=r"of which 0 weights are in float8"):
             load(model, folder, weights, config=config)
         assert_unchanged(model, before)
-        with pytest.raises(ValueError, match=r"(?s)no layer .* up: its type is Other, not nn\.Lin"):
+        with pytest.raises(ValueError, match=r"(?s)no layer .*up: its type is Other, not nn\.Lin"):
             load(other, stored[1], weights, config=config)
         assert_unchanged(other, before)
 
