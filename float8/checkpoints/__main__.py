@@ -26,7 +26,7 @@ from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, M
 from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
-from float8.formats import ScaleFormat
+from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import Rowwise, Tensorwise
 
 # What --layout takes.
@@ -38,9 +38,7 @@ TARGETS: dict[str, Layout | torch.dtype] = {
     "compressed_tensors:rowwise": CompressedTensors(Rowwise()),
     "compressed_tensors:static": CompressedTensors(Tensorwise(), static_inputs=True),
     "modelopt": ModelOpt(),
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION_DTYPES},
 }
 Result = tuple[int, str, dict[str, Any]]  # the exit status, what is printed, and as JSON
 

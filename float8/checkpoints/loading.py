@@ -47,12 +47,7 @@ from float8.checkpoints.layouts import MX, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
-from float8.convert.conversion import (
-    ConversionPlan,
-    own_config,
-    plan_conversion,
-    sharded_before,
-)
+from float8.convert.conversion import ConversionPlan, own_config, plan_conversion, sharded_before
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import with_reason
 from float8.convert.folding import named

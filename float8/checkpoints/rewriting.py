@@ -40,10 +40,7 @@ _LEFT_OUT = (SUFFIX, INDEX_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".pkl", *_CON
 
 
 def rewriting(
-    source: Source,
-    target: Layout | torch.dtype,
-    skip: Sequence[str] | None,
-    max_shard_bytes: float,
+    source: Source, target: Layout | torch.dtype, skip: Sequence[str] | None, max_shard_bytes: float
 ) -> Writing:
     """A checkpoint in another layout; headers and scales of the source are read.
 

@@ -104,13 +104,9 @@ class Source:
 
         A `Float8Tensor` dequantises to ``dtype``.
         """
-        name = self.layer_of(key)
-        return self.stored(key) if name is None else self.layer(name, dtype)[0]
-
-    def layer_of(self, key: str) -> str | None:
-        """The name of the layer in float8 that has its weight under a key, or None."""
         name = key.removesuffix(WEIGHT)
-        return name if name != key and name in self.layers else None
+        is_layer = name != key and name in self.layers
+        return self.layer(name, dtype)[0] if is_layer else self.stored(key)
 
     def layer(
         self, name: str, dtype: torch.dtype = torch.float32
@@ -175,8 +171,8 @@ def _files_of(path: Path) -> set[str]:
     names: set[str] = set()
     for file in files:
         is_index = file.name.endswith(INDEX_SUFFIX)
-        names |= (
-            {*json.loads(file.read_bytes())["weight_map"].values()} if is_index else {file.name}
+        names |= set(
+            json.loads(file.read_bytes())["weight_map"].values() if is_index else [file.name]
         )
     if not names:
         raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")

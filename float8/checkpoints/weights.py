@@ -124,28 +124,30 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     configs = {m: c for m in model.modules() if (c := own_config(m)) is not None}
     plans = [config.plan for config in configs.values()]
     casts = [plan.output.b for plan in plans if plan.output.b is not None]
-    powers = {cast.scale_format for cast in casts} == {ScaleFormat.POWER_OF_TWO}
     # Engines then round the scales of inputs to powers of two, as the recipe does.
-    fine = FineGrained(scale_format=ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32)
+    powers = {cast.scale_format for cast in casts} == {ScaleFormat.POWER_OF_TWO}
+    scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
     inputs = {None if (a := plan.output.a) is None else a.scaling_type for plan in plans}
     blocks = {cast.block for cast in casts}
     by = next((each for each in SCHEMES if {each.block_of((0, 0))} == blocks), None)
     is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
-    own: Layout | None = CompressedTensors(by or Tensorwise(), is_static)
-    if layout is None:
-        has_experts = any(not isinstance(module, Float8Linear) for module in configs)
-        if by == MX and has_experts and transformers_config(model) is not None:
-            return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
-        own = fine if by == BLOCKS else own if by is not None else None
-    named = {"fine_grained": fine, "compressed_tensors": own, "modelopt": ModelOpt(), None: own}
-    found = named.get(layout) if layout is None or isinstance(layout, str) else None
-    if found is None:
+    has_experts = any(not isinstance(module, Float8Linear) for module in configs)
+    if layout is None and by == MX and has_experts and transformers_config(model) is not None:
+        return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
+    named: dict[Any, Layout] = {
+        "fine_grained": FineGrained(scale_format=scales),
+        "compressed_tensors": CompressedTensors(by or Tensorwise(), is_static),
+        "modelopt": ModelOpt(),
+    }
+    if layout is None and by is not None:
+        layout = "fine_grained" if by == BLOCKS else "compressed_tensors"
+    if layout not in named:
         has = ", ".join(sorted(map(block_name, blocks))) or "no layer in float8: convert it"
         raise ValueError(
             f"layout must be a Layout, such as FineGrained(), or one of {', '.join(LAYOUTS)}; got "
             f"{layout!r}, and the model has {has}"
         )
-    return found
+    return named[layout]
 
 
 # --- the modules of a model
