@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.parallel import DistributedDataParallel
 
 import float8
-from float8 import E4M3, Float8Linear, Float8LinearConfig, filters
+from float8 import E4M3, Float8LinearConfig, filters
 from float8.checkpoints import (
     CompressedTensors,
     FineGrained,
@@ -338,28 +338,6 @@ def test_input_scales_come_from_the_user_or_from_constants(tmp_path):
     assert "hf_quant_config.json" in entries(tmp_path / "a/it")
 
 
-STATIC_FAULTS = [
-    (
-        "modelopt",
-        {},
-        "first: it has no static input scale, which this layout stores",
-    ),
-    ("modelopt", {"fist": 1.0}, "fist: there is no layer of this name"),
-    ("modelopt", {"first": 0.0}, "first: its input scale is 0.0; a scale is finite and > 0"),
-    (
-        "fine_grained",
-        {"first": 1.0},
-        "first: it has an input scale, and FineGrained",
-    ),
-]
-
-
-@pytest.mark.parametrize(("layout", "scales", "message"), STATIC_FAULTS)
-def test_input_scales_that_do_not_fit_are_refused(layout, scales, message):
-    with pytest.raises(ValueError, match=message):
-        plan_save(model_of("tensorwise"), layout, input_scales=scales)
-
-
 # --- refusals
 
 
@@ -372,25 +350,39 @@ def test_a_weight_without_a_scale_leaves_nothing(tmp_path):
     assert entries(tmp_path) == []
 
 
-def test_models_that_no_layout_fits_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="no layer in float8: convert it"):
-        plan_save(Model())
-    with pytest.raises(ValueError, match="no layer in float8"):
-        plan_save(Model(), "fine_grained")
-    model = nn.Sequential(convert(Attention(), "rowwise"), convert(Attention(), "blockwise"))
-    with pytest.raises(ValueError, match=r"the model has 128x128, rowwise"):
-        plan_save(model)
-    assert set(plan_save(model, "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
-    with pytest.raises(ValueError, match=r"one of fine_grained.*; got 'fine_graned'"):
-        plan_save(model, "fine_graned")
-    with pytest.raises(ValueError, match=r"layout must be a Layout, such as FineGrained\(\)"):
-        plan_save(model, FineGrained)
-    with pytest.raises(ValueError, match="no layer in float8"):
-        plan_save(Float8Linear(32, 32))
+def mixed() -> nn.Module:
+    return nn.Sequential(convert(Attention(), "rowwise"), convert(Attention(), "blockwise"))
+
+
+def adapted() -> nn.Module:
     model = model_of()
     model.attention.o_proj = type("L", (nn.Module,), {"__module__": "peft.tuners.lora"})()
-    with pytest.raises(ValueError, match=r"attention.o_proj is a L.*merge_and_unload"):
-        plan_save(model)
+    return model
+
+
+# (the model, the layout, input_scales, the message)
+REFUSED = [
+    (model_of, "modelopt", {}, "first: it has no static input scale, which this layout stores"),
+    (model_of, "modelopt", {"fist": 1.0}, "fist: there is no layer of this name"),
+    (model_of, "modelopt", {"first": 0.0}, "first: its input scale is 0.0; a scale is finite"),
+    (model_of, "fine_grained", {"first": 1.0}, "first: it has an input scale, and FineGrained"),
+    (Model, None, None, "no layer in float8: convert it"),
+    (Model, "fine_grained", None, "no layer in float8: convert_to_float8_training"),
+    (mixed, None, None, "the model has 128x128, rowwise"),
+    (mixed, "fine_graned", None, "one of fine_grained.*; got 'fine_graned'"),
+    (mixed, FineGrained, None, r"layout must be a Layout, such as FineGrained\(\)"),
+    (adapted, None, None, "attention.o_proj is a L.*merge_and_unload"),
+]
+
+
+@pytest.mark.parametrize(("make", "layout", "scales", "message"), REFUSED)
+def test_what_cannot_be_stored_is_refused(make, layout, scales, message):
+    with pytest.raises(ValueError, match=message):
+        plan_save(make(), layout, input_scales=scales)
+
+
+def test_a_name_of_a_layout_takes_layers_of_several_recipes():
+    assert set(plan_save(mixed(), "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
