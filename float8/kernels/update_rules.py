@@ -196,6 +196,51 @@ class Lion(NamedTuple):
         return {**first, "beta2": self.beta2, "rest2": 1 - self.beta2}
 
 
+class Momentum(NamedTuple):
+    """The part of Muon that is element by element; it has no kernel on CUDA.
+
+    Attributes:
+        momentum, nesterov: as in ``torch.optim.Muon``.
+        maximize: ascend.
+    """
+
+    momentum: float
+    nesterov: bool = True
+    maximize: bool = False
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """The momentum."""
+        return (self.momentum,)
+
+    def update(self, step: Number, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        """The direction, which is orthogonalized next, and new m; p is not read."""
+        g = -g if self.maximize else g
+        m = torch.lerp(m, g, 1 - self.momentum)
+        return torch.lerp(g, m, self.momentum) if self.nesterov else m, m
+
+
+class Move(NamedTuple):
+    """A step of given direction; it has no kernel on CUDA.
+
+    Attributes:
+        size: the step's length, by which the direction is multiplied.
+        decay: the share of the parameter that is subtracted from it.
+    """
+
+    size: Number
+    decay: Number
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """There is no moment."""
+        return ()
+
+    def update(self, step: Number, p: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        """New p."""
+        return (p * (1 - self.decay) - g * self.size,)
+
+
 def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]:
     """p and g after weight decay; of the gradient to ascend, the negative."""
     g = -g if rule.maximize else g
