@@ -91,9 +91,11 @@ def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
     test_norm_cast.check_form(shape, norm, form, "cpu", dtypes, *rest)
 
 
-def swiglu_cast(shape: tuple[int, int], scale: float | None, cols: bool = True) -> None:
+def swiglu_cast(
+    shape: tuple[int, int], scale: float | None, cols: bool = True, limit: float | None = None
+) -> None:
     """Without recording the amax."""
-    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False)
+    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False, limit)
     test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
 
 
@@ -249,7 +251,9 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "swiglu_cast": [
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
+        (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16, 0.7)),
         (swiglu_cast, ((80, 272), 0.037, False)),
+        (swiglu_cast, ((80, 272), 0.037, True, 1.4)),
         (swiglu_cast, ((TALL_GATES, 16), None)),
         (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
         (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
