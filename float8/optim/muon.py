@@ -7,8 +7,9 @@ A step of Muon (https://kellerjordan.github.io/posts/muon/) has three parts:
 2. u as a whole matrix becomes nearly orthogonal: `newton_schulz`, in bfloat16;
 3. element by element, the parameter moves along it.
 
-Parts 1 and 3 are steps of `float8.kernels.optimizer_step` as those of all optimizers here. So
-gradients in float8, masters, stochastic rounding, and states of shards are what they are there.
+Parts 1 and 3 are steps of `float8.kernels.optimizer_step`, as those of all optimizers here, and one
+kernel each on CUDA. So gradients in float8, masters, stochastic rounding, and states of shards are
+what they are there.
 
 Under FSDP2 a rank has some rows of each matrix, and part 2 needs all of them. As many matrices as
 there are ranks go together: one all-to-all brings rank i all rows of matrix i, and a second one
@@ -32,7 +33,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.optimizer import ParamsT
 
 from float8.kernels.moments import StateMatrix
-from float8.kernels.update_rules import Momentum, Move, UpdateRule
+from float8.kernels.update_rules import MuonDirection, MuonMove, UpdateRule
 from float8.optim.optimizer import QuantizedOptimizer, Work
 from float8.optim.optimizers import adamw_rule
 from float8.optim.options import describe
@@ -77,7 +78,7 @@ class Muon(QuantizedOptimizer):
         "exp_avg": "first_moment",
         "exp_avg_sq": "second_moment",
     }
-    _step_supports_amp_scaling = False  # the matrices' part has no kernel that unscales
+    _step_supports_amp_scaling = False  # GradScaler unscales: a step has more than one kernel
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class Muon(QuantizedOptimizer):
         """AdamW's, or that of Muon's momentum."""
         if group["kind"] == "adamw":
             return adamw_rule(group, decoupled=True)
-        return Momentum(group["momentum"], group["nesterov"], group["maximize"])
+        return MuonDirection(group["momentum"], group["nesterov"], group["maximize"])
 
     def _step_all(self) -> None:
         super()._step_all()
@@ -154,16 +155,16 @@ class Muon(QuantizedOptimizer):
         direction = torch.empty(g.shape, dtype=torch.bfloat16, device=g.device)
         at_random = [False, *step.at_random[1:]]
         step = step._replace(p=StateMatrix(direction), at_random=at_random)
-        self._advance((bool(fused), step, None, None))
+        self._advance((fused, step, None, None))
         return direction
 
     def _move(self, work: Work, matrix: _Matrix, update: Tensor) -> None:
         """Move the parameter along the update, this rank's rows."""
         fused, step, weight, original = work
-        rule = Move(matrix.size(), matrix.group["lr"] * matrix.group["weight_decay"])
+        rule = MuonMove(matrix.group["lr"], matrix.ratio(), matrix.group["weight_decay"])
         g, at_random = StateMatrix(update), step.at_random[:1]
         step = step._replace(rule=rule, g=g, states=(), at_random=at_random)
-        self._advance((bool(fused), step, weight, original))
+        self._advance((fused, step, weight, original))
 
 
 def newton_schulz(
@@ -195,12 +196,12 @@ class _Matrix(NamedTuple):
         numbers = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
         return newton_schulz(direction, *numbers)
 
-    def size(self) -> Any:
-        """The learning rate of a matrix of this shape."""
+    def ratio(self) -> float:
+        """By which the learning rate of a matrix of this shape is multiplied."""
         rows, columns = self.p.shape
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
-            return self.group["lr"] * 0.2 * math.sqrt(max(rows, columns))
-        return self.group["lr"] * math.sqrt(max(1, rows / columns))
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / columns))
 
 
 def _ranks_of_rows(p: Tensor) -> dist.ProcessGroup | None:

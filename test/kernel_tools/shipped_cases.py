@@ -103,7 +103,8 @@ def optimizer_step(
     rule: Any, dtype: Any, v_kind: str | None, at_random: tuple[bool, bool, bool],
     shape: tuple[int, int] = (48, 256), captured: bool = False,
 ) -> None:  # fmt: skip
-    tensors = test_optimizer_step.operands(shape, 128, dtype, "e4m3", v_kind)
+    m_kind = None if rule == "muon's move" else "e4m3"
+    tensors = test_optimizer_step.operands(shape, 128, dtype, m_kind, v_kind)
     options: dict[str, Any] = {"at_random": at_random, "seed": 7, "first": 7}
     options["amax"] = torch.zeros(1) if dtype == "master" else None
     if captured:
@@ -242,6 +243,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "optimizer_step": [
         (optimizer_step, ("lion", F32, None, (False, True, False))),
+        (optimizer_step, ("muon", BF16, None, (False, True, False))),
+        (optimizer_step, ("muon's move", BF16, None, NEAREST)),
         (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM)),
         (optimizer_step, ("adamw", BF16, "expanded", NEAREST)),
         (optimizer_step, ("adamw", F32, "float16", NEAREST)),
