@@ -239,8 +239,9 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
 
 
 def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
-    """Whether a model of Transformers lists a key as one to leave out."""
+    """Whether a model of Transformers lists a key as one to leave out, or it scales a KV cache."""
     listed = [p for m in model.modules() for p in getattr(m, attribute, None) or ()]
+    listed += [r"\.(k|v|kv)_scale$"] if attribute.endswith("unexpected") else []
     return any(re.search(pattern, key) for pattern in listed)
 
 

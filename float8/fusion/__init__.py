@@ -6,7 +6,7 @@ layers read a norm's result; ``norm_fusion.py``: replacing the norms of a conver
 
 from float8.fusion.norm_fusion import NormFusion, fuse_norms, register_norm
 from float8.fusion.norm_readers import register_norm_pairs
-from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLU, SwiGLUCast
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLU, SwiGLUCast, swiglu_scale
 
 __all__ = [
     "LayerNormCast",
@@ -17,4 +17,5 @@ __all__ = [
     "fuse_norms",
     "register_norm",
     "register_norm_pairs",
+    "swiglu_scale",
 ]

@@ -33,7 +33,7 @@ RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
 _DEFINITIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     RMS_NORM: definition.rms_norm,
     LAYER_NORM: definition.layer_norm,
-    SWIGLU: lambda gate, up: (definition.swiglu(gate, up),),
+    SWIGLU: lambda gate, up, limit: (definition.swiglu(gate, up, limit),),
 }
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]
 
@@ -48,27 +48,31 @@ class Output(NamedTuple):
     by_kernel: bool
 
 
-def produce(op: str, inputs: Inputs, eps: float, out: Output) -> Tensor:
+def produce(op: str, inputs: Inputs, number: float | None, out: Output) -> Tensor:
     """The result of a norm or gate as a `Float8Tensor`; differentiable.
+
+    ``number`` is the eps of a norm, or the limit of a gate.
 
     ========== ==================================================================
     RMS_NORM   ``x / sqrt(mean(x^2) + eps) * weight``
     LAYER_NORM ``(x - mean) / sqrt(variance + eps) * weight + bias``
-    SWIGLU     ``silu(gate) * up``; without up, gate is (..., 2 F) and holds both
+    SWIGLU     ``silu(gate) * up``, both clamped if there is a limit; without up,
+               gate is (..., 2 F) and holds both
     ========== ==================================================================
     """
-    carrier, data, data_t, scale = _Produce.apply(*inputs, op, eps, out)
+    carrier, data, data_t, scale = _Produce.apply(*inputs, op, number, out)
     transposed = data_t if out.by_kernel and out.transpose else None
     return differentiable(carrier, data, transposed, scale, out.plan.smooth_input)
 
 
-def _arguments(op: str, inputs: Inputs, eps: float) -> tuple[Any, ...]:
-    """The arguments that op and definition share."""
+def _arguments(op: str, inputs: Inputs, number: float | None) -> tuple[Any, ...]:
+    """The arguments of the definition."""
     x, second, third = inputs
     x_MK = as_matrix(x)
     if op == SWIGLU:
-        return x_MK.chunk(2, 1) if second is None else (x_MK, as_matrix(second))
-    return (x_MK, second, eps) if op == RMS_NORM else (x_MK, second, third, eps)
+        both = x_MK.chunk(2, 1) if second is None else (x_MK, as_matrix(second))
+        return *both, number
+    return (x_MK, second, number) if op == RMS_NORM else (x_MK, second, third, number)
 
 
 class _Produce(torch.autograd.Function):
@@ -79,14 +83,14 @@ class _Produce(torch.autograd.Function):
         second: Tensor | None,
         third: Tensor | None,
         op: str,
-        eps: float,
+        number: float | None,
         out: Output,
     ) -> tuple[Tensor, ...]:
-        arguments = _arguments(op, (x, second, third), eps)
+        arguments = _arguments(op, (x, second, third), number)
         by = _run_op if out.by_kernel else _run_plain
         data, data_t, scale, *statistics = by(op, arguments, out)
         ctx.save_for_backward(x, second, third, *statistics)
-        ctx.op, ctx.by_kernel = op, out.by_kernel
+        ctx.op, ctx.number, ctx.by_kernel = op, number, out.by_kernel
         ctx.mark_non_differentiable(data, data_t, scale)
         shape = (*x.shape[:-1], data.shape[1])
         return x.new_empty((), dtype=out.plan.dtype).expand(shape), data, data_t, scale
@@ -100,8 +104,7 @@ class _Produce(torch.autograd.Function):
             gradient = torch.ops.float8.swiglu_backward.default
         grads: tuple[Tensor | None, ...]
         if ctx.op == SWIGLU:
-            gate_and_up = _arguments(SWIGLU, (x, second, third), 0.0)
-            both = gradient(g_MK, *gate_and_up)
+            both = gradient(g_MK, *_arguments(SWIGLU, (x, second, third), ctx.number))
             grads = (both, None, None) if second is None else (*both.chunk(2, 1), None)
         else:
             grads = _norm_backward(g_MK, as_matrix(x), second, third, *statistics)
@@ -117,19 +120,21 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
     amax = state.current_amax if state is not None and out.record else None
     scale = known_scale(how, state, x)
     cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
-    called = getattr(torch.ops.float8, op).default
+    called, limit = getattr(torch.ops.float8, op).default, {}
+    if op == SWIGLU:
+        arguments, limit["limit"] = arguments[:2], arguments[2]
     if not plan.smooth_input:
-        found: tuple[Tensor, ...] = called(*arguments, scale, *cast, amax)
+        found: tuple[Tensor, ...] = called(*arguments, scale, *cast, amax, **limit)
         return found
     # The amax of what is cast follows from those of its columns, so no cast records it.
-    amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype)
+    amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype, **limit)
     factors_1K = kernels.smoothing_factors(amaxes_1K)
     largest = kernels.amax(amaxes_1K * factors_1K, how.block)
     if amax is not None:
         kernels.record_amax(amax, largest)
     if scale is None:
         scale = kernels.scale_from_amax(largest, how.largest, how.scales)
-    data, data_t, scale = called(*arguments, scale, *cast, None, factors_1K)
+    data, data_t, scale = called(*arguments, scale, *cast, None, factors_1K, **limit)
     return data, data_t, channel_scales(scale, factors_1K)
 
 

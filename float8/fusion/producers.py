@@ -36,6 +36,7 @@ values are cast to equal bits.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -43,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
-from float8.formats import E4M3
+from float8.formats import E4M3, Format
 from float8.fusion.autograd import (
     LAYER_NORM,
     RMS_NORM,
@@ -54,6 +55,7 @@ from float8.fusion.autograd import (
     runs_kernel,
 )
 from float8.granularity import WHOLE
+from float8.kernels.definition import clamped
 from float8.linear.cast import Cast, make_cast, set_cast
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
@@ -128,8 +130,8 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: Inputs, eps: float = 0.0) -> Tensor:
-        """The result in float8."""
+    def _produce(self, inputs: Inputs, number: float | None) -> Tensor:
+        """The result in float8; ``number`` is that of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
@@ -137,7 +139,7 @@ class _Producer(Float8Module):
         by_kernel = runs_kernel(x.device, self.config.emulate)
         plan = plan_for(self.config, x.device, compute_dtype(x))
         out = Output(plan, state, self.training and grad, grad, by_kernel)
-        return produce(self.op, inputs, eps, out)
+        return produce(self.op, inputs, number, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -244,10 +246,22 @@ class LayerNormCast(NormCast, nn.LayerNorm):
 class SwiGLU(nn.Module):
     """``silu(gate) * up`` in high precision: `SwiGLUCast` without its cast."""
 
+    limit: float | None = None
+
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """(..., F) from gate and up, each (..., F), or from one (..., 2 F), the gate first."""
         gate, up = gate.chunk(2, -1) if up is None else (gate, up)
+        gate, up = clamped(gate, up, self.limit)
         return F.silu(gate) * up
+
+
+def swiglu_scale(limit: float, fmt: Format = E4M3) -> float:
+    """The static scale with which no value of a SwiGLU of this limit saturates.
+
+    Its magnitude is at most ``limit * max(silu(limit), 0.2785)``, as ``silu`` grows above 0 and is
+    above -0.2785 below.
+    """
+    return limit * max(limit / (1 + math.exp(-limit)), 0.2785) / fmt.max
 
 
 class SwiGLUCast(_Producer):
@@ -259,12 +273,17 @@ class SwiGLUCast(_Producer):
     channels replace that of the tensor, so that the gate costs as many bytes as with a dynamic
     scale: two reads of gate and up.
 
+    With a limit it is ``silu(min(gate, limit)) * clamp(up, -limit, limit)``, as in DeepSeek-V4
+    (``swiglu_limit``). The result is then bounded, so that a static scale serves: `swiglu_scale`.
+    (gpt-oss clamps alike, but multiplies a sigmoid of 1.702 times the gate by ``up + 1``.)
+
     Args:
         config: of the layer that reads the result; dynamic tensorwise by default.
         device: of the delayed cast's buffers.
+        limit: of the gate from above, and of up on both sides; above 0. None clamps nothing.
 
     Raises:
-        ValueError: an input cast that is not tensorwise.
+        ValueError: an input cast that is not tensorwise, or a limit that is not above 0.
     """
 
     op = SWIGLU
@@ -275,8 +294,12 @@ class SwiGLUCast(_Producer):
         self,
         config: Float8LinearConfig | str | None = None,
         device: torch.device | str | None = None,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
+        if limit is not None and not limit > 0:
+            raise ValueError(f"SwiGLUCast: limit must be above 0, or None, got {limit}")
+        self.limit = limit
         self._set_up(config, device)
 
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -296,4 +319,4 @@ class SwiGLUCast(_Producer):
         if (up is None and size % 2) or (other.shape, other.dtype) != (gate.shape, gate.dtype):
             found = [(t.dtype, tuple(t.shape)) for t in (gate, other)]
             raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
-        return self._produce((gate, up, None))
+        return self._produce((gate, up, None), self.limit)

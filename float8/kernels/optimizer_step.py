@@ -216,7 +216,8 @@ def fused_step(
     """
     name, numbers, lr = update_rules.packed(step.rule)
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
-    m, v = (*(state[:3] for state in step.states), (None, None, None))[:2]
+    none = (None, None, None)
+    m, v = (*(state[:3] for state in step.states), none, none)[:2]
     g = step.g.codes if step.g.scale is None else step.g.decode()
     torch.ops.float8.optimizer_step.default(
         name, numbers, lr, float(number), tensor, *step.p[:2], g, *m, *v, step.group,
@@ -240,7 +241,7 @@ def cast_weight(
 def reference(
     rule: str, numbers: Sequence[float], lr: Tensor | None, step: float,
     step_tensor: Tensor | None, p: Tensor, p_scale: Tensor | None, g: Tensor,
-    m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
+    m: Tensor | None, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
     group: int, at_random: Sequence[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
@@ -249,9 +250,8 @@ def reference(
     if found_inf is not None and found_inf.item() != 0:
         return
     target = StateMatrix(p, p_scale, None, group)
-    states = [StateMatrix(m, m_scale, m_exponent, group)]
-    if v is not None:
-        states.append(StateMatrix(v, v_scale, v_exponent, group))
+    given = ((m, m_scale, m_exponent), (v, v_scale, v_exponent))
+    states = [StateMatrix(x, scale, e, group) for x, scale, e in given if x is not None]
     gradient = g.to(torch.float32)
     if grad_scale is not None:
         gradient = gradient / grad_scale.reshape(())
@@ -270,7 +270,7 @@ _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 _LIBRARY.define(
     "optimizer_step(str rule, float[] numbers, Tensor? lr, float step, Tensor? step_tensor, "
     "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
-    "Tensor(c!) m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
+    "Tensor(c!)? m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
     "Tensor(f!)? v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
     "int group, bool[] at_random, int seed, int first, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",

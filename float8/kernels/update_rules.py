@@ -5,9 +5,9 @@ the step, on dense float32 tensors of one shape::
 
     p, *moments = rule.update(step, p, g, *moments)
 
-`decayed`, `adamw`, `sgd_momentum` and `lion` are the arithmetic. The Triton kernel
-(``gpu/optimizer_step.py``) compiles the source of these four functions, with its own `quotient`,
-`root` and `sign`; so they use nothing but arithmetic and these three.
+`decayed`, `adamw`, `sgd_momentum`, `lion`, `muon_direction` and `muon_move` are the arithmetic. The
+Triton kernel (``gpu/optimizer_step.py``) compiles the source of these functions, with its own
+`quotient`, `root` and `sign`; so they use nothing but arithmetic and these three.
 
 Each operation rounds by itself and no compiler may contract two, in the order in which the kernel
 takes them. The bits then agree, except where eager PyTorch on a CPU takes a square root with MKL,
@@ -68,6 +68,17 @@ def sgd_momentum(p: Any, g: Any, m: Any, lr: Any, beta1: Any, rest1: Any, nester
 def lion(p: Any, g: Any, m: Any, lr: Any, beta1: Any, rest1: Any, beta2: Any, rest2: Any) -> Any:
     """New p and m; ``rest`` is 1 - beta."""
     return p - sign(m * beta1 + g * rest1) * lr, m * beta2 + g * rest2
+
+
+def muon_direction(g: Any, m: Any, rest1: Any, nesterov: Any) -> Any:
+    """The direction and new m; ``rest`` is 1 - momentum."""
+    m = m + (g - m) * rest1
+    return m - (m - g) * rest1 if nesterov else m, m
+
+
+def muon_move(p: Any, g: Any, size: Any) -> Any:
+    """New p."""
+    return p - g * size
 
 
 class UpdateRule(Protocol):
@@ -196,6 +207,66 @@ class Lion(NamedTuple):
         return {**first, "beta2": self.beta2, "rest2": 1 - self.beta2}
 
 
+class MuonDirection(NamedTuple):
+    """The part of Muon before a matrix is orthogonalized, as ``torch.optim.Muon`` defines it.
+
+    What it writes in place of the parameter is the direction.
+
+    Attributes:
+        momentum, nesterov: as in ``torch.optim.Muon``.
+        maximize: ascend.
+        lr, weight_decay: not read.
+    """
+
+    momentum: float
+    nesterov: bool = True
+    maximize: bool = False
+    lr: Number = 0.0
+    weight_decay: float = 0.0
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """The momentum."""
+        return (self.momentum,)
+
+    def update(self, step: Number, p: Tensor, g: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        """The direction and new m; p is not read."""
+        return muon_direction(-g if self.maximize else g, m, 1 - self.momentum, self.nesterov)
+
+    def numbers(self, step: Number) -> dict[str, Number]:
+        """The arguments of `muon_direction`."""
+        return {"rest1": 1 - self.momentum}
+
+
+class MuonMove(NamedTuple):
+    """The part of Muon after a matrix is orthogonalized: a step along g, without a moment.
+
+    Attributes:
+        lr, weight_decay: of the group; decay is decoupled.
+        ratio: by which the learning rate of this matrix is multiplied.
+        maximize: not read.
+    """
+
+    lr: Number
+    ratio: float
+    weight_decay: float
+    maximize: bool = False
+
+    @property
+    def decays(self) -> tuple[float, ...]:
+        """There is no moment."""
+        return ()
+
+    def update(self, step: Number, p: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+        """New p."""
+        p, g = _prepared(self, p, g, True)
+        return (muon_move(p, g, self.lr * self.ratio),)
+
+    def numbers(self, step: Number) -> dict[str, Number]:
+        """The argument of `muon_move`, and its factor by which a tensor of lr is multiplied."""
+        return {"size": self.lr * self.ratio, "by": self.ratio}
+
+
 def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor, Tensor]:
     """p and g after weight decay; of the gradient to ascend, the negative."""
     g = -g if rule.maximize else g
@@ -206,7 +277,10 @@ def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor,
 
 
 # The rules that the kernel has, by the names that its op takes.
-KERNEL_RULES: dict[str, Any] = {"adamw": AdamW, "sgd_momentum": SGDMomentum, "lion": Lion}
+KERNEL_RULES: dict[str, Any] = {
+    **{"adamw": AdamW, "sgd_momentum": SGDMomentum, "lion": Lion},
+    **{"muon_direction": MuonDirection, "muon_move": MuonMove},
+}
 
 
 def packed(rule: UpdateRule) -> tuple[str, list[float], Tensor | None]:

@@ -72,7 +72,9 @@ SLOW = 2.0**-4
 
 
 class QuantizedOptimizer(torch.optim.Optimizer):
-    """Abstract: an optimizer whose states are kept in few bits. Final: AdamW, Adam, SGD, Lion.
+    """Abstract: an optimizer whose states are kept in few bits.
+
+    Final: AdamW, Adam, SGD, Lion, Muon.
 
     ``params`` are tensors, (name, tensor) pairs, or groups (dicts), as in torch.optim.
     ``hyperparameters`` are those of the update rule, lr and weight_decay among them. ``given`` has
@@ -101,6 +103,10 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """The update rule with the group's numbers."""
         raise NotImplementedError
 
+    def moments_of(self, group: Mapping[str, Any]) -> dict[str, str]:
+        """`moment_options` of the parameters of this group."""
+        return self.moment_options
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with checks."""
         super().add_param_group(param_group)
@@ -120,13 +126,20 @@ class QuantizedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_gradients()
-        in_graph = torch.compiler.is_compiling()
-        for fused, step, weight, original in self._traced() if in_graph else self._steps(False):
-            advance(step, fused, weight, *self._amp())
-            if original is not None:
-                written = step.p.codes if weight is None else weight.data
-                original.copy_(written.view(original.shape))
+        self._step_all()
         return loss
+
+    def _step_all(self) -> None:
+        in_graph = torch.compiler.is_compiling()
+        for work in self._traced() if in_graph else self._steps(False):
+            self._advance(work)
+
+    def _advance(self, work: Work) -> None:
+        fused, step, weight, original = work
+        advance(step, fused, weight, *self._amp())
+        if original is not None:
+            written = step.p.codes if weight is None else weight.data
+            original.copy_(written.view(original.shape))
 
     def _amp(self) -> tuple[Tensor | None, Tensor | None]:
         """``grad_scale`` and ``found_inf``, which GradScaler sets on a fused optimizer."""
@@ -141,7 +154,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
                     check_dtype(p.grad, f"the gradient of {describe(index, p, group)}")
 
     @torch.compiler.disable
-    def _traced(self) -> list[_Work]:
+    def _traced(self) -> list[Work]:
         """`_steps` for torch.compile, which does not trace this function.
 
         Subclasses, shards and dictionaries stay outside of the graph, which takes plain tensors
@@ -149,14 +162,19 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         """
         return list(self._steps(True))
 
-    def _steps(self, in_graph: bool) -> Iterator[_Work]:
+    def _steps(self, in_graph: bool) -> Iterator[Work]:
         """The work of every parameter; made one by one, as they may hold copies."""
+        for p, group, seed in self._with_gradient():
+            yield self._work(p, group, seed, in_graph)
+
+    def _with_gradient(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
+        """Every parameter that has a gradient, its group, and the seed of its random numbers."""
         for number, group in enumerate(self.param_groups):
             for index, p in enumerate(group["params"]):
                 if p.grad is not None:
-                    yield self._work(p, group, (number << 20) + index, in_graph)
+                    yield p, group, (number << 20) + index
 
-    def _work(self, p: Tensor, group: dict[str, Any], seed: int, in_graph: bool) -> _Work:
+    def _work(self, p: Tensor, group: dict[str, Any], seed: int, in_graph: bool) -> Work:
         assert p.grad is not None
         state = self._state_of(p, group)
         state["step"].add_(1)
@@ -165,7 +183,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         number = state["step"]
         if not in_graph and type(number) is Tensor and number.device.type == "cpu":
             number = number.item()  # that of a tensor elsewhere would synchronise the device
-        moments = [local(state[name]) for name in self.moment_options]
+        moments = [local(state[name]) for name in self.moments_of(group)]
         states = [
             m.matrix() if isinstance(m, Moment) else StateMatrix(matrix_of(m)) for m in moments
         ]
@@ -194,8 +212,8 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def stochastic_states(self, group: dict[str, Any]) -> list[bool]:
         """Whether each of the moments is rounded stochastically, if it is in few bits."""
         if group["state_rounding"] != "auto":
-            return [group["state_rounding"] == "stochastic"] * len(self.moment_options)
-        decays = zip(self.moment_options.values(), self.rule(group).decays, strict=True)
+            return [group["state_rounding"] == "stochastic"] * len(self.moments_of(group))
+        decays = zip(self.moments_of(group).values(), self.rule(group).decays, strict=True)
         return [group[option] == "float8" and 1 - decay < SLOW for option, decay in decays]
 
     def _state_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -216,7 +234,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         is_small = p.numel() < group["min_size"]
         return {
             name: None if is_small else KINDS[option][group[option]]
-            for name, option in self.moment_options.items()
+            for name, option in self.moments_of(group).items()
         }
 
     @torch.no_grad()
@@ -273,7 +291,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
 # Whether the kernel is wanted; the step; of a float8 parameter, the weight that follows from its
 # master; what the parameter's matrix is a copy of, if its rows are not contiguous.
-_Work = tuple[bool | None, Step, Float8Weight | None, Tensor | None]
+Work = tuple[bool | None, Step, Float8Weight | None, Tensor | None]
 
 
 def cast_from_master(p: Float8Tensor, master: Moment) -> None:

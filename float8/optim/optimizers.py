@@ -59,9 +59,14 @@ class AdamW(QuantizedOptimizer):
 
     def rule(self, group: dict[str, Any]) -> update_rules.AdamW:
         """The update rule with the group's numbers."""
-        numbers = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
-        beta1, beta2 = group["betas"]
-        return update_rules.AdamW(beta1=beta1, beta2=beta2, decoupled=self.decoupled, **numbers)
+        return adamw_rule(group, self.decoupled)
+
+
+def adamw_rule(group: dict[str, Any], decoupled: bool) -> update_rules.AdamW:
+    """The update rule of `AdamW`, or of `Adam`, with the group's numbers."""
+    numbers = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
+    beta1, beta2 = group["betas"]
+    return update_rules.AdamW(beta1=beta1, beta2=beta2, decoupled=decoupled, **numbers)
 
 
 class Adam(AdamW):

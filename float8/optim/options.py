@@ -53,10 +53,16 @@ KINDS: dict[str, dict[str, str | None]] = {
     "first_moment": {"float8": "float8", "float32": None},
     "second_moment": {"float8": "float8_expanded", "float16": "float16", "float32": None},
 }
-# How states are kept: the choice of this optimizer, not of a checkpoint.
-STORAGE = (*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding")
+# Which states there are and how they are kept: this optimizer's choice, not a checkpoint's.
+STORAGE = (*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding", "kind")
 
-_CHOICES = {**KINDS, "state_rounding": ("auto", "nearest", "stochastic"), "amsgrad": (False,)}
+_CHOICES = {
+    **KINDS,
+    "state_rounding": ("auto", "nearest", "stochastic"),
+    "amsgrad": (False,),
+    "kind": ("muon", "adamw"),
+    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+}
 # Numbers in [low, high).
 _RANGES = dict.fromkeys(("lr", "weight_decay", "eps", "momentum", "min_size"), (0.0, math.inf))
 _RANGES |= {"betas": (0.0, 1.0), "group_size": (1, math.inf)}
@@ -75,7 +81,7 @@ def check_group(group: Mapping[str, Any]) -> None:
                 continue  # reading it would synchronise the device
             if not low <= number < high:
                 raise ValueError(f"{name} must be in [{low:g}, {high:g}), got {value}")
-    if group.get("nesterov") and group["dampening"] != 0:
+    if group.get("nesterov") and group.get("dampening", 0) != 0:
         raise ValueError(f"nesterov needs dampening=0, got {group['dampening']}")
 
 

@@ -112,17 +112,17 @@ def _entry(p: Tensor, moment: Moment) -> Tensor | dict[str, Tensor]:
         return _in_float32(p, moment)
     groups = groups_shape(p.shape, moment.group)
     codes = moment.codes if moment.kind == "float16" else moment.codes.view(torch.uint8)
-    entry = {"codes": _like(p, codes, p.shape), "scale": _like(p, moment.scale, groups)}
+    entry = {"codes": like(p, codes, p.shape), "scale": like(p, moment.scale, groups)}
     if moment.exponent is not None:
-        entry["exponent"] = _like(p, moment.exponent, groups)
+        entry["exponent"] = like(p, moment.exponent, groups)
     return entry
 
 
 def _in_float32(p: Tensor, moment: Moment) -> Tensor:
-    return _like(p, moment.dequantize(), p.shape)
+    return like(p, moment.dequantize(), p.shape)
 
 
-def _like(p: Tensor, shard: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+def like(p: Tensor, shard: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
     """This rank's ``shard`` of a tensor of ``shape``, as a DTensor if p is one."""
     if not isinstance(p, DTensor):
         return shard
@@ -242,7 +242,7 @@ class _Reader(NamedTuple):
             dense = self._shard(name, value, tuple(self.p.shape)).float()
         if kind is not None:
             return Moment.quantize(dense, kind, size)
-        return _like(self.p, dense, self.p.shape)
+        return like(self.p, dense, self.p.shape)
 
     def _shard(self, name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """This rank's part of ``value`` in memory of its own, after a look at its shape."""

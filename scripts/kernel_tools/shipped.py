@@ -233,6 +233,8 @@ def _optimizer_step(M: int, K: int) -> list[Variant]:
         ("bf16, ragged groups", BF16, {"random": "v", "ragged": True}),
         ("master", F16, {"g": BF16, "master": True, "random": "pv"}),
         ("fp32 lion", F32, {"rule": "lion", "random": "m"}),
+        ("bf16 direction of muon", BF16, {"rule": "muon_direction", "random": "m"}),
+        ("bf16 move of muon", BF16, {"rule": "muon_move"}),
     ]
     return [_optimizer_step_variant(name, (M, K), dtype, **form) for name, dtype, form in forms]
 
@@ -252,14 +254,18 @@ def _optimizer_step_variant(
     numbers = {
         "adamw": [1e-3, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.0],
         "lion": [1e-4, 0.9, 0.99, 0.1, 0.0],
+        "muon_direction": [0.95, 1.0, 0.0, 0.0, 0.0],
+        "muon_move": [0.02, 1.0, 0.1, 0.0],
     }[rule]
     number = meta(dtype=F32) if captured else None
     p, p_scale, _ = state(p_dtype, False)
-    second = state(v, v.itemsize == 1) if rule == "adamw" else (None, None, None)
+    none = (None, None, None)
+    first = none if rule == "muon_move" else state(E4M3, False)
+    second = state(v, v.itemsize == 1) if rule == "adamw" else none
     return variant(
         f"optimizer_step: {name}", optimizer_step._launch, rule, numbers, number,
         0.0 if captured else 7.0, number, p, p_scale if master else None,
-        meta(M, C, dtype=g or p_dtype), *state(E4M3, False), *second, 128,
+        meta(M, C, dtype=g or p_dtype), *first, *second, 128,
         [x in random for x in "pmv"], 7, 7, number, number,
         meta(dtype=F32) if master else None,
     )  # fmt: skip
@@ -275,7 +281,10 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
         "a given scale, amax": (scale, *cast_to, True, amax),
         "a given scale, not transposed": (scale, *cast_to, False),
     }
-    factors = {"a given scale, factors": (scale, *cast_to, True, None, meta(1, K, dtype=F32))}
+    factors = {
+        "a given scale, factors": (scale, *cast_to, True, None, meta(1, K, dtype=F32)),
+        "a given scale, clamped": (scale, *cast_to, True, None, None, 10.0),
+    }
     title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
         variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
@@ -283,6 +292,7 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
         variant(f"{title}amaxes of columns", swiglu_cast._launch_amaxes, gate, up, BF16),
         *_forms(title, launch, factors, gate, up),
         variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
+        variant("swiglu_backward: clamped", swiglu_cast._launch_backward, gate, gate, up, 10.0),
     ]
 
 

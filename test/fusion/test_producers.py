@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from float8 import (
+    E5M2,
     CastConfig,
     Float8Linear,
     Float8LinearConfig,
@@ -34,7 +36,7 @@ from float8.config import RECIPES
 from float8.fusion import autograd as fusion_autograd
 from float8.fusion import producers
 from float8.fusion.autograd import _norm_backward
-from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast, swiglu_scale
 from float8.kernels import definition
 
 K = 48
@@ -85,6 +87,11 @@ KINDS = {
     "gate": Kind(
         lambda config=None, dtype=None, size=K: SwiGLUCast(config),
         lambda a, b: F.silu(a) * b,
+        inputs=2,
+    ),
+    "clamped gate": Kind(
+        lambda config=None, dtype=None, size=K: SwiGLUCast(config, limit=0.75),
+        lambda a, b: F.silu(a.clamp(max=0.75)) * b.clamp(-0.75, 0.75),
         inputs=2,
     ),
 }
@@ -189,7 +196,7 @@ FAULTS = {
     ),
     "halves exchanged": (
         "gate",
-        lambda g, a, b: torch.cat([g * F.silu(a), g * b * a.sigmoid()], 1),
+        lambda g, a, b, limit: torch.cat([g * F.silu(a), g * b * a.sigmoid()], 1),
     ),
 }
 
@@ -277,6 +284,24 @@ def test_without_training_the_codes_are_the_same_and_nothing_is_recorded(mode):
         assert module.cast_output.current_amax == 0
 
 
+@pytest.mark.parametrize("limit", [10.0, 0.1])
+def test_the_scale_of_a_limit_is_the_least_that_saturates_nothing(limit):
+    cast = CastConfig(ScalingType.STATIC, static_scale=swiglu_scale(limit))
+    module = SwiGLUCast(replace(RECIPES["tensorwise"], cast_config_input=cast), limit=limit)
+    gate = torch.linspace(-4, 2 * limit, 4001)[None]
+    up = torch.full_like(gate, limit)
+    largest = F.silu(gate.double().clamp(max=limit)).mul(limit).abs().max()
+    assert 0.99 < largest / (swiglu_scale(limit) * 448) <= 1.0001
+    assert swiglu_scale(limit, E5M2) * 57344 == swiglu_scale(limit) * 448
+    data = module(gate, torch.full_like(gate, 1e30)).float8_data
+    assert data.float().abs().max() == 448
+    plain = module.to_float()
+    assert plain.limit == limit
+    assert_bitwise(plain(gate, 3 * up), plain(gate, up))
+    with high_precision(module):
+        assert_bitwise(module(gate, -3 * up), plain(gate, -up))
+
+
 # --- the path of a GPU, with the ops' references
 
 
@@ -286,7 +311,8 @@ def test_the_ops_compute_what_plain_torch_does(config):
     plain[0].to_float()  # which leaves it as it is
     plain.insert(1, Float8Linear(K, K, config=config))
     ops = copy.deepcopy(plain)
-    for _ in range(2):
+    for limit in (None, 0.5):
+        plain[-1].gate.limit = ops[-1].gate.limit = limit
         x, g = torch.randn(16, K), torch.randn(16, K)
         want = grads(plain(x), g, *plain.parameters())
         with by_ops():
@@ -408,15 +434,21 @@ def test_autocast_rounds_to_its_dtype_first(dtype):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "how"), [("tensorwise", "compile"), ("delayed", "ops"), ("delayed", "checkpoint")]
+    ("recipe", "how"),
+    [
+        *(("tensorwise", "compile"), ("tensorwise", "dynamic")),
+        *(("delayed", "ops"), ("delayed", "checkpoint")),
+    ],
 )
 def test_a_block_compiled_or_recomputed_has_the_bits_of_eager(recipe, how):
     eager = block(CONFIGS[recipe])
+    eager.gate.limit = 1.5
     model = copy.deepcopy(eager)
     if how == "checkpoint":
         run = partial(checkpoint, model, use_reentrant=False)
     else:
-        run = torch.compile(model, backend="aot_eager", fullgraph=True)
+        dynamic = how == "dynamic" or None
+        run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     with by_ops() if how == "ops" else mock.patch.object(fusion_autograd, "_load"):
         for step in range(2):
             x, g = torch.randn(16, K), torch.randn(16, K)
@@ -439,6 +471,7 @@ REFUSALS = [
     (lambda: RMSNormCast(K, config=TWO_CASTS), ValueError, "for grad_weight 'static .*0.125'"),
     (lambda: RMSNormCast((4, K)), ValueError, r"normalized_shape is \(4, 48\)"),
     (lambda: norm_of()(X[:, :16]), ValueError, r"RMSNormCast: input is \(4, 16\)"),
+    (lambda: SwiGLUCast(limit=0.0), ValueError, "limit must be above 0, or None, got 0.0"),
     (lambda: SwiGLUCast()(X[:, :5]), ValueError, r"SwiGLUCast: .* halves, .*\(4, 5\)"),
     (lambda: nn.Linear(K, 16)(norm_of()(X)), ValueError, "multiplies two Float8Tensors"),
     (lambda: norm_of()(X.double()), TypeError, "not torch.float64"),

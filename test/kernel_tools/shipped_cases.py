@@ -91,9 +91,11 @@ def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
     test_norm_cast.check_form(shape, norm, form, "cpu", dtypes, *rest)
 
 
-def swiglu_cast(shape: tuple[int, int], scale: float | None, cols: bool = True) -> None:
+def swiglu_cast(
+    shape: tuple[int, int], scale: float | None, cols: bool = True, limit: float | None = None
+) -> None:
     """Without recording the amax."""
-    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False)
+    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False, limit)
     test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
 
 
@@ -101,7 +103,8 @@ def optimizer_step(
     rule: Any, dtype: Any, v_kind: str | None, at_random: tuple[bool, bool, bool],
     shape: tuple[int, int] = (48, 256), captured: bool = False,
 ) -> None:  # fmt: skip
-    tensors = test_optimizer_step.operands(shape, 128, dtype, "e4m3", v_kind)
+    m_kind = None if rule == "muon's move" else "e4m3"
+    tensors = test_optimizer_step.operands(shape, 128, dtype, m_kind, v_kind)
     options: dict[str, Any] = {"at_random": at_random, "seed": 7, "first": 7}
     options["amax"] = torch.zeros(1) if dtype == "master" else None
     if captured:
@@ -242,6 +245,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "optimizer_step": [
         (optimizer_step, ("lion", F32, None, (False, True, False))),
+        (optimizer_step, ("muon", BF16, None, (False, True, False))),
+        (optimizer_step, ("muon's move", BF16, None, NEAREST)),
         (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM)),
         (optimizer_step, ("adamw", BF16, "expanded", NEAREST)),
         (optimizer_step, ("adamw", F32, "float16", NEAREST)),
@@ -251,7 +256,9 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "swiglu_cast": [
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
+        (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16, 0.7)),
         (swiglu_cast, ((80, 272), 0.037, False)),
+        (swiglu_cast, ((80, 272), 0.037, True, 1.4)),
         (swiglu_cast, ((TALL_GATES, 16), None)),
         (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
         (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),

@@ -23,6 +23,7 @@ from float8 import (
     ScalingType,
     float8_linear,
     high_precision,
+    sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
 
@@ -45,6 +46,41 @@ def assert_same(found, expected, replay, names=None):
 
 
 # --- numbers
+
+
+INVARIANT = {"rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit", "delayed"}
+
+
+@EVERY_RECIPE
+def test_a_token_does_not_depend_on_its_batch_where_the_page_says_so(recipe):
+    """`docs/recipes.md` has the table. Of delayed scaling in evaluation, after its first steps."""
+    layer = layer_of(recipe)
+    x = torch.randn(64, 64)
+    x[40] *= 300  # another token, whose amax the scale of a tensor would have
+    for _ in range(16):
+        layer(x)
+        sync_float8_amax_and_scale_history(layer)
+    with torch.no_grad():
+        whole = layer.eval()(x)
+        alone = torch.cat([layer(x[i : i + n]) for i, n in ((0, 16), (16, 1), (17, 15))])
+    assert torch.equal(whole[:32], alone) == (recipe in INVARIANT)
+
+
+@EVERY_RECIPE
+def test_float32_gradients_of_a_bfloat16_weight_add_up(recipe):
+    """256 + 1 stays 256 in bfloat16, in which nn.Linear adds up, too."""
+    layer = layer_of(recipe, dtype=torch.bfloat16)
+    for dtype, total in ((torch.bfloat16, 256), (torch.float32, 257)):
+        for p in layer.parameters():
+            p.grad = None
+            p.grad_dtype = dtype
+        for g in (8.0, 1 / 32):
+            layer(torch.ones(32, 64, dtype=torch.bfloat16)).backward(
+                torch.full((32, 48), g, dtype=torch.bfloat16)
+            )
+        for p in layer.parameters():
+            assert p.grad.dtype == dtype
+            assert bool((p.grad == total).all())
 
 
 @pairs(

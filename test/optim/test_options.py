@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from float8 import E4M3, Blockwise, Float8Tensor
-from float8.optim import SGD, Adam, AdamW, Lion
+from float8.optim import SGD, Adam, AdamW, Lion, Muon
 
 
 def weight(*shape, **kwargs):
@@ -37,6 +37,11 @@ ROWS = [
     (ValueError, Lion, {"betas": (-0.1, 0.9)}, "betas must be in"),
     (TypeError, AdamW, {"momentum": 0.9}, "AdamW has no options momentum"),
     (TypeError, Lion, {"second_moment": "float8"}, "Lion has no options second_moment"),
+    (ValueError, Muon, {}, r"parameter 0 of shape \(2,\) .* is no matrix: .*\"adamw\""),
+    (TypeError, Muon, {"kind": "sgd"}, "Muon has no options kind"),
+    (ValueError, Muon, {"params": [{"params": [], "kind": "sgd"}]}, "muon, adamw, got 'sgd'"),
+    (ValueError, Muon, {"adjust_lr_fn": "rms"}, "original, match_rms_adamw, got 'rms'"),
+    (TypeError, Muon, {"params": [{"params": [], "use_muon": False}]}, "has use_muon, which"),
     (
         TypeError,
         AdamW,

@@ -53,7 +53,7 @@ from float8.kernels.gpu.moments import (
     store,
     values,
 )
-from float8.kernels.update_rules import AdamW, Lion, unpacked
+from float8.kernels.update_rules import AdamW, Lion, MuonMove, unpacked
 
 _ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -90,13 +90,15 @@ def _compiled(function: Any) -> Any:
     return triton.jit(FunctionType(function.__code__, names, function.__name__))
 
 
-_decayed, _adamw, _sgd_momentum, _lion = (
+_decayed, _adamw, _sgd_momentum, _lion, _muon_direction, _muon_move = (
     _compiled(rule)
     for rule in (
         update_rules.decayed,
         update_rules.adamw,
         update_rules.sgd_momentum,
         update_rules.lion,
+        update_rules.muon_direction,
+        update_rules.muon_move,
     )
 )
 
@@ -126,7 +128,7 @@ def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
 @triton.jit(do_not_specialize=["seed", "first"])
 def _step_kernel(
     p_ptr,
-    p_scale_ptr,  # of a master; like every pointer but p, g and m it may be None
+    p_scale_ptr,  # of a master; like every pointer but p and g it may be None
     g_ptr,
     m_ptr,
     m_scale_ptr,
@@ -184,9 +186,10 @@ def _step_kernel(
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
     if p_scale_ptr is not None:
         p = load(p_ptr, p_scale_ptr, None, at, inside, n, N)
-    else:
+    elif RULE != "muon_direction":  # which writes p and does not read it
         p = tl.load(p_ptr + p_at, inside, 0).to(tl.float32)
-    m = load(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N)
+    if m_ptr is not None:
+        m = load(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N)
     if RULE == "adamw":
         v = load(v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N)
 
@@ -210,8 +213,12 @@ def _step_kernel(
         if step_ptr is not None:
             rest1 = tl.where(step == 1, 1.0, rest1)
         p, m = _sgd_momentum(p, g, m, lr, beta1, rest1, NESTEROV)
-    else:
+    elif RULE == "lion":
         p, m = _lion(p, g, m, lr, beta1, rest1, beta2, rest2)
+    elif RULE == "muon_direction":
+        p, m = _muon_direction(g, m, rest1, NESTEROV)
+    else:
+        p = _muon_move(p, g, size if lr_ptr is None else lr * by)
     # First: encoding the moments takes the most registers, and p needs none of them then.
     if p_scale_ptr is not None:
         _store_master(
@@ -224,7 +231,11 @@ def _step_kernel(
             v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N,
             index, seed, number, 1, V_RANDOM,
         )  # fmt: skip
-    store(m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N, index, seed, number, 0, M_RANDOM)
+    if m_ptr is not None:
+        store(
+            m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N,
+            index, seed, number, 0, M_RANDOM,
+        )  # fmt: skip
 
 
 # The kernel's arguments from ``lr`` to ``by``, of which each rule has some.
@@ -237,7 +248,7 @@ def _constants(rule: Any, is_captured: bool) -> dict[str, Any]:
     log2_betas = (math.log2(beta) if beta > 0 else -math.inf for beta in betas)
     return {
         "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": bool(getattr(rule, "decoupled", isinstance(rule, Lion))),
+        "DECOUPLED": bool(getattr(rule, "decoupled", isinstance(rule, Lion | MuonMove))),
         "NESTEROV": bool(getattr(rule, "nesterov", False)),
         "MAXIMIZE": bool(rule.maximize),
         **dict(zip(("LOG2_BETA1", "LOG2_BETA2"), log2_betas, strict=True)),
@@ -247,7 +258,7 @@ def _constants(rule: Any, is_captured: bool) -> dict[str, Any]:
 def _launch(
     rule: str, numbers: list[float], lr: Tensor | None, step: float, step_tensor: Tensor | None,
     p: Tensor, p_scale: Tensor | None, g: Tensor,
-    m: Tensor, m_scale: Tensor | None, m_exponent: Tensor | None,
+    m: Tensor | None, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
     group: int, at_random: list[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,

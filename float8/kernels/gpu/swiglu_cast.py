@@ -16,6 +16,9 @@ backward             6 + 4               at least 6 + 4              recomputes 
 Smooth-SwiGLU (`float8.linear.smoothing`) calls ``swiglu_amaxes``, and then ``swiglu_cast`` by a
 given scale and with ``factors``, one for each column, by which y is multiplied before its cast.
 
+With a ``limit`` the gate is clamped from above and up on both sides, before all else. A gradient is
+0 where its operand is beyond the limit.
+
 gate and up are matrices (M, F) of any row stride, such as the halves of one projection's (M, 2 F);
 backward writes both gradients into one (M, 2 F), which is then the gradient of that projection.
 
@@ -95,11 +98,20 @@ def _sigmoid(gate):
 
 
 @triton.jit
-def _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE: tl.constexpr):
+def _clamped(gate, up, limit):
+    if limit is not None:  # tl.where and not tl.minimum, which takes the limit where x is NaN
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate, up
+
+
+@triton.jit
+def _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, limit, DTYPE: tl.constexpr):
     """A tile of y: rounded to DTYPE, in float32; 0 outside."""
     inside = (m < M)[:, None] & (k < K)[None, :]
     gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
+    gate, up = _clamped(gate, up, limit)
     return (gate * _sigmoid(gate) * up).to(DTYPE).to(tl.float32)
 
 
@@ -112,6 +124,7 @@ def _amax_kernel(
     K,
     stride_gate,
     stride_up,
+    limit,  # float32, or None
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -124,7 +137,7 @@ def _amax_kernel(
     for tile in range(tl.program_id(0), tiles, PARTIALS):
         m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
+        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, limit, DTYPE)
         bits = tl.maximum(bits, magnitude_bits(y))
     tl.store(partials_ptr + tl.program_id(0), tl.max(bits))
 
@@ -138,6 +151,7 @@ def _columns_kernel(
     K,
     stride_gate,
     stride_up,
+    limit,  # float32, or None
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -150,7 +164,7 @@ def _columns_kernel(
     bits = tl.zeros((ROWS, COLS), tl.int32)
     for step in range(STEPS):
         m = first + step * ROWS + tl.arange(0, ROWS)
-        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE)
+        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, limit, DTYPE)
         bits = tl.maximum(bits, magnitude_bits(y))
     tl.atomic_max(amaxes_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
 
@@ -170,6 +184,7 @@ def _cast_kernel(
     stride_gate,
     stride_up,
     factors_ptr,  # float32 (K,), or None
+    limit,  # float32, or None
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
     PARTIALS: tl.constexpr,
@@ -186,10 +201,10 @@ def _cast_kernel(
     factor = reciprocal(scale, POWER_OF_TWO)
     # All loads before the first store, which none of them may overtake.
     ys = (
-        _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, DTYPE),
-        _y(gate_ptr, up_ptr, m + 1, k, M, K, stride_gate, stride_up, DTYPE),
-        _y(gate_ptr, up_ptr, m + 2, k, M, K, stride_gate, stride_up, DTYPE),
-        _y(gate_ptr, up_ptr, m + 3, k, M, K, stride_gate, stride_up, DTYPE),
+        _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, limit, DTYPE),
+        _y(gate_ptr, up_ptr, m + 1, k, M, K, stride_gate, stride_up, limit, DTYPE),
+        _y(gate_ptr, up_ptr, m + 2, k, M, K, stride_gate, stride_up, limit, DTYPE),
+        _y(gate_ptr, up_ptr, m + 3, k, M, K, stride_gate, stride_up, limit, DTYPE),
     )
     if factors_ptr is not None:
         by = tl.load(factors_ptr + k, k < K, 1.0)[None, :]
@@ -211,6 +226,7 @@ def _backward_kernel(
     stride_grad,
     stride_gate,
     stride_up,
+    limit,  # float32, or None
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
@@ -222,28 +238,35 @@ def _backward_kernel(
     grad = tl.load(grad_ptr + m[:, None] * stride_grad + k[None, :], inside, 0.0).to(tl.float32)
     gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
     up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
-    grad_gate = grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-    grad_up = grad * (gate * sigmoid)
+    most_gate, most_up = _clamped(gate, up, limit)
+    sigmoid = _sigmoid(most_gate)
+    grad_gate = grad * most_up * (sigmoid * (1.0 + most_gate * (1.0 - sigmoid)))
+    grad_up = grad * (most_gate * sigmoid)
+    if limit is not None:
+        grad_gate = tl.where(gate > limit, 0.0, grad_gate)
+        grad_up = tl.where(tl.abs(up) > limit, 0.0, grad_up)
     out_ptrs = out_ptr + m[:, None] * (2 * K) + k[None, :]
     tl.store(out_ptrs, grad_gate.to(out_ptr.dtype.element_ty), inside)
     tl.store(out_ptrs + K, grad_up.to(out_ptr.dtype.element_ty), inside)
 
 
 def _partial_amaxes(
-    gate: Tensor, up: Tensor, dtype: torch.dtype, most: int = _MAX_PARTIALS
-) -> Tensor:
+    gate: Tensor, up: Tensor, dtype: torch.dtype, most: int = _MAX_PARTIALS,
+    limit: float | None = None,
+) -> Tensor:  # fmt: skip
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of y."""
     partials = new_partials(gate, tiles_of(gate, _AMAX_TILE), most)
     count = partials.numel()
     launch(
         _amax_kernel, count, gate, up, partials, *gate.shape, gate.stride(0), up.stride(0),
-        **_AMAX_TILE, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], **_OPTIONS,
+        limit, **_AMAX_TILE, PARTIALS=count, DTYPE=TRITON_DTYPES[dtype], **_OPTIONS,
     )  # fmt: skip
     return partials
 
 
-def _launch_amaxes(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def _launch_amaxes(
+    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
+) -> Tensor:
     _check("swiglu_amaxes", gate, up=up)
     found = torch.zeros((1, gate.shape[1]), dtype=torch.int32, device=gate.device)
     if gate.numel() > 0:
@@ -251,7 +274,7 @@ def _launch_amaxes(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tens
         tile = {"ROWS": _COLUMNS_TILE["ROWS"] * _STEPS, "COLS": _COLUMNS_TILE["COLS"]}
         launch(
             _columns_kernel, tiles_of(gate, tile), gate, up, found,
-            *gate.shape, gate.stride(0), up.stride(0),
+            *gate.shape, gate.stride(0), up.stride(0), limit,
             **_COLUMNS_TILE, STEPS=_STEPS, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
         )  # fmt: skip
     return found.view(torch.float32)
@@ -260,24 +283,27 @@ def _launch_amaxes(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tens
 def _launch(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    limit: float | None = None,
 ) -> Fused:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale, amax=amax, factors=factors)
     if gate.numel() == 0:
-        return _definition(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors)
+        return _definition(
+            gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors, limit
+        )
     gate, up = row_major(gate), row_major(up)
     outputs = _fake(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
-    partials = _partial_amaxes(gate, up, compute_dtype) if scale is None else None
+    partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
     pointers, constants = one_scale_arguments(*outputs, scale, partials, amax, power_of_two)
     launch(
         _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
-        *gate.shape, gate.stride(0), up.stride(0), factors,
+        *gate.shape, gate.stride(0), up.stride(0), factors, limit,
         **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
     return outputs
 
 
-def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     _check("swiglu_backward", gate, up=up, grad=grad)
     out = _backward_fake(grad, gate, up)
     if gate.numel() == 0:
@@ -285,7 +311,8 @@ def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     grad, gate, up = row_major(grad), row_major(gate), row_major(up)
     launch(
         _backward_kernel, tiles_of(gate, _BACKWARD_TILE), grad, gate, up, out,
-        *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), **_BACKWARD_TILE, **_OPTIONS,
+        *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), limit,
+        **_BACKWARD_TILE, **_OPTIONS,
     )  # fmt: skip
     return out
 
@@ -303,8 +330,9 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
 def _definition(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    limit: float | None = None,
 ) -> Fused:  # fmt: skip
-    y = definition.swiglu(gate, up).to(compute_dtype)
+    y = definition.swiglu(gate, up, limit).to(compute_dtype)
     y = y if factors is None else y.to(torch.float32) * factors
     return fused_definition(y, scale, dtype, power_of_two, cols, amax)
 
@@ -312,38 +340,43 @@ def _definition(
 def _fake(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
     power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    limit: float | None = None,
 ) -> Fused:  # fmt: skip
     return fused_fake(gate, dtype, cols)
 
 
-def _amaxes_definition(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
-    return definition.amax(definition.swiglu(gate, up).to(compute_dtype), (WHOLE, 1))
+def _amaxes_definition(
+    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
+) -> Tensor:
+    return definition.amax(definition.swiglu(gate, up, limit).to(compute_dtype), (WHOLE, 1))
 
 
-def _amaxes_fake(gate: Tensor, up: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def _amaxes_fake(
+    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
+) -> Tensor:
     return gate.new_empty((1, gate.shape[1]), dtype=torch.float32)
 
 
-def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
 
 swiglu_cast = register(
     "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
-    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None, Tensor? factors=None)"
-    " -> (Tensor data, Tensor data_t, Tensor scale_out)",
+    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None, Tensor? factors=None, "
+    "float? limit=None) -> (Tensor data, Tensor data_t, Tensor scale_out)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,
 )
 swiglu_amaxes = register(
-    "swiglu_amaxes(Tensor gate, Tensor up, ScalarType compute_dtype) -> Tensor",
+    "swiglu_amaxes(Tensor gate, Tensor up, ScalarType compute_dtype, float? limit=None) -> Tensor",
     kernel=_launch_amaxes,
     definition=_amaxes_definition,
     fake=_amaxes_fake,
 )
 swiglu_backward = register(
-    "swiglu_backward(Tensor grad, Tensor gate, Tensor up) -> Tensor",
+    "swiglu_backward(Tensor grad, Tensor gate, Tensor up, float? limit=None) -> Tensor",
     kernel=_launch_backward,
     definition=definition.swiglu_backward,
     fake=_backward_fake,

@@ -20,7 +20,7 @@ from shapes import DEVICES, pairs
 
 from float8.kernels import moments, update_rules
 from float8.kernels.optimizer_step import reference
-from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
+from float8.kernels.update_rules import AdamW, Lion, MuonDirection, MuonMove, SGDMomentum
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
@@ -33,6 +33,9 @@ RULES = {
     "sgd, dampened": (SGDMomentum(1e-2, 0.9, 0.5, False, 0.1), 2.0),
     "nesterov": (SGDMomentum(1e-2, 0.9, 0.0, True, 0.0, True), 2.0),
     "lion": (Lion(1e-2, 0.9, 0.99, 0.1), 7.0),
+    "muon": (MuonDirection(0.9), 2.0),
+    "muon, maximize": (MuonDirection(0.8, False, True), 2.0),
+    "muon's move": (MuonMove(1e-2, 3.0, 0.1), 2.0),
 }
 LAYOUTS = ("contiguous", "transposed", "sliced")
 OPTIONS = {"at_random": (False, False, False), "seed": 0, "first": 0}
@@ -125,6 +128,7 @@ def test_agrees(rule, shape, group, dtype, m_kind, layout, at_random, in_tensors
     replay = (rule, shape, group, dtype, m_kind, layout, at_random, in_tensors)
     kinds = {"float32": "e4m3", "e4m3": "expanded", "float16": "float16"}
     v_kind = kinds[m_kind] if rule.startswith("adam") else None
+    m_kind = None if rule == "muon's move" else m_kind
     tensors = operands(shape, group, dtype, m_kind, v_kind, layout, device)
     amax = torch.zeros(1, device=device) if dtype == "master" else None
     options = {"at_random": at_random, "seed": 5, "first": 1 << 31}

@@ -34,19 +34,28 @@ def make(shape, dtype, device, layout="contiguous"):
     return cases, *(case.make(device) for case in cases)
 
 
-def bounds(gate, up, compute_dtype):
+def clamped(gate, up, limit):
+    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
+
+
+def bounds(gate, up, compute_dtype, limit=None):
     """The values that y may round to: from those a little below the exact ones to those above."""
-    gate, up = gate.cpu().double(), up.cpu().double()
+    gate, up = clamped(gate.cpu().double(), up.cpu().double(), limit)
     exact = gate * gate.sigmoid() * up
     margin = exact.abs() * 2.0**-20
     return (exact - margin).float().to(compute_dtype), (exact + margin).float().to(compute_dtype)
 
 
-def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0):
+def amax_bounds(gate, up, compute_dtype, limit, dims):
+    magnitudes = torch.stack(bounds(gate, up, compute_dtype, limit)).abs().float()
+    return magnitudes.amin(0).amax(dims), magnitudes.amax(0).amax(dims)
+
+
+def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0, limit=None):
     data, data_t, scale = (t.cpu() for t in got)
     low, high = (
         oracle.values(oracle.cast(y.float() * factors, scale, WHOLE, dtype), scale, WHOLE, dtype)
-        for y in bounds(gate, up, compute_dtype)
+        for y in bounds(gate, up, compute_dtype, limit)
     )
     found = oracle.values(data, scale, WHOLE)
     outside = (found < low) | (found > high)
@@ -57,25 +66,26 @@ def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0):
 
 def run(
     device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, amax=None,
-    factors=None,
+    factors=None, limit=None,
 ):  # fmt: skip
     scale = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, amax, factors)
+    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, amax, factors, limit)
 
 
 def check_data_and_amax(
-    shape, dtypes, scale, layout, device, dtype=E4M3, pow2=False, cols=True, records=True
-):
+    shape, dtypes, scale, layout, device, dtype=E4M3, pow2=False, cols=True, records=True,
+    limit=None,
+):  # fmt: skip
     source, compute = dtypes
     cases, gate, up = make(shape, source, device, layout)
     seen = torch.tensor(1.5, device=device) if records else None
-    got = run(device, gate, up, scale, compute, dtype, pow2, cols, seen)
+    got = run(device, gate, up, scale, compute, dtype, pow2, cols, seen, limit=limit)
     if not cols:
         assert got[1].shape == (0, 0)
         got = (got[0], got[0].view(torch.uint8).t().contiguous().view(dtype), got[2])
-    check(got, gate, up, compute, cases, dtype)
-    low, high = (torch.stack(bounds(gate, up, compute)).abs().amax((1, 2)).float()).sort().values
+    check(got, gate, up, compute, (cases, limit), dtype, limit=limit)
+    low, high = amax_bounds(gate, up, compute, limit, (0, 1))
     assert seen is None or 1.5 < low <= seen.cpu() <= high
     if scale is None:
         amaxes = [low, high] if seen is None else [seen.cpu()] * 2
@@ -93,33 +103,41 @@ def check_data_and_amax(
     dtype=FORMATS,
     pow2=[False, True],
     cols=[False, True],
+    limit=[None, 1.4],
 )
-def test_data_and_amax(shape, dtypes, scale, layout, dtype, pow2, cols, device):
+def test_data_and_amax(shape, dtypes, scale, layout, dtype, pow2, cols, limit, device):
     if device == "cuda":  # the interpreter does not round to bfloat16, so it computes none
         dtypes = (dtypes[0], BF16)
-    check_data_and_amax(shape, dtypes, scale, layout, device, dtype, pow2, cols)
+    check_data_and_amax(shape, dtypes, scale, layout, device, dtype, pow2, cols, limit=limit)
 
 
 # Smooth-SwiGLU: the amaxes of columns, and a cast with a factor for each.
 @pytest.mark.parametrize("device", DEVICES)
-@pairs(shape=[(80, 144), (5, 123), (150, 17)], layout=[*LAYOUTS, "halves"], dtype=[F32, F16])
-def test_amaxes_of_columns_and_factors(shape, layout, dtype, device):
+@pairs(
+    shape=[(80, 144), (5, 123), (150, 17)],
+    layout=[*LAYOUTS, "halves"],
+    dtype=[F32, F16],
+    limit=[None, 1.4],
+)
+def test_amaxes_of_columns_and_factors(shape, layout, dtype, limit, device):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
-    check_factors(shape, dtype, dtype, layout, device)
+    check_factors(shape, dtype, dtype, layout, device, limit=limit)
 
 
-def check_factors(shape, dtype, compute, layout, device, records=True, change=lambda found: found):
+def check_factors(
+    shape, dtype, compute, layout, device, records=True, change=lambda found: found, limit=None
+):
     cases, gate, up = make(shape, dtype, device, layout)
-    amaxes = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, compute)
-    low, high = (torch.stack(bounds(gate, up, compute)).abs().amax(1).float()).sort(0).values
-    replay = (cases, compute)
+    amaxes = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, compute, limit)
+    low, high = amax_bounds(gate, up, compute, limit, 0)
+    replay = (cases, compute, limit)
     found = change(amaxes).cpu()
     assert found.shape == (1, shape[1]) and found.dtype == F32
     assert ((low <= found[0]) & (found[0] <= high)).all(), f"amaxes\n  replay: {replay}"
     factors = definition.smoothing_factors(amaxes)
     seen = torch.tensor(0.25, device=device) if records else None
-    got = run(device, gate, up, 0.0017, compute, amax=seen, factors=factors)
-    check(got, gate, up, compute, replay, factors=factors.cpu())
+    got = run(device, gate, up, 0.0017, compute, amax=seen, factors=factors, limit=limit)
+    check(got, gate, up, compute, replay, factors=factors.cpu(), limit=limit)
     if records:
         assert_bitwise(seen, (amaxes * factors).max().clamp(min=0.25), replay, "recorded amax")
 
@@ -160,6 +178,21 @@ def test_large_gates_neither_overflow_nor_vanish(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_limit_clamps_infinity_and_keeps_nan(device):
+    gate = torch.tensor([[torch.inf, 3.0, 1.0, torch.nan, 1.0]], device=device)
+    up = torch.tensor([[1.0, torch.inf, -torch.inf, 1.0, torch.nan]], device=device)
+    data, _, _ = run(device, gate, up, 0.25, F32, limit=2.0)
+    found, expected = data[0].float().cpu(), F.silu(torch.tensor([2.0, 2.0, 1.0]))
+    expected = expected * torch.tensor([1.0, 2.0, -2.0]) / 0.25
+    assert_bitwise(found[:3].to(E4M3), expected.to(E4M3))
+    assert found[3:].isnan().all()
+    g = torch.ones_like(gate)
+    grad = launcher("swiglu_cast", "swiglu_backward", device)(g, gate, up, 2.0)[0].cpu()
+    assert grad[[0, 1, 6, 7]].tolist() == [0] * 4
+    assert grad[[3, 4, 8]].isnan().all() and grad[[2, 5, 9]].isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_more_tiles_than_programs(device):
     """The amax pass walks: its programs, 2 of them here, see every tile, the last one too."""
     gate = torch.zeros(32 * 5 - 1, 2, device=device)
@@ -170,10 +203,11 @@ def test_more_tiles_than_programs(device):
     assert partials.view(F32).max().item() == 40.0
 
 
-def gradients(g, gate, up, dtype):
+def gradients(g, gate, up, dtype, limit):
     """(M, 2 F) by autograd, in a dtype."""
     gate, up = (t.detach().cpu().to(dtype).requires_grad_() for t in (gate, up))
-    (F.silu(gate) * up).backward(g.cpu().to(dtype))
+    most_gate, most_up = clamped(gate, up, limit)
+    (F.silu(most_gate) * most_up).backward(g.cpu().to(dtype))
     return torch.cat([gate.grad, up.grad], 1)
 
 
@@ -182,20 +216,22 @@ def gradients(g, gate, up, dtype):
     shape=[(40, 144), (5, 123)],
     layout=["contiguous", "transposed", "sliced", "expanded"],
     dtype=[F32, F16],
+    limit=[None, 0.7],
 )
-def test_backward(shape, layout, dtype, device):
+def test_backward(shape, layout, dtype, limit, device):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
-    check_backward(shape, layout, device, dtype)
+    check_backward(shape, layout, device, dtype, limit)
 
 
-def check_backward(shape, layout, device, dtype, change=lambda out: out):
+def check_backward(shape, layout, device, dtype, limit=None, change=lambda out: out):
     cases, gate, up = make(shape, dtype, device, layout)
     g = Case(shape, dtype, layout=layout, seed=7).make(device)
-    out = change(launcher("swiglu_cast", "swiglu_backward", device)(g, gate, up)).cpu()
-    exact, plain = gradients(g, gate, up, torch.float64), gradients(g, gate, up, F32).to(dtype)
+    out = change(launcher("swiglu_cast", "swiglu_backward", device)(g, gate, up, limit)).cpu()
+    exact = gradients(g, gate, up, torch.float64, limit)
+    plain = gradients(g, gate, up, F32, limit).to(dtype)
     for half in (slice(0, shape[1]), slice(shape[1], None)):
         assert_error_within_baseline(
-            out[:, half], exact[:, half], plain[:, half], 2.0, cases, f"half {half}"
+            out[:, half], exact[:, half], plain[:, half], 2.0, (cases, limit), f"half {half}"
         )
 
 
@@ -205,7 +241,7 @@ def check_backward(shape, layout, device, dtype, change=lambda out: out):
 )
 def test_the_check_of_backward_sees_faults(fault):
     with pytest.raises(AssertionError, match="replay"):
-        check_backward((5, 24), "contiguous", "cpu", F32, fault)
+        check_backward((5, 24), "contiguous", "cpu", F32, change=fault)
 
 
 def test_the_check_of_codes_sees_faults():
@@ -277,8 +313,9 @@ def test_opcheck(shape, device):
     _, gate, up = make(shape, BF16, device)
     scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
     torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, seen))
-    torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False))
+    torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False), {"limit": 2.0})
     factors = torch.full((1, shape[1]), 0.5, device=device)
     torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, None, factors))
     torch.library.opcheck(swiglu_amaxes, (gate, up, BF16))
     torch.library.opcheck(swiglu_backward, (gate, gate, up))
+    torch.library.opcheck(swiglu_backward, (gate, gate, up, 2.0))
