@@ -316,7 +316,7 @@ class FineGrained(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FineGrained | None:
-        """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks, 1x32, ``E8M0``."""
+        """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks ``E8M0``."""
         block: Any = config.get("weight_block_size")
         fmt = config.get("scale_fmt") or "float"
         if not isinstance(block, list) or [*map(type, block)] != [int, int]:
@@ -326,7 +326,7 @@ class FineGrained(Layout):
             "dynamic",
         ) or fmt not in ("float", "ue8m0"):
             return None
-        powers = ScaleFormat.E8M0 if block == [1, 32] else ScaleFormat.POWER_OF_TWO
+        powers = ScaleFormat.E8M0 if block in ([1, 32], [32, 32]) else ScaleFormat.POWER_OF_TWO
         return cls((block[0], block[1]), powers if fmt == "ue8m0" else ScaleFormat.FLOAT32)
 
 

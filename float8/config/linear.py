@@ -291,6 +291,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
     by_1x128 = replace(row, granularity=Blockwise(1, 128))
     by_128x128 = replace(row, granularity=Blockwise(128, 128))
     mx = replace(row, granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+    mx_32x32 = replace(mx, granularity=Blockwise(32, 32))
     return {
         "tensorwise": Float8LinearConfig(),
         "delayed": Float8LinearConfig(delayed, delayed, delayed),
@@ -310,6 +311,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
             gemm_config_output=GemmConfig(),  # DeepSeek-V3 promotes every partial sum
         ),
         "mxfp8": Float8LinearConfig(mx, mx, mx, gemm_config_output=GemmConfig()),
+        "mxfp8_2d": Float8LinearConfig(mx, mx_32x32, mx, gemm_config_output=GemmConfig()),
         "unit": Float8LinearConfig(one, one, one),  # for unit-scaled models
     }
 
@@ -329,5 +331,7 @@ rounded up to powers of two.
   128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 - ``"mxfp8"``: one dynamic E8M0 scale per 32 elements along each contraction, all in E4M3 (OCP MX
   1.0). On GPUs from sm_100 (B200) on, emulated elsewhere.
+- ``"mxfp8_2d"``: as mxfp8, one scale per 32 x 32 elements of weights: output and input gradient
+  multiply the same float8 values of them.
 - ``"unit"``: every scale is 1; for unit-scaled models.
 """

@@ -59,7 +59,7 @@ cast                                 row-major  transposed both orientations tog
 dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
 delayed or static tensorwise         3          3          4
 dynamic rowwise                      3          2 + 3 = 5  2 + 4 = 6
-dynamic 1x128, 128x128, 1x32 (mx)    3          3          4
+dynamic 1x128, 128x128, mx           3          3          4
 ==================================== ========== ========== ======================================
 
 3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
@@ -204,6 +204,7 @@ _KINDS: dict[Block, str] = {
     (WHOLE, WHOLE): TENSORWISE,
     (1, WHOLE): ROWWISE,
     (128, 128): "128x128",
+    (32, 32): "128x128",  # as few scales, and the same passes
     (1, 32): MX_BLOCKS,
 }  # blocks without hardware count as 1x128
 # Which copies one cast makes.

@@ -19,7 +19,7 @@ reduce_amax                   True: ``sync`` takes the maximum over ranks
 backward_override             "high_precision": as ``override_linear_precision=(False, True, True)``
 fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
-enable_2d_quantization        False (MXFP8BlockScaling): one scale per 32 elements of a row
+enable_2d_quantization        (MXFP8BlockScaling) True: one scale per 32 x 32 elements of weights
 ============================= ==================================================================
 
 Two extremes differ. A factor is at most 2^126 in float8, and at most float32's maximum in
@@ -34,6 +34,7 @@ Accelerate (``fp8_config``) have two names of their own (`_SPELLINGS`) and three
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from float8.arguments import did_you_mean
@@ -65,7 +66,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8_mha": ((False,), "attention stays in high precision"),
     "scaling_factor_compute_algo": ((None,), "scales follow from the documented formula only"),
     "reduce_amax": ((True,), "for a scale per rank call after_step(model, group of this rank)"),
-    "enable_2d_quantization": ((False,), "MX blocks are 1x32; Float8BlockScaling has square ones"),
     "backend": (("TE",), "use float8.ms_amp for MSAMP's, Float8LinearConfig.from_torchao for AO's"),
     "use_mxfp8_block_scaling": ((False,), "take the recipe 'mxfp8'"),
 }
@@ -173,7 +173,9 @@ def _casts(kind: str, recipe: Any, arguments: Arguments) -> list[CastConfig]:
     if kind == "DelayedScaling":
         return [CastConfig(ScalingType.DELAYED)] * 3
     if kind == "MXFP8BlockScaling":
-        return [CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)] * 3
+        mx = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+        square = replace(mx, granularity=Blockwise(32, 32))
+        return [mx, square if arguments.get("enable_2d_quantization") else mx, mx]
     granularities: list[Granularity] = [Tensorwise()] * 3
     is_pow2 = arguments.get("use_power_2_scales")
     if kind == "Float8BlockScaling":

@@ -42,7 +42,7 @@ class Orientations(NamedTuple):
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the op, a file of
 # gpu/, that casts it. All other casts are plain PyTorch.
 KERNELS: dict[str, dict[Block, str]] = {
-    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)), "cast")
+    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32), (32, 32)), "cast")
     for family in SUPPORT
     if family.startswith("sm_")
 }

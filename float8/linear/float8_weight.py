@@ -19,6 +19,7 @@ block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
 =============== ===================== ==========================================================
 whole tensor    (1, 1)                the data's transpose, the same scale
 128x128         (N / 128, K / 128)    the data's transpose, the scale's transpose
+32x32, E8M0     (N / 32, K / 32)      the data's transpose, the scale's transpose
 row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the data's
                 contraction           transpose with a scale of 1
 1x32, E8M0      (N, K / 32)           the dequantised weight is cast along N: exactly, but for
@@ -231,7 +232,7 @@ def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     """A resident or gathered weight in both orientations; nothing is copied."""
     data, scale, second = weight.float8_data, weight.scale, plan.w.second
     assert second is not None
-    if scale.dtype != torch.float32:
+    if scale.dtype != torch.float32 and not plan.w.is_shared:
         return Float8Weight((data, scale), (data, scale), dequantized)
     scale_t = scale.t()
     if weight.block == TENSORWISE and not second.is_whole:

@@ -283,6 +283,7 @@ class MXFP8BlockScaling:
 
 def test_mx_scaling_is_the_recipe_mxfp8():
     assert te(MXFP8BlockScaling()).plan == RECIPES["mxfp8"].plan
+    assert te(MXFP8BlockScaling(enable_2d_quantization=True)).plan == RECIPES["mxfp8_2d"].plan
     plan = te(MXFP8BlockScaling(fp8_format="HYBRID")).plan
     x, g = (cast(MX, fmt, scales=E8M0) for fmt in (E4M3, E5M2))
     assert casts_of(plan) == [x, x, g, x, g, x]
@@ -303,7 +304,6 @@ def named(kind: str) -> object:
 # (recipe, arguments beside it, what the message says)
 REFUSED_RECIPES = [
     (MXFP8BlockScaling(margin=1), {}, "margin=1 .*MXFP8BlockScaling has none"),
-    (MXFP8BlockScaling(enable_2d_quantization=True), {}, "enable_2d_quantization=True .* 1x32"),
     (named("NVFP4BlockScaling"), {}, "NVFP4BlockScaling has no counterpart"),
     (named("Float8CurentScaling"), {}, "did you mean 'Float8CurrentScaling'"),
     (
