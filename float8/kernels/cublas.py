@@ -177,8 +177,8 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
     """Plain scales of a matrix, or of a stack of them, as `swizzled` returns those of its rows."""
     if scale.dtype != torch.float8_e8m0fnu:
         raise ValueError(
-            f"scaled_mm: hardware multiplies 1x32 and 32x32 blocks with E8M0 scales only, got {scale.dtype}; "
-            "cast with ScaleFormat.E8M0, or set emulate=True"
+            "scaled_mm: hardware multiplies 1x32 and 32x32 blocks with E8M0 scales only, got "
+            f"{scale.dtype}; cast with ScaleFormat.E8M0, or set emulate=True"
         )
     if block[-2:] == MX_SQUARE:
         of_rows = scale.view(torch.uint8).repeat_interleave(32, -2).narrow(-2, 0, rows)

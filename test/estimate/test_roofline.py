@@ -262,7 +262,8 @@ REFERENCE = {
     "mxfp8": (2 * (2 + 3), 2 * (2 + 3), 2 * (2 + 3)),
     "mxfp8_2d": (2 * (2 + 3), (2 + 3) + 3, 2 * (2 + 3)),
 }
-SCALES = {"blockwise": (S, 0), "mxfp8": (S, S), "mxfp8_2d": (S, 0)}  # written in one orientation, of x and w
+# Written in one orientation, of x and w.
+SCALES = {"blockwise": (S, 0), "mxfp8": (S, S), "mxfp8_2d": (S, 0)}
 
 
 def bytes_of(recipe: str, use: Use, emulates: bool = False) -> tuple[float, float, float]:

@@ -22,7 +22,6 @@ from pretend import (
     E4M3,
     E5M2,
     EVERY_PRODUCT,
-    MX,
     PRODUCTS,
     ROW,
     TENSOR,
