@@ -200,6 +200,7 @@ class MemoryPass(NamedTuple):
 
 
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
+DEQUANTIZE = MemoryPass("dequantize", WRITE + READ)
 _KINDS: dict[Block, str] = {
     (WHOLE, WHOLE): TENSORWISE,
     (1, WHOLE): ROWWISE,
@@ -237,7 +238,11 @@ def passes_of_layer(
     if use.caches_weight(plan):
         w = convert + _casts(plan.output.b, plan.grad_input.b, plan.w.is_shared, by)
         return x, w, g, 1 / use.gradient_accumulation
-    w = convert + _passes(plan.output.b, ROW_MAJOR, by)
+    first = convert + _passes(plan.output.b, ROW_MAJOR, by)
+    if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
+        w = first + convert + [_passes(plan.output.b, ROW_MAJOR, by)[-1], DEQUANTIZE]
+        return x + [DEQUANTIZE] * trains, w, g, 1.0
+    w = first
     if use.training:
         backward = _passes(plan.grad_input.b, TRANSPOSED, by)
         w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
@@ -420,14 +425,19 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
     M, K, N, E, kept = shape.M, shape.K, shape.N, shape.weights, 0
     if plan is not None and use.caches_weight(plan):
         kept = 2 * WRITE * E * N * K
-    if plan is not None and plan.w.is_shared and plan.output.b is not None and use.training:
+    dequantizes = plan is not None and plan.dequantizes
+    keeps_scale = plan is not None and (plan.w.is_shared or dequantizes)
+    if plan is not None and keeps_scale and plan.output.b is not None and use.training:
         scales = E * prod(scale_shape((N, K), plan.output.b.block))
         kept += scales * plan.output.b.scale_format.dtype.itemsize
     if not (use.training and use.weight_trains):
         return kept
-    cast = None if plan is None else plan.grad_weight.b
+    cast = None if plan is None else plan.output.a if dequantizes else plan.grad_weight.b
     if cast is None:
         return kept + READ * M * K
+    if dequantizes:  # as forward multiplied it, without padding
+        scales = prod(scale_shape((M, K), cast.block))
+        return kept + WRITE * M * K + cast.scale_format.dtype.itemsize * scales
     block, tokens = cast.block, M
     scales = prod(scale_shape((K, M), block))
     if shape.E is not None:

@@ -17,6 +17,7 @@ fp8_format                    HYBRID: E4M3, and E5M2 for grad_output; E4M3: for 
 override_linear_precision     which of fprop, dgrad, wgrad run in high precision: any of the eight
 reduce_amax                   True: ``sync`` takes the maximum over ranks
 backward_override             "high_precision": as ``override_linear_precision=(False, True, True)``
+                              "dequantized": ``dequantize_in_backward=True``
 fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
 enable_2d_quantization        (MXFP8BlockScaling) True: one scale per 32 x 32 elements of weights
@@ -61,7 +62,10 @@ _OF_ACCELERATE = ("backend", "use_mxfp8_block_scaling", "use_autocast_during_eva
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     # No hardware multiplies E5M2 by E5M2.
     "fp8_format": (("HYBRID", "E4M3"), "take HYBRID or E4M3"),
-    "backward_override": ((None, "high_precision"), "take 'high_precision' or None"),
+    "backward_override": (
+        (None, "high_precision", "dequantized"),
+        "take 'high_precision', 'dequantized' or None",
+    ),
     "fp8_dpa": ((False,), "attention stays in high precision"),
     "fp8_mha": ((False,), "attention stays in high precision"),
     "scaling_factor_compute_algo": ((None,), "scales follow from the documented formula only"),
@@ -128,7 +132,8 @@ def from_te_recipe(
     fields = _operands(_casts(kind, recipe, together), together)
     if kind == "DelayedScaling":
         history = _history(together)
-        if any(c is not None and c.scaling_type is ScalingType.DELAYED for c in fields.values()):
+        casts = [cast for cast in fields.values() if isinstance(cast, CastConfig)]
+        if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
             fields["delayed_scaling"] = history
         return cls(**fields, enable_amax_init=False)
     for ours, theirs in _GEMMS.items():
@@ -203,14 +208,15 @@ def _operands(casts: list[CastConfig], arguments: Arguments) -> Fields:
         g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.scale_format)
     off = CastConfig(ScalingType.DISABLED)
     fprop, dgrad, wgrad = arguments.get("override_linear_precision") or (False,) * 3
-    is_off = arguments.get("backward_override") is not None
+    override = arguments.get("backward_override")
+    is_off = override == "high_precision"
     dgrad, wgrad = dgrad or is_off, wgrad or is_off
     uses = {
         ("input", "grad_weight"): (x, fprop, wgrad),
         ("weight", "grad_input"): (w, fprop, dgrad),
         ("grad_output", "grad_weight"): (g, dgrad, wgrad),
     }
-    fields: Fields = {}
+    fields: Fields = {"dequantize_in_backward": override == "dequantized"}
     for (operand, gemm), (cast, first_off, second_off) in uses.items():
         first, second = off if first_off else cast, off if second_off else cast
         fields[f"cast_config_{operand}"] = first

@@ -7,7 +7,7 @@ fields and defaults of its ``common/recipe/__init__.py`` (2.20.0.dev0). ``Delaye
 
 import copy
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +85,11 @@ def test_a_backward_in_high_precision_is_two_overrides():
     assert te(backward_override="high_precision") == spelt
 
 
+def test_a_backward_from_dequantised_operands_is_a_field():
+    expected = replace(te(Float8BlockScaling()), dequantize_in_backward=True)
+    assert te(Float8BlockScaling(), backward_override="dequantized") == expected
+
+
 # --- spellings
 
 
@@ -142,7 +147,12 @@ REFUSED = {
     "own scales": ({"scaling_factor_compute_algo": max}, ValueError, "documented formula only"),
     "local amaxes": ({"reduce_amax": False}, ValueError, "reduce_amax=False .* group"),
     "attention": ({"fp8_dpa": True}, ValueError, "fp8_dpa=True .* attention"),
-    "dequantised": ({"backward_override": "dequantized"}, ValueError, "backward_override='deq"),
+    "another backward": ({"backward_override": "fp8"}, ValueError, "backward_override='fp8"),
+    "two backwards": (
+        {"backward_override": "dequantized", "override_linear_precision": (False, True, False)},
+        ValueError,
+        "dequantize_in_backward",
+    ),
     "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "recipe 'mxfp8'"),
     "torchao": ({"backend": "AO"}, ValueError, "from_torchao for AO"),
     "ms-amp": ({"backend": "MSAMP"}, ValueError, r"use float8\.ms_amp"),
