@@ -331,7 +331,8 @@ def test_ranks_that_differ_get_an_error(rank):
 
 # --- FSDP2
 
-GATHERED = ("tensorwise", "blockwise", "mxfp8_2d", "unit")  # both GEMMs of these read one cast of a weight
+# Both GEMMs of these read one cast of a weight.
+GATHERED = ("tensorwise", "blockwise", "mxfp8_2d", "unit")
 
 
 def sharded(model, by_columns=False, **options):
