@@ -7,11 +7,13 @@ output and every gradient with `linear_oracle.expected`.
 from __future__ import annotations
 
 import linear_oracle
+import pytest
 import torch
 from assertions import assert_error_within_baseline
 from torch import Tensor, nn
 
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
+from float8.kernels.scaled_mm import MX, SUPPORT, architecture
 
 Gradients = dict[str, Tensor]
 
@@ -26,6 +28,12 @@ def run(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
     if layer.bias is not None:
         results["grad_bias"] = layer.bias.grad
     return results
+
+
+def skip_if_refused(recipe: str) -> None:
+    """Skip a test of MX formats on a GPU that does not multiply them."""
+    if recipe == "mxfp8" and (reason := SUPPORT[architecture()][MX]) is not None:
+        pytest.skip(f"{architecture()} {reason}")
 
 
 def check_layer(

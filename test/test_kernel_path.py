@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from assertions import assert_all_bitwise
+from layer_check import skip_if_refused
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -189,6 +190,7 @@ def test_a_cast_that_the_compiler_would_get_wrong_is_refused(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cuda_graph_replays_the_step(name):
     """Captured by hand: forward and backward read nothing on the host."""
+    skip_if_refused(name)
     layer = layer_of(name).to("cuda")
     x = torch.randn(64, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
@@ -220,7 +222,9 @@ def test_cuda_graph_replays_the_step(name):
 @pytest.mark.cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch captures one to warm up
 def test_reduce_overhead(name):
+    skip_if_refused(name)
     layer = layer_of(name).to("cuda")
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     for _ in range(4):

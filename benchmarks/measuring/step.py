@@ -91,7 +91,9 @@ def launches(step: Callable[[], object], device: str) -> int | None:
     if torch.device(device).type != "cuda":
         return None
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    # Without acc_events torch 2.11 warns that events of earlier cycles are dropped.
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:

@@ -62,7 +62,7 @@ class saved_activations:
         check_integer(group, "saved_activations: group", 1)
         check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
         check_integer(min_size, "saved_activations: min_size", 0)
-        if unknown := sorted({*skip, *also} - OPS.keys()):  # of a string, the letters
+        if unknown := sorted({*skip, *also} - set(OPS)):  # of a string, the letters
             raise ValueError(f"skip, also: no op is called {unknown}; known: {sorted(OPS)}")
         names = [name for name in OPS if name not in OPTIONAL or name in also]
         fmt_of_copies = CopyFormat(group, format_of(fmt).dtype, power_of_two_scale)

@@ -26,7 +26,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import MX_SQUARE, contraction_last, mx_scales, pad_codes
-from float8.kernels.groups import ends_of, spans_of
+from float8.kernels.groups import ends_of, padded_ends, spans_of
 from float8.kernels.scaled_mm import (
     ALIGNMENT,
     BLOCKWISE,
@@ -146,60 +146,10 @@ torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY
 # --- the candidates
 
 
-def _torch_refuses_dtypes(out_dtype: torch.dtype, is_e4m3: bool) -> str | None:
-    """What no kernel of ``torch._scaled_grouped_mm`` reads or writes."""
-    if not is_e4m3:
-        return "multiplies E4M3 by E4M3 only"
-    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
-
-
-def _torch_refuses(
-    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
-) -> str | None:
-    """What ``torch._scaled_grouped_mm`` does not run, in torch 2.11 and 2.13.
-
-    Its rowwise kernel (ATen/native/cuda/ScaledGroupMM.cu) is built for sm_90a; GroupedBlas.cpp lets
-    sm_10x through to it, where it traps (pytorch#187095). Tokens by tokens, a group of no tokens is
-    a contraction of length 0: torch's tests of float8 have none, and the bfloat16 kernel beside it
-    has hung on it (pytorch#152668) or returned garbage (pytorch#172439).
-    """
-    if family != "sm_90":
-        return "multiplies on sm_90 only"
-    if by_tokens:
-        return "is not known to multiply groups without tokens, tokens by tokens"
-    return _torch_refuses_dtypes(out_dtype, is_e4m3)
-
-
 def _triton_refuses(
     family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
 ) -> str | None:
     return triton_refuses(family, product, out_dtype)
-
-
-def _torch_multiply(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    align: int,
-    use_fast_accum: bool,
-) -> Tensor:
-    """Rowwise, tokens by experts, by torch. Its scales are (T,) and (E, N), contiguous."""
-    (T, _), (E, N, _) = a.shape, b.shape
-    # Not F.scaled_grouped_mm: its op has no kernel for FakeTensors, up to torch 2.13.
-    return torch._scaled_grouped_mm(
-        contraction_last(a),
-        contraction_last(b).mT,
-        _contiguous(a_scale.expand(T, 1).reshape(T)),
-        _contiguous(b_scale.expand(E, N, 1).reshape(E, N)),
-        offs=offs,
-        out_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
-    )
 
 
 def _torch_refuses_mx(
@@ -215,7 +165,9 @@ def _torch_refuses_mx(
         return "multiplies MX formats on sm_100 (B200) only: use the recipe blockwise"
     if torch.version.cuda is not None and not _has_mslk():
         return "multiplies MX formats only if torch was built with MSLK, which this one was not"
-    return _torch_refuses_dtypes(out_dtype, is_e4m3)
+    if not is_e4m3:
+        return "multiplies E4M3 by E4M3 only"
+    return None if out_dtype == torch.bfloat16 else f"writes bfloat16 only, not {out_dtype}"
 
 
 def _has_mslk() -> bool:
@@ -242,19 +194,19 @@ def _torch_multiply_mx(
     inner, rows = -contraction % 32 if of_experts else 0, -columns % ALIGNMENT
     if inner or rows:
         a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
-    sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    if not of_experts:  # groups are padded in the transposed layout
-        offs = ((sizes + (align - 1)) // align * align).cumsum(0).to(torch.int32)
+    ends = offs if of_experts else padded_ends(offs, align)
     out = torch._scaled_grouped_mm(
         contraction_last(a),
         contraction_last(b).mT,
         _contiguous(a_scale),
         _contiguous(b_scale),
-        offs=offs,
+        offs=ends,
         out_dtype=out_dtype,
     )
-    # It writes nothing for a group without tokens.
-    return out if of_experts else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
+    if not of_experts:  # it writes nothing for a group without tokens
+        is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        out = out.masked_fill(is_empty.view(-1, 1, 1), 0)
+    return out
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -293,7 +245,6 @@ class GroupedCandidate(NamedTuple):
     align: int = ALIGNMENT
 
 
-TORCH = GroupedCandidate("torch._scaled_grouped_mm", _torch_refuses, _torch_multiply)
 TORCH_MX = GroupedCandidate(
     "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
 )
@@ -302,7 +253,7 @@ TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_mu
 # refuse runs it
 CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
     TENSORWISE: (TRITON,),
-    ROWWISE: (TORCH, TRITON),
+    ROWWISE: (TRITON,),
     BLOCKWISE: (TRITON,),
     MX: (TORCH_MX,),
 }

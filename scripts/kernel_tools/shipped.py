@@ -218,10 +218,9 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
         given = f"{op}: a given scale"
         forms += [
             *_forms(f"{op}: ", statistics, sums, *known),
-            variant(f"{op}: tiles", launch, x, norm, None, *cast_to, True),
-            variant(f"{given}, tiles, amax", launch, *whole, True, amax, own=False),
-            variant(f"{given}, whole rows, amax", launch, *whole, True, amax, own=True),
-            variant(f"{given}, whole rows, not transposed", launch, *whole, False, own=True),
+            variant(op, launch, x, norm, None, *cast_to, True),
+            variant(f"{given}, amax", launch, *whole, True, amax),
+            variant(f"{given}, not transposed", launch, *whole, False),
         ]
     return forms
 

@@ -317,7 +317,7 @@ def test_results_have_a_transpose_where_backward_may_need_it():
 def test_on_a_gpu_it_is_close_to_the_unfused_chain(kind, config):
     module = kind.make(config, torch.bfloat16, 256).cuda()
     x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    inputs = [x, x * 2][: kind.inputs]
+    inputs = [x, (x * 2).detach().requires_grad_()][: kind.inputs]
     g = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
 
     def plain(*inputs):

@@ -36,7 +36,7 @@ def fastest(
     sizes: Sequence[int],
     tiles: Sequence[T],
     by_rule: T,
-    run: Callable[[T], None],
+    run: Callable[[T], object],
 ) -> T:
     """The fastest of ``tiles`` for a product; the first one where two are equally fast.
 
@@ -58,7 +58,7 @@ def fastest(
     return chosen  # type: ignore[return-value]
 
 
-def _seconds(run: Callable[[T], None], tile: T) -> float:
+def _seconds(run: Callable[[T], object], tile: T) -> float:
     """The time of `RUNS` launches on the current stream, which this waits for."""
     run(tile)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

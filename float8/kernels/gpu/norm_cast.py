@@ -8,23 +8,14 @@ with the bits of ``cast.py``. From bfloat16:
 ====== =================== ================= ==============================================
 scale  bytes per element   norm, then cast
 ====== =================== ================= ==============================================
-given  2 + 1 + 1           2 + 2 and 2+1+1   static, delayed; records the amax of y
-None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: a first pass finds statistics and amax
+given  2 + 2 + 1 + 1       2 + 2 and 2+1+1   static, delayed; records the amax of y
+None   2 + 2 + 1 + 1       2 + 2 and 2+2+1+1 dynamic: the first pass finds the amax too
 ====== =================== ================= ==============================================
 
 There are two kernels. `_rows_kernel` computes the statistics of 4 rows at a time and, if needed,
-the amax of y; its second read of a row is a cache hit. `_cast_kernel` writes float8 in one of two
-ways. Tile by tile, it reads the statistics from memory. By whole rows (OWN), a program computes the
-statistics of its 16 rows, and then casts the rows from their ends, which are still in the cache.
-That takes one pass, and needs enough rows to fill the GPU. With fewer rows, x is still in the L2
-cache in the second launch. With longer rows than 8192, the rows of all resident programs exceed the
-cache: 264 programs on an H200 hold 16 rows each, 69 MB where K is 8192.
-
-Predicted of a copy's bandwidth for 16,384 rows: tiles 0.8 to 0.94, whole rows 0.6 (0.45 with a
-mean). What keeps whole rows from more: a program waits for its statistics before it can write, two
-programs are resident, and they issue 20 instructions per element (28) where a copy leaves time for
-27. Two launches would take as long at K = 8192, and less above. Statistics with an amax issue 14
-(22) instructions per element, where their bytes leave time for 14.
+the amax of y; its second read of a row is a cache hit. `_cast_kernel` then reads x again and writes
+float8 tile by tile. With few rows, x is still in the L2 cache in the second launch. One pass by
+whole rows, with a given scale, was slower on an H100: 0.56 ms to 0.39 ms, at (16384, 8192).
 
 The variance about the mean takes one read too, without a difference of two large sums: every lane
 updates the mean and the squared distances of its elements (Welford, 1962). Lanes are combined by
@@ -70,12 +61,8 @@ from float8.kernels.gpu.launch import (
 
 _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
-_OWN_TILE, _OWN_WARPS = {"ROWS_BY_4": 4, "COLS": 512}, 8
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
-# The number of programs of whole rows that fill a GPU: about two per multiprocessor of an H100.
-_ENOUGH = 256
-_LONGEST_ROW = 8192  # of a program of whole rows
-_MOST = 1024  # programs that compute mean(x^2) alone: 56 registers a thread, 9 on a multiprocessor
+_MOST = 8192  # programs that compute statistics alone
 
 
 class Norm(NamedTuple):
@@ -214,8 +201,8 @@ def _cast_kernel(
     x_ptr,
     w_ptr,  # or None, as b_ptr
     b_ptr,
-    mean_ptr,  # float32 (M,), written where OWN; None in an RMS norm
-    rstd_ptr,  # float32 (M,), written where OWN
+    mean_ptr,  # float32 (M,); None in an RMS norm
+    rstd_ptr,  # float32 (M,)
     given_ptr,  # the scale; None: it follows from the partial amaxes
     scale_ptr,  # written
     partials_ptr,  # amax bits (PARTIALS,)
@@ -225,10 +212,8 @@ def _cast_kernel(
     M,
     K,
     stride_m,
-    eps,
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
-    OWN: tl.constexpr,  # a program has whole rows, and computes their statistics
     PARTIALS: tl.constexpr,
     DTYPE: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -242,38 +227,20 @@ def _cast_kernel(
     )
     factor = reciprocal(scale, POWER_OF_TWO)
 
-    if OWN:
-        first_m4 = pid.to(tl.int64) * ROWS_BY_4
-        _store_statistics(
-            x_ptr, mean_ptr, rstd_ptr, first_m4 * 4, M, K, stride_m, eps,
-            4 * ROWS_BY_4, COLS if mean_ptr is None else COLS // 2,  # one accumulator, or two
-        )  # fmt: skip
-        tl.debug_barrier()  # all threads of the program read the statistics below
-        steps = chunks
-        last_k = (chunks - 1) * COLS
-    else:
-        first_m4 = (pid // chunks).to(tl.int64) * ROWS_BY_4
-        steps = 1
-        last_k = (pid % chunks) * COLS
+    first_m4 = (pid // chunks).to(tl.int64) * ROWS_BY_4
     m = (first_m4 + tl.arange(0, ROWS_BY_4)) * 4
-    WIDE: tl.constexpr = 8 if OWN else 16  # adjacent columns of a thread
-    seen = tl.zeros((ROWS_BY_4, COLS // WIDE), tl.int32)
-    for step in range(steps):
-        k = last_k - step * COLS + tl.arange(0, COLS)
-        # All loads come before the first store, because no load may be moved before a store.
-        ys = (
-            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m, DTYPE),
-            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 1, k, M, K, stride_m, DTYPE),
-            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 2, k, M, K, stride_m, DTYPE),
-            _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 3, k, M, K, stride_m, DTYPE),
-        )
-        if record_ptr is not None and given_ptr is not None:
-            bits = tl.reshape(amax_bits_of(ys), (ROWS_BY_4, COLS // WIDE, WIDE))
-            seen = tl.maximum(seen, tl.max(bits, 2))
-        scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
-        write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
+    k = (pid % chunks) * COLS + tl.arange(0, COLS)
+    # All loads come before the first store, because no load may be moved before a store.
+    ys = (
+        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m, k, M, K, stride_m, DTYPE),
+        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 1, k, M, K, stride_m, DTYPE),
+        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 2, k, M, K, stride_m, DTYPE),
+        _known_y(x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, m + 3, k, M, K, stride_m, DTYPE),
+    )
+    scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
+    write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
     if record_ptr is not None and given_ptr is not None:
-        tl.atomic_max(record_ptr, tl.max(seen), sem="relaxed")
+        tl.atomic_max(record_ptr, tl.max(amax_bits_of(ys)), sem="relaxed")
 
 
 def _statistics(
@@ -281,7 +248,7 @@ def _statistics(
     most: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
-    most = most or (MAX_PARTIALS if amax or norm.is_centred else _MOST)
+    most = most or (MAX_PARTIALS if amax else _MOST)
     partials = new_partials(x, ceil_div(x.shape[0], _ROWS["ROWS"]), most)
     found = partials if amax else None
     launch(
@@ -294,9 +261,8 @@ def _statistics(
 
 def _launch(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None, own: bool | None = None,
+    power_of_two: bool, cols: bool, amax: Tensor | None = None,
 ) -> Outputs:  # fmt: skip
-    """Launch the kernels; tests pass ``own`` to cast a small matrix by whole rows."""
     _check(x, norm, scale, amax)
     if x.numel() == 0:
         return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)
@@ -304,22 +270,15 @@ def _launch(
     data, data_t, found, mean, rstd = outputs
     x, (M, K) = row_major(x), x.shape
     weight, bias = (t if t is None else t.contiguous() for t in norm[:2])
-    if own is None:
-        enough = ceil_div(M, 4 * _OWN_TILE["ROWS_BY_4"]) >= _ENOUGH
-        own = scale is not None and enough and K <= _LONGEST_ROW
-    tile, partials = _OWN_TILE if own else _TILE, None
-    if not own:
-        norm = norm._replace(weight=weight, bias=bias)
-        partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
+    norm = norm._replace(weight=weight, bias=bias)
+    partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
     pointers, constants = one_scale_arguments(
         data, data_t, found, scale, partials, amax, power_of_two
     )
-    programs = ceil_div(M, 4 * tile["ROWS_BY_4"])
+    programs = ceil_div(M, 4 * _TILE["ROWS_BY_4"]) * ceil_div(K, _TILE["COLS"])
     launch(
-        _cast_kernel, programs if own else programs * ceil_div(K, tile["COLS"]), x,
-        weight, bias, mean, rstd, *pointers, M, K, x.stride(0), norm.eps, **tile, OWN=own,
-        **constants, DTYPE=TRITON_DTYPES[compute_dtype],
-        num_warps=_OWN_WARPS if own else 4, **NO_FUSION,
+        _cast_kernel, programs, x, weight, bias, mean, rstd, *pointers, M, K, x.stride(0), **_TILE,
+        **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
     return outputs
 

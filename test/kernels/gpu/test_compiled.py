@@ -80,8 +80,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_norm_cast.check_form, (shape, norm, form, "cpu", dtypes, layout, "normal"))
         for shape, norm, form, dtypes, layout in (
             ((5, 123), "rms, weight", "dynamic", (BF16,) * 3, "contiguous"),
-            ((5, 123), "layer, weight and bias", "tiles", (BF16, F32, F32), "sliced"),
-            ((37, 1), "layer, weight", "whole rows", (F32, BF16, F16), "transposed"),
+            ((5, 123), "layer, weight and bias", "given", (BF16, F32, F32), "sliced"),
+            ((37, 1), "layer, weight", "given", (F32, BF16, F16), "transposed"),
         )
     ],
     "swiglu_cast": [

@@ -18,8 +18,7 @@ from float8.kernels.gpu.norm_cast import Norm, layer_norm_cast, rms_norm_cast
 
 E4M3, EPS, WHOLE = torch.float8_e4m3fn, 1e-5, (-1, -1)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-# How it runs -> (scale, whole rows). Many rows are needed before the launcher takes whole ones.
-FORMS = {"dynamic": (None, None), "tiles": (0.037, False), "whole rows": (0.037, True)}
+FORMS = {"dynamic": None, "given": 0.037}  # the scale
 # norm -> has a weight, has a bias, is centred
 NORMS = {
     "rms": (False, False, False),
@@ -46,10 +45,10 @@ def make(shape, norm, device, dtypes=(F32, F32), layout="contiguous", fill="norm
 
 def run(x, norm, form, compute=F32, dtype=E4M3, pow2=False, cols=True, amax=None):
     """(data, data_t, scale, mean or None, rstd) of the kernel, on x's device."""
-    scale, whole_rows = FORMS[form]
+    scale = FORMS[form]
     scale = None if scale is None else torch.tensor([[scale]], device=x.device)
     launch = launcher("norm_cast", "_launch", x.device.type)
-    return launch(x, norm, scale, compute, dtype, pow2, cols, amax, whole_rows)
+    return launch(x, norm, scale, compute, dtype, pow2, cols, amax)
 
 
 def op_of(x, norm, scale, compute):
@@ -123,14 +122,6 @@ def test_data_and_amax(norm, form, shape, dtypes, layout, fill, dtype, pow2, col
     check_form(shape, norm, form, device, dtypes, layout, fill, dtype, pow2, cols)
 
 
-@pytest.mark.cuda
-@pytest.mark.parametrize("norm", BOTH)
-def test_the_launcher_takes_whole_rows_where_there_are_many(norm):
-    replay, x, norm = make((4096, 96), norm, "cuda", (BF16, BF16))
-    scale = torch.tensor([[0.037]], device="cuda")
-    check(op_of(x, norm, scale, BF16), x, norm, BF16, replay)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pairs(norm=BOTH, form=list(FORMS), eps=[1e-6, 0.0])
 def test_special_rows(norm, form, eps, device):
@@ -151,14 +142,14 @@ def test_special_rows(norm, form, eps, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pairs(norm=["rms", "layer"], form=["dynamic", "tiles"])
+@pairs(norm=["rms", "layer"], form=list(FORMS))
 def test_empty(norm, form, device):
     x, seen = torch.empty(0, 16, device=device), torch.tensor(2.0, device=device)
     norm = Norm(None, None, EPS, norm == "layer")
     data, data_t, scale, mean, rstd = run(x, norm, form, amax=seen)
     assert (data.shape, data_t.shape, rstd.shape) == ((0, 16), (16, 0), (0, 1))
     assert mean.shape == (0, 1) if norm.is_centred else mean is None
-    assert_bitwise(scale.cpu(), torch.full((1, 1), FORMS[form][0] or definition.MIN_SCALE))
+    assert_bitwise(scale.cpu(), torch.full((1, 1), FORMS[form] or definition.MIN_SCALE))
     assert seen.item() == 2.0
 
 
