@@ -24,6 +24,8 @@ import float8
 from float8 import Float8Linear, Float8LinearConfig, Float8Tensor, cached_weights, float8_linear
 from float8.config import RECIPES
 from float8.estimate import roofline
+from float8.linear import autograd
+from float8.linear.float8_weight import cast_again
 from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call
 
@@ -71,6 +73,14 @@ def test_gradients_are_products_of_what_forward_multiplied(recipe, dtype, shape)
         float8.after_step(plain)
     assert layer.state_dict().keys() <= plain.state_dict().keys()
     assert not any("grad_output" in key for key in layer.state_dict())
+
+
+def test_a_weight_that_backward_reads_in_high_precision_is_caught(monkeypatch):
+    monkeypatch.setattr(autograd, "reads_of", lambda call: cast_again)
+    with pytest.raises(AssertionError, match="grad_input"):
+        test_gradients_are_products_of_what_forward_multiplied(
+            "rowwise", torch.bfloat16, (48, 160, 96)
+        )
 
 
 # How a layer is run: (layer, x) -> its output.
