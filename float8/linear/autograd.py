@@ -39,7 +39,12 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
-from float8.linear.float8_weight import Float8Weight, reads_of, weight_of_forward
+from float8.linear.float8_weight import (
+    Float8Weight,
+    cast_again,
+    cast_and_dequantized,
+    weight_of_forward,
+)
 from float8.linear.plan import without_autocast
 from float8.linear.scaling import (
     NOTHING,
@@ -269,7 +274,8 @@ def save(
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
     w_saved = w_saved if needs(ctx, call, 0) else NOTHING
     ctx.save_for_backward(*x_saved, *w_saved, offs, factors_1K, *scales)
-    ctx.reads = reads_of(call)
+    casts = cast_and_dequantized if call.plan.dequantizes else cast_again
+    ctx.reads = casts if call.weight is None else call.weight.reads
     # Without the weight: FSDP2 may free its memory after the forward.
     ctx.call = Call(call.plan, call.states, call.record, None, call.factors, True)
     x, w, bias = arguments

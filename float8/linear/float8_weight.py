@@ -111,14 +111,6 @@ def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> t
     return dequantized(*pair, call, g_MN)
 
 
-def reads_of(call: Any) -> Reads:
-    """How backward reads what forward saves of the weight."""
-    if call.weight is not None:
-        reads: Reads = call.weight.reads
-        return reads
-    return cast_and_dequantized if call.plan.dequantizes else cast_again
-
-
 @dataclass(eq=False, slots=True)
 class Float8Weight:
     """A weight in float8, for both GEMMs that read it.

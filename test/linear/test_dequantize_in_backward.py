@@ -76,7 +76,7 @@ def test_gradients_are_products_of_what_forward_multiplied(recipe, dtype, shape)
 
 
 def test_a_weight_that_backward_reads_in_high_precision_is_caught(monkeypatch):
-    monkeypatch.setattr(autograd, "reads_of", lambda call: cast_again)
+    monkeypatch.setattr(autograd, "cast_and_dequantized", cast_again)
     with pytest.raises(AssertionError, match="grad_input"):
         test_gradients_are_products_of_what_forward_multiplied(
             "rowwise", torch.bfloat16, (48, 160, 96)
