@@ -4,9 +4,9 @@
     python benchmarks/figures.py overview quality           # some of them
     python benchmarks/figures.py quality --result FILE.json --folder /tmp/x    # of another file
 
-Others are not drawn here: demo.png is by `python -m scripts.training.curves`, unit_scales.png shows
-the scales of a model's tensors (`float8.unit_scaling.analysis.plot`), report.png is a screenshot of
-a numerics page. What drew outliers.png and unit_gpt.png is no longer in the repository.
+Others are not drawn here: unit_scales.png shows the scales of a model's tensors
+(`float8.unit_scaling.analysis.plot`), report.png is a screenshot of a numerics page. What drew
+outliers.png is no longer in the repository.
 
 The overview is the README's figure: what a recipe costs in loss, and what it brings in memory and
 speed. Three aligned panels, a row per way of training; every number is read from a file:

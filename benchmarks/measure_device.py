@@ -31,7 +31,7 @@ from benchmarks.measuring import harness
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, ROWWISE_BY_CUTLASS, Device, Figure
 from float8.estimate.devices import GemmSpeed as Speed
-from float8.estimate.roofline import Shape, busy, gemm_bytes, unoverlapped_bytes
+from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
 from float8.linear.scaling import bind_and_cast
 
@@ -53,17 +53,16 @@ def measure(where: torch.device, sizes: Sequence[Size] = SIZES, copied: int = CO
     memory, one = torch.zeros(copied, dtype=torch.uint8, device=where), torch.zeros(1, device=where)
     target = torch.empty_like(memory)
     copy_s, launch_s = best(where, [lambda: target.copy_(memory), lambda: one.add_(1)])
-    name, arch, processors = "this CPU", "cpu", None
+    name, arch, count = "this CPU", "cpu", 1
     if where.type == "cuda":
         name, arch = torch.cuda.get_device_name(where), architecture(where.index)
         count = torch.cuda.get_device_properties(where).multi_processor_count
-        processors = Figure(count, f"exact: multiprocessors of {name}")
     sheet = next((own for key, own in DEVICES.items() if key in name.split()), None)
     known = dict(sheet.products) if sheet else {BF16: _speed(1.0, 0.0, None, source)}
     known.pop(ROWWISE_BY_CUTLASS, None)  # whatever runs here is timed as rowwise
     device = Device(
         name, arch, Figure(2 * copied / copy_s, source), Figure(1.0, "exact: of a copy"),
-        Figure(launch_s, source), known, processors=processors,
+        Figure(launch_s, source), Figure(count, f"exact: multiprocessors of {name}"), known,
     )  # fmt: skip
     products = {
         kind: _speed(*fitted(points), known.get(kind), source)
@@ -96,8 +95,8 @@ def timed_gemms(
             calls = {kind: _call(kind, gemm, device.arch, a, b) for kind in found}
             able = {kind: call for kind, call in calls.items() if call is not None}
             sides = a.shape[0], b.shape[0]
-            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.tiled_processors)
-            written = unoverlapped_bytes(sides[0] * sides[1], device.tiled_processors)
+            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.processors.value)
+            written = RESULT_BYTES * sides[0] * sides[1]
             for kind, seconds in zip(able, best(where, list(able.values())), strict=True):
                 own = seconds - device.launch.value
                 moving = gemm_bytes(kind, Shape(M, K, N), gemm) / device.bytes_per_second

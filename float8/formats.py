@@ -129,13 +129,12 @@ def on_family(fmt: Format, family: str) -> Format:
 
 def on_device(fmt: Format, device: torch.device) -> Format:
     """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
-    if torch.version.hip is None or device.type != "cuda" or not _device_is_fnuz():
-        return fmt
-    return _FNUZ_TWIN.get(fmt, fmt)
+    return on_family(fmt, FNUZ_FAMILY) if device.type == "cuda" and _device_is_fnuz() else fmt
 
 
 def _device_is_fnuz() -> bool:
-    return torch.cuda.is_available() and "gfx94" in torch.cuda.get_device_properties(0).gcnArchName
+    is_amd = torch.version.hip is not None and torch.cuda.is_available()
+    return is_amd and FNUZ_FAMILY in torch.cuda.get_device_properties(0).gcnArchName
 
 
 # The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
 # What is sold under each name of `SUPPORT`, and one that is not in it.
 GPUS = {
-    CPU: "any CPU, and any device with `emulate=True`",
+    CPU: "any CPU, any device with `emulate=True`",
     "sm_80": "A100",
     "sm_89": "L4, L40S, RTX 4090",
     "sm_90": "H100, H200, GH200",
@@ -118,16 +118,19 @@ def torch_for(cuda: str) -> Iterator[None]:
 
 
 class Notes:
-    """Messages, numbered; one for all architectures and dtypes that print the same otherwise."""
+    """Reasons of refusals, numbered; one for all architectures and dtypes with the same reason."""
 
     def __init__(self) -> None:
         self.found: dict[str, str] = {}
 
     def number(self, message: str, family: str, dtype: torch.dtype) -> int:
-        """The number of a message that a layer prints for a family and a dtype."""
+        """The number of the reason in a message that a layer prints for a family and a dtype."""
         _, _, message = message.partition(": ")  # after the name of the GEMM
-        key = message.replace(family, "").replace(str(dtype), "")
-        self.found.setdefault(key, message)
+        reason = re.sub(rf"^{family} does not run [^:]*: ", "", message)
+        reason = re.sub(r"(; |\. Or )set emulate=True.*", "", reason)
+        reason = reason.replace(f", not {dtype}", "").replace(f"{family} is", "it is")
+        key = reason.replace(family, "").replace(str(dtype), "")
+        self.found.setdefault(key, reason)
         return list(self.found).index(key) + 1
 
     def __str__(self) -> str:
@@ -171,7 +174,10 @@ def grouped_gemms() -> str:
 
 
 def matrix(recipes: dict[str, Float8LinearConfig], grouped: bool) -> str:
-    """A row per architecture, where that matters per version of CUDA; a column per recipe."""
+    """A row per kind of device, where that matters per version of CUDA; a column per recipe.
+
+    Devices and recipes with equal cells share a row or a column.
+    """
     notes, rows = Notes(), {}
     for family in GPUS:
         for cuda in CUDA_VERSIONS:
@@ -180,31 +186,31 @@ def matrix(recipes: dict[str, Float8LinearConfig], grouped: bool) -> str:
     columns: dict[tuple[str, ...], list[str]] = {}
     for i, recipe in enumerate(recipes):
         columns.setdefault(tuple(row[i] for row in rows.values()), []).append(f"`{recipe}`")
-    head = ["architecture", "devices", "has run", *(", ".join(names) for names in columns.values())]
-    lines = []
+    head = ["devices", "has run", *(", ".join(names) for names in columns.values())]
+    merged: dict[tuple[str, ...], list[str]] = {}  # the other cells of a row -> its devices
     for i, (family, cuda) in enumerate(rows):
         before, since = (rows[family, version] for version in CUDA_VERSIONS)
         if before == since and cuda == CUDA_VERSIONS[0]:
             continue
-        name = f"`{family}`"
-        if before != since:
-            name += ", CUDA < 12.9" if cuda == CUDA_VERSIONS[0] else ", CUDA >= 12.9"
+        only = "" if before == since else f", CUDA {'<' if cuda == CUDA_VERSIONS[0] else '>='} 12.9"
+        name = f"{GPUS[family]} (`{family}`{only})"
         run = "yes" if family in HAS_RUN else "no"
-        lines.append([name, GPUS[family], run, *(cells[i] for cells in columns)])
+        merged.setdefault((run, *(cells[i] for cells in columns)), []).append(name)
+    lines = [["; ".join(names), *cells] for cells, names in merged.items()]
     return f"{table(head, lines)}\n\n{notes}"
 
 
 def casts() -> str:
     """The formats of each device, and what casts to them."""
-    rows = []
+    merged: dict[tuple[str, str], list[str]] = {}
     for family in (CPU, *SUPPORT):
         with torch_for(CUDA_VERSIONS[-1]):
             plan = bind(RECIPES["rowwise"].plan, family, torch.bfloat16)
         kernel = plan.x.first is not None and plan.x.first.kernel is not None
         formats = [f"`{str(on_family(f, family).dtype).removeprefix('torch.')}`" for f in FORMATS]
-        rows.append(
-            [f"`{family}`", " and ".join(formats), "Triton kernels" if kernel else "plain PyTorch"]
-        )
+        key = " and ".join(formats), "Triton kernels" if kernel else "plain PyTorch"
+        merged.setdefault(key, []).append(f"`{family}`")
+    rows = [[", ".join(families), *cells] for cells, families in merged.items()]
     return table(["architecture", "formats", "casts"], rows)
 
 

@@ -138,27 +138,37 @@ for package in pytest xdist hypothesis tabulate triton torchao; do
     has "$package" || say "   not installed: $package"
 done
 
-tests cuda 105 14 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
-    test/tensor/dispatch/test_copies.py test/numerics/test_statistics.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py
-benchmark bench_casts 45 benchmarks/bench_casts.py --repeats 5 --warmup 2 --stop-after 35
-benchmark bench_linear 80 benchmarks/bench_linear.py --shapes 70b.attn.wo --stop-after 52 \
-    --modes eager compiled --recipes tensorwise static rowwise blockwise mxfp8 --repeats 10
-benchmark bench_grouped_mm 35 benchmarks/bench_grouped_mm.py --repeats 5 --warmup 2 --stop-after 25 \
-    --shapes mixtral.gate_up deepseek-v3.gate_up qwen3-30b.gate_up llama4-scout.gate_up
+# While these run, one round of the slow benchmarks fills the compilers' caches.
+warm() { OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=2 timeout 90 python3 "$@" >/dev/null 2>&1 & }
+once=(--repeats 1 --warmup 1)
+linear=(benchmarks/bench_linear.py --shapes 70b.attn.wo --modes eager compiled
+    --recipes tensorwise delayed static rowwise blockwise)
+grouped=(benchmarks/bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up
+    --recipes tensorwise rowwise blockwise)
+casts=(benchmarks/bench_casts.py --shapes 16384,8192 --contenders kernel)
+model=(benchmarks/bench_model.py --modes eager compiled --recipes tensorwise rowwise --blocks 2)
+for each in linear grouped casts; do
+    declare -n words=$each
+    warm "${words[@]}" "${once[@]}"
+done
+
+part first 70 python3 scripts/gpu_first.py
+tee -a "$report" <"$log"
+tests cuda 105 12 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
+    test/tensor/dispatch/test_copies.py test/numerics/test_statistics.py test/fusion/test_producers.py \
+    test/test_kernel_path.py test/linear/test_layer.py
+wait
+benchmark bench_linear 80 "${linear[@]}" --repeats 10 --stop-after 60
+benchmark bench_grouped_mm 40 "${grouped[@]}" --repeats 5 --warmup 2 --stop-after 30
+benchmark bench_casts 30 "${casts[@]}" --repeats 5 --warmup 2 --stop-after 25
+benchmark bench_model 45 "${model[@]}" --repeats 5 --stop-after 30
 benchmark bench_matmul 20 benchmarks/bench_matmul.py --repeats 10 --stop-after 12
-benchmark bench_model 40 benchmarks/bench_model.py --modes eager compiled --stop-after 26 \
-    --recipes tensorwise --blocks 2 --repeats 5
-# Timings, so alone. Then what this torch and this Triton do without a GPU: hidden, or FSDP2 would
-# build its meshes on it over gloo, and hang.
-tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_check_estimate.py
-CUDA_VISIBLE_DEVICES='' tests cpu 54 16 "not cuda" test/kernels test/linear/test_autograd.py \
-    test/linear/test_compile.py test/fusion/test_producers.py test/test_kernel_path.py test/linear/test_layer.py \
-    test/linear/test_delayed.py test/tensor/test_tensor.py test/distributed/test_float8_gather.py
-benchmark bench_unit 15 benchmarks/bench_model.py --unit --blocks 2 --repeats 5 \
-    --recipes tensorwise delayed unit
 benchmark bench_optim 15 benchmarks/bench_optim.py --options float8 "float8 + float16" --modes eager
-benchmark bench_memory 20 benchmarks/bench_memory.py --device cuda \
-    --models llama2-7b --blocks 4
+benchmark bench_memory 30 benchmarks/bench_memory.py --device cuda --models llama2-7b --blocks 4
+benchmark bench_unit 20 benchmarks/bench_model.py --unit --blocks 2 --repeats 5 \
+    --recipes tensorwise delayed unit
+# Timings, so alone.
+tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_check_estimate.py
 benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 2 \
     --shapes 70b 8b squares --stop-after 12
 benchmark bench_numerics 12 benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20

@@ -104,7 +104,7 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             scale_b = out_of_squares(scale_b, N, -(-K // 32)).t()
         else:
             assert scale_a.dtype == scale_b.dtype == torch.float32
-            a_block, b_block = blocks or _blocks_of(scale_a, scale_b, M, K, N)
+            a_block, b_block = blocks or _blocks_of(scale_a, scale_b, M, N)
         if PRODUCTS[a_block, b_block] == "blockwise":
             assert M % 4 == N % 4 == 0, "cuBLASLt: M and N in fours for scales of 128"
             assert not use_fast_accum, "CUDABlas.cpp: no fast accumulation with scales of 128"
@@ -122,10 +122,9 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return out.to(out_dtype)
 
     def scaled_mm_v2(a, b, scale_a, how_a, scale_b, how_b, *, output_dtype, use_fast_accum):
-        """``F.scaled_mm`` for 128x128 scales; scales of ``b`` are those of ``b.T``'s rows."""
+        """``F.scaled_mm`` for blockwise scales; those of ``b`` belong to rows of ``b.T``."""
         blocks = {F.ScalingType.BlockWise1x128: B1, F.ScalingType.BlockWise128x128: B128}
         K, natural = a.shape[1], []
-        assert F.ScalingType.BlockWise128x128 in (how_a, how_b)
         for rows, scale, how in ((a.shape[0], scale_a, how_a), (b.shape[1], scale_b, how_b)):
             shape = oracle.scale_shape((rows, K), blocks[how])
             if blocks[how] == B128:  # ScaledBlas.cpp: (L4, rows / 128), strides (1, L4)
@@ -182,35 +181,14 @@ def _places(rows: int, blocks: int) -> Tensor:
     return torch.tensor(places, dtype=torch.int64).reshape(rows, blocks)
 
 
-def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, K: int, N: int):
+def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, N: int):
     """The blocks that torch._scaled_mm reads from the shapes and strides of the scales.
 
-    ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling: the first pair that fits. A stride along a
-    dimension of one element does not count.
+    ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling. Blockwise products do not come here.
     """
     if scale_a.numel() == scale_b.numel() == 1 and scale_a.dim() == 0:
         return TENSOR, TENSOR
     are_rowwise = scale_a.shape == (M, 1) and scale_b.shape == (1, N)
     if are_rowwise and scale_a.is_contiguous() and scale_b.is_contiguous():
         return ROW, ROW
-    for blocks in ((B128, B1), (B1, B128), (B1, B1)):
-        sides = zip((scale_a, scale_b.t()), (M, N), blocks, strict=True)
-        if all(_fits(scale, rows, K, block) for scale, rows, block in sides):
-            # cuBLASLt wants rows of 128x128 scales in multiples of four (pytorch/pytorch#166752).
-            assert B128 not in blocks or -(-K // 128) % 4 == 0, "unaligned rows of scales"
-            return blocks
     raise AssertionError(f"no scaling has scales {scale_a.stride()} and {scale_b.stride()}")
-
-
-def _fits(scale: Tensor, rows: int, K: int, block) -> bool:
-    shape = oracle.scale_shape((rows, K), block)
-    strides = (1, shape[0]) if block == B1 else (shape[1], 1)
-    aligned = scale.storage_offset() % 4 == 0
-    return (
-        aligned
-        and scale.shape == shape
-        and all(
-            size == 1 or mine == wanted
-            for size, mine, wanted in zip(shape, scale.stride(), strides, strict=True)
-        )
-    )

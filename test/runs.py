@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from float8.numerics.snapshot import Report
-from float8.numerics.statistics import CastStatistics, Histogram, Sums
+from float8.numerics.statistics import CastStatistics, Histogram
 
 HEALTHY = CastStatistics(
     layer="ffn", operand="input", gemm="output", format="e4m3", scaling="delayed",
@@ -17,7 +17,8 @@ HEALTHY = CastStatistics(
 ROW = replace(
     HEALTHY, layer="nan", elements=10, zeros=1, scale_min=0.25, scale_max=0.5, flushed=0.1,
     saturated=0.2, sqnr=30.0, staleness=-1.0, histogram=Histogram(-2, (1, 0, 8)),
-    sums=Sums(1.0, 20.0, 3.0, 60.0, 0.02),
+    # 10 elements, 1 call, 1 zero; powers 1 to 4 and noise; 1 flushed, 2 saturated
+    sums=(10, 1, 1, 0, 1.0, 20.0, 3.0, 60.0, 0.02, 1, 2, 0, 0, 3.0, -0.25, 0.5, -1.0),
 )  # fmt: skip
 GEMMS = {"input": "output", "weight": "output", "grad_output": "grad_input"}
 EVIL = "</script><img src=x onerror=\"document.title='owned'\"><!--"

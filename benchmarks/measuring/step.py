@@ -152,7 +152,7 @@ def moved_by_casts(plan: LinearPlan, elements: Sequence[int]) -> tuple[float, in
         plan: of the recipe.
         elements: of input, weight and grad_output.
     """
-    *operands, _ = passes_of_layer(plan, Use(), emulates=False)
+    operands = passes_of_layer(plan, Use())
     moved = sum(
         size * each.bytes_per_element
         for size, passes in zip(elements, operands, strict=True)

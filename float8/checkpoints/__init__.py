@@ -18,11 +18,11 @@ from which a `Float8Tensor` becomes named tensors and comes back. A new layout i
 row in ``LAYOUTS``. safetensors reads and writes the files (``files.py``), so this package needs the
 extra ``checkpoints``.
 
-``files.py`` < ``layouts.py`` < ``casts.py`` (with which bits a layer is stored), ``source.py``
-(the weights of a checkpoint). A model: ``names.py`` (names and experts as published checkpoints
-have them), ``casts.py`` < ``plan.py`` (what will be written) < ``weights.py`` (what each parameter
-becomes) < ``save.py``; and ``source.py``, ``names.py`` < ``loading.py``. Files alone: ``source.py``
-< ``inspection.py``, and ``source.py``, ``plan.py`` < ``rewriting.py``; both < ``__main__.py``.
+``files.py``, ``layouts.py`` < ``source.py`` (the weights of a checkpoint), ``casts.py`` (with which
+bits a layer is stored) < ``plan.py`` (what will be written, and its tensors one by one). A model:
+``names.py`` (names and experts as published checkpoints have them), ``plan.py`` < ``weights.py``
+(what each parameter becomes) < ``save.py``; and ``source.py``, ``names.py`` < ``loading.py``. Files
+alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__main__.py``.
 """
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt

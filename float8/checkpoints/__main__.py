@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from float8.checkpoints import inspection
-from float8.checkpoints.files import MAX_SHARD_BYTES
+from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
-from float8.checkpoints.rewriting import SKIP, Rewriting
+from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
-from float8.formats import ScaleFormat
+from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import Rowwise, Tensorwise
 
 # What --layout takes.
@@ -37,9 +38,7 @@ TARGETS: dict[str, Layout | torch.dtype] = {
     "compressed_tensors:rowwise": CompressedTensors(Rowwise()),
     "compressed_tensors:static": CompressedTensors(Tensorwise(), static_inputs=True),
     "modelopt": ModelOpt(),
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
+    **{str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION_DTYPES},
 }
 Result = tuple[int, str, dict[str, Any]]  # the exit status, what is printed, and as JSON
 
@@ -52,25 +51,43 @@ def size(text: str) -> float:
 def inspect(options: argparse.Namespace) -> Result:
     """What a checkpoint holds, and what is wrong with it."""
     found = inspection.inspect_checkpoint(options.path, data=options.data)
-    return int(bool(found["problems"])), inspection.inspection_text(found), found
+    plan, problems = found["plan"], found["problems"]
+    title = f"{len(problems)} problems:" if problems else "no problems"
+    text = "\n".join([str(plan), "", title, *(f"- {text}" for text in problems)])
+    return int(bool(problems)), text, {"problems": problems, **as_json(plan)}
 
 
 def compare(options: argparse.Namespace) -> Result:
     """How far the weights of B are from those of A, by value."""
     found = inspection.compare_checkpoints(options.a, options.b)
-    status = int(not inspection.is_within(found, options.at_least))
-    return status, inspection.comparison_text(found, options.top), found
+    status = int(any(weight["sqnr"] < options.at_least for weight in found["weights"]))
+    text = inspection.comparison_text(found, options.top)
+    for weight in found["weights"]:  # JSON has no infinities
+        weight["sqnr"] = weight["sqnr"] if math.isfinite(weight["sqnr"]) else None
+    return status, text, found
 
 
 def convert(options: argparse.Namespace) -> Result:
     """Write a checkpoint in another layout, or in high precision."""
     source, target = Source(options.path), TARGETS[options.layout]
-    found = Rewriting(source, target, options.skip, options.max_shard_size)
+    found = rewriting(source, target, options.skip, options.max_shard_size)
     end = "nothing was written"
     if not options.dry_run:
-        found.write(options.out, options.overwrite)
+        write_shards(
+            options.out,
+            found.plan.tensors,
+            found.tensors(iter(found.keys)),
+            files=files_beside(source, target, found.plan.quantization_config),
+            overwrite=options.overwrite,
+        )
         end = f"written to {options.out}"
-    return 0, f"{found.plan}\n\n{end}", found.report()
+    return 0, f"{found.plan}\n\n{end}", as_json(found.plan)
+
+
+def as_json(plan: SavePlan) -> dict[str, Any]:
+    """A plan for JSON."""
+    names = ("layers", "skipped", "files", "nbytes", "quantization_config")
+    return {"layout": repr(plan.layout), **{name: getattr(plan, name) for name in names}}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,7 +107,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = command(inspect)
     add("path", metavar="FOLDER")
-    add("--data", action="store_true", help="read the weights too: NaN, saturated and zero values")
+    add("--data", action="store_true", help="read the weights too, and find NaN")
     add = command(compare)
     add("a", metavar="A", help="the reference")
     add("b", metavar="B")

@@ -10,28 +10,20 @@ The first of these that applies:
 
 A resident weight of another granularity has no high precision any more. Casting it again would
 round twice, so it is refused unless the user asks for it.
-
-**Scales that layers share.** Engines fuse the projections that read the same input, and a fused
-weight with one scale per tensor has one scale. If the parts had their own, the engine would
-dequantise them and cast again with the largest. So the parts of `FUSED` that are cast with one
-scale per tensor get their largest, once, from high precision. Stored weights keep theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from float8 import kernels
 from float8.checkpoints.files import Spec
-from float8.checkpoints.layouts import MX, Layout, powers_of_two
+from float8.checkpoints.layouts import MX, Layout
 from float8.config import OperandCast, ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import Tensorwise
 from float8.linear.float8_weight import cached_tensor, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.scaling import bind_and_cast
@@ -41,21 +33,6 @@ STORED = "float8 bits as they are"
 TRAINING_CAST = "the cast it trains with"
 CAST_ANEW = "cast from high precision"
 RECAST = "float8, cast again"
-# The last parts of the names of projections that engines fuse.
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-# Which scales of a training cast a layout's scale format can hold, exactly.
-_IN_BYTES = (ScaleFormat.E8M0, ScaleFormat.E8M0_FLOOR, ScaleFormat.POWER_OF_TWO)
-_HOLDS = {
-    ScaleFormat.FLOAT32: (ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO),
-    ScaleFormat.POWER_OF_TWO: (ScaleFormat.POWER_OF_TWO,),
-    ScaleFormat.E8M0: _IN_BYTES,
-    ScaleFormat.E8M0_FLOOR: _IN_BYTES,
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +45,7 @@ class StoredLayer:
         layout: how it is stored.
         input_scale: the static scale of its input, or None.
         how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
-        scale_format: which numbers its scales are.
+        scale_format: which numbers its scales are, where it is cast.
         known: the scale of a static or delayed cast; None computes it.
         cached: the stored weight of a cache; None where the weight itself is in float8.
     """
@@ -90,33 +67,6 @@ class StoredLayer:
             self.name + suffix: Spec(dtypes[0], shapes[0]) for suffix, (dtypes, shapes) in parts
         }
 
-    def fused_with(self, layers: Mapping[str, StoredLayer]) -> list[StoredLayer]:
-        """The layers that engines fuse to one scale with this one, itself among them, or none."""
-        if self.layout.granularity != Tensorwise():
-            return []
-        parent, dot, last = self.name.rpartition(".")
-        names = next((names for names in FUSED if last in names), ())
-        found = [layers[each] for n in names if (each := f"{parent}{dot}{n}") in layers]
-        return found if len(found) > 1 else []
-
-    def shared_scale(
-        self, layers: Mapping[str, StoredLayer], amax: Callable[[StoredLayer], Tensor]
-    ) -> Tensor | None:
-        """The scale (1, 1) that it has with the layers of which engines fuse the weights, or None.
-
-        ``amax`` finds the largest magnitude of a weight; it is called only where that is needed.
-        """
-        casts = [each for each in self.fused_with(layers) if each.how != STORED]
-        if self.how == STORED or len(casts) < 2:
-            return None
-        scales = [
-            kernels.scale_from_amax(amax(each).reshape(1, 1), E4M3.max, each.scale_format.value)
-            if each.known is None
-            else each.known
-            for each in casts
-        ]
-        return torch.stack([scale.to(scales[0].device) for scale in scales]).amax(0)
-
     @torch.no_grad()
     def tensors(self, weight: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors of the file by key; ``weight`` is in high precision or a `Float8Tensor`.
@@ -124,17 +74,15 @@ class StoredLayer:
         ``scale`` is the one that it shares with other layers. Raises ValueError if it is cast to
         scales that no layout stores, as with a NaN in the weight.
         """
-        if self.how == STORED:
-            found = weight if self.cached is None else self.cached
-            assert isinstance(found, Float8Tensor)
-        else:
+        found: Tensor | None = weight if self.cached is None else self.cached
+        if self.how != STORED:
             plain = weight.dequantize(torch.float32) if is_resident(weight) else weight
             scale = self.known if scale is None else scale
             scale = None if scale is None else scale.to(plain.device)
             block = self.layout.block
             how = OperandCast(ScalingType.DYNAMIC, E4M3, block, self.scale_format)
-            data, scale = bind_and_cast(plain, how, scale=scale)
-            found = Float8Tensor(data, scale, block, plain.dtype)
+            found = Float8Tensor(*bind_and_cast(plain, how, scale=scale), block, plain.dtype)
+        assert isinstance(found, Float8Tensor)
         stored = self.layout.fit(found)
         if isinstance(stored, str):
             raise ValueError(f"{self.name}: {stored}")
@@ -157,38 +105,34 @@ def stored_layer(
     ``recast`` allows casting a float8 weight of another granularity again.
     """
     anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
-    linear = module if isinstance(module, Float8Linear) else None
+    linear, problem = module if isinstance(module, Float8Linear) else None, None
     stored: Float8Tensor | None = None
     if weight is not None and is_resident(weight):
         stored = weight
     elif linear is not None and weight is linear.weight:
         stored = cached_tensor(linear)
+    fits = None if stored is None else layout.fit(stored)
     if layout.name == "compressed_tensors" and layout.granularity == MX and shape[1] % 32:
-        return f"in_features={shape[1]} is not a multiple of 32"
-    if layout.static_inputs and input_scale is None:
-        return (
+        problem = f"in_features={shape[1]} is not a multiple of 32"
+    elif layout.static_inputs and input_scale is None:
+        problem = (
             "it has no static input scale, which this layout stores: give input_scales="
-            "float8.calibrate(model, batches).static_scales(), which has those of linear layers"
-            " and none of experts, or take a layout with dynamic inputs"
+            "float8.calibrate(model, batches).static_scales(), or take a layout with dynamic inputs"
         )
-    reason = layout.fit(stored) if stored is not None else ""
-    if isinstance(reason, Float8Tensor):
-        powers = powers_of_two(reason.scale)
-        scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
-        cached = None if stored is weight else stored
-        return replace(anew, how=STORED, scale_format=scales, cached=cached)
+    elif stored is weight and isinstance(fits, str) and not recast:
+        problem = f"{fits}: recast=True dequantises it and casts again, which rounds twice"
+    if problem is not None:
+        return problem
+    if isinstance(fits, Float8Tensor):
+        return replace(anew, how=STORED, cached=None if stored is weight else stored)
     if stored is not None and stored is weight:
-        way_out = (
-            ". It has no copy in high precision: take a layout that stores it, or recast=True to "
-            "dequantise it and cast again, which rounds twice"
-        )
-        return replace(anew, how=RECAST) if recast else reason + way_out
+        return replace(anew, how=RECAST)
     config = None if module is None else own_config(module)
     trained = None if config is None else config.plan.output.b
     if (
         trained is None
         or (trained.format, trained.block) != (E4M3, layout.block)
-        or trained.scale_format not in _HOLDS[layout.scale_format]
+        or not _holds(layout.scale_format, trained.scale_format)
     ):
         return anew
     known, state = None, None if linear is None else linear.casts[1].state
@@ -197,3 +141,9 @@ def stored_layer(
     elif trained.scaling_type is ScalingType.DELAYED and state is not None and state.ready:
         known = state.scale.detach().reshape(1, 1)
     return replace(anew, how=TRAINING_CAST, scale_format=trained.scale_format, known=known)
+
+
+def _holds(stored: ScaleFormat, trained: ScaleFormat) -> bool:
+    """Whether scales of a training cast are stored exactly: all formats hold powers of two."""
+    powers = ScaleFormat.POWER_OF_TWO
+    return trained is powers or (trained.dtype == stored.dtype and stored is not powers)

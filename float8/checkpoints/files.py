@@ -4,11 +4,10 @@ The format is that of the package ``safetensors``, and the names are those of Hu
 ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with
 ``model.safetensors.index.json``, whose ``weight_map`` says which file has a key.
 
-`Shards.read` maps files into memory, one at a time. `write_shards` holds the tensors of one file.
-It makes a folder beside the final one, under a name that starts with a dot, which is renamed when
-all of it is on the disk. Any error removes it, and an existing folder stays as it is until then. A
-process that is killed between the two renames of an overwrite leaves the old folder, complete,
-beside the new one.
+``source.py`` reads them. `write_shards` holds the tensors of one file. It makes a folder beside the
+final one, under a name that starts with a dot, which is renamed when all of it is on the disk. Any
+error removes it, and an existing folder stays as it is until then. A process that is killed between
+the two renames of an overwrite leaves the old folder, complete, beside the new one.
 """
 
 from __future__ import annotations
@@ -27,12 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tabulate import tabulate
 from torch import Tensor
-
-from float8.convert.folding import pattern_of
 
 MAX_SHARD_BYTES = 5_000_000_000
 SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
@@ -51,110 +48,21 @@ class Spec:
     shape: tuple[int, ...]
     file: str = ""
 
+    @classmethod
+    def of(cls, x: Tensor, file: str = "") -> Spec:
+        """The spec of a tensor."""
+        return cls(x.dtype, tuple(x.shape), file)
+
     @property
     def nbytes(self) -> int:
         """The size of its data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
-def specs_of(tensors: Mapping[str, Tensor], file: str = "") -> dict[str, Spec]:
-    """The dtypes and shapes of tensors, by key."""
-    return {key: Spec(x.dtype, tuple(x.shape), file) for key, x in tensors.items()}
-
-
-def kinds_of(names: Iterable[str]) -> str:
-    """Names in words: those that differ in numbers alone become one pattern, with its count."""
-    patterns: dict[str, list[str]] = {}
-    for name in names:
-        patterns.setdefault(pattern_of(name), []).append(name)
-    return ", ".join(n[0] if len(n) == 1 else f"{p} ({len(n)})" for p, n in patterns.items())
-
-
-def size(nbytes: float) -> str:
-    """Bytes as people read them."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
-
-
 def table(headers: list[str], rows: list[list[Any]], align: str) -> str:
     """``align`` has l or r for each of the first columns; the others are right."""
     kinds = ["left" if x == "l" else "right" for x in align.ljust(len(headers), "r")]
     return tabulate(rows, headers, "simple", colalign=kinds, disable_numparse=True)
-
-
-# --- read
-
-
-class Shards:
-    """The tensors of a folder of safetensors files, or of one such file.
-
-    Of a folder, the files of its indices and ``model.safetensors`` are read, and without these all
-    ``.safetensors`` files together. Raises FileNotFoundError if the folder, the file or a
-    shard is missing, and ValueError if a file is damaged or two files have the same key.
-
-    Attributes:
-        path: the folder or file.
-        specs: key -> dtype, shape and file of all tensors.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self.folder = self.path if self.path.is_dir() else self.path.parent
-        self.specs: dict[str, Spec] = {}
-        self._open: tuple[str, Any] | None = None  # the file that was read last
-        for name in sorted(_files_of(self.path)):
-            own = _specs_in(self.folder / name)
-            for key in own.keys() & self.specs.keys():
-                both = f"{self.specs[key].file} and {name}"
-                raise ValueError(f"{self.path}: {both} both have {key}; give the path of one")
-            self.specs |= own
-
-    def read(self, key: str) -> Tensor:
-        """A tensor on the CPU; its memory is that of the mapped file, so it is not written to.
-
-        The file stays mapped until a tensor of another one is read and its own are freed.
-        """
-        name = self.specs[key].file
-        if self._open is None or self._open[0] != name:  # opening reads the whole header
-            self._open = name, safe_open(self.folder / name, "pt")
-        found: Tensor = self._open[1].get_tensor(key)
-        return found
-
-
-def _files_of(path: Path) -> set[str]:
-    """The names of the files to read."""
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path}: there is no such folder or file; huggingface_hub.snapshot_download fetches "
-            "one of the Hub"
-        )
-    files = [path]
-    if path.is_dir():
-        files = [*path.glob("*" + INDEX_SUFFIX), *path.glob("model" + SUFFIX)]
-        files = files or [*path.glob("*" + SUFFIX)]
-    names: set[str] = set()
-    for file in files:
-        is_index = file.name.endswith(INDEX_SUFFIX)
-        names |= set(
-            json.loads(file.read_bytes())["weight_map"].values() if is_index else [file.name]
-        )
-    if not names:
-        raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
-    return names
-
-
-def _specs_in(path: Path) -> dict[str, Spec]:
-    try:
-        with safe_open(path, "pt") as file:  # tensors are mapped, not read
-            return specs_of({key: file.get_tensor(key) for key in sorted(file.keys())}, path.name)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: it is damaged or no {SUFFIX} file: {error}") from error
-
-
-# --- write
 
 
 def in_files(specs: Mapping[str, Spec], max_shard_bytes: float) -> dict[str, Spec]:
@@ -207,7 +115,7 @@ def write_shards(
                 key: torch.empty(x.shape, dtype=x.dtype).copy_(x.detach())
                 for key, x in islice(stream, len(shard))
             }
-            assert specs_of(own, name) == shard, name
+            assert {key: Spec.of(x, name) for key, x in own.items()} == shard, name
             try:
                 save_file(own, temporary / name, {"format": "pt"})
             except SafetensorError as error:

@@ -28,13 +28,14 @@ Each layout lists the layers that stay in high precision. Readers do not compare
 name in the list that also stands for a layer in float8 would make a reader take the codes of that
 layer for values. Such a list is refused when it is written.
 
-What is said of Transformers was tried with version 5.23 on a CPU. What is said of engines is taken
-from their sources: none of them has loaded a file of this library.
+A format is a class: its names are class attributes, and a function each says what its config has,
+how that is read back, and what its list of layers means. What is said of engines is taken from
+their sources: none of them has loaded a file of this library.
 """
 
 from __future__ import annotations
 
-import re
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ import torch
 from torch import Tensor
 
 from float8.arguments import check_bool
-from float8.checkpoints.files import kinds_of
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import (
     Block,
@@ -59,6 +59,8 @@ from float8.kernels import e8m0
 from float8.tensor import Float8Tensor
 
 Shape = tuple[int, ...]
+WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
+MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
 _READABLE = {
@@ -67,10 +69,6 @@ _READABLE = {
     ScaleFormat.E8M0: _BYTES,
     ScaleFormat.E8M0_FLOOR: _BYTES,
 }
-_ONE_ELEMENT: tuple[Shape, ...] = ((), (1,), (1, 1))
-MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
-TRANSFORMERS = "Transformers 5.23"
-Shapes = Mapping[str, Shape]  # layer in float8, as files name it -> (N, K)
 
 
 class Layout(ABC):
@@ -87,6 +85,7 @@ class Layout(ABC):
         one_scale: the shape of a scale per tensor.
         scale_bytes: the dtype under which E8M0 scales are stored.
         skipped_key: the field of the config that lists layers in high precision.
+        skips: (layer, name): whether readers leave out a layer for a name in their list.
         granularity: which elements of a weight share a scale.
         scale_format: which numbers a scale may be; weights in high precision are cast to it.
         static_inputs: whether each layer stores the scale of its input.
@@ -98,27 +97,16 @@ class Layout(ABC):
     one_scale: ClassVar[Shape] = ()
     scale_bytes: ClassVar[torch.dtype] = torch.uint8
     skipped_key: ClassVar[str] = "ignore"
+    skips: ClassVar[Any]
+    granularity: Any
+    scale_format: Any
     static_inputs: Any = False
-
-    @property
-    @abstractmethod
-    def granularity(self) -> Granularity:
-        """Which elements of a weight share a scale."""
-
-    @property
-    @abstractmethod
-    def scale_format(self) -> ScaleFormat:
-        """Which numbers the scale of a weight may be."""
-
-    def __str__(self) -> str:
-        inputs = "static" if self.static_inputs else "dynamic"
-        scales = f"{block_name(self.block)} {self.scale_format.value} scales"
-        return f"{self.name}, {scales}, {inputs} inputs"
 
     @property
     def block(self) -> Block:
         """The granularity, as the extents of a block."""
-        return self.granularity.block_of((0, 0))
+        found: Block = self.granularity.block_of((0, 0))
+        return found
 
     # --- layers
 
@@ -127,10 +115,11 @@ class Layout(ABC):
 
         All of them are read, and the first of each is written.
         """
-        one, dtypes = (self.one_scale, *_ONE_ELEMENT), _READABLE[self.scale_format]
+        dtypes = _READABLE[self.scale_format]
+        one: tuple[Shape, ...] = (self.one_scale, (), (1,), (1, 1))
         dtypes = (self.scale_bytes, *dtypes) if self.scale_format.is_e8m0 else dtypes
         scales = one if self.granularity == Tensorwise() else (scale_shape(shape, self.block),)
-        parts = {".weight": ((E4M3.dtype,), (shape,)), f".{self.scale_key}": (dtypes, scales)}
+        parts = {WEIGHT: ((E4M3.dtype,), (shape,)), f".{self.scale_key}": (dtypes, scales)}
         return parts | ({".input_scale": (_FLOATS, one)} if self.static_inputs else {})
 
     @property
@@ -142,9 +131,8 @@ class Layout(ABC):
         """A weight as this layout stores it, with the same values, or why it cannot store it."""
         scale, wanted = weight.scale, self.scale_format
         if wanted.is_e8m0 and scale.dtype == torch.float32:
-            in_bytes = scale.to(torch.float8_e8m0fnu)
-            is_exact = scale.is_meta or torch.equal(in_bytes.float(), scale)
-            scale = in_bytes if is_exact else scale
+            in_bytes = scale.to(wanted.dtype)
+            scale = in_bytes if scale.is_meta or torch.equal(in_bytes.float(), scale) else scale
         if (weight.format, weight.block, scale.dtype) != (E4M3, self.block, wanted.dtype):
             found = f"{weight.format} with {block_name(weight.block)} scales of {scale.dtype}"
             stored = f"{E4M3} with {block_name(self.block)} ones of {wanted.dtype}"
@@ -162,44 +150,40 @@ class Layout(ABC):
 
         ``weight`` is as of `fit`. A bias is no part of it: biases stay as they are.
         """
-        found = {}
-        values = (weight.float8_data, weight.scale, input_scale)
-        for (suffix, (dtypes, shapes)), x in zip(
-            self.parts(weight.shape).items(), values, strict=False
-        ):
-            assert x is not None, suffix
-            found[name + suffix] = x.view(dtypes[0]).reshape(shapes[0])
-        return found
+        parts = self.parts(weight.shape).items()
+        values: Any = (weight.float8_data, weight.scale, input_scale)
+        return {
+            name + suffix: x.view(dtypes[0]).reshape(shapes[0])
+            for (suffix, (dtypes, shapes)), x in zip(parts, values, strict=False)
+        }
 
     def layer(
         self, name: str, read: Callable[[str], Tensor], keys: Collection[str], dtype: torch.dtype
     ) -> tuple[Float8Tensor, Tensor | None]:
         """The weight and input scale of a layer: the inverse of `tensors`, to the same bits.
 
-        ``{name}.weight`` exists and is float8; ``keys`` are all keys under ``{name}.``. The weight
-        dequantises to ``dtype``. E8M0 scales become float32, exactly, unless the layout has E8M0.
-        Raises ValueError, with the key and the values, if a tensor is missing or has a wrong dtype
-        or shape, or if a scale is not finite and positive.
+        ``{name}.weight`` exists and is float8; ``keys`` are its other keys. The weight dequantises
+        to ``dtype``. E8M0 scales become float32, exactly, unless the layout has E8M0. Raises
+        ValueError, with the key and the values, if a tensor is missing or has a wrong dtype or
+        shape, or if a scale is not finite and positive.
         """
-        data = read(f"{name}.weight")
-        shape, scales = tuple(data.shape) if data.dim() == 2 else (0, 0), []
-        for suffix, (dtypes, shapes) in self.parts(shape).items():
-            key, bad = name + suffix, None
-            x = data if suffix == ".weight" else read(key) if key in keys else None
-            if x is None:
-                bad = "is missing: the layer is in float8 and needs this scale"
-            elif x.dtype not in dtypes or tuple(x.shape) not in shapes:
-                wanted = " or ".join(map(str, dict.fromkeys(shapes)))
-                wanted = "a matrix (N, K)" if x is data and x.dim() != 2 else wanted
-                wanted += f" of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
-                bad = f"is {x.dtype} of shape {tuple(x.shape)}, expected {wanted}"
-            elif x is not data:
+        data, scales = read(name + WEIGHT), []
+        if data.dim() != 2:
+            raise ValueError(f"{name}{WEIGHT} is {tuple(data.shape)}, expected a matrix (N, K)")
+        for suffix, (dtypes, shapes) in self.parts(tuple(data.shape)).items():
+            key = name + suffix
+            if suffix != WEIGHT and key not in keys:
+                raise ValueError(f"{key} is missing: the layer is in float8 and needs this scale")
+            x = read(key)
+            if x.dtype not in dtypes or tuple(x.shape) not in shapes:
+                wanted = f"{shapes[0]} of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
+                raise ValueError(f"{key} is {x.dtype} of shape {tuple(x.shape)}, expected {wanted}")
+            if suffix != WEIGHT:
                 x = x.view(_BYTES[0]) if x.dtype in _BYTES else x.float()
                 scales.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
-                bad = _bad_scale(x)
-            if bad is not None:
-                raise ValueError(f"{key} {bad}")
-        scale = scales[0].reshape(scale_shape(shape, self.block))
+                if (bad := _bad_scale(x)) is not None:
+                    raise ValueError(f"{key} {bad}")
+        scale = scales[0].reshape(scale_shape(data.shape, self.block))
         weight = Float8Tensor(data, scale, self.block, dtype)
         return weight, scales[1].reshape(()) if self.static_inputs else None
 
@@ -217,16 +201,10 @@ class Layout(ABC):
             for name in names:
                 if self.skips(layer, name):
                     raise ValueError(
-                        f"{layer} is in float8 and {name} is not, but skipping {name} makes readers"
-                        f" of {self.name} skip {layer} too: leave {layer} in high precision, or "
-                        "take another layout"
+                        f"{layer} is in float8 and {name} is not, and readers of {self.name} take "
+                        "both for one: leave both in high precision, or take another layout"
                     )
         return {"quant_method": self.method} | self._config() | {self.skipped_key: names}
-
-    @staticmethod
-    @abstractmethod
-    def skips(layer: str, name: str) -> bool:
-        """Whether readers leave out a layer for a name in their list."""
 
     @abstractmethod
     def _config(self) -> dict[str, Any]:
@@ -253,8 +231,7 @@ def _bad_scale(scale: Tensor) -> str | None:
     bad = (~(scale32.isfinite() & (scale32 > 0))).nonzero().tolist()
     if not bad:
         return None
-    where = f" at {bad[0]}" if bad[0] else ""
-    return f"holds {scale32[tuple(bad[0])].item()}{where}; a scale is finite and > 0"
+    return f"holds {scale32[tuple(bad[0])].item()} at {bad[0]}; a scale is finite and > 0"
 
 
 def powers_of_two(scale: Tensor) -> bool:
@@ -287,13 +264,8 @@ class FineGrained(Layout):
 
     def __post_init__(self) -> None:
         rows, columns = self.block
-        Blockwise(rows, columns)  # checks both
         object.__setattr__(self, "block", (rows, columns))
-
-    @property
-    def granularity(self) -> Blockwise:
-        """One scale per block."""
-        return Blockwise(*self.block)
+        object.__setattr__(self, "granularity", Blockwise(rows, columns))  # checks both
 
     @staticmethod
     def skips(layer: str, name: str) -> bool:
@@ -307,42 +279,38 @@ class FineGrained(Layout):
         0.33, ``transformers_utils/config.py``). How scales are stored is read from their dtype.
         """
         is_float32 = self.scale_format is ScaleFormat.FLOAT32
-        return {
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(self.block),
-            **({} if is_float32 else {"scale_fmt": "ue8m0"}),
-        }
+        own = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [*self.block]}
+        return own | ({} if is_float32 else {"scale_fmt": "ue8m0"})
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FineGrained | None:
         """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks ``E8M0``."""
         block: Any = config.get("weight_block_size")
-        fmt = config.get("scale_fmt") or "float"
-        if not isinstance(block, list) or [*map(type, block)] != [int, int]:
-            return None
-        if (config.get("fmt") or "e4m3", config.get("activation_scheme") or "dynamic") != (
-            "e4m3",
-            "dynamic",
-        ) or fmt not in ("float", "ue8m0"):
-            return None
         powers = ScaleFormat.E8M0 if block in ([1, 32], [32, 32]) else ScaleFormat.POWER_OF_TWO
-        return cls((block[0], block[1]), powers if fmt == "ue8m0" else ScaleFormat.FLOAT32)
+        formats = {"float": ScaleFormat.FLOAT32, "ue8m0": powers}
+        scale_format = formats.get(config.get("scale_fmt") or "float")
+        fmt, inputs = (config.get(name) for name in ("fmt", "activation_scheme"))
+        is_ours = fmt in (None, "e4m3") and inputs in (None, "dynamic")
+        is_block = isinstance(block, list) and [*map(type, block)] == [int, int]
+        return (
+            cls((block[0], block[1]), scale_format)
+            if is_ours and is_block and scale_format
+            else None
+        )
 
 
 # granularity -> format's arguments of weights, of dynamic inputs
 _TOKEN, _GROUP = {"strategy": "token", "dynamic": True}, {"strategy": "group", "dynamic": True}
 _OF_32 = {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+_OF_128 = {"strategy": "block", "block_structure": [128, 128]}
 SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
     Tensorwise(): ({"strategy": "tensor"}, _TOKEN),
     Rowwise(): ({"strategy": "channel"}, _TOKEN),
-    BLOCKS: (
-        {"strategy": "block", "block_structure": [128, 128]},
-        {**_GROUP, "group_size": 128},
-    ),
+    BLOCKS: (_OF_128, {**_GROUP, "group_size": 128}),
     MX: (_OF_32, {**_GROUP, **_OF_32}),
 }
 _STATIC = {"strategy": "tensor"}  # arguments of static inputs
+_WITH_STATIC = (Tensorwise(), Rowwise())
 # What decides how values are read; the format's own defaults (QuantizationArgs).
 _DEFAULTS = {
     "num_bits": 8,
@@ -375,26 +343,20 @@ class CompressedTensors(Layout):
 
     name: ClassVar[str] = "compressed_tensors"
     method: ClassVar[str] = "compressed-tensors"
-    one_scale: ClassVar[tuple[int, ...]] = (1,)
+    one_scale: ClassVar[Shape] = (1,)
+    # Names are compared whole (compressed-tensors, ``utils/match.py``).
+    skips = operator.eq
 
     def __post_init__(self) -> None:
         check_bool(self.static_inputs, "CompressedTensors: static_inputs")
-        known = [*SCHEMES][: 2 if self.static_inputs else None]
+        known = _WITH_STATIC if self.static_inputs else (*SCHEMES,)
         if self.granularity not in known:
             raise ValueError(
                 f"CompressedTensors: granularity must be one of {', '.join(map(repr, known))} with "
                 f"static_inputs={self.static_inputs}, got {self.granularity}"
             )
-
-    @property
-    def scale_format(self) -> ScaleFormat:
-        """``E8M0`` in blocks of 1x32, ``FLOAT32`` otherwise."""
-        return ScaleFormat.E8M0 if self.granularity == MX else ScaleFormat.FLOAT32
-
-    @staticmethod
-    def skips(layer: str, name: str) -> bool:
-        """Names are compared whole (compressed-tensors, ``utils/match.py``)."""
-        return layer == name
+        scales = ScaleFormat.E8M0 if self.granularity == MX else ScaleFormat.FLOAT32
+        object.__setattr__(self, "scale_format", scales)
 
     def _config(self) -> dict[str, Any]:
         """What compressed-tensors' ``QuantizationConfig`` reads."""
@@ -419,19 +381,12 @@ class CompressedTensors(Layout):
     def from_config(cls, config: Mapping[str, Any]) -> CompressedTensors | None:
         """One scheme of 8 bit floats for all groups; neither sparse nor transformed weights."""
         sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
-        if sparsity != "dense" or config.get("transform_config"):
-            return None
         schemes = _decisive(config)
-        variants = [cls(granularity) for granularity in SCHEMES]
-        variants += [cls(granularity, static_inputs=True) for granularity in [*SCHEMES][:2]]
-        return next(
-            (
-                x
-                for x in variants
-                if schemes and all(scheme in _decisive(x._config()) for scheme in schemes)
-            ),
-            None,
-        )
+        if sparsity != "dense" or config.get("transform_config") or not schemes:
+            return None
+        variants = [*map(cls, SCHEMES), *(cls(each, static_inputs=True) for each in _WITH_STATIC)]
+        own = ((x, _decisive(x._config())[0]) for x in variants)
+        return next((x for x, scheme in own if all(scheme == its for its in schemes)), None)
 
 
 def _arguments(differing: Mapping[str, Any]) -> dict[str, Any]:
@@ -446,10 +401,10 @@ def _decisive(config: Mapping[str, Any]) -> list[list[dict[str, Any] | None]]:
     Of weights and of inputs; None where inputs are not cast.
     """
 
-    def of(arguments: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        given = {name: x for name, x in (arguments or {}).items() if x is not None}
-        found = {name: given.get(name, default) for name, default in _DEFAULTS.items()}
-        return None if arguments is None else found
+    def of(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if given is None:
+            return None
+        return {n: x if given.get(n) is None else given[n] for n, x in _DEFAULTS.items()}
 
     groups = (config.get("config_groups") or {}).values()
     return [[of(group.get(x)) for x in ("weights", "input_activations")] for group in groups]
@@ -462,34 +417,22 @@ _PRODUCER = {"name": "modelopt", "version": "0.40.0"}  # whose format this is
 class ModelOpt(Layout):
     """NVIDIA Model Optimizer's FP8: one scale per weight, and one for each layer's inputs."""
 
-    granularity: ClassVar[Tensorwise] = Tensorwise()
-    scale_format: ClassVar[ScaleFormat] = ScaleFormat.FLOAT32
-    static_inputs = True
+    granularity, scale_format, static_inputs = Tensorwise(), ScaleFormat.FLOAT32, True
     name: ClassVar[str] = "modelopt"
     method: ClassVar[str] = "modelopt"
-
-    @staticmethod
-    def skips(layer: str, name: str) -> bool:
-        """vLLM goes by names that contain another (``quantization/modelopt.py``)."""
-        return name in layer
+    # vLLM goes by names that contain another (``quantization/modelopt.py``).
+    skips = operator.contains
 
     def _config(self) -> dict[str, Any]:
         """What vLLM's ``ModelOptFp8Config`` and SGLang read (``convert_hf_config.py``)."""
         float8 = {"dynamic": False, "num_bits": 8, "type": "float"}
         group = {"input_activations": float8, "weights": float8, "targets": ["Linear"]}
-        return {
-            "quant_algo": "FP8",
-            "config_groups": {"group_0": group},
-            "producer": _PRODUCER,
-        }
+        return {"quant_algo": "FP8", "config_groups": {"group_0": group}, "producer": _PRODUCER}
 
     def other_files(self, config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """``hf_quant_config.json``, which TensorRT-LLM reads."""
-        details = {
-            "quant_algo": "FP8",
-            "kv_cache_quant_algo": None,
-            "exclude_modules": config["ignore"],
-        }
+        fields = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+        details = fields | {"exclude_modules": config["ignore"]}
         return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": details}}
 
     @classmethod
@@ -516,49 +459,3 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
         "inputs), compressed_tensors (one scheme of 8 bit floats, neither sparse nor transformed "
         "weights) and modelopt (FP8)"
     )
-
-
-# --- which libraries read a checkpoint
-
-
-def transformers_refuses(layout: Layout, shapes: Shapes) -> str | None:
-    """The reason why Transformers does not read a checkpoint, or None.
-
-    Where it dequantises blocks, it takes the shape of a weight divided by that of its scales for
-    the block.
-    """
-    if layout.name == "modelopt":
-        return "it takes the float8 data for values, without their scales"
-    by = layout.granularity
-    if not isinstance(by, Blockwise):
-        return None
-    if layout.name == "fine_grained":
-        odd = [
-            name
-            for name, (n, k) in shapes.items()
-            if (n > by.rows and n % by.rows) or (k > by.cols and k % by.cols)
-        ]
-        why = (
-            f"where it dequantises, as without a GPU, sizes that are no multiples of {by.rows}x"
-            f"{by.cols} give wrong values or an error"
-        )
-    elif any(re.search(r"\bexperts\.\d+\.", name) for name in shapes):  # in memory a stack
-        return "it fails to stack experts that have scales of blocks"
-    else:
-        odd = [name for name, shape in shapes.items() if shape[1] % by.cols]
-        why = (
-            f"without dequantize=True, its forward fails where columns are no multiple of {by.cols}"
-        )
-    return f"{why}: {kinds_of(odd)}" if odd else None
-
-
-def read_by(layout: Layout, shapes: Shapes) -> str:
-    """The libraries that read a checkpoint, in words, and why Transformers does not."""
-    engines = ["vLLM", "SGLang"] + ["TensorRT-LLM"] * (layout.name == "modelopt")
-    if layout.name == "fine_grained" and layout.granularity != BLOCKS:
-        engines = []
-    reason = transformers_refuses(layout, shapes)
-    readers = [] if reason else [f"{TRANSFORMERS} (tested on a CPU)"]
-    readers += [f"{', '.join(engines)} (by their sources, not run)"] if engines else []
-    found = f"read by {' and '.join(readers) or 'no library that is known'}"
-    return f"{found}; not by {TRANSFORMERS}: {reason}" if reason else found

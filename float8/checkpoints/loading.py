@@ -43,16 +43,11 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.checkpoints.layouts import MX, Layout
-from float8.checkpoints.names import Slot, published, tensor_of
-from float8.checkpoints.source import WEIGHT, Source, told
+from float8.checkpoints.layouts import MX, WEIGHT, Layout
+from float8.checkpoints.names import Slot, owners, published, tensor_of, within
+from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
-from float8.convert.conversion import (
-    ConversionPlan,
-    own_config,
-    plan_conversion,
-    sharded_before,
-)
+from float8.convert.conversion import ConversionPlan, own_config, plan_conversion, sharded_before
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import with_reason
 from float8.convert.folding import named
@@ -128,11 +123,10 @@ def load(
         in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
         plan = _planned(model, config, stored, in_float8)
         if not plan.layers:
-            why = f"no layer of the model can be converted:{plan.reasons}"
             raise ValueError(
-                f'nothing was loaded from {source.path}: weights="{weights}", and '
-                f"{why if source.layers else 'the checkpoint has no weight in float8'}\n"
-                f'weights="{HIGH_PRECISION}" loads it into any model'
+                f"nothing was loaded from {source.path}, of which {len(source.layers)} weights are "
+                f'in float8: no layer can be converted, and weights="{HIGH_PRECISION}" converts '
+                f"none:{plan.reasons}"
             )
         further = sharded_before(model, plan)
         plan.check(further if config else _refused_float8(source, stored, plan, device))
@@ -165,17 +159,15 @@ def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | Non
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
     resident = [fqn for fqn, m in layers.items() if is_resident(m._parameters.get("weight"))]
     in_float8 = [*layers] if weights == FLOAT8 or config is not None else resident
-    why = None
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
-    elif in_float8:
-        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
-        why += "first" + (", or leave config out" if config is not None else "")
-    elif weights == TRAINING and not layers and config is None:
-        why = 'weights="training" needs a converted model, or config= as "blockwise"'
-    if why is not None:
         raise ValueError(f"load: {why}")
+    if in_float8:
+        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
+        raise ValueError(f"load: {why}first, or leave config out")
+    if weights == TRAINING and not layers and config is None:
+        raise ValueError('load: weights="training" needs a converted model, or config=')
 
 
 def _layer_of(slot: Slot) -> str:
@@ -198,46 +190,51 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
     of keys to leave out, besides those that a model of Transformers leaves out. Raises ValueError
     if keys are missing or unexpected, or if shapes or dtypes differ.
     """
-    slots = published(model)
-    by_tensor = {id(tensor_of(model, s)): key for key, s in slots.items() if not s.index}
-    names = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    places = {name: by_tensor[id(x)] for name, x in names if id(x) in by_tensor}
-    places |= {key: key for key in slots}
+    slots, readers = published(model), owners(model)
+    places = {  # every name of a tensor -> its key
+        within(name, own): key
+        for key, slot in slots.items()
+        if not slot.index
+        for name, _, own in readers[id(tensor_of(model, slot))]
+    } | {key: key for key in slots}
     found: dict[str, Slot] = {}
     problems: list[str] = []
     filled: dict[str, str] = {}  # key of the model -> that of the files
-    for key in source.weights:
+    for key, spec in source.weights.items():
         own, reason = places.get(key), None
         if any(fnmatchcase(key, pattern) for pattern in ignore):
             continue
         if own is None:
-            if not _leaves_out(model, "_keys_to_ignore_on_load_unexpected", key):
-                reason = "is not in the model"
+            is_left = _leaves_out(model, "_keys_to_ignore_on_load_unexpected", key)
+            reason = None if is_left else "is not in the model"
         elif own in filled:
-            reason = _differs(source, filled[own], key)
+            a, b = source.read(filled[own]), source.read(key)
+            if type(a) is not type(b) or a.dtype != b.dtype or not torch.equal(a, b):
+                reason = f"differs from {filled[own]}, and the model has one tensor for both; "
+                reason += "ignore one, or untie them"
         else:
             filled[own], found[key] = key, slots[own]
-            reason = _misfit(source, key, tensor_of(model, slots[own]), slots[own])
+            shape, dtype = tuple(slots[own].shape), tensor_of(model, slots[own]).dtype
+            if (spec.shape, spec.dtype.is_floating_point) != (shape, dtype.is_floating_point):
+                reason = (
+                    f"is {spec.dtype} of shape {spec.shape}, and the model's {dtype} of {shape}"
+                )
         if reason is not None:
             problems.append(f"{source.place(key)} {reason}")
     for key, slot in slots.items():
         tensor = tensor_of(model, slot)
-        is_left = key in filled or any(fnmatchcase(key, pattern) for pattern in ignore)
-        if not (is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)):
-            problems.append(f"{key} of the model is missing")
+        is_left = any(fnmatchcase(key, pattern) for pattern in ignore)
+        is_left = is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)
         if tensor.is_meta and is_sharded(tensor):
             why = "is sharded on the meta device: call model.to_empty(device=...) first"
             problems.append(f"{key} {why}")
-        elif tensor.is_meta and key not in filled:
-            problems.append(f"{key} is on the meta device and gets no values: initialise it before")
+        elif key not in filled and (tensor.is_meta or not is_left):
+            is_meta = ", and on the meta device: initialise it before" if tensor.is_meta else ""
+            problems.append(f"{key} of the model is missing{is_meta}")
     if problems:
         what = f"nothing was loaded from {source.path}, because it does not fit the model"
-        raise ValueError(
-            told(what, problems) + "\nignore=[...] leaves keys out, by name or pattern"
-        )
+        end = "\nignore=[...] leaves keys out, by name or pattern"
+        raise ValueError(told(what, problems) + end)
     return found
 
 
@@ -245,24 +242,6 @@ def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
     """Whether a model of Transformers lists a key as one to leave out."""
     listed = [p for m in model.modules() for p in getattr(m, attribute, None) or ()]
     return any(re.search(pattern, key) for pattern in listed)
-
-
-def _misfit(source: Source, key: str, parameter: Tensor, slot: Slot) -> str | None:
-    """The reason why a tensor of the files cannot go to a slot, or None."""
-    dtype, shape = source.specs[key].dtype, source.specs[key].shape
-    if shape != tuple(slot.shape):
-        return f"has shape {shape}, and the model's is {tuple(slot.shape)}"
-    if dtype.is_floating_point != parameter.dtype.is_floating_point:
-        return f"is {dtype}, and the model's is {parameter.dtype}"
-    return None
-
-
-def _differs(source: Source, first: str, second: str) -> str | None:
-    """The reason why two names of one tensor cannot both be right, or None."""
-    a, b = source.read(first, torch.float32), source.read(second, torch.float32)
-    if type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b):
-        return None
-    return f"differs from {first}, and the model has one tensor for both; ignore one, or untie them"
 
 
 # --- layers that are converted
@@ -430,23 +409,19 @@ def _overlap(
 
     The index is None where they have nothing in common.
     """
-    index = (*slot.index, *(slice(None) for _ in range(len(shape) - len(slot.index))))
+    index = slot.index or (slice(None),) * len(shape)
     target: list[int | slice] = []
     box: list[slice] = []
     for entry, size, own, start in zip(index, shape, local, offset, strict=True):
-        if isinstance(entry, int):
-            if not start <= entry < start + own:
-                return None, ()
-            target.append(entry - start)
-            continue
-        covered = range(*entry.indices(size))
-        first, step = covered.start, covered.step
-        begin = max(0, ceil_div(start - first, step))
-        end = min(len(covered), ceil_div(start + own - first, step))
+        part = range(size)[entry if isinstance(entry, slice) else slice(entry, entry + 1)]
+        begin, end = max(part.start, start), min(part.stop, start + own)
         if begin >= end:
             return None, ()
-        target.append(slice(first + begin * step - start, first + end * step - start, step))
-        box.append(slice(begin, end))
+        if isinstance(entry, slice):
+            target.append(slice(begin - start, end - start))
+            box.append(slice(begin - part.start, end - part.start))
+        else:
+            target.append(entry - start)
     if slot.transposed:
         box[-2:] = reversed(box[-2:])
     return tuple(target), tuple(box)

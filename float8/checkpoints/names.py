@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -38,6 +39,7 @@ from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 
 Index = tuple[int | slice, ...]
+Owners = dict[int, list[tuple[str, nn.Module, str]]]
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,18 @@ def within(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
+def owners(model: nn.Module) -> Owners:
+    """Tensor, by id -> the modules that have it: name without those of wrappers, module, own name.
+
+    Shared modules come several times.
+    """
+    found: Owners = defaultdict(list)
+    for _, plain, module in walk(model):
+        for own, tensor in (module._parameters | module._buffers).items():
+            found[id(tensor)].append((plain, module, own))
+    return found
+
+
 def _plain(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
     """The model without wrappers, of plain types, and (plain name -> name) of its tensors."""
     modules: dict[str, Any] = {}
@@ -135,15 +149,14 @@ def _plain(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
         if isinstance(module, DelayedCast):
             continue
         kind = type(module)
-        if kind.__name__.endswith("FullyShardedDataParallel") or kind.__module__.startswith(
-            "peft."
-        ):
+        is_fsdp1 = kind.__name__.endswith("FullyShardedDataParallel")
+        if is_fsdp1 or kind.__module__.startswith("peft."):
             raise ValueError(
                 f"{name or 'the model'} is a {kind.__name__}, whose parameters are not those that "
                 "are published: merge adapters of PEFT (merge_and_unload()), shard by fully_shard"
             )
-        while any(base.__name__ == "FSDPModule" for base in kind.__bases__):  # by fully_shard
-            kind = next(base for base in kind.__bases__ if base.__name__ != "FSDPModule")
+        if kind.__bases__[0].__name__ == "FSDPModule":  # by fully_shard
+            kind = kind.__bases__[1]
         modules[plain] = own = with_state_of(module, getattr(module, "plain_type", kind))
         own._modules.clear()
         names |= {
@@ -166,15 +179,14 @@ def _kept(plain: nn.Module) -> dict[str, Tensor]:
         found |= {within(name, n): x for n, x in own.items() if x is not None and n not in left}
         droppable += [within(name, n) for n in getattr(module, "_tied_weights_keys", None) or ()]
         ignored += [within(name, n) for n in getattr(module, "_keys_to_ignore_on_save", None) or ()]
-    by_tensor: dict[int, list[str]] = {}
+    by_tensor: dict[int, list[str]] = defaultdict(list)
     for name, x in found.items():
-        if name not in ignored:
-            by_tensor.setdefault(id(x), []).append(name)
+        by_tensor[id(x)] += [name] * (name not in ignored)
     # Transformers says which names of a shared weight it expects in files; else the first.
     kept = set()
     for group in by_tensor.values():
         main = [n for n in group if not any(re.search(key, n) for key in droppable)]
-        kept.add((main or sorted(group)[-1:])[0])
+        kept |= {*(main[:1] or sorted(group)[-1:])}
     return {name: x for name, x in found.items() if name in kept}
 
 
@@ -212,27 +224,21 @@ def _reverted(model: Any, prefix: str, own: dict[str, Tensor]) -> list[tuple[str
         found = revert_weight_conversion(
             model, {n.removeprefix(prefix): x for n, x in roots.items()}
         )
-    slots = []
+    slots, bad = [], []
     left = {name: x.numel() for name, x in roots.items()}
     for key, part in found.items():
         name = name_of.get(part.untyped_storage()._cdata, "")
-        slot = _slot(name, roots[name], part) if name else None
-        if slot is None:
-            raise ValueError(
-                f"{prefix}{key}: Transformers computes it from the parameters of "
-                f"{type(model).__name__} (rows permuted, or several parameters joined), so it is "
-                "no part of one of them. Such models are not supported; leave their module out by "
-                "passing the part of the model that is, such as model.language_model"
-            )
-        slots.append((prefix + key, slot))
-        left[name] -= part.numel()
-    for name, count in left.items():
-        if count != 0:
-            raise ValueError(
-                f"{name}: {own[name].numel()} elements, of which Transformers would write "
-                f"{own[name].numel() - count} into a checkpoint; its conversion of this model is "
-                "not supported"
-            )
+        if name and (slot := _slot(name, roots[name], part)) is not None:
+            slots.append((prefix + key, slot))
+            left[name] -= part.numel()
+        else:
+            bad.append(prefix + key)
+    if bad := [*bad, *(name for name, count in left.items() if count)]:
+        raise ValueError(
+            f"{bad[0]}: in the files of Transformers it is no part of one parameter of "
+            f"{type(model).__name__}, or the files lack a part (rows permuted, parameters joined). "
+            "Leave its module out by passing another part of the model, as model.language_model"
+        )
     slots.sort(key=lambda item: [getattr(i, "start", i) for i in item[1].index])
     return slots
 

@@ -1,18 +1,42 @@
-"""`SavePlan`: what a checkpoint will have, saved from a model or converted from another one."""
+"""`SavePlan`: what a checkpoint will have. `Writing`: the same with the tensors, one by one.
+
+A `Writing` is made of a model (``weights.py``) or of files (``rewriting.py``), which differ in how
+they read a tensor.
+
+**Scales that layers share.** Engines fuse the projections that read the same input, and a fused
+weight with one scale per tensor has one scale. If the parts had their own, the engine would
+dequantise them and cast again with the largest. So the parts of `FUSED` that are cast with one
+scale per tensor get their largest, once, from high precision. Stored weights keep theirs.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from textwrap import fill
 from typing import Any
 
-from float8.checkpoints.casts import StoredLayer
+import torch
+from torch import Tensor
+
+from float8 import kernels
+from float8.checkpoints.casts import CAST_ANEW, STORED, TRAINING_CAST, StoredLayer
 from float8.checkpoints.files import Spec, in_files, table
-from float8.checkpoints.layouts import BLOCKS, Layout, read_by
-from float8.convert.folding import pattern_of
-from float8.formats import ScaleFormat
+from float8.checkpoints.layouts import WEIGHT, Layout
+from float8.convert.folding import folded, pattern_of
+from float8.formats import E4M3
+from float8.granularity import WHOLE, Tensorwise
+from float8.tensor import Float8Tensor
+
+# The last parts of the names of projections that engines fuse.
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,18 +50,22 @@ class SavePlan:
         layers: the layers in float8, as files name them -> how their weights are cast.
         skipped: the linear layers that stay in high precision -> why.
         tensors: key -> dtype, shape and file of every tensor.
-        files: file -> bytes of its tensors.
         quantization_config: what ``config.json`` says to readers.
-        notes: which libraries read it, and what they do with it.
     """
 
     layout: Layout | None
     layers: dict[str, str]
     skipped: dict[str, str]
     tensors: dict[str, Spec]
-    files: dict[str, int]
     quantization_config: dict[str, Any]
-    notes: list[str]
+
+    @property
+    def files(self) -> dict[str, int]:
+        """File -> bytes of its tensors."""
+        found: dict[str, int] = defaultdict(int)
+        for spec in self.tensors.values():
+            found[spec.file] += spec.nbytes
+        return dict(found)
 
     @property
     def nbytes(self) -> int:
@@ -47,11 +75,11 @@ class SavePlan:
     def __str__(self) -> str:
         sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
         lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)  # -> bytes
+        suffixes = () if self.layout is None else self.layout.suffixes
         for name, how in self.layers.items():
-            assert self.layout is not None
-            shape = "x".join(map(str, self.tensors[f"{name}.weight"].shape))
-            keys = [f"{name}{suffix}" for suffix in (".weight", *self.layout.suffixes)]
-            lines[pattern_of(name), shape, how].append(sum(sizes.pop(key) for key in keys))
+            shape = "x".join(map(str, self.tensors[name + WEIGHT].shape))
+            keys = [name + suffix for suffix in (WEIGHT, *suffixes)]
+            lines[pattern_of(name), shape, how].append(sum(sizes.pop(key, 0) for key in keys))
         for key, nbytes in sizes.items():
             dtype = str(self.tensors[key].dtype).removeprefix("torch.")
             lines[f"other tensors, {dtype}", "", "as they are"].append(nbytes)
@@ -66,35 +94,98 @@ class SavePlan:
             kinds = Counter((pattern_of(name), why) for name, why in self.skipped.items())
             left = [[name, count, fill(why, 60)] for (name, why), count in kinds.items()]
             parts.append(table(["in high precision", "count", "why"], left, "lrl"))
-        notes = "\n".join(fill(note, 100) for note in self.notes)
-        return "\n\n".join([*parts, *([notes] if notes else [])])
+        return "\n\n".join(parts)
 
 
-def plan_of(
-    layout: Layout | None,
-    layers: Mapping[str, StoredLayer],
-    how: dict[str, str],
-    skipped: dict[str, str],
-    specs: Mapping[str, Spec],
-    max_shard_bytes: float,
-) -> SavePlan:
-    """The plan of a checkpoint that has ``layers`` in float8, and tensors of these ``specs``.
+class Writing:
+    """A checkpoint that is planned, and can be made tensor by tensor.
 
-    Raises ValueError if readers would take a name of ``skipped`` for one of ``layers``.
+    ``specs`` has the keys of the model or of the source, and how tensors are stored that are in
+    high precision; ``layers`` the layers in float8, or the reason why one cannot be stored.
+    ``read(key)`` returns a whole tensor; of sharded models, all ranks call it. Raises ValueError
+    with all these reasons, or if readers would take a name of ``skipped`` for one of ``layers``.
+
+    Attributes:
+        plan: what the result will be.
+        keys: those of ``specs``.
     """
-    tensors = in_files(specs, max_shard_bytes)
-    files: dict[str, int] = defaultdict(int)
-    for spec in tensors.values():
-        files[spec.file] += spec.nbytes
-    config, notes = {}, []
-    if layout is not None:
-        config = layout.quantization_config(layers, skipped)
-        notes = [read_by(layout, {name: layer.shape for name, layer in layers.items()})]
-        scales = {layer.scale_format for layer in layers.values()}
-        if layout.granularity == BLOCKS and ScaleFormat.FLOAT32 in scales:
-            notes.append(
-                "not all scales are powers of two: on Blackwell, engines that multiply by UE8M0 "
-                "scales cast such weights again, or misread them (SGLang before June 2026; by its "
-                "source); take FineGrained(scale_format=ScaleFormat.POWER_OF_TWO)"
-            )
-    return SavePlan(layout, how, skipped, tensors, dict(files), config, notes)
+
+    def __init__(
+        self,
+        layout: Layout | None,
+        specs: Mapping[str, Spec],
+        layers: Mapping[str, StoredLayer | str],
+        skipped: dict[str, str],
+        max_shard_bytes: float,
+        read: Callable[[str], Tensor],
+    ) -> None:
+        if problems := [(name, why) for name, why in layers.items() if isinstance(why, str)]:
+            raise ValueError("\n  ".join([f"{layout!r} cannot store:", *folded(problems)]))
+        own = {name: each for name, each in layers.items() if isinstance(each, StoredLayer)}
+        self.keys, self._specs, self._read = [*specs], specs, read
+        self._layers = {name + WEIGHT: layer for name, layer in own.items()}
+        self._fused: dict[str, list[StoredLayer]] = {}  # name -> the layers that engines fuse
+        self._scales: dict[str, Tensor] = {}  # the first of fused layers -> their scale
+        for name in own if layout is not None and layout.granularity == Tensorwise() else ():
+            parent, dot, last = name.rpartition(".")
+            group = next((group for group in FUSED if last in group), ())
+            fused = [own[n] for each in group if (n := f"{parent}{dot}{each}") in own]
+            self._fused |= {name: fused} if len(fused) > 1 else {}
+        stored: dict[str, Spec] = {}
+        for key, spec in specs.items():
+            stored |= self._layers[key].specs if key in self._layers else {key: spec}
+        tensors = in_files(stored, max_shard_bytes)
+        config = {} if layout is None else layout.quantization_config(own, skipped)
+        how = {name: self._how(layer) for name, layer in own.items()}
+        self.plan = SavePlan(layout, how, skipped, tensors, config)
+
+    def _how(self, layer: StoredLayer) -> str:
+        """How a layer's weight is cast, in words."""
+        fused, how = self._fused.get(layer.name, []), layer.how
+        others = ", ".join(each.name.rpartition(".")[2] for each in fused if each is not layer)
+        if others and how == STORED:
+            return f"{how}; engines that fuse it with {others} cast it again"
+        how = CAST_ANEW if others and how == TRAINING_CAST else how
+        return f"{how}, one scale with {others}" if others else how
+
+    def tensors(self, keys: Iterator[str]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of these keys, one after the other."""
+        for key in keys:
+            yield from self.gather(key)().items()
+
+    @torch.no_grad()
+    def gather(self, key: str) -> Callable[[], dict[str, Tensor]]:
+        """Read what the tensors of a key need. The function that is returned makes them.
+
+        Where a model is sharded, all ranks call this, for all keys in order.
+        """
+        x, layer = self._read(key), self._layers.get(key)
+        if layer is None:
+            return partial(_in_high_precision, key, x, self._specs[key].dtype)
+        return partial(layer.tensors, x, self._shared_scale(layer))
+
+    def _shared_scale(self, layer: StoredLayer) -> Tensor | None:
+        """The scale (1, 1) that a layer has with those that engines fuse with it, or None."""
+        casts = [each for each in self._fused.get(layer.name, ()) if each.how != STORED]
+        if layer.how == STORED or len(casts) < 2:
+            return None
+        first = casts[0].name
+        if first not in self._scales:
+            scales = [self._scale(each) for each in casts]
+            self._scales[first] = torch.stack([x.to(scales[0].device) for x in scales]).amax(0)
+        return self._scales[first]
+
+    def _scale(self, layer: StoredLayer) -> Tensor:
+        if layer.known is not None:
+            return layer.known
+        x = self._read(layer.name + WEIGHT)
+        x = x.dequantize(torch.float32) if isinstance(x, Float8Tensor) else x
+        amax = kernels.amax(x, (WHOLE, WHOLE))
+        return kernels.scale_from_amax(amax, E4M3.max, layer.scale_format.value)
+
+
+def _in_high_precision(key: str, x: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    made = x.dequantize(dtype) if isinstance(x, Float8Tensor) else x.to(dtype)
+    if made.dtype == torch.float16 != x.dtype and not bool(made.isfinite().all()):
+        raise ValueError(f"{key}: it has values that float16 does not hold")
+    return {key: made}

@@ -32,16 +32,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
-from float8.checkpoints.layouts import TRANSFORMERS, Layout, transformers_refuses
+from float8.checkpoints.layouts import WEIGHT, Layout
 from float8.checkpoints.plan import SavePlan
-from float8.checkpoints.weights import (
-    Item,
-    check_values,
-    planned,
-    transformers_config,
-    unwrapped,
-)
+from float8.checkpoints.weights import planned, transformers_config, unwrapped
+from float8.convert.folding import pattern_of
 from float8.distributed.rank_comparison import compare_ranks
+from float8.granularity import block_name
 
 __all__ = ["SavePlan", "plan_save", "save_pretrained", "weight_updates"]
 
@@ -65,19 +61,29 @@ def plan_save(
         ValueError: the model has no layer in float8, or some that the layout cannot store; the
             message names all of them, and the fix.
     """
-    plan, _ = planned(model, layout, input_scales, recast, max_shard_bytes)
-    _warn_of_readers(plan, model)
+    plan = planned(model, layout, input_scales, recast, max_shard_bytes).plan
+    _warn_of_sizes(plan, model)
     return plan
 
 
-def _warn_of_readers(plan: SavePlan, model: nn.Module) -> None:
-    layout, config = plan.layout, transformers_config(model)
-    if layout is None or layout.name != "fine_grained" or config is None:
+def _warn_of_sizes(plan: SavePlan, model: nn.Module) -> None:
+    """Warn of blocks that Transformers misreads.
+
+    Where it dequantises, as without a GPU, it takes the shape of a weight divided by that of its
+    scales for the block.
+    """
+    if plan.layout is None or plan.layout.name != "fine_grained" or not transformers_config(model):
         return
-    shapes = {name: plan.tensors[f"{name}.weight"].shape for name in plan.layers}
-    if (reason := transformers_refuses(layout, shapes)) is not None:
+    odd = {
+        pattern_of(name)
+        for name in plan.layers
+        for n, extent in zip(plan.tensors[name + WEIGHT].shape, plan.layout.block, strict=True)
+        if n > extent and n % extent
+    }
+    if odd:
         warnings.warn(
-            f"{TRANSFORMERS} misreads this checkpoint: {reason}. It reads "
+            "Transformers 5.23 without a GPU misreads sizes that are no multiples of "
+            f"{block_name(plan.layout.block)}: {', '.join(sorted(odd))}. It reads "
             "CompressedTensors(Rowwise()) in all sizes",
             stacklevel=3,
         )
@@ -124,8 +130,8 @@ def save_pretrained(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: the layout cannot store a layer, or a weight has NaN or inf; the message names
-            all of them. Nothing was written.
+        ValueError: the layout cannot store a layer; the message names all of them. Or the scale of
+            a weight is not finite, as with a NaN in it. Nothing was written.
         FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False; or it
             cannot be replaced, as the current folder and mount points.
         OSError: the disk is full, or cannot be written to; the folder is as it was before.
@@ -136,30 +142,25 @@ def save_pretrained(
     writes = not ranks or dist.get_rank() == ranks[0]
     plan, error = None, None
     try:
-        plan, items = planned(model, layout, input_scales, recast, max_shard_bytes)
-        _warn_of_readers(plan, model)
-        check_values(items)
+        writing = planned(model, layout, input_scales, recast, max_shard_bytes)
+        plan = writing.plan
+        _warn_of_sizes(plan, model)
         files = _files_beside(model, plan)
     except Exception as caught:
         error = caught
     agree(groups, "calls save_pretrained", error, plan)
     assert plan is not None
-    left = iter(items)
+    left = iter(writing.keys)
     try:
         if writes:
-            tensors = _tensors(left)
+            tensors = writing.tensors(left)
             write_shards(folder, plan.tensors, tensors, files=files, overwrite=overwrite)
     except Exception as caught:
         error = caught
-    for item in left:  # all of them, or those after an error
-        item.read()
+    for key in left:  # all of them, or those after an error
+        writing.gather(key)
     agree(groups, "has saved", error, None)
     return plan
-
-
-def _tensors(items: Iterator[Item]) -> Iterator[tuple[str, Tensor]]:
-    for item in items:
-        yield from item.read()
 
 
 def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
@@ -190,8 +191,8 @@ def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
 def sharing(model: nn.Module) -> tuple[list[int], list[dist.ProcessGroup]]:
     """The ranks over which a model is sharded, and their process groups; none if it is whole."""
     check_module(model, "float8.checkpoints")
-    tensors: list[Any] = [*model.parameters(), *model.buffers()]
-    meshes = dict.fromkeys(x.device_mesh for x in tensors if kernels.is_sharded(x))
+    tensors = (*model.parameters(), *model.buffers())
+    meshes: Any = dict.fromkeys(x.device_mesh for x in tensors if kernels.is_sharded(x))  # type: ignore[attr-defined]
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
     return sorted(ranks), list(groups.values())
@@ -244,24 +245,24 @@ def weight_updates(
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: the layout cannot store a layer, or a parameter has NaN or inf.
+        ValueError: the layout cannot store a layer.
         RuntimeError: of a sharded model, on every rank: the error of any rank. While iterating: a
             parameter was written to since the call, so an engine would have weights of two steps.
     """
     (_, groups), plan, error = sharing(model), None, None
     try:
-        plan, items = planned(model, layout, input_scales, recast)
-        check_values(items)
+        writing = planned(model, layout, input_scales, recast)
+        plan = writing.plan
     except Exception as caught:
         error = caught
     agree(groups, "calls weight_updates", error, plan)
     # Inference tensors have no version, and are written to under inference_mode alone.
-    own = {name: p for name, p in model.named_parameters() if not p.is_inference()}
-    return _watched(_tensors(iter(items)), own, [p._version for p in own.values()])
+    own = {n: (p, p._version) for n, p in model.named_parameters() if not p.is_inference()}
+    return _watched(writing.tensors(iter(writing.keys)), own)
 
 
 def _watched(
-    tensors: Iterator[tuple[str, Tensor]], own: Mapping[str, Tensor], versions: list[int]
+    tensors: Iterator[tuple[str, Tensor]], own: Mapping[str, tuple[Tensor, int]]
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors; raises before one that comes after a write to a parameter.
 
@@ -276,14 +277,12 @@ def _watched(
     handle = register_optimizer_step_post_hook(note)
     try:
         while True:
-            now = zip(own.items(), versions, strict=True)
-            changed = [n for (n, p), v in now if p._version != v or id(p) in stepped]
-            if changed:
-                raise RuntimeError(
-                    f"weight_updates: {changed[0]} was written to since the call, and earlier "
-                    "tensors are of the weights before. Finish the iteration before the optimizer "
-                    "steps"
-                )
+            for name, (p, version) in own.items():
+                if p._version != version or id(p) in stepped:
+                    raise RuntimeError(
+                        f"weight_updates: {name} was written to since the call, and earlier tensors"
+                        " are of the weights before. Iterate to the end before the optimizer steps"
+                    )
             if (entry := next(tensors, None)) is None:
                 return
             yield entry

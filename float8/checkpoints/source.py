@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from float8.checkpoints.files import Shards, Spec
-from float8.checkpoints.layouts import Layout, layout_of
+from float8.checkpoints.files import INDEX_SUFFIX, SUFFIX, Spec
+from float8.checkpoints.layouts import WEIGHT, Layout, layout_of
 from float8.formats import FORMATS
 from float8.tensor import Float8Tensor
 
-WEIGHT = ".weight"
 # Where quantization configs list the layers that stay in high precision: transformers,
 # compressed-tensors, modelopt.
 _SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -40,10 +40,13 @@ _SHOWN = 10
 
 
 class Source:
-    """The weights of a folder of safetensors files, or of one such file; see `Shards`.
+    """The weights of a folder of safetensors files, or of one such file.
 
-    The configs lie in the folder, or beside the file. Contradictions between the files, or between
-    them and their config, raise ValueError. With ``raises=False`` they are in ``problems`` alone.
+    Of a folder, the files of its indices and ``model.safetensors`` are read, and without these all
+    ``.safetensors`` files together. The configs lie in the folder, or beside the file. Raises
+    FileNotFoundError if the folder, the file or a shard is missing. Raises ValueError if a file is
+    damaged, if two files have the same key, or if files contradict each other or their config. With
+    ``raises=False`` these contradictions are in ``problems`` alone.
 
     Attributes:
         specs: key -> dtype, shape and file of all tensors.
@@ -54,11 +57,15 @@ class Source:
     """
 
     def __init__(self, path: str | Path, *, raises: bool = True) -> None:
-        self.path, self._shards = Path(path), Shards(path)
-        self.folder, self.specs = self._shards.folder, self._shards.specs
+        self.path = Path(path)
+        self.folder = self.path if self.path.is_dir() else self.path.parent
+        self.specs: dict[str, Spec] = {}
+        self._open: tuple[str, Any] | None = None  # the file that was read last
+        for name in sorted(_files_of(self.path)):
+            self._read_header(name)
         self.layout, self._skipped, self.config_file = _read_config(self.folder)
         suffixes = () if self.layout is None else self.layout.suffixes
-        float8 = {key: spec for key, spec in self.specs.items() if spec.dtype in FORMATS}
+        float8 = [key for key, spec in self.specs.items() if spec.dtype in FORMATS]
         self.layers = {
             name: [name + suffix for suffix in suffixes if name + suffix in self.specs]
             for name in (key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT))
@@ -69,19 +76,44 @@ class Source:
         if self.problems and raises:
             raise ValueError(told(f"{self.path} contradicts itself", self.problems))
 
-    def read(self, key: str, dtype: torch.dtype) -> Tensor:
+    def _read_header(self, name: str) -> None:
+        file = self.folder / name
+        try:
+            with safe_open(file, "pt") as opened:  # tensors are mapped, not read
+                for key in sorted(opened.keys()):
+                    if key in self.specs:
+                        both = f"{self.specs[key].file} and {name} both have {key}"
+                        raise ValueError(f"{self.path}: {both}; give the path of one")
+                    self.specs[key] = Spec.of(opened.get_tensor(key), name)
+        except SafetensorError as error:
+            raise ValueError(f"{file}: it is damaged or no {SUFFIX} file: {error}") from error
+
+    def stored(self, key: str) -> Tensor:
+        """A tensor as the file has it; its memory is that of the mapped file: do not write to it.
+
+        The file stays mapped until a tensor of another one is read and its own are freed.
+        """
+        name = self.specs[key].file
+        if self._open is None or self._open[0] != name:  # opening reads the whole header
+            self._open = name, safe_open(self.folder / name, "pt")
+        found: Tensor = self._open[1].get_tensor(key)
+        return found
+
+    def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """One of `weights`, mapped into memory: a plain tensor, or a `Float8Tensor`.
 
         A `Float8Tensor` dequantises to ``dtype``.
         """
         name = key.removesuffix(WEIGHT)
-        is_layer = key.endswith(WEIGHT) and name in self.layers
-        return self.layer(name, dtype)[0] if is_layer else self._shards.read(key)
+        is_layer = name != key and name in self.layers
+        return self.layer(name, dtype)[0] if is_layer else self.stored(key)
 
-    def layer(self, name: str, dtype: torch.dtype) -> tuple[Float8Tensor, Tensor | None]:
+    def layer(
+        self, name: str, dtype: torch.dtype = torch.float32
+    ) -> tuple[Float8Tensor, Tensor | None]:
         """The weight and input scale of one of `layers`, mapped into memory."""
         assert self.layout is not None
-        return self.layout.layer(name, self._shards.read, self.layers[name], dtype)
+        return self.layout.layer(name, self.stored, self.layers[name], dtype)
 
     def lists(self, name: str) -> str | None:
         """The entry by which the config leaves a module in high precision, or None."""
@@ -91,15 +123,10 @@ class Source:
         """The file and key of a tensor, for messages."""
         return f"{self.specs[key].file}: {key}"
 
-    def _problems(self, float8: dict[str, Spec], suffixes: tuple[str, ...]) -> Iterator[str]:
-        for key, spec in float8.items():
+    def _problems(self, float8: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+        for key in float8:
             if not key.endswith(WEIGHT):
                 yield f"{self.place(key)} is in float8, and only weights ({WEIGHT}) are read so"
-            elif self.layout is None:
-                yield (
-                    f"{self.place(key)} is {spec.dtype}, and no quantization_config in config.json "
-                    "says how its scale is stored; copy it beside the files"
-                )
         for key in self.weights:
             suffix = next((s for s in suffixes if key.endswith(s)), None)
             if suffix is not None:
@@ -109,16 +136,18 @@ class Source:
         for name in self.layers:
             place = self.place(name + WEIGHT)
             if (entry := self.lists(name)) is not None:
+                yield f"{place} is in float8, and {self.config_file} lists {entry!r} as skipped"
+            if self.layout is None:
                 yield (
-                    f"{place} is in float8, and {self.config_file} lists {entry!r} as left in high "
-                    "precision; correct the one that is wrong"
+                    f"{place} is in float8, and no quantization_config in config.json says how its "
+                    "scale is stored; copy it beside the files"
                 )
-            if self.layout is not None:
-                try:
-                    self.layer(name, torch.float32)
-                except ValueError as error:
-                    file = self.specs[name + WEIGHT].file
-                    yield f"{file}: {error}; {self.config_file} says {self.layout!r}"
+                continue
+            try:
+                self.layer(name)
+            except ValueError as error:
+                file = self.specs[name + WEIGHT].file
+                yield f"{file}: {error}; {self.config_file} says {self.layout!r}"
 
 
 def told(what: str, problems: Iterable[str]) -> str:
@@ -126,6 +155,28 @@ def told(what: str, problems: Iterable[str]) -> str:
     problems = list(problems)
     more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
     return f"{what}:" + "".join(f"\n  {line}" for line in [*problems[:_SHOWN], *more])
+
+
+def _files_of(path: Path) -> set[str]:
+    """The names of the files to read."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path}: there is no such folder or file; huggingface_hub.snapshot_download fetches "
+            "one of the Hub"
+        )
+    files = [path]
+    if path.is_dir():
+        files = [*path.glob("*" + INDEX_SUFFIX), *path.glob("model" + SUFFIX)]
+        files = files or [*path.glob("*" + SUFFIX)]
+    names: set[str] = set()
+    for file in files:
+        is_index = file.name.endswith(INDEX_SUFFIX)
+        names |= set(
+            json.loads(file.read_bytes())["weight_map"].values() if is_index else [file.name]
+        )
+    if not names:
+        raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
+    return names
 
 
 def _read_config(folder: Path) -> tuple[Layout | None, list[str], str]:

@@ -27,25 +27,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.filters import (
-    ModuleFilter,
-    all_of,
-    divisible_by,
-    unmatched_patterns,
-    why_not,
-)
+from float8.convert.filters import ModuleFilter, all_of, divisible_by, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
-from float8.linear.registration import (
-    MODULE_RULES,
-    WEIGHT_RULES,
-    ModuleRule,
-    stacked_weights,
-)
+from float8.linear.registration import MODULE_RULES, WEIGHT_RULES, ModuleRule, stacked_weights
 from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")
@@ -54,6 +43,7 @@ NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
+FUSED = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
 
 @dataclass
@@ -292,14 +282,11 @@ def _multiplies_otherwise(m: Any) -> str | None:
             f"its type is {kind}, not nn.Linear; see float8.convert.register_linear_type",
         ),
         (isinstance(m, attention), "nn.MultiheadAttention multiplies by its weights itself"),
-        (
-            isinstance(m, nn.TransformerEncoderLayer),
-            "nn.TransformerEncoderLayer has a fused inference path; see mha.set_fastpath_enabled",
-        ),
+        (isinstance(m, nn.TransformerEncoderLayer), f"{FUSED}; see mha.set_fastpath_enabled"),
         (kind == "Conv1D" and hasattr(m, "nf"), "its type is Conv1D, not nn.Linear"),
         (
             kind.endswith("Experts") and stacked_weights(m),
-            f"its type is {kind}; see float8.register_experts",
+            f"its type is {kind}; see register_experts",
         ),
     )
     return next((reason for is_so, reason in reasons if is_so), None)
@@ -343,11 +330,8 @@ def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
                 reason = f"its weight is also {fqn}.{name} ({type(m).__name__}): untie the two"
                 readers[id(parameter)] = reason
         if isinstance(m, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
-            readers |= dict.fromkeys(
-                (id(m.linear1.weight), id(m.linear2.weight)),
-                "in eval mode nn.TransformerEncoderLayer reads its weight itself; call "
-                "torch.backends.mha.set_fastpath_enabled(False) before the conversion",
-            )
+            reason = f"{FUSED}; call torch.backends.mha.set_fastpath_enabled(False) before"
+            readers |= dict.fromkeys((id(m.linear1.weight), id(m.linear2.weight)), reason)
     found = ((fqn, readers.get(id(layer.weight))) for fqn, layer in layers.items())
     return {fqn: reason for fqn, reason in found if reason is not None}
 

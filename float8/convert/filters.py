@@ -158,11 +158,7 @@ def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[s
     names, found = list(names), []
     for pattern in getattr(module_filter_fn, "patterns", ()):
         if not any(_matches(pattern, name) for name in names):
-            below = [name for name in names if name.endswith("." + pattern)]
-            way_out = (
-                f"; names are whole: write {'*' + pattern!r} for {below[0]!r}" if below else ""
-            )
-            found.append(f"{pattern!r}{way_out or did_you_mean(pattern, names)}")
+            found.append(f"{pattern!r}{did_you_mean(pattern, names)}")
     return found
 
 

@@ -93,10 +93,7 @@ def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter:
-            return (
-                f"has a {type(parameter).__name__} as {name}; apply the style once, before "
-                "fully_shard, and convert without enable_fsdp_float8_all_gather, or later"
-            )
+            return f"has a {type(parameter).__name__} as {name}; apply the style once, and first"
     sizes = {name: p.shape[0] if p.dim() else 0 for name, p in parameters.items()}
     experts = max(sizes.values(), default=0)
     if experts != min(sizes.values(), default=0):
@@ -168,9 +165,9 @@ class _Hooks:
             return given[0], given[1], None
         if len(given) != 3 or len(shapes[0]) != 2 or shapes[1] != shapes[2]:
             raise ValueError(
-                f"{innermost_module()}: Float8ExpertParallel needs the arguments (x (R, D), "
-                f"num_tokens_per_expert ({self.experts},)) or (hidden_states (T, D), top_k_index "
-                f"(T, k), top_k_weights (T, k)), got {shapes}"
+                f"{innermost_module()}: Float8ExpertParallel needs (x (R, D), num_tokens_per_expert"
+                f" ({self.experts},)) or (hidden_states (T, D), top_k_index (T, k), top_k_weights "
+                f"(T, k)), got {shapes}"
             )
         x_TD, index_TK, weights_TK = given
         order_R = index_TK.flatten().argsort(stable=True)

@@ -121,9 +121,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
     if is_sharded(layer.weight):  # type: ignore[arg-type]
         return (
-            "its weight is a DTensor already, and enable_fsdp_float8_all_gather=True replaces "
-            "plain weights: convert before fully_shard; with tensor parallelism leave the option "
-            "off"
+            "its weight is a DTensor already: convert before fully_shard, and with tensor "
+            "parallelism leave enable_fsdp_float8_all_gather off"
         )
     return None
 
@@ -170,9 +169,8 @@ def _unwrap(root: nn.Module) -> None:
         is_shard = _is_stored(parameter) and is_sharded(parameter)
         if is_shard or isinstance(parameter, GatheredWeight):
             raise RuntimeError(
-                f"{type(module).__name__}.{name} is sharded by fully_shard and gathered in float8, "
-                "which cannot be undone: make a plain model and load get_model_state_dict(model) "
-                "into it"
+                f"fully_shard has sharded {type(module).__name__}.{name}, which is gathered in "
+                "float8: load get_model_state_dict(model) into a plain model instead"
             )
     for parameter, places in found:
         if isinstance(parameter, ShardedWeight):

@@ -29,12 +29,7 @@ from float8.config import LinearPlan, OperandCast
 from float8.config.plan import Operand
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
-from float8.linear.autograd import (
-    Call,
-    States,
-    as_matrix,
-    refuse_double_backward,
-)
+from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
 from float8.linear.layer import Float8Linear, function_of, linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for, without_autocast
 from float8.linear.refusals import refuses_layer
@@ -286,8 +281,7 @@ class Float8ParallelLinear(Float8Linear):
         x: Any = input if isinstance(input, DTensor) else placed(input, layout.mesh, layout.given)
         if x.device_mesh != layout.mesh:
             raise ValueError(
-                f"{self._name}: the input lies on {x.device_mesh}, the parallel plan is for "
-                f"{layout.mesh}; redistribute it, or pass its local tensor"
+                f"{self._name}: the input lies on {x.device_mesh}, and the layer on {layout.mesh}"
             )
         if not isinstance(x._local_tensor, Float8Tensor):
             plan = plan_for(self.config, x.device, compute_dtype(x._local_tensor))

@@ -112,9 +112,8 @@ def _compare_before_sync(
 ) -> None:
     """Raise, on every rank, if the ranks that ``sync`` reduces over differ in layers."""
     remedy = SAME_LAYERS + (
-        "; where ranks hold different layers by design, as pipeline stages do, pass "
-        "sync_float8_amax_and_scale_history(model, group=...) the process group or DeviceMesh of "
-        "the ranks that hold the same layers"
+        "; or pass sync_float8_amax_and_scale_history(model, group=...) the process group or "
+        "DeviceMesh of the ranks that hold the same layers, as those of a pipeline stage"
     )
     facts = facts_of(model, (*LAYERS, DelayedCast))
     compare_ranks(groups, facts, remedy, _error_of_missing_ranks(model, set(ranks)))
@@ -132,9 +131,8 @@ def _error_of_missing_ranks(model: nn.Module, present: set[int]) -> str | None:
         for ranks in map(dist.get_process_group_ranks, groups):
             if not present.issuperset(ranks):
                 return (
-                    f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it, in float8 with "
-                    f"one scale, and sync takes ranks {sorted(present)} only: its group must hold "
-                    "the ranks of tensor parallelism and of FSDP2's shards too"
+                    f"{fqn or 'the model itself'}: ranks {ranks} hold parts of it, with one scale: "
+                    f"the group of sync must hold all of them, and holds ranks {sorted(present)}"
                 )
     return None
 

@@ -16,9 +16,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _MARK = "_float8_replaced_in"  # an attribute: weak references would forbid torch.utils.swap_tensors
 _GATHERING = (
-    "this optimizer holds a weight of {} that conversion with enable_fsdp_float8_all_gather=True "
-    "has replaced by a Parameter of another type, so that it would step what the model does not "
-    "use: convert (and shard) the whole model first, then build the optimizer from its parameters"
+    "enable_fsdp_float8_all_gather=True has replaced a weight of {} that this optimizer holds: "
+    "convert (and shard) the whole model first, then build the optimizer from its parameters"
 )
 
 
@@ -43,12 +42,8 @@ def _install_hook() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def refuses_optimizer(optimizer: Optimizer) -> str | None:
-    """The error message if the optimizer holds a replaced parameter, else None."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return next((vars(p)[_MARK] for p in parameters if hasattr(p, _MARK)), None)
-
-
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if (message := refuses_optimizer(optimizer)) is not None:
-        raise RuntimeError(message)
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if hasattr(p, _MARK):
+                raise RuntimeError(vars(p)[_MARK])

@@ -73,10 +73,8 @@ class ShardedWeight(Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         raise RuntimeError(
-            "the .data of a weight that is gathered in float8 was assigned to, which would not "
-            "change its values: write weight.copy_(...) under torch.no_grad(). FSDP1 assigns to "
-            ".data: shard with fully_shard (FSDP2), or convert without "
-            "enable_fsdp_float8_all_gather"
+            "assigning to .data would not change a weight that is gathered in float8: write "
+            "weight.copy_(...) under torch.no_grad(). FSDP1 assigns so: take fully_shard (FSDP2)"
         )
 
     def data_ptr(self) -> int:
@@ -97,9 +95,8 @@ class ShardedWeight(Tensor):
         block = block_of(weight_cast(module)[0], self)
         if set(block) - {1, WHOLE} and self.shape[1:] != outer_size[1:]:
             raise ValueError(
-                f"{type(module).__name__}: its weights are gathered in float8 with one scale for "
-                f"each block {block}, and a dimension other than the experts is sharded, which may "
-                "split blocks: shard along dimension 0"
+                f"{type(module).__name__}: its weights are gathered in float8, and a shard may "
+                f"split their blocks {block}: shard along dimension 0"
             )
         dtype, group = mp_policy.param_dtype or self.dtype, mesh.get_group()
         data, scale = cast_shard(self.plain, self.known, module, outer_size, dtype, group)

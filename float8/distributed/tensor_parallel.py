@@ -44,11 +44,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
@@ -98,10 +94,7 @@ def _parallelized(module: Any, is_colwise: bool, style: Any, mesh: DeviceMesh) -
     if type(module) not in _PARALLEL:
         reason = "only nn.Linear and Float8Linear are parallelized; give it torch's own style"
     elif isinstance(module, Float8Linear) and module.config.enable_fsdp_float8_all_gather:
-        reason = (
-            "enable_fsdp_float8_all_gather=True stores its weight for FSDP2 alone; leave the "
-            "option off for tensor-parallel layers"
-        )
+        reason = "enable_fsdp_float8_all_gather=True is for FSDP2 alone; leave it off here"
     elif output.is_partial():
         reason = f"output_layouts must be Replicate() or Shard(dim), got {output}"
     if reason is not None:
@@ -173,9 +166,8 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
     if len(casts) > 1:
         named = ", ".join(f"{name}: {cast.summary}" for cast, name in casts.items())
         raise ValueError(
-            f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast their inputs "
-            f"differently ({named}); name the one that reads this input in "
-            "fwd_config_submodule_fqn"
+            f"PrepareFloat8ModuleInput: the layers of {type(module).__name__} cast differently "
+            f"({named}); name the one that reads this input in fwd_config_submodule_fqn"
         )
     is_delayed = layers[0].config.cast_config_input.scaling_type is ScalingType.DELAYED
     return None if is_delayed else layers[0].config

@@ -78,8 +78,7 @@ def find_route(
     if bytes_ != [row_bytes] * ranks:
         raise ValueError(
             f"{innermost_module()}: the ranks send rows of {bytes_} bytes (-1: more tokens than "
-            f"rows), rank {rank} of the mesh {rows} rows with num_tokens_per_expert "
-            f"{counts_E.tolist()}. Give all ranks inputs of one size and dtype, and run "
+            f"its {rows} rows). Give all ranks inputs of one size and dtype, and run "
             "float8.high_precision on all or none"
         )
     expert = torch.arange(here - 1, device=counts.device).repeat(ranks)

@@ -18,12 +18,4 @@ from float8.estimate.devices import DEVICES, Device, Figure, GemmSpeed
 from float8.estimate.predict import estimate, faster_layers
 from float8.estimate.table import Estimate
 
-__all__ = [
-    "DEVICES",
-    "Device",
-    "Estimate",
-    "Figure",
-    "GemmSpeed",
-    "estimate",
-    "faster_layers",
-]
+__all__ = ["DEVICES", "Device", "Estimate", "Figure", "GemmSpeed", "estimate", "faster_layers"]

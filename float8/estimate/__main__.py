@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import reprlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,29 +24,23 @@ from pathlib import Path
 from float8.config import RECIPES
 from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate
-from float8.estimate.roofline import LARGEST, Shape
+from float8.estimate.roofline import Shape
 
 
-def parse_shape(text: str) -> Shape:
-    """``"8192,4096,14336"`` as a Shape, a fourth number being experts; for argparse."""
-    try:
-        M, K, N, *E = (int(size) for size in text.split(","))
-        return Shape(M, K, N, *E)
-    except (ValueError, TypeError) as error:
-        raise argparse.ArgumentTypeError(
-            f"a shape is M,K,N or M,K,N,E, integers from 1 to {LARGEST}, not {reprlib.repr(text)}"
-        ) from error
+def shape(text: str) -> Shape:
+    """``"8192,4096,14336"`` as a Shape, a fourth number being experts."""
+    return Shape(*map(int, text.split(",")))
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options; the description is the top of this file."""
-    options = argparse.ArgumentParser(
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; bad input ends it with a message and status 2."""
+    parser = argparse.ArgumentParser(
         prog="python -m float8.estimate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = options.add_argument
-    add("shapes", nargs="+", type=parse_shape, metavar="M,K,N[,E]")
+    add = parser.add_argument
+    add("shapes", nargs="+", type=shape, metavar="M,K,N[,E]")
     known = ", ".join(DEVICES)
     add("--device", default="H100", help=f"{known}, or a file of Device.save; default H100")
     add("--recipes", nargs="+", choices=list(RECIPES), default=["tensorwise", "rowwise"])
@@ -57,24 +50,19 @@ def parser() -> argparse.ArgumentParser:
     add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
     add("--sources", action="store_true", help="say where each figure of the device is from")
     add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
-    return options
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the command line; bad input ends it with a message and status 2."""
-    arguments = parser()
-    options = arguments.parse_args(argv)
+    options = parser.parse_args(argv)
     try:
         result = estimate(
             options.shapes,
-            device=options.device,
-            recipes=options.recipes,
+            None,
+            options.device,
+            options.recipes,
             training=not options.forward,
             weights_cached=options.weights_cached,
             gradient_accumulation=options.gradient_accumulation,
         )
     except ValueError as error:
-        arguments.error(str(error))
+        parser.error(str(error))
     print(result)
     if options.sources:
         print(*result.device.provenance(), sep="\n")

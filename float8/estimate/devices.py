@@ -25,12 +25,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from float8.arguments import check_type
 from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
@@ -38,7 +37,6 @@ FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
 ROWWISE_BY_CUTLASS = "rowwise by CUTLASS"
 ANY_PASS = "any"
 SOURCES = ("datasheet", "measured", "fitted", "published", "predicted", "assumed", "exact")
-MEASURE = "python benchmarks/measure_device.py --save FILE"
 
 
 @dataclass(frozen=True)
@@ -60,6 +58,13 @@ class Figure:
     def kind(self) -> str:
         """How reliable it is: the first word of the source."""
         return self.source.partition(":")[0]
+
+
+class MemoryPass(NamedTuple):
+    """One pass over an operand's memory: its name, and the bytes it moves per element."""
+
+    name: str
+    bytes_per_element: float
 
 
 @dataclass(frozen=True)
@@ -90,17 +95,14 @@ class Device:
 
     Args:
         name: as the table shows it.
-        arch: such as ``"sm_90"`` or ``"gfx94"``; ``"cpu"`` where float8 is emulated.
+        arch: such as ``"sm_90"`` or ``"gfx94"``.
         bandwidth: bytes per second between chip and memory.
         bandwidth_best: the fraction of it that a large copy reaches.
         launch: seconds that every kernel costs in addition to its work.
+        processors: that each compute one tile of a GEMM's result at a time.
         products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
-        passes: name of a pass over memory, or "any" -> bytes per second.
-            A pass that is not listed runs at the bandwidth, as a fused kernel on a GPU does.
-        processors: that each compute one tile of a GEMM's result at a time; None where that is not
-            known, as on a CPU.
-        compiled_casts: casts are kernels that the compiler makes, as torchao's are, not those of
-            this library.
+        passes: name of a pass over memory, or "any" -> bytes per second. A pass that is not listed
+            runs at the bandwidth, as a fused kernel does.
     """
 
     name: str
@@ -108,20 +110,9 @@ class Device:
     bandwidth: Figure
     bandwidth_best: Figure
     launch: Figure
+    processors: Figure
     products: Mapping[str, GemmSpeed]
     passes: Mapping[str, Figure] = field(default_factory=dict)
-    processors: Figure | None = None
-    compiled_casts: bool = False
-
-    @property
-    def emulates(self) -> bool:
-        """Whether float8 runs in plain PyTorch here."""
-        return self.arch == "cpu"
-
-    @property
-    def tiled_processors(self) -> int | None:
-        """The processors among which a GEMM's tiles are divided, or None."""
-        return None if self.processors is None else int(self.processors.value)
 
     @property
     def bytes_per_second(self) -> float:
@@ -133,6 +124,10 @@ class Device:
         rowwise = {ROWWISE: self.products[ROWWISE_BY_CUTLASS]}
         return dataclasses.replace(self, products={**self.products, **rowwise})
 
+    def seconds_of(self, passes: Iterable[MemoryPass], elements: int) -> float:
+        """Time of passes over the memory of an operand with so many elements."""
+        return sum(self.pass_seconds(name, moved * elements) for name, moved in passes)
+
     def pass_seconds(self, name: str, moved: float) -> float:
         """Time of one pass over memory that moves this many bytes."""
         rate = self.passes.get(name) or self.passes.get(ANY_PASS)
@@ -140,10 +135,9 @@ class Device:
 
     def figures(self) -> dict[str, Figure]:
         """Every figure under a readable name, such as ``bf16 peak`` or ``launch``."""
-        own = {f: getattr(self, f) for f in ("bandwidth", "bandwidth_best", "launch")}
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
         for kind, product in self.products.items():
             own |= {f"{kind} {part}": figure for part, figure in vars(product).items()}
-        own |= {"processors": self.processors} if self.processors else {}
         return own | dict(self.passes)
 
     def provenance(self) -> list[str]:
@@ -153,8 +147,6 @@ class Device:
             if figure.kind != "exact":
                 by_source.setdefault(figure.source, []).append(name)
         ranked = sorted(by_source, key=lambda source: SOURCES.index(source.partition(":")[0]))
-        for names in by_source.values():
-            names[5:] = names[5:] if len(names) <= 6 else [f"{len(names) - 5} more"]
         return [f"{source}: {', '.join(by_source[source])}" for source in ranked]
 
     def save(self, path: str | Path) -> None:
@@ -250,32 +242,28 @@ def _device(row: tuple[Any, ...]) -> Device:
     name, arch, peaks, parts, (terabytes, copied), processors, column, sheet = row
     sheet, bandwidth = f"datasheet: {sheet}", terabytes * 1e12
     ramp = f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain"
-    bf16 = Figure(parts[0], MAMF)
-    float8 = Figure(parts[1], MAMF) if parts[1] else Figure(parts[0], "assumed: as bfloat16")
-
-    def speed(peak: float, best: Figure) -> GemmSpeed:
-        half_size = Figure(peak * 1e12 * best.value * RAMP_S, ramp)
-        return GemmSpeed(Figure(peak * 1e12, sheet), best, half_size)
-
-    ratios = {
+    float8 = Figure(parts[1] or parts[0], MAMF if parts[1] else "assumed: as bfloat16")
+    parts_of_kinds = {BF16: Figure(parts[0], MAMF), TENSORWISE: float8}
+    for kind, ratio in {
         ROWWISE: CUBLAS_ROWWISE if arch == "sm_90" else CUTLASS_ROWWISE,
         ROWWISE_BY_CUTLASS: CUTLASS_ROWWISE,
         BLOCKWISE: BLOCKS,
-        MX: MX_BLOCKS,
-    }
-    products = {BF16: speed(peaks[0], bf16), TENSORWISE: speed(peaks[1], float8)}
-    for kind, ratio in ratios.items():
-        if kind != MX or SUPPORT[arch][MX] is None:
-            best = Figure(float8.value * ratio.value, ratio.source)
-            products[kind] = speed(peaks[1], best)
+        **({MX: MX_BLOCKS} if SUPPORT[arch][MX] is None else {}),
+    }.items():
+        parts_of_kinds[kind] = Figure(float8.value * ratio.value, ratio.source)
+    products = {}
+    for kind, best in parts_of_kinds.items():
+        peak = peaks[kind != BF16] * 1e12
+        ramped = Figure(peak * best.value * RAMP_S, ramp)
+        products[kind] = GemmSpeed(Figure(peak, sheet), best, ramped)
     any_cast = f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth"
     casts = {ANY_PASS: Figure(CAST_RATE * bandwidth, any_cast)}
     predicted = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
     for each, rates in KERNEL_RATES.items() if column is not None else ():
         casts[each] = Figure(rates[column] * bandwidth, predicted)
     copies = Figure(copied, "published: torchao's roofline_utils.py, pointwise kernels")
-    rest = LAUNCH, products, casts, Figure(processors, sheet)
-    return Device(name, arch, Figure(bandwidth, sheet), copies, *rest)
+    rest = copies, LAUNCH, Figure(processors, sheet), products, casts
+    return Device(name, arch, Figure(bandwidth, sheet), *rest)
 
 
 DEVICES: dict[str, Device] = {name: _device(row) for name, row in _SHEETS.items()}
@@ -290,18 +278,15 @@ def find_device(device: str | Path | Device) -> Device:
             `Device.save` wrote.
 
     Raises:
-        TypeError: neither a name, nor a path, nor a `Device`.
         ValueError: an unknown name, listing the known ones.
     """
     if isinstance(device, Device):
         return device
-    such_as = f"a name ({', '.join(DEVICES)}), a file that Device.save wrote, or a Device"
-    check_type(device, (str, Path), "estimate", "device", such_as)
     if str(device).upper() in DEVICES:
         return DEVICES[str(device).upper()]
     if os.path.isfile(device):
         return Device.load(device)
     raise ValueError(
         f"unknown device {str(device)!r}; known: {', '.join(DEVICES)}, or a JSON file that "
-        f"Device.save wrote; {MEASURE} writes one. GPUs older than Ada have no float8 tensor cores"
+        "Device.save wrote: python benchmarks/measure_device.py --save FILE writes one"
     )

@@ -38,7 +38,7 @@ a time, so ``busy`` is the part of all processors' time in which results that ex
 
 A result of less than half a wave is split along its contraction in up to 8 parts. Their float32
 sums are one tile per processor, 17 MB on an H100: they stay in its cache of 50 MB and count as
-nothing. On a device whose processors are not known, ``busy`` is 1 and writes overlap.
+nothing.
 
 A grouped GEMM multiplies each group of tokens by its expert's weight. It is priced as a GEMM with
 these differences, for T tokens in E groups:
@@ -74,14 +74,6 @@ under autocast to bfloat16; each cast of it first converts it, 6 bytes per eleme
 blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
 one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill or repeat a
 scale are ignored.
-
-**Casts by the compiler** (`Device.compiled_casts`), as torchao's are, differ in two things. An amax
-of a tensor is two launches, and a rowwise cast of columns first writes the operand transposed in
-bfloat16: 5 + 3 bytes for both orientations, 4 + 3 for the transposed one. torchao's own cost model
-counts the same (torchao/testing/training/roofline_utils.py).
-
-**The plain PyTorch reference**, which emulates float8, always computes amaxes in a separate pass,
-also for delayed casts. It multiplies a transposed view and needs no second copy of equal data.
 """
 
 from __future__ import annotations
@@ -91,7 +83,7 @@ from math import prod
 from typing import NamedTuple
 
 from float8.config import LinearPlan, OperandCast, ScalingType
-from float8.estimate.devices import BF16, FLOAT8, Device
+from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
@@ -129,9 +121,10 @@ class Shape:
                 check_count(size, f"a shape is M,K,N or M,K,N,E: {name}")
 
     @property
-    def weights(self) -> int:
-        """How many weight matrices there are."""
-        return self.E or 1
+    def elements(self) -> dict[str, int]:
+        """Those of input, weight and grad_output, by the GEMM whose result has as many."""
+        M, K, N = self.M, self.K, self.N
+        return {"grad_input": M * K, "grad_weight": (self.E or 1) * N * K, "output": M * N}
 
     def __str__(self) -> str:
         return ",".join(str(size) for size in vars(self).values() if size is not None)
@@ -144,10 +137,11 @@ class Shape:
 
             A * (A * n * (n + 1) / 2 + (q - n * A) * (n + 1)) / (q + 1)
         """
-        q = max(1, round(2 * self.M / self.weights))
+        groups = self.E or 1
+        q = max(1, round(2 * self.M / groups))
         n, rest = divmod(q, multiple)
         filled = multiple * (multiple * n * (n + 1) / 2 + rest * (n + 1)) / (q + 1)
-        return self.weights * (filled - q / 2)
+        return groups * (filled - q / 2)
 
 
 @dataclass(frozen=True)
@@ -175,6 +169,12 @@ class Use:
     def __post_init__(self) -> None:
         check_count(self.gradient_accumulation, "gradient_accumulation")
 
+    @property
+    def gemms(self) -> tuple[str, ...]:
+        """The GEMMs that run."""
+        names = "output", "grad_input", "grad_weight"
+        return names[: 1 + self.training + (self.training and self.weight_trains)]
+
     def caches_weight(self, plan: LinearPlan) -> bool:
         """Whether the weight is cached: only if both of its GEMMs are in float8."""
         both = plan.output.b is not None and plan.grad_input.b is not None
@@ -186,106 +186,67 @@ class Use:
 
 READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
-CONVERT = 4 + 2  # bytes read and written per element to round float32 to bfloat16
-GIVEN = "given"  # the scale is known before the cast: delayed and static
-ROW_BLOCKS, MX_BLOCKS = "1x128", "1x32"
-_SCALES = {ROW_BLOCKS: 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
-
-
-class MemoryPass(NamedTuple):
-    """One pass over an operand's memory: its name, and the bytes it moves per element."""
-
-    name: str
-    bytes_per_element: float
-
-
+CONVERT = MemoryPass("convert", 4 + 2)  # float32, rounded to bfloat16
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
 DEQUANTIZE = MemoryPass("dequantize", WRITE + READ)
+GIVEN = "given"  # the scale is known before the cast: delayed and static
+TRANSPOSED = " transposed"
+MX_BLOCKS = "1x32"
 _KINDS: dict[Block, str] = {
     (WHOLE, WHOLE): TENSORWISE,
     (1, WHOLE): ROWWISE,
     (128, 128): "128x128",
     (32, 32): "128x128",  # as few scales, and the same passes
     (1, 32): MX_BLOCKS,
-}  # blocks without hardware count as 1x128
-# Which copies one cast makes.
-ROW_MAJOR, TRANSPOSED, BOTH = "", " transposed", "both"
-# What runs casts: kernels of this library, those of the compiler, the plain PyTorch reference.
-KERNELS, COMPILER, REFERENCE = "kernels", "compiler", "reference"
+}
+_SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 
-def passes_of_layer(
-    plan: LinearPlan, use: Use, emulates: bool, compiled: bool = False
-) -> tuple[list[MemoryPass], list[MemoryPass], list[MemoryPass], float]:
+def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     """The passes over input, weight and grad_output of one layer for one batch of tokens.
 
-    Args:
-        plan: of the layer.
-        use: of the layer.
-        emulates: by the plain PyTorch reference.
-        compiled: by kernels that the compiler makes, as torchao's are.
-
-    Returns:
-        the three lists, and how many times per batch the weight's passes run: 1, or a fraction
-        where several microbatches share them.
+    Those over a weight that is cached are made once per step.
     """
-    by = REFERENCE if emulates else COMPILER if compiled else KERNELS
-    trains = use.training and use.weight_trains
+    trains = "grad_weight" in use.gemms
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _casts(plan.output.a, second_x, plan.x.is_shared, by)
-    g = _casts(plan.grad_input.a, second_g, plan.g.is_shared, by) if use.training else []
-    convert = [MemoryPass("convert", CONVERT)] if use.converts_weight else []
+    x = _casts(plan.output.a, second_x)
+    g = _casts(plan.grad_input.a, second_g) if use.training else []
+    convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
-        w = convert + _casts(plan.output.b, plan.grad_input.b, plan.w.is_shared, by)
-        return x, w, g, 1 / use.gradient_accumulation
-    first = convert + _passes(plan.output.b, ROW_MAJOR, by)
+        return x, convert + _casts(plan.output.b, plan.grad_input.b), g
+    w = convert + _passes(plan.output.b)
     if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
-        w = first + convert + [_passes(plan.output.b, ROW_MAJOR, by)[-1], DEQUANTIZE]
-        return x + [DEQUANTIZE] * trains, w, g, 1.0
-    w = first
-    if use.training:
-        backward = _passes(plan.grad_input.b, TRANSPOSED, by)
+        w += [*convert, _passes(plan.output.b)[-1], DEQUANTIZE]
+        x = x + [DEQUANTIZE] * trains
+    elif use.training:
+        backward = _passes(plan.grad_input.b, 1, TRANSPOSED)
         w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
-    return x, w, g, 1.0
+    return x, w, g
 
 
-def _casts(
-    first: OperandCast | None, second: OperandCast | None, same_bytes: bool, by: str
-) -> list[MemoryPass]:
+def _casts(first: OperandCast | None, second: OperandCast | None) -> list[MemoryPass]:
     """The passes of one call: the row-major copy by ``first``, the transposed one by ``second``."""
-    if first is not None and second is not None:
-        if by == REFERENCE and same_bytes:  # it multiplies a transposed view
-            return _passes(first, ROW_MAJOR, by)
-        if by != REFERENCE and _kind_of_cast(first) == _kind_of_cast(second):
-            return _passes(first, BOTH, by)
-    return _passes(first, ROW_MAJOR, by) + _passes(second, TRANSPOSED, by)
+    if first is not None and second is not None and _kind(first) == _kind(second):
+        return _passes(first, 2)
+    return _passes(first) + _passes(second, 1, TRANSPOSED)
 
 
-def _passes(cast: OperandCast | None, copies: str, by: str) -> list[MemoryPass]:
+def _passes(cast: OperandCast | None, copies: int = 1, place: str = "") -> list[MemoryPass]:
     """One entry of the table of this file; names are keys of `Device.passes`."""
     if cast is None:
         return []
-    kind, place = _kind_of_cast(cast), copies.removeprefix(BOTH)
-    amax = MemoryPass(f"amax {_KINDS.get(cast.block, ROW_BLOCKS)}{place}", READ)
-    written = WRITE if by == REFERENCE else WRITE + _SCALES.get(kind, 0)  # it leaves out scales
-    copy = MemoryPass(f"cast {kind}{place}", READ + (2 if copies == BOTH else 1) * written)
-    if by == REFERENCE:
-        return [copy] if cast.scaling_type is ScalingType.STATIC else [amax, copy]
-    if kind == TENSORWISE:
-        fills = by == COMPILER and copies != TRANSPOSED
-        return [amax, FILL, copy] if fills else [amax, copy]
-    if kind != ROWWISE or copies == ROW_MAJOR:
-        return [copy]
-    if by == KERNELS:
+    kind = _kind(cast)
+    amax = MemoryPass(f"amax {kind}{place}", READ)
+    copy = MemoryPass(f"cast {kind}{place}", READ + copies * (WRITE + _SCALES.get(kind, 0)))
+    if kind == ROWWISE and (copies, place) != (1, ""):
         return [FILL, amax, copy]
-    both = MemoryPass("cast and transpose", READ + WRITE + READ)
-    own = both if copies == BOTH else MemoryPass("transpose", READ + READ)
-    return [own, MemoryPass(f"cast {ROWWISE}{TRANSPOSED}", READ + WRITE)]
+    return [amax, copy] if kind == TENSORWISE else [copy]
 
 
-def _kind_of_cast(cast: OperandCast) -> str:
+def _kind(cast: OperandCast) -> str:
+    """Blocks without hardware count as 1x128."""
     is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
-    return _KINDS.get(cast.block, ROW_BLOCKS) if is_dynamic else GIVEN
+    return _KINDS.get(cast.block, "1x128") if is_dynamic else GIVEN
 
 
 # --- GEMMs
@@ -297,17 +258,9 @@ TILES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
 
 
-def gemm_sizes(shape: Shape, use: Use) -> dict[str, tuple[int, int, int]]:
-    """The GEMMs that run: name -> rows, columns, contraction."""
-    M, K, N = shape.M, shape.K, shape.N
-    sizes = {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
-    runs = 3 if use.training and use.weight_trains else 2 if use.training else 1
-    return dict(list(sizes.items())[:runs])
-
-
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
     """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
-    kinds = dict.fromkeys(gemm_sizes(Shape(1, 1, 1), use), BF16)
+    kinds = dict.fromkeys(use.gemms, BF16)
     for name in kinds if plan is not None else ():
         gemm = getattr(plan, name)
         if gemm.a is not None and gemm.b is not None:
@@ -317,23 +270,21 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
     return kinds
 
 
-def _elements(name: str, shape: Shape) -> tuple[int, int]:
-    """Elements of both operands of a GEMM, and of its result."""
-    x, w, g = shape.M * shape.K, shape.weights * shape.K * shape.N, shape.M * shape.N
-    result = {"output": g, "grad_input": x, "grad_weight": w}[name]
-    return x + w + g - result, result
+def gemm_sizes(shape: Shape) -> dict[str, tuple[int, int, int]]:
+    """Each GEMM's rows, columns and contraction."""
+    M, K, N = shape.M, shape.K, shape.N
+    return {"output": (M, N, K), "grad_input": (M, K, N), "grad_weight": (N, K, M)}
 
 
 def gemm_bytes(kind: str, shape: Shape, name: str = "output") -> int:
     """Bytes that one GEMM of this kind reads and writes, each once, without padding."""
-    read, written = _elements(name, shape)
+    written = shape.elements[name]
+    read = sum(shape.elements.values()) - written
     return (READ if kind == BF16 else WRITE) * read + RESULT_BYTES * written
 
 
-def busy(rows: int, columns: int, processors: int | None) -> float:
+def busy(rows: int, columns: int, processors: float) -> float:
     """The part of all processors' time in which results that exist are computed."""
-    if processors is None:
-        return 1.0
     parts = []
     for tile_rows, tile_columns in TILES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
@@ -343,25 +294,17 @@ def busy(rows: int, columns: int, processors: int | None) -> float:
     return max(parts)
 
 
-def unoverlapped_bytes(results: int, processors: int | None) -> int:
-    """The bytes of so many results whose writing waits for the last product."""
-    return 0 if processors is None else RESULT_BYTES * results
-
-
 def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") -> float:
     """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`), grouped where the shape has E."""
-    tokens: float = shape.M
-    if shape.E is not None and not device.emulates:
-        tokens += shape.padding(TILE)
-    flops = 2 * tokens * shape.K * shape.N
+    rows, columns, _ = gemm_sizes(shape)[name]
     if shape.E is None:
-        rows, columns, _ = gemm_sizes(shape, Use())[name]
-        flops /= busy(rows, columns, device.tiled_processors)
-    _, written = _elements(name, shape)
-    writing = unoverlapped_bytes(written, device.tiled_processors) / device.bytes_per_second
+        launches, part = 1, busy(rows, columns, device.processors.value)
+    else:
+        launches, part = 2, shape.M / (shape.M + shape.padding(TILE))
+    computing = device.products[kind].seconds(2 * shape.M * shape.K * shape.N / part)
+    writing = RESULT_BYTES * shape.elements[name] / device.bytes_per_second
     moving = gemm_bytes(kind, shape, name) / device.bytes_per_second
-    own = max(device.products[kind].seconds(flops) + writing, moving)
-    return own + (1 if shape.E is None or device.emulates else 2) * device.launch.value
+    return max(computing + writing, moving) + launches * device.launch.value
 
 
 # --- layers
@@ -388,26 +331,15 @@ def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Us
 
 def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
     """Time of all casts of one layer for one batch."""
-    x, w, g, weight_runs = passes_of_layer(plan, use, device.emulates, device.compiled_casts)
-    M, K, N = shape.M, shape.K, shape.N
-    operands = (x, M * K, 1), (w, shape.weights * N * K, weight_runs), (g, M * N, 1)
-    seconds = sum(
-        times * sum(device.pass_seconds(p.name, p.bytes_per_element * elements) for p in passes)
-        for passes, elements, times in operands
-    )
-    return seconds + _padding_seconds(device, shape, plan, use)
-
-
-def _padding_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
-    """Time of writing the padding of the float8 operands of grad_weight."""
-    if shape.E is None or device.emulates or not (use.training and use.weight_trains):
-        return 0.0
-    copies = (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K)
-    return sum(
-        WRITE * width * shape.padding(tokens_aligned(cast)) / device.bytes_per_second
-        for cast, width in copies
-        if cast is not None
-    )
+    passes = passes_of_layer(plan, use)
+    x, w, g = map(device.seconds_of, passes, shape.elements.values())
+    seconds = x + w / (use.gradient_accumulation if use.caches_weight(plan) else 1) + g
+    if shape.E is not None and "grad_weight" in use.gemms:  # the padding of its operands
+        for cast, width in (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K):
+            if cast is not None:
+                padding = WRITE * width * shape.padding(tokens_aligned(cast))
+                seconds += padding / device.bytes_per_second
+    return seconds
 
 
 def tokens_aligned(cast: OperandCast) -> int:
@@ -415,14 +347,14 @@ def tokens_aligned(cast: OperandCast) -> int:
     return TORCH_MX.align if _KINDS.get(cast.block) == MX_BLOCKS else ALIGNMENT
 
 
-def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool = False) -> int:
+def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     """The bytes that one layer saves for backward, and those of its weight's cached casts.
 
     A plan of None is ``nn.Linear``. Layers that read the same input (query, key and value) share
     ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
     layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
-    M, K, N, E, kept = shape.M, shape.K, shape.N, shape.weights, 0
+    M, K, N, E, kept = shape.M, shape.K, shape.N, shape.E or 1, 0
     if plan is not None and use.caches_weight(plan):
         kept = 2 * WRITE * E * N * K
     dequantizes = plan is not None and plan.dequantizes
@@ -430,18 +362,17 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use, emulates: bool 
     if plan is not None and keeps_scale and plan.output.b is not None and use.training:
         scales = E * prod(scale_shape((N, K), plan.output.b.block))
         kept += scales * plan.output.b.scale_format.dtype.itemsize
-    if not (use.training and use.weight_trains):
-        return kept
     cast = None if plan is None else plan.output.a if dequantizes else plan.grad_weight.b
+    if "grad_weight" not in use.gemms:
+        return kept
     if cast is None:
         return kept + READ * M * K
     if dequantizes:  # as forward multiplied it, without padding
         scales = prod(scale_shape((M, K), cast.block))
         return kept + WRITE * M * K + cast.scale_format.dtype.itemsize * scales
-    block, tokens = cast.block, M
-    scales = prod(scale_shape((K, M), block))
+    block, tokens, scales = cast.block, M, prod(scale_shape((K, M), cast.block))
     if shape.E is not None:
-        tokens = padded_tokens(M, E, 1 if emulates else tokens_aligned(cast))
+        tokens = padded_tokens(M, E, tokens_aligned(cast))
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])
         scales = 1 if block == (WHOLE, WHOLE) else K * per_row

@@ -20,15 +20,21 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Prediction:
-    """One layer under one recipe: its time and the memory that it saves, or why it is refused.
+    """One layer, or all, under one recipe: time and memory saved, or why the recipe is refused.
 
-    ``saved_bytes`` is what ``nn.Linear`` saves for backward, minus what the float8 layer saves and
-    the bytes of a cached weight.
+    ``bf16_s`` is the plain time in seconds. ``saved_bytes`` is what ``nn.Linear`` saves for
+    backward, minus what the float8 layer saves and the bytes of a cached weight.
     """
 
+    bf16_s: float
     seconds: Seconds | None = None
     saved_bytes: int = 0
     refused: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than bfloat16; 1 where it is refused."""
+        return 1.0 if self.seconds is None else self.bf16_s / self.seconds.total
 
 
 @dataclass(frozen=True)
@@ -43,29 +49,6 @@ class LayerEstimate:
     bf16_s: float
     recipes: dict[str, Prediction]
     is_float32: bool = False
-
-    def speedup(self, recipe: str) -> float | None:
-        """The speed-up of one recipe; None where refused."""
-        seconds = self.recipes[recipe].seconds
-        return None if seconds is None else self.bf16_s / seconds.total
-
-    def gains(self, recipe: str) -> bool:
-        """Whether the recipe is predicted to be faster."""
-        return (self.speedup(recipe) or 0) > 1
-
-
-@dataclass(frozen=True)
-class Total:
-    """A sum over layers: seconds in bfloat16, seconds with a recipe, bytes saved."""
-
-    bf16_s: float
-    seconds: float
-    saved_bytes: int
-
-    @property
-    def speedup(self) -> float:
-        """The speed-up of all linear layers together."""
-        return self.bf16_s / self.seconds
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +70,7 @@ class Estimate:
         """The recipes, in the order of the call."""
         return list(self.rows[0].recipes)
 
-    def total(self, recipe: str, only_gains: bool = False) -> Total:
+    def total(self, recipe: str, only_gains: bool = False) -> Prediction:
         """The sum over all layers; refused layers count with their plain time.
 
         Args:
@@ -95,94 +78,86 @@ class Estimate:
             only_gains: convert only layers predicted to gain, as `faster_layers` does.
 
         Returns:
-            Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds``, the times in
-            bfloat16 and with the recipe, and ``saved_bytes``.
+            Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds.total``, the times
+            in bfloat16 and with the recipe, and ``saved_bytes``.
         """
-        seconds, saved = 0.0, 0
-        for row in self.rows:
-            prediction = row.recipes[recipe]
-            if prediction.seconds is None or (only_gains and not row.gains(recipe)):
-                seconds += row.bf16_s
+        plain = seconds = 0.0
+        saved = 0
+        for each in (row.recipes[recipe] for row in self.rows):
+            plain += each.bf16_s
+            if each.seconds is None or (only_gains and each.speedup <= 1):
+                seconds += each.bf16_s
             else:
-                seconds += prediction.seconds.total
-                saved += prediction.saved_bytes
-        return Total(sum(row.bf16_s for row in self.rows), seconds, saved)
+                seconds += each.seconds.total
+                saved += each.saved_bytes
+        return Prediction(plain, Seconds(seconds), saved)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""
-        return {
-            "device": self.device.name,
-            "sources": self.device.provenance(),
-            "rows": [
-                {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
-                | {name: _as_dict(row, name) for name in row.recipes}
-                for row in self.rows
-            ],
-        }
+        rows = [
+            {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
+            | {name: _as_dict(prediction) for name, prediction in row.recipes.items()}
+            for row in self.rows
+        ]
+        return {"device": self.device.name, "sources": self.device.provenance(), "rows": rows}
 
     def __repr__(self) -> str:
         from tabulate import tabulate
 
         groups: dict[tuple[Any, ...], list[LayerEstimate]] = {}  # by the line that they share
         for row in self.rows:
-            line = (pattern_of(row.layer), row.shape, row.bf16_s, *row.recipes.values())
+            line = (pattern_of(row.layer), row.shape, *row.recipes.values())
             groups.setdefault(line, []).append(row)
-        lines, reasons = [], dict[str, int]()
-        for (pattern, shape, bf16_s, *predictions), rows in groups.items():
+        reasons = dict[str, int]()
+        lines = []
+        for (pattern, shape, *predictions), rows in groups.items():
             name = rows[0].layer if len(rows) == 1 else pattern
-            lines.append([name, str(len(rows)), str(shape), _ms(bf16_s)])
-            for prediction in predictions:
-                lines[-1] += _cells(prediction, bf16_s, reasons)
+            lines.append([name, str(len(rows)), str(shape), *_cells(predictions, reasons)])
         for what, number, gains in (
             ("all that run", str(len(self.rows)), False),
             ("only those that gain", "", True),
         ):
             totals = [self.total(recipe, gains) for recipe in self.recipes]
-            lines.append([what, number, "", _ms(totals[0].bf16_s)])
-            for total in totals:
-                sums = Prediction(Seconds(total.seconds), total.saved_bytes)
-                lines[-1] += _cells(sums, total.bf16_s, reasons)
+            lines.append([what, number, "", *_cells(totals, reasons)])
         headers = ["layer", "n", "M,K,N", "bf16 ms"]
         for name in self.recipes:
             headers += [f"{name} ms", "speed-up", "saves MiB"]
         align = ["left", "right", "left"] + ["right"] * (len(headers) - 3)
         table = tabulate(lines, headers, disable_numparse=True, colalign=align)
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
-        return "\n".join([table, "", *notes, self._footnote()])
-
-    def _footnote(self) -> str:
         what = "Forward and backward" if self.use.training else "Forward"
         autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
-        casts = "the compiler's kernels" if self.device.compiled_casts else "fused kernels"
-        casts = "plain PyTorch" if self.device.emulates else casts
         kinds = {figure.kind for figure in self.device.figures().values()}
         sources = "measured or fitted figures"
         if not kinds & {"measured", "fitted"}:
             sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
         elif kinds & {"assumed", "published", "predicted"}:
             sources += " and published or assumed ones"
-        return (
+        notes.append(
             f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts by "
-            f"{casts}, predicted from {sources}."
+            f"fused kernels, predicted from {sources}."
         )
+        return "\n".join([table, "", *notes])
 
 
-def _cells(prediction: Prediction, bf16_s: float, reasons: dict[str, int]) -> list[str]:
-    """Of one recipe; a reason of a refusal is a number, which a footnote explains."""
-    if prediction.seconds is None:
-        number = reasons.setdefault(str(prediction.refused), len(reasons) + 1)
-        return [f"refused [{number}]", "", ""]
-    seconds = prediction.seconds.total
-    return [_ms(seconds), f"{bf16_s / seconds:.2f}x", f"{prediction.saved_bytes / MIB:.1f}"]
+def _cells(predictions: list[Prediction], reasons: dict[str, int]) -> list[str]:
+    """The numbers of a line; a reason of a refusal is a number, which a footnote explains."""
+    cells = [_ms(predictions[0].bf16_s)]
+    for each in predictions:
+        if each.seconds is None:
+            number = reasons.setdefault(str(each.refused), len(reasons) + 1)
+            cells += [f"refused [{number}]", "", ""]
+        else:
+            saved = f"{each.saved_bytes / MIB:.1f}"
+            cells += [_ms(each.seconds.total), f"{each.speedup:.2f}x", saved]
+    return cells
 
 
-def _as_dict(row: LayerEstimate, recipe: str) -> dict[str, Any]:
-    prediction = row.recipes[recipe]
-    if prediction.seconds is None:
-        return {"refused": prediction.refused}
-    gemms_s, casts_s = prediction.seconds
-    own = {"gemms_s": gemms_s, "casts_s": casts_s, "speedup": row.speedup(recipe)}
-    return own | {"saved_bytes": prediction.saved_bytes}
+def _as_dict(of: Prediction) -> dict[str, Any]:
+    if of.seconds is None:
+        return {"refused": of.refused}
+    times = {"gemms_s": of.seconds.gemms, "casts_s": of.seconds.casts}
+    return times | {"speedup": of.speedup, "saved_bytes": of.saved_bytes}
 
 
 def _ms(seconds: float) -> str:

@@ -49,7 +49,6 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.config import Float8LinearConfig
 from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
@@ -186,11 +185,8 @@ def _problems(
             yield f"{name} reads it: {reason}"
         if (reason := refuses_config(layer.config)) is not None:
             yield f"{name} reads it, and a norm {reason}"
-    configs: list[Float8LinearConfig] = [layer.config for layer in layers.values()]
-    casts = {
-        (c.cast_config_input, c.delayed_scaling, c.enable_amax_init, c.emulate) for c in configs
-    }
-    if len(casts) > 1:
+    fields = ("cast_config_input", "delayed_scaling", "enable_amax_init", "emulate")
+    if len({tuple(getattr(m.config, name) for name in fields) for m in layers.values()}) > 1:
         yield f"{' and '.join(layers)} read it, and cast their inputs by different configs"
 
 

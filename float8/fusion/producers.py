@@ -136,13 +136,8 @@ class _Producer(Float8Module):
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
             raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
         by_kernel = runs_kernel(x.device, self.config.emulate)
-        out = Output(
-            plan_for(self.config, x.device, compute_dtype(x)),
-            state,
-            self.training and grad,
-            grad,
-            by_kernel,
-        )
+        plan = plan_for(self.config, x.device, compute_dtype(x))
+        out = Output(plan, state, self.training and grad, grad, by_kernel)
         return produce(self.op, inputs, eps, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

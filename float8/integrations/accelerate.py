@@ -59,12 +59,7 @@ from torch.optim import Optimizer
 from float8.config import Float8LinearConfig
 from float8.convert.filters import ModuleFilter, all_of, divisible_by
 from float8.distributed.after_step import after_step
-from float8.integrations.conversion import (
-    Adapter,
-    delayed_casts,
-    refuse_fp8,
-    warn_of_version,
-)
+from float8.integrations.conversion import Adapter, delayed_casts, refuse_fp8, warn_of_version
 
 warn_of_version("accelerate", "1.15", "1.16")
 
@@ -142,15 +137,13 @@ def _check(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:
     is_fsdp1 = kind == DistributedType.FSDP and not accelerator.is_fsdp2
     if is_fsdp1 or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
         raise ValueError(
-            "prepare_float8 takes DDP, or FullyShardedDataParallelPlugin(fsdp_version=2), not "
-            f"{kind.value}{' of version 1' if is_fsdp1 else ''}: it has parameters or steps of its "
-            "own"
+            f"{kind.value}{' of version 1' if is_fsdp1 else ''} has parameters or steps of its "
+            "own: take DDP, or FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
     prepared = any(getattr(x, "_is_accelerate_prepared", False) for x in (model, optimizer))
     if prepared or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ValueError(
-            "this model or optimizer was prepared before, and wrappers keep the layers that they "
-            "were given: give prepare_float8 both as they were"
+            "this model or optimizer was prepared before: give prepare_float8 both as they were"
         )
 
 
@@ -170,9 +163,8 @@ def _prepare_for_fsdp2(
     """Refuse what Accelerate would lose when it shards, and upcast as it does."""
     if optimizer is not None and optimizer.state:
         raise ValueError(
-            f"this optimizer has states of {len(optimizer.state)} parameters, which Accelerate "
-            "loses where FSDP2 shards: prepare it before its first step, and load states by "
-            "accelerator.load_state"
+            "Accelerate loses this optimizer's states where FSDP2 shards: prepare it before its "
+            "first step, and load states by accelerator.load_state"
         )
     if accelerator.mixed_precision != "no":
         for parameter in model.parameters():  # after conversion Accelerate could not write .data

@@ -77,16 +77,11 @@ from torch.optim.swa_utils import AveragedModel
 
 from float8.convert.filters import ModuleFilter
 from float8.distributed.after_step import after_step
-from float8.integrations.conversion import (
-    Adapter,
-    check_optimizer,
-    delayed_casts,
-    warn_of_version,
-)
+from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.numerics.alarms import Alarm
-from float8.numerics.monitor import Monitor, inspect_every
+from float8.numerics.monitor import inspect_every
 from float8.numerics.snapshot import Report
 
 warn_of_version("lightning", "2.6", "2.7")
@@ -261,9 +256,9 @@ def _check_average(callback: Callback, model: nn.Module) -> None:
     theirs, ours = (len(list(each.buffers())) for each in (average.module, model))
     if theirs and theirs != ours:
         raise ValueError(
-            f"{type(callback).__name__} copied the model before it was converted, and would pair "
-            f"its {theirs} buffers with the first of {ours}, amax histories among them: convert "
-            "the model before trainer.fit, or pass the callback use_buffers=False"
+            f"{type(callback).__name__} would pair its {theirs} buffers with the first of {ours}, "
+            "amax histories among them: convert the model before trainer.fit, or pass the "
+            "callback use_buffers=False"
         )
 
 
@@ -301,10 +296,6 @@ class Float8Monitor(Callback):
         log: whether to write to the Trainer's loggers.
         on_alarm: called with each alarm that starts. To stop the training raise in it, or set
             ``trainer.should_stop``.
-
-    Attributes:
-        report: the last one, or None.
-        alarms: that are active after the last inspected batch.
     """
 
     def __init__(
@@ -315,10 +306,18 @@ class Float8Monitor(Callback):
         on_alarm: Callable[[Alarm], object] | None = None,
     ):
         self.n, self.path, self.log, self.on_alarm = n, path, log, on_alarm
-        self.report: Report | None = None
-        self.alarms: list[Alarm] = []
-        self._monitor: Monitor | None = None
+        self._monitor: Any = None
         self._scalars: dict[str, float] = {}
+
+    @property
+    def report(self) -> Report | None:
+        """The last one."""
+        return None if self._monitor is None else self._monitor.report
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """Those that are active."""
+        return [] if self._monitor is None else self._monitor.alarms
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         """Collect a number: loggers get all numbers of a step at once."""
@@ -334,17 +333,13 @@ class Float8Monitor(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         """Start to inspect, if it is this batch's turn."""
-        assert self._monitor is not None
-        self._monitor.abandon_step()  # a hook may make the Trainer skip a batch, its end included
         self._monitor.start_step()
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
         """End, write the file, and log."""
-        assert self._monitor is not None
         try:
             self._monitor.end_step()
         finally:  # also where on_alarm raises
-            self.report, self.alarms = self._monitor.report, self._monitor.alarms
             for logger in trainer.loggers if self._scalars else ():
                 logger.log_metrics(self._scalars, trainer.global_step)
             self._scalars = {}
@@ -353,6 +348,5 @@ class Float8Monitor(Callback):
         """Stop inspecting; ``report`` has the results so far."""
         if self._monitor is not None:
             self._monitor.abandon_step()
-            self.report = self._monitor.report
 
     on_exception = on_train_end

@@ -63,6 +63,7 @@ from torchtitan.protocols.module import Module
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
 from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes, rule_of
+from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
@@ -129,8 +130,19 @@ class Float8TitanLinear(Float8Linear, Linear):
         Raises:
             ValueError: the layer's recipe or option does not go with the parallelism.
         """
-        if (reason := _refuses(self.config, parallel_dims)) is not None:
-            raise ValueError(f"{self._name}: {reason}")
+        backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
+        gathers = self.config.enable_fsdp_float8_all_gather
+        sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
+        if gathers and tp > 1:
+            raise ValueError(
+                f"{self._name}: enable_fsdp_float8_all_gather=True is for FSDP2 alone: leave it "
+                "off with tp > 1"
+            )
+        if sees_dtensors and (gathers or self.config.uses_delayed_scaling):
+            raise ValueError(
+                f"{self._name}: --parallelism.spmd_backend {backend} hands it DTensors: use "
+                "spmd_types, or a dynamic recipe without enable_fsdp_float8_all_gather"
+            )
         super().parallelize(parallel_dims)
 
     def to_float(self) -> nn.Linear:
@@ -142,25 +154,9 @@ class Float8TitanLinear(Float8Linear, Linear):
         if "forward" in self.__dict__:
             raise ValueError(
                 f"{self._name}: torchtitan has wrapped its forward, which would still run in "
-                "float8: evaluate under float8.high_precision(model), or load a checkpoint into a "
-                "model without the converter"
+                "float8: evaluate under float8.high_precision(model)"
             )
         return super().to_float()
-
-
-def _refuses(config: Float8LinearConfig, parallel_dims: ParallelDims) -> str | None:
-    backend, tp = parallel_dims.spmd_backend, parallel_dims.tp
-    gathers = config.enable_fsdp_float8_all_gather
-    if gathers and tp > 1:
-        return "enable_fsdp_float8_all_gather=True is for FSDP2 alone: leave it off with tp > 1"
-    sees_dtensors = backend == "full_dtensor" or (backend == "partial_dtensor" and tp > 1)
-    if sees_dtensors and (gathers or config.uses_delayed_scaling):
-        return (
-            f"--parallelism.spmd_backend {backend} hands it DTensors, of which it takes no amax "
-            "history and no float8 shard: use spmd_types, or a dynamic recipe without "
-            "enable_fsdp_float8_all_gather"
-        )
-    return None
 
 
 @functools.cache
@@ -218,8 +214,9 @@ class Float8Converter(QuantizationConverter):
         self.float8 = check_config(config.config or config.recipe, "Float8Converter")
         if config.enable_fsdp_float8_all_gather:
             self.float8 = replace(self.float8, enable_fsdp_float8_all_gather=True)
-        tokens = config.faster_layers_tokens
-        self._is_faster = tokens and faster_layers(self.float8, tokens, config.device)
+        self._filter = skip_names(*(f"*{part}*" for part in config.filter_fqns))
+        if (tokens := config.faster_layers_tokens) is not None:
+            self._filter = all_of(self._filter, faster_layers(self.float8, tokens, config.device))
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Replace the configs of linear layers and experts below ``model_config``, in place.
@@ -235,9 +232,8 @@ class Float8Converter(QuantizationConverter):
         plan.conversion.recipe = recipe_of(self.float8)
         experts = list(model_config.traverse(GroupedExperts.Config))
         found = [*model_config.traverse(Linear.Config), *experts]
-        unknown = [p for p in self.options.filter_fqns if not any(p in fqn for fqn, *_ in found)]
-        if unknown:
-            warnings.warn(f"filter_fqns={unknown}: no layer has this in its name", stacklevel=2)
+        if unknown := unmatched_patterns(self._filter, (fqn for fqn, *_ in found)):
+            warnings.warn(f"filter_fqns: no layer is called {', '.join(unknown)}", stacklevel=2)
         for fqn, plain, parent, attr in found:
             layer = _on_meta(plain)
             if (reason := self._left_alone(fqn, plain, layer)) is not None:
@@ -266,20 +262,11 @@ class Float8Converter(QuantizationConverter):
     def _left_alone(self, fqn: str, plain: Any, layer: nn.Module) -> str | None:
         """The reason why a layer or experts stay as they are, or None."""
         is_experts = isinstance(plain, GroupedExperts.Config)
-        own = getattr(plain, "_float8", None)
-        if own is not None:
-            other = "" if own == self.float8 else ", with another config"
-            return f"it is {'in float8' if is_experts else 'a Float8TitanLinear'} already{other}"
         if rule_of(layer) is None if is_experts else type(plain) is not Linear.Config:
-            return f"its config is a {type(plain).__qualname__}: its forward may be its own"
-        if any(part in fqn for part in self.options.filter_fqns):
-            return "filter_fqns names it"
+            return f"it is a {type(plain).__qualname__}: its forward may be its own, or float8"
         if "router" in fqn.split(".") or (is_experts and self.float8.uses_delayed_scaling):
             return NO_HISTORY if is_experts else ROUTES
-        odd = odd_sizes(layer, self.float8)
-        if odd is None and self._is_faster and not self._is_faster(layer, fqn):
-            return f"it is not predicted to be faster on {self.options.device}"
-        return odd
+        return odd_sizes(layer, self.float8) or why_not(self._filter, layer, fqn)
 
     def _converted(self, fqn: str, plain: Any, tied: bool) -> Module.Config:
         float8 = self.float8

@@ -15,12 +15,15 @@ amax_history_len,             ``interval`` and never used it (its issue 805). He
 amax_compute_algo             manual said: scales are recomputed every ``interval`` steps
 fp8_format                    HYBRID: E4M3, and E5M2 for grad_output; E4M3: for all three
 override_linear_precision     which of fprop, dgrad, wgrad run in high precision: any of the eight
-reduce_amax                   True: ``sync`` takes the maximum over ranks
+reduce_amax                   True: ``sync`` takes the maximum over ranks. For a scale per rank call
+                              ``after_step(model, group of this rank)``
 backward_override             "high_precision": as ``override_linear_precision=(False, True, True)``
                               "dequantized": ``dequantize_in_backward=True``
 fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
 enable_2d_quantization        (MXFP8BlockScaling) True: one scale per 32 x 32 elements of weights
+backend                       "TE": for MSAMP's see ``float8.ms_amp``, for AO's ``from_torchao``
+use_mxfp8_block_scaling       False: take the recipe ``mxfp8``
 ============================= ==================================================================
 
 Two extremes differ. A factor is at most 2^126 in float8, and at most float32's maximum in
@@ -49,29 +52,51 @@ from float8.config import (
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Tensorwise
 
-Fields = dict[str, Any]  # of a Float8LinearConfig
-Arguments = dict[str, Any]  # of a recipe
-
 _SPELLINGS = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
 }
-# Keys that only Accelerate has. How to evaluate is no part of a config.
-_OF_ACCELERATE = ("backend", "use_mxfp8_block_scaling", "use_autocast_during_eval")
-# Arguments of which some values have a counterpart, and what to do about others.
-_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
-    # No hardware multiplies E5M2 by E5M2.
-    "fp8_format": (("HYBRID", "E4M3"), "take HYBRID or E4M3"),
-    "backward_override": (
-        (None, "high_precision", "dequantized"),
-        "take 'high_precision', 'dequantized' or None",
-    ),
-    "fp8_dpa": ((False,), "attention stays in high precision"),
-    "fp8_mha": ((False,), "attention stays in high precision"),
-    "scaling_factor_compute_algo": ((None,), "scales follow from the documented formula only"),
-    "reduce_amax": ((True,), "for a scale per rank call after_step(model, group of this rank)"),
-    "backend": (("TE",), "use float8.ms_amp for MSAMP's, Float8LinearConfig.from_torchao for AO's"),
-    "use_mxfp8_block_scaling": ((False,), "take the recipe 'mxfp8'"),
+# Objects within the dynamic recipes: of the three casts, and of the three GEMMs.
+_QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+_GEMMS = {
+    "gemm_config_output": "fp8_gemm_fprop",
+    "gemm_config_grad_input": "fp8_gemm_dgrad",
+    "gemm_config_grad_weight": "fp8_gemm_wgrad",
+}
+_UNSUPPORTED = (
+    "amax_epsilon",
+    "random_hadamard_transform",
+    "stochastic_rounding",
+    "fp4_2d_quantization",
+)
+# How many dimensions a block of 128 has in each operand.
+_BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+_BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
+
+# recipe -> argument -> the values that have a counterpart, or ANY
+ANY: Any = None
+_OF_ALL = {
+    "fp8_format": ("HYBRID", "E4M3"),  # no hardware multiplies E5M2 by E5M2
+    "override_linear_precision": ANY,
+    "backward_override": ("high_precision", "dequantized"),
+    "fp8_dpa": (False,),
+    "fp8_mha": (False,),
+    # Only Accelerate has these; how to evaluate is no part of a config.
+    "backend": ("TE",),
+    "use_mxfp8_block_scaling": (False,),
+    "use_autocast_during_eval": ANY,
+}
+_OF_DYNAMIC = _OF_ALL | dict.fromkeys((*_QUANTISERS, *_GEMMS.values()), ANY)
+KINDS: dict[str, dict[str, Any]] = {
+    "DelayedScaling": {
+        **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo"), ANY),
+        "scaling_factor_compute_algo": (),
+        "reduce_amax": (True,),
+        **_OF_ALL,
+    },
+    "Float8CurrentScaling": {"use_power_2_scales": ANY, **_OF_DYNAMIC},
+    "Float8BlockScaling": {"use_f32_scales": ANY, **dict.fromkeys(_BLOCK_DIMS), **_OF_DYNAMIC},
+    "MXFP8BlockScaling": {"margin": (0,), "enable_2d_quantization": ANY, **_OF_ALL},
 }
 
 
@@ -104,76 +129,50 @@ def from_te_recipe(
     if kind in (*KINDS, "TERecipeKwargs"):  # own names of its class begin with an underscore
         given = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
     elif not isinstance(given, Mapping):
-        raise ValueError(
-            f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}, or a mapping of "
-            f"arguments{did_you_mean(kind, KINDS)}"
-        )
+        raise ValueError(f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}")
     kind = kind if kind in KINDS else "DelayedScaling"
-    together: Arguments = {}
+    known = KINDS[kind]
+    default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
+    together: dict[str, Any] = {}
     for key, value in [*given.items(), *arguments.items()]:
         name = _SPELLINGS.get(key, key)
-        if name in together and value is not None:
+        if name not in known:
+            raise TypeError(
+                f"unknown argument {name!r} of {kind}; known: {', '.join(known)}"
+                f"{did_you_mean(name, known)}"
+            )
+        if value is None:
+            continue
+        if name in together:
             raise ValueError(f"{name} is given twice, beside the {kind} recipe or in two spellings")
-        if value is not None:
-            together[name] = value
-    default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
+        together[name] = value
     fmt = together.get("fp8_format", default)  # a string, or a member of an enum there
     together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()
-    known = KINDS[kind]
-    if unknown := sorted(together.keys() - {*known, *_OF_ACCELERATE}):
-        raise TypeError(
-            f"unknown argument {unknown[0]!r} of {kind}; known: {', '.join(known)}"
-            f"{did_you_mean(unknown[0], known)}"
-        )
-    only = {**_ONLY, "margin": ((0,), f"{kind} has none")} if kind == "MXFP8BlockScaling" else _ONLY
-    for name, (supported, instead) in only.items():
-        if (value := together.get(name, supported[0])) not in supported:
-            raise ValueError(f"{name}={value!r} has no counterpart in float8: {instead}")
-    fields = _operands(_casts(kind, recipe, together), together)
-    if kind == "DelayedScaling":
-        history = _history(together)
-        casts = [cast for cast in fields.values() if isinstance(cast, CastConfig)]
-        if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
-            fields["delayed_scaling"] = history
-        return cls(**fields, enable_amax_init=False)
-    for ours, theirs in _GEMMS.items():
-        gemm = getattr(recipe, theirs, None)  # MXFP8BlockScaling has none
-        fields[ours] = GemmConfig(gemm is not None and not gemm.use_split_accumulator)
-    return cls(**fields)
-
-
-# --- what each recipe means
-
-# Objects within the dynamic recipes: of the three casts, and of the three GEMMs.
-_QUANTISERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
-_GEMMS = {
-    "gemm_config_output": "fp8_gemm_fprop",
-    "gemm_config_grad_input": "fp8_gemm_dgrad",
-    "gemm_config_grad_weight": "fp8_gemm_wgrad",
-}
-_UNSUPPORTED = (
-    "amax_epsilon",
-    "random_hadamard_transform",
-    "stochastic_rounding",
-    "fp4_2d_quantization",
-)
-# How many dimensions a block of 128 has in each operand.
-_BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
-_BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
-
-
-def _history(arguments: Arguments) -> DelayedScalingConfig:
-    interval = arguments.get("interval", 1)
-    return DelayedScalingConfig(
-        history_len=arguments.get("amax_history_len", 1024),
-        amax_compute_algo=arguments.get("amax_compute_algo", "max"),
-        margin=arguments.get("margin", 0),
+    for name, value in together.items():
+        if known[name] is not ANY and value not in known[name]:
+            others = " or ".join(map(repr, known[name])) or "None"
+            raise ValueError(f"{name}={value!r} of {kind} has no counterpart in float8: {others}")
+    fields: dict[str, Any] = _operands(_casts(kind, recipe, together), together)
+    if kind != "DelayedScaling":
+        for ours, theirs in _GEMMS.items():
+            gemm = getattr(recipe, theirs, None)  # MXFP8BlockScaling has none
+            fields[ours] = GemmConfig(gemm is not None and not gemm.use_split_accumulator)
+        return cls(**fields)
+    interval = together.get("interval", 1)
+    history = DelayedScalingConfig(
+        history_len=together.get("amax_history_len", 1024),
+        amax_compute_algo=together.get("amax_compute_algo", "max"),
+        margin=together.get("margin", 0),
         interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
         remember_nonfinite=True,
     )
+    casts = [cast for cast in fields.values() if isinstance(cast, CastConfig)]
+    if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
+        fields["delayed_scaling"] = history
+    return cls(**fields, enable_amax_init=False)
 
 
-def _casts(kind: str, recipe: Any, arguments: Arguments) -> list[CastConfig]:
+def _casts(kind: str, recipe: Any, arguments: Mapping[str, Any]) -> list[CastConfig]:
     """Those of input, weight and grad_output."""
     if kind == "DelayedScaling":
         return [CastConfig(ScalingType.DELAYED)] * 3
@@ -201,7 +200,7 @@ def _casts(kind: str, recipe: Any, arguments: Arguments) -> list[CastConfig]:
     return casts
 
 
-def _operands(casts: list[CastConfig], arguments: Arguments) -> Fields:
+def _operands(casts: list[CastConfig], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The six casts; disabled for the GEMMs that run in high precision."""
     x, w, g = casts
     if arguments["fp8_format"] == "E4M3":
@@ -216,30 +215,12 @@ def _operands(casts: list[CastConfig], arguments: Arguments) -> Fields:
         ("weight", "grad_input"): (w, fprop, dgrad),
         ("grad_output", "grad_weight"): (g, dgrad, wgrad),
     }
-    fields: Fields = {"dequantize_in_backward": override == "dequantized"}
+    fields: dict[str, Any] = {"dequantize_in_backward": override == "dequantized"}
     for (operand, gemm), (cast, first_off, second_off) in uses.items():
         first, second = off if first_off else cast, off if second_off else cast
         fields[f"cast_config_{operand}"] = first
         fields[f"cast_config_{operand}_for_{gemm}"] = None if second == first else second
     return fields
 
-
-OF_DELAYED = (
-    "margin",
-    "interval",
-    "amax_history_len",
-    "amax_compute_algo",
-    "scaling_factor_compute_algo",
-    "reduce_amax",
-)
-_OF_ALL = ("fp8_format", "override_linear_precision", "backward_override", "fp8_dpa", "fp8_mha")
-_OF_DYNAMIC = (*_OF_ALL, *_QUANTISERS, *_GEMMS.values())
-# recipe -> the arguments that it has
-KINDS = {
-    "DelayedScaling": (*OF_DELAYED, *_OF_ALL),
-    "Float8CurrentScaling": ("use_power_2_scales", *_OF_DYNAMIC),
-    "Float8BlockScaling": ("use_f32_scales", *_BLOCK_DIMS, *_OF_DYNAMIC),
-    "MXFP8BlockScaling": ("margin", "enable_2d_quantization", *_OF_ALL),
-}
 
 Float8LinearConfig.from_te_recipe = classmethod(from_te_recipe)  # type: ignore[arg-type, assignment]

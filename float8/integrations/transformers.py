@@ -84,7 +84,7 @@ from float8.checkpoints import plan_save, save_pretrained
 from float8.checkpoints.files import refuses_folder
 from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
-from float8.convert.filters import ModuleFilter, with_reason
+from float8.convert.filters import Because, ModuleFilter
 from float8.distributed.after_step import after_step
 from float8.integrations.conversion import (
     Adapter,
@@ -94,6 +94,7 @@ from float8.integrations.conversion import (
     warn_of_version,
 )
 from float8.kernels import is_sharded
+from float8.numerics import monitor
 
 warn_of_version("transformers", "5.23", "5.24")
 
@@ -122,7 +123,7 @@ def layers_of_a_pretrained_model(model: nn.Module) -> ModuleFilter:
             return "it is outside of the model's body: its errors are those of the output"
         return "a pooler or an adapter is too small to gain" if _SMALL.search(fqn) else None
 
-    return with_reason(lambda module, fqn: reason(module, fqn) is None, reason)
+    return Because(reason)
 
 
 def convert(
@@ -180,7 +181,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
     Raises:
         ValueError: an unknown recipe; ``report_path``, ``on_alarm`` or ``writer`` without
-            ``inspect_every``, or ``layout`` without ``save_float8``.
+            ``inspect_every``.
         TypeError: ``config`` is of another type.
     """
 
@@ -197,16 +198,11 @@ class Float8Callback(TrainerCallback, ExportableState):
         save_float8: str | Path | None = None,
         layout: str | None = None,
     ) -> None:
-        looks = (report_path, on_alarm, writer)
-        is_blind = not inspect_every and any(x is not None for x in looks)
-        if is_blind or (layout is not None and save_float8 is None):
-            raise ValueError(
-                "report_path, on_alarm and writer need inspect_every=n, and layout needs "
-                "save_float8=FOLDER"
-            )
+        if not inspect_every and any(x is not None for x in (report_path, on_alarm, writer)):
+            raise ValueError("report_path, on_alarm and writer need inspect_every=n")
         self.adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
-        self.inspect_every = inspect_every
-        self.report_path, self.on_alarm, self.writer = looks
+        self.inspect_every, self.report_path = inspect_every, report_path
+        self.on_alarm, self.writer = on_alarm, writer
         self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
@@ -231,26 +227,24 @@ class Float8Callback(TrainerCallback, ExportableState):
         self._model = _convert(self.adapter, model, given["optimizer"])
         if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
-                f"nn.DataParallel over {args.n_gpu} GPUs copies the model for each forward, and "
-                "its amaxes are lost: start one process per GPU (torchrun --nproc-per-node), or "
-                "take a dynamic recipe"
+                f"nn.DataParallel over {args.n_gpu} GPUs would lose amaxes: start one process per "
+                "GPU (torchrun --nproc-per-node), or take a dynamic recipe"
             )
         stored = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if isinstance(stored, list):
-            raise ValueError(
-                f"this Trainer has {len(stored)} Float8Callbacks, each of which would update all "
-                "histories in every step: give it one"
-            )
+            raise ValueError(f"this Trainer has {len(stored)} Float8Callbacks: give it one")
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored)
         if self.save_float8 is not None:
-            self._check_save(model)
+            # Raise before the training what would make saving fail after it.
+            if (reason := refuses_folder(Path(self.save_float8), overwrite=False)) is not None:
+                raise FileExistsError(f"save_float8: {reason}")
+            if not layout_for(model, self.layout).static_inputs:  # those come with the training
+                plan_save(model, self.layout)
         if self.monitor is not None:
             self.monitor.abandon_step()  # of an earlier call that ended in an error
         if self.inspect_every:
-            from float8.numerics import inspect_every
-
-            self.monitor = inspect_every(
+            self.monitor = monitor.inspect_every(
                 model,
                 self.inspect_every,
                 path=self.report_path,
@@ -292,24 +286,12 @@ class Float8Callback(TrainerCallback, ExportableState):
             if type(self).__name__ in stored:  # otherwise loading the weights has started new ones
                 self._restore(stored[type(self).__name__])
         if self.save_float8 is not None:
-            self._save(given["model"], args.should_save, given.get("processing_class"))
-
-    # --- the float8 checkpoint
-
-    def _check_save(self, model: nn.Module) -> None:
-        """Raise before the training what would make saving fail after it."""
-        if (reason := refuses_folder(Path(str(self.save_float8)), overwrite=False)) is not None:
-            raise FileExistsError(f"save_float8: {reason}")
-        if not layout_for(model, self.layout).static_inputs:  # those come with the training
-            plan_save(model, self.layout)
-
-    def _save(self, model: nn.Module, should_save: bool, tokenizer: Any) -> None:
-        folder = Path(str(self.save_float8))
-        # Sharded parameters are gathered by all processes.
-        if should_save or any(is_sharded(parameter) for parameter in model.parameters()):
-            save_pretrained(model, folder, self.layout)
-        if tokenizer is not None and should_save:
-            tokenizer.save_pretrained(folder)
+            model, tokenizer = given["model"], given.get("processing_class")
+            # Sharded parameters are gathered by all processes.
+            if args.should_save or any(is_sharded(parameter) for parameter in model.parameters()):
+                save_pretrained(model, self.save_float8, self.layout)
+            if tokenizer is not None and args.should_save:
+                tokenizer.save_pretrained(self.save_float8)
 
     # --- the histories
 
@@ -319,33 +301,25 @@ class Float8Callback(TrainerCallback, ExportableState):
         These are a safetensors file in base64: the exact bits, whatever digits JSON would write.
         """
         casts = {} if self._model is None else delayed_casts(self._model)
-        histories = safetensors.save(
-            {
-                f"{name}.{key}": buffer.detach().cpu().contiguous()
-                for name, cast in casts.items()
-                for key, buffer in cast.named_buffers()
-            }
-        )
+        buffers = {f"{n}.{key}": b for n, cast in casts.items() for key, b in cast.named_buffers()}
+        histories = safetensors.save({n: b.detach().cpu().contiguous() for n, b in buffers.items()})
+        given = {name: getattr(self, name) for name in ("inspect_every", "layout")}
+        for name in ("report_path", "save_float8"):
+            given[name] = None if getattr(self, name) is None else str(getattr(self, name))
         return {
-            "args": {
-                "float8_in_evaluation": self.adapter.float8_in_evaluation,
-                "inspect_every": self.inspect_every,
-                "report_path": None if self.report_path is None else str(self.report_path),
-                "save_float8": None if self.save_float8 is None else str(self.save_float8),
-                "layout": self.layout,
-            },
+            "args": {"float8_in_evaluation": self.adapter.float8_in_evaluation, **given},
             "attributes": {"histories": base64.b64encode(histories).decode("ascii")},
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         assert self._model is not None
         histories = safetensors.load(base64.b64decode(state["attributes"]["histories"]))
-        buffers: dict[str, dict[str, Any]] = {}
-        for name, buffer in histories.items():
-            cast, _, key = name.rpartition(".")
-            buffers.setdefault(cast, {})[key] = buffer
-        casts = delayed_casts(self._model)
-        for name in casts.keys() & buffers.keys():
-            casts[name].load_state_dict(buffers[name])
-        if missing := sorted(casts.keys() - buffers.keys()):
+        missing = []
+        for name, cast in sorted(delayed_casts(self._model).items()):
+            keys = [key for key, _ in cast.named_buffers() if f"{name}.{key}" in histories]
+            if keys:
+                cast.load_state_dict({key: histories[f"{name}.{key}"] for key in keys})
+            else:
+                missing.append(name)
+        if missing:
             logger.info("%d delayed casts start a new history: %s", len(missing), missing)

@@ -7,16 +7,18 @@ The library reads ``a`` row-major and ``b.T`` column-major, from addresses that 
 bytes, with K and N multiples of 16 (cuBLASLt documentation, "FP8 data types"). With 1x128 and
 128x128 scales M must be a multiple of 4 too ("128-element 1D and 128x128 2D block scaling for FP8
 data types" there), which torch does not check. Operands of any other form are copied, or padded
-with zeros. Torch tells the kinds of scales apart by their layouts: see `_blockwise_scales`.
+with zeros.
 
 cuBLASLt reads 128x128 scales in rows that are aligned to 16 bytes: four scales. Where the number of
 blocks of the contraction is no multiple of 4, ``torch._scaled_mm`` gives wrong results without an
 error (pytorch#166752), and refuses scales with padded rows (is_blockwise_128x128_scaling of
 ATen/native/cuda/ScaledBlas.cpp). ``torch.nn.functional.scaled_mm`` takes exactly these, and runs
-such products in the op `cublas_blockwise_mm`: their scales are padded, and no operand is copied.
-The op is opaque to torch.compile. Inductor of torch 2.13 lowers ``scaled_mm`` to ``_scaled_mm``,
-and torch's shape function (_check_scaled_mm_sizes_v2, 2.11 and 2.13) refuses sizes that are no
-multiples of 128, which the CUDA function takes.
+blockwise products in the op `cublas_blockwise_mm`: scales are padded, and no operand is copied. The
+op is opaque to torch.compile, because inductor of torch 2.13 lowers ``scaled_mm`` to
+``_scaled_mm``; its Triton template for 1x128 scales ignores their strides, which max-autotune with
+persistent TMA would choose (pytorch#193802, pytorch#195751); and torch's shape function
+(_check_scaled_mm_sizes_v2, 2.11 and 2.13) refuses sizes that are no multiples of 128, which the
+CUDA function takes.
 
 MX products take any M, and a last block that is shorter (torch's tests,
 test_blockwise_mxfp8_nvfp4_mxfp4_numerics: M of 2 and 197, K of 240). ``torch._scaled_mm`` runs
@@ -43,7 +45,6 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 ALIGNMENT = 16
-SQUARE: Block = (128, 128)
 MX_SQUARE: Block = (32, 32)
 _MX: tuple[Block, ...] = ((1, 32), MX_SQUARE)
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
@@ -78,15 +79,12 @@ def multiply(
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
     a_MK, b_NK = contraction_last(a_MK), contraction_last(b_NK)
-    if SQUARE in (a_block, b_block) and a_scale.shape[1] % 4:
+    if is_blockwise:
         out = cublas_blockwise_mm(
             a_MK, a_scale, b_NK, b_scale, a_block[0], b_block[0], out_dtype, use_fast_accum
         )
     else:
-        if is_blockwise:
-            a_scale = _blockwise_scales(a_scale, a_block)
-            b_scale = _blockwise_scales(b_scale, b_block).t()
-        elif not is_mx:
+        if not is_mx:
             a_scale, b_scale = _scales_of_rows(a_MK, a_scale, a_block, b_NK, b_scale, b_block)
         out = torch._scaled_mm(
             a_MK,
@@ -126,7 +124,8 @@ def contraction_last(x: Tensor) -> Tensor:
     wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
     if _starts_aligned(x) and x.stride() == wanted:
         return x
-    if x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1 and not is_sharded(x):
+    is_transposed = x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1
+    if is_transposed and torch.version.hip is None and not is_sharded(x):  # AMD: without Triton
         _load_transpose()
         return torch.ops.float8.transpose.default(x.t())
     # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
@@ -196,11 +195,6 @@ def _scales_of_rows(
     return a_scale, contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
 
 
-def _blockwise_scales(scale: Tensor, block: Block) -> Tensor:
-    """Scales in torch's layouts: 1x128 contiguous along the rows, 128x128 along the columns."""
-    return contraction_last(scale.t()).t() if block[0] == 1 else contraction_last(scale)
-
-
 def _cublas_blockwise_mm(
     a: Tensor,
     a_scale: Tensor,
@@ -211,7 +205,7 @@ def _cublas_blockwise_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """``torch.nn.functional.scaled_mm`` with 128x128 scales on one side at least.
+    """``torch.nn.functional.scaled_mm`` with 1x128 and 128x128 scales.
 
     ``a`` (M, K) and ``b`` (N, K) are contiguous; M is a multiple of 4, N of 16. ``a_rows`` and
     ``b_rows``, 1 or 128, are the rows that share a scale. The scales are float32 of shape
@@ -233,8 +227,8 @@ def _cublas_blockwise_mm(
 
 def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:
     """Scales in the layouts of ``scaled_mm``: 128x128 ones transposed, with padded rows."""
-    if rows == 1:
-        return _blockwise_scales(scale, (1, 128))
+    if rows == 1:  # contiguous along the rows
+        return contraction_last(scale.t()).t()
     return contraction_last(F.pad(scale, (0, -scale.shape[1] % 4))).t()
 
 

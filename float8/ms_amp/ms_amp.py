@@ -63,6 +63,7 @@ gathered weight is float8. DDP broadcasts weights and buckets gradients in high 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -76,14 +77,7 @@ from float8.distributed.gradients import float8_gradients
 from float8.distributed.replaced_parameters import mark_replaced
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.linear.layer import Float8Linear
-from float8.ms_amp.levels import (
-    BEYOND_FLOAT16,
-    LEVELS,
-    Level,
-    MsAmp,
-    plan_weights,
-    stored_weight,
-)
+from float8.ms_amp.levels import BEYOND_FLOAT16, LEVELS, Level, MsAmp, plan_weights, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
 from float8.optim.optimizer import cast_from_master
@@ -143,8 +137,7 @@ def ms_amp(
             f"{type(optimizer).__name__}; for others use float8.optim by itself"
         )
     is_given = config is not None or module_filter_fn is not None
-    reason = _refuses(optimizer, level) or _refuses_wrapper(model, level, is_given)
-    if reason is not None:
+    for reason in _problems(model, optimizer, level, is_given):
         raise ValueError(f"ms_amp: {reason}")
     row = LEVELS[level]
     if _is_wrapped(model):
@@ -178,50 +171,38 @@ def ms_amp(
     return model, new
 
 
-_STALE = (
-    "this optimizer has a weight that ms_amp has replaced, so that it would step what {} does not "
-    "use: step the optimizer that ms_amp returned"
-)
+_STALE = "ms_amp has replaced a weight that this optimizer holds: step the one that it returned"
 
 
-def _refuses(optimizer: torch.optim.Optimizer, level: str) -> str | None:
-    """Whether the level is unknown, or what refers to the old optimizer would be lost; or None."""
-    if level not in LEVELS:
-        return f"unknown level {level!r}; known levels: {', '.join(LEVELS)}"
-    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
-        return "an LR scheduler has the optimizer; build it from the one that is returned"
-    hooks = (value for name, value in vars(optimizer).items() if name.endswith("_hooks"))
-    return "the optimizer has hooks; register them on the new one" if any(hooks) else None
-
-
-def _refuses_wrapper(model: nn.Module, level: str, is_given: bool) -> str | None:
-    """The reason why a level would break what a wrapper of a model, or in it, does; or None.
+def _problems(
+    model: nn.Module, optimizer: torch.optim.Optimizer, level: str, is_given: bool
+) -> Iterator[str]:
+    """The reasons why a level is unknown, or would break what refers to the model or optimizer.
 
     ``is_given``: whether a config or a filter was given.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.nn.parallel import DistributedDataParallel
 
+    if level not in LEVELS:
+        yield f"unknown level {level!r}; known levels: {', '.join(LEVELS)}"
+    if getattr(optimizer.step, "_wrapped_by_lr_sched", False):
+        yield "an LR scheduler has the optimizer; build it from the one that is returned"
+    if any(value for name, value in vars(optimizer).items() if name.endswith("_hooks")):
+        yield "the optimizer has hooks; register them on the new one"
     for fqn, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
-            return "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
+            yield "FullyShardedDataParallel owns all weights; shard with fully_shard (FSDP2)"
         if isinstance(module, DistributedDataParallel) and fqn:
-            return f"{fqn} is a DistributedDataParallel: give ms_amp the wrapper itself"
+            yield f"{fqn} is a DistributedDataParallel: give ms_amp the wrapper itself"
     if not _is_wrapped(model):
-        return None
+        return
     layers = _layers(model)
     if is_given or not layers:
-        return (
-            "a distributed wrapper has taken the model: convert it first, with config and "
-            "module_filter_fn, then wrap it, then call ms_amp without them"
-        )
+        yield "a wrapper has taken the model: convert, wrap, then call ms_amp without a config"
     shards = (getattr(layer.weight, "_local_tensor", None) for layer in layers.values())
     if LEVELS[level].weight == "float8" and not all(isinstance(x, ShardedWeight) for x in shards):
-        return (
-            "level O3 of a wrapped model is FSDP2 with weights gathered in float8: convert with "
-            "enable_fsdp_float8_all_gather=True before fully_shard, or take level O2"
-        )
-    return None
+        yield "O3 needs enable_fsdp_float8_all_gather=True before fully_shard; or take level O2"
 
 
 def _layers(model: nn.Module) -> dict[str, Float8Linear]:
@@ -280,10 +261,7 @@ class _AfterLoad:
         stepped = any(weight is p for g in self.optimizer.param_groups for p in g["params"])
         is_float8, reason = isinstance(weight, Float8Tensor), None
         if weight.requires_grad and not stepped:
-            reason = (
-                "load_state_dict(assign=True) has replaced a weight that the optimizer of ms_amp "
-                "steps; load with assign=False"
-            )
+            reason = "load_state_dict(assign=True) has replaced its weight; load with assign=False"
         elif stepped and not is_float8 and weight.isinf().any():
             reason = f"of the loaded checkpoint: {BEYOND_FLOAT16}"
         if reason is not None:

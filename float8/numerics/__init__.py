@@ -4,7 +4,7 @@
 
     inspect          measure the casts of a model, forward and backward, while a block is open
     inspect_every    the same, every n training steps, into a file and a ``SummaryWriter``
-    Report           the result: a table, a picture, a file, scales
+    Report           the result: a table, a file
     load_run         the reports of a file
     Alarm            a problem of a cast that lasts: logged, in the file, given to ``on_alarm``
     load_alarms      the alarms of a file
@@ -22,7 +22,7 @@
 statistics.py       the statistics of one cast: formulas, measurement, merging
 gradient_error.py   what the casts of a layer leave of its weight's gradient
 alarms.py           what is wrong with a cast, and what to do about it; problems that last
-snapshot.py         `Report`: tables, pictures and files of casts
+snapshot.py         `Report`: tables and files of casts
 passes.py           one forward and backward of a model, without a lasting change; the walk over it
 inspection.py       `inspect`: the casts that the walk measures
 monitor.py          `inspect_every`

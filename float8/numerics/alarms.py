@@ -53,10 +53,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from float8.formats import FORMATS
 from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
@@ -107,24 +107,8 @@ class Problem(NamedTuple):
     kind: ProblemKind
     level: int
     casts: list[CastStatistics]
-    message: str
-
-    @property
-    def title(self) -> str:
-        """The number of casts that have this problem."""
-        count = len(self.casts)
-        return f"One cast {self.kind.one}" if count == 1 else f"{count} casts {self.kind.many}"
-
-    @property
-    def text(self) -> str:
-        """The message about the worst cast."""
-        prefix = "The worst: " if len(self.casts) > 1 else ""
-        return f"{prefix}{place_of(self.casts[0])}. {self.message}"
-
-
-def place_of(cast: CastStatistics | Alarm) -> str:
-    """Layer and operand."""
-    return f"{cast.layer or 'the module itself'}, {cast.operand}"
+    title: str
+    text: str
 
 
 def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
@@ -134,19 +118,21 @@ def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
         pairs = [(seen, cast) for cast in casts if (seen := kind.see(cast)) is not None]
         if pairs:
             pairs.sort(key=lambda pair: pair[0][:2], reverse=True)
-            worst = pairs[0][0]
-            found.append(Problem(kind, worst.level, [cast for _, cast in pairs], worst.message))
+            (worst, first), is_one = pairs[0], len(pairs) == 1
+            title = f"One cast {kind.one}" if is_one else f"{len(pairs)} casts {kind.many}"
+            text = f"{'' if is_one else 'The worst: '}{first.place}. {worst.message}"
+            found.append(Problem(kind, worst.level, [cast for _, cast in pairs], title, text))
     return sorted(found, key=lambda problem: -problem.level)
 
 
 def kinds_of(cast: CastStatistics) -> list[ProblemKind]:
     """One cast's problems."""
-    return [kind for kind in PROBLEM_KINDS if kind.see(cast) is not None]
+    return [problem.kind for problem in problems_of([cast])]
 
 
 def level_of(cast: CastStatistics) -> int:
     """The worst level of a cast."""
-    return max(seen.level if (seen := kind.see(cast)) else FINE for kind in PROBLEM_KINDS)
+    return max((problem.level for problem in problems_of([cast])), default=FINE)
 
 
 def wrong_columns(cast: CastStatistics) -> set[str]:
@@ -294,16 +280,16 @@ FALL = 6.0  # dB: twice the error
 MASSIVE = 0.1  # a saturated fraction of the elements: one look is enough
 LEAST_EARLIER = 3  # looks, whose median an SQNR is compared with
 KEPT_LOOKS = 100  # of an SQNR: as many as a run file keeps by default
-KEPT_ALARMS = 1000  # the oldest that have ended are dropped
+KEPT_ALARMS = 1000  # of those that have ended, the newest
 
 
 @dataclass(frozen=True)
-class Alarm:
+class Alarm(CastLabels):
     """A problem of a cast that lasted.
 
     Args:
-        rule: its name in the table of `float8.numerics.alarms`, as "saturation".
         layer, operand, gemm, format, scaling, granularity: which cast; see `CastStatistics`.
+        rule: its name in the table of `float8.numerics.alarms`, as "saturation".
         first: the step of the first look at which the cast was wrong.
         started: the step of the look at which the alarm started.
         last: the step of the last look so far at which the cast was wrong.
@@ -313,12 +299,6 @@ class Alarm:
     """
 
     rule: str
-    layer: str
-    operand: str
-    gemm: str
-    format: str
-    scaling: str
-    granularity: str
     first: int
     started: int
     last: int
@@ -331,16 +311,6 @@ class Alarm:
         """Whether it has not ended."""
         return self.ended is None
 
-    @property
-    def labels(self) -> CastLabels:
-        """Which cast it is."""
-        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
-
-    @property
-    def place(self) -> str:
-        """Layer and operand."""
-        return place_of(self)
-
     def __str__(self) -> str:
         since = "" if self.first == self.started else f" It has been so since step {self.first}."
         return f"{self.rule}: {self.place}. {self.message}{since} {self.advice}"
@@ -351,18 +321,14 @@ class AlarmRule(NamedTuple):
 
     name: str
     looks: int
-    kind: ProblemKind
+    kind: ProblemKind | None
     operands: Sequence[str] = OPERANDS
 
 
-_FALLS = ProblemKind(
-    "fall",
-    "falls",
-    "sqnr",
-    lambda cast: None,  # one cast alone does not tell: `_fall`
+_FALL_ADVICE = (
     "Its values drift away from the range of the format: compare the histograms of these "
     "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
-    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").',
+    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").'
 )
 ALARM_RULES = (
     AlarmRule("inf or NaN", 1, NONFINITE, ("input", "weight")),
@@ -371,7 +337,7 @@ ALARM_RULES = (
     AlarmRule("flush", 3, FLUSHES),
     AlarmRule("stale scale", 3, STALE),
     AlarmRule("gradient noise", 3, DROWNS),
-    AlarmRule("falling SQNR", 3, _FALLS),
+    AlarmRule("falling SQNR", 3, None),  # one look alone does not tell: `_fall`
 )
 
 
@@ -385,17 +351,6 @@ def _fall(cast: CastStatistics, earlier: Sequence[float]) -> Seen | None:
     return _seen(SUSPICIOUS if cast.sqnr < usual - FALL else FINE, -cast.sqnr, text)
 
 
-@dataclass
-class _Streak:
-    """The newest looks at one cast by one rule."""
-
-    wrong: int = 0  # in a row
-    fine: int = 0  # in a row
-    first: int = 0  # the step at which the row of wrong looks began
-    alarm: tuple[object, ...] | None = None  # the key of the active alarm
-    due: int | None = None  # the step at which it ended, by the file of a run that resumes
-
-
 class Changes(NamedTuple):
     """What one look changed, the worst first, and the alarms that are active after it."""
 
@@ -405,17 +360,45 @@ class Changes(NamedTuple):
 
 
 class AlarmWatch:
-    """Applies the rules to one report after the other."""
+    """Applies the rules to one report after the other.
 
-    def __init__(self) -> None:
-        self._alarms: dict[tuple[object, ...], Alarm] = {}  # by cast, rule and start
-        self._sqnrs: dict[CastLabels, deque[float]] = {}
-        self._streaks: dict[tuple[CastLabels, str], _Streak] = {}
+    Args:
+        reports: of a run that resumes, in the order of the steps.
+        stored: the alarms of its file, of which those count that these reports cannot show: they
+            began before them.
+    """
+
+    def __init__(self, reports: Sequence[Report] = (), stored: Iterable[Alarm] = ()) -> None:
+        self._active: dict[tuple[object, ...], Alarm] = {}  # by cast and rule
+        self._ended: list[Alarm] = []
+        # Of a cast and a rule: how many of the newest looks in a row were wrong, or minus how many
+        # were not; and the step of the first of them.
+        self._rows: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._sqnrs: dict[object, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_LOOKS))
+        steps = [report.step for report in reports if report.step is not None]
+        oldest, newest = min(steps, default=0), max(steps, default=0)
+        for alarm in stored:
+            if alarm.first < oldest and alarm.started <= newest:
+                # One that had not ended before the reports ends in them where it did, also where
+                # some of the looks at which it was not wrong are no longer among them.
+                if alarm.ended is None or alarm.ended >= oldest:
+                    key, last = (*alarm.labels, alarm.rule), min(alarm.last, newest)
+                    self._active[key] = replace(alarm, last=last)
+                else:
+                    self._ended.append(alarm)
+        for report in reports:
+            self.see(report)
+        self._active = {key: replace(a, ended=None) for key, a in self._active.items()}
+
+    @property
+    def active(self) -> list[Alarm]:
+        """Those that have not ended."""
+        return list(self._active.values())
 
     @property
     def alarms(self) -> list[Alarm]:
         """All, in the order in which they started."""
-        return list(self._alarms.values())
+        return sorted([*self._ended, *self.active], key=lambda alarm: alarm.started)
 
     def see(self, report: Report) -> Changes:
         """Apply the rules to the next report; one without a step is left out."""
@@ -423,72 +406,36 @@ class AlarmWatch:
         ended: list[Alarm] = []
         step = -1 if report.step is None else report.step
         for cast in report.casts if report.step is not None else ():
-            labels, seen, is_explained = cast.labels, None, False
-            earlier = self._sqnrs.setdefault(labels, deque(maxlen=KEPT_LOOKS))
+            earlier, seen, is_explained = self._sqnrs[cast.labels], None, False
             for place, rule in enumerate(ALARM_RULES):
-                seen = _fall(cast, earlier) if rule.kind is _FALLS else rule.kind.see(cast)
-                if cast.operand not in rule.operands or (rule.kind is _FALLS and is_explained):
-                    seen = None
+                kind, key = rule.kind, (*cast.labels, rule.name)
+                if kind is None:  # the last rule
+                    seen = None if is_explained else _fall(cast, earlier)
+                else:
+                    seen = kind.see(cast) if cast.operand in rule.operands else None
                 is_explained |= seen is not None
-                streak = self._streaks.setdefault((labels, rule.name), _Streak())
+                sign = -1 if seen is None else 1
+                count, first = self._rows.get(key, (0, step))
+                count, first = (count + sign, first) if count * sign > 0 else (sign, step)
+                self._rows[key] = count, first
+                alarm = self._active.get(key)
                 if seen is None:
-                    streak.wrong, streak.fine = 0, streak.fine + 1
-                    if streak.alarm and (streak.fine >= rule.looks or step == streak.due):
-                        alarm = replace(self._alarms[streak.alarm], ended=step)
-                        self._alarms[streak.alarm], streak.alarm = alarm, None
-                        ended.append(alarm)
-                    continue
-                streak.first = streak.first if streak.wrong else step
-                streak.wrong, streak.fine = streak.wrong + 1, 0
-                is_massive = rule.kind is SATURATES and seen.value > MASSIVE
-                if streak.alarm is not None:
-                    self._alarms[streak.alarm] = replace(self._alarms[streak.alarm], last=step)
-                elif streak.wrong >= rule.looks or is_massive:
-                    about = seen.message, rule.kind.advice
-                    alarm = Alarm(rule.name, *labels, streak.first, step, step, None, *about)
-                    self.add(alarm)
+                    if alarm is not None and (count <= -rule.looks or step == alarm.ended):
+                        ended.append(replace(self._active.pop(key), ended=step))
+                elif alarm is not None:
+                    self._active[key] = replace(alarm, last=step)
+                elif count >= rule.looks or (kind is SATURATES and seen.value > MASSIVE):
+                    what: dict[str, Any] = cast.named | {"rule": rule.name, "first": first}
+                    advice = _FALL_ADVICE if kind is None else kind.advice
+                    what |= {"message": seen.message, "advice": advice}
+                    alarm = Alarm(**what, started=step, last=step, ended=None)
+                    self._active[key] = alarm
                     # inf and NaN spread: their first layer says more than that with most of them.
-                    severity = 0.0 if rule.kind is NONFINITE else -seen.value
+                    severity = 0.0 if kind is NONFINITE else -seen.value
                     started.append((place, severity, alarm))
-            has_fallen = seen is not None  # by the last rule
-            if not has_fallen and cast.sqnr is not None and cast.sqnr > -math.inf:
+            # Unless it has fallen, by the last rule.
+            if seen is None and cast.sqnr is not None and cast.sqnr > -math.inf:
                 earlier.append(cast.sqnr)
-        over = len(self._alarms) - KEPT_ALARMS
-        for key in [k for k, alarm in self._alarms.items() if not alarm.is_active][: max(over, 0)]:
-            del self._alarms[key]
+        self._ended = [*self._ended, *ended][-KEPT_ALARMS:]
         started.sort(key=lambda each: each[:2])
-        active = [alarm for alarm in self.alarms if alarm.is_active]
-        return Changes([alarm for *_, alarm in started], ended, active)
-
-    def add(self, alarm: Alarm, due: int | None = None) -> None:
-        """Add an alarm; ``due`` is the step at which it ended, if that is known already."""
-        key = alarm.labels, alarm.rule, alarm.started
-        self._alarms[key] = alarm
-        if alarm.is_active:
-            streak = self._streaks.setdefault(key[:2], _Streak())
-            streak.alarm, streak.due = key, due
-
-
-def watch_of(reports: Sequence[Report], stored: Iterable[Alarm] = ()) -> AlarmWatch:
-    """The watch of a run after its reports.
-
-    Args:
-        reports: in the order of the steps.
-        stored: the alarms of its file, of which those count that these reports cannot show: they
-            began before them.
-    """
-    steps = [report.step for report in reports if report.step is not None]
-    oldest, newest = min(steps, default=0), max(steps, default=0)
-    watch = AlarmWatch()
-    for alarm in stored:
-        if alarm.first < oldest and alarm.started <= newest:
-            # One that had not ended before the reports is active in them. It ends where it did,
-            # also where some of the looks at which it was not wrong are no longer among them.
-            if alarm.ended is None or alarm.ended >= oldest:
-                active = replace(alarm, last=min(alarm.last, newest), ended=None)
-                watch.add(active, due=alarm.ended)
-            else:
-                watch.add(alarm)
-    for report in reports:
-        watch.see(report)
-    return watch
+        return Changes([alarm for *_, alarm in started], ended, self.active)

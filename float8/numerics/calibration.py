@@ -83,35 +83,36 @@ class Distribution:
         elements: how many were counted.
         nonfinite: how many of them were inf or NaN.
         amax: the largest finite magnitude, not rounded.
+        values: the finite magnitudes that occurred, ascending, in float32, and how often each did.
     """
 
     def __init__(self) -> None:
         self._counts = torch.zeros(_MAGNITUDES, dtype=torch.int64)
-        self.elements = 0
         self.amax = 0.0
 
     def add(self, x: Tensor) -> None:
         """Count the elements of a tensor, of any shape and floating point type."""
-        if not x.numel():
-            return
-        bits = x.detach().to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
-        counts = torch.bincount(bits.flatten(), minlength=_MAGNITUDES)
-        self._counts += counts.to(self._counts.device)
-        self.elements += x.numel()
-        finite = torch.where(x.isfinite(), x, 0.0)
-        self.amax = max(self.amax, float(finite.abs().max()))
+        if x.numel():
+            bits = x.detach().to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
+            counts = torch.bincount(bits.flatten(), minlength=_MAGNITUDES)
+            self._counts += counts.to(self._counts.device)
+            self.amax = max(self.amax, float(torch.where(x.isfinite(), x, 0.0).abs().max()))
+
+    @property
+    def elements(self) -> int:
+        """See the class."""
+        return int(self._counts.sum())
 
     @property
     def nonfinite(self) -> int:
-        """The number of elements that were inf or NaN."""
+        """See the class."""
         return int(self._counts[_FIRST_NONFINITE:].sum())
 
     @property
     def values(self) -> tuple[Tensor, Tensor]:
-        """The finite magnitudes that occurred, ascending, in float32, and how often each did."""
-        counts = self._counts[:_FIRST_NONFINITE]
-        found = counts.nonzero().squeeze(1)
-        return found.to(torch.int16).view(torch.bfloat16).float(), counts[found]
+        """See the class."""
+        found = self._counts[:_FIRST_NONFINITE].nonzero().squeeze(1)
+        return found.to(torch.int16).view(torch.bfloat16).float(), self._counts[found]
 
     def losses(self, scales: Tensor, fmt: Format) -> tuple[Tensor, Tensor, Tensor]:
         """What casts to a format by some scales lose of the data.
@@ -133,10 +134,8 @@ class Distribution:
         # The tolerance is the rounding to bfloat16: nothing saturates at the amax scale.
         beyond_CV = exact_CV > fmt.max * scale_C1 * (1 + 2**-8)
         zero_CV = (exact_CV > 0) & (data_CV == 0)
-        saturated_C, flushed_C = (
-            (lost_CV * counts_V).sum(1).double() / self.elements for lost_CV in (beyond_CV, zero_CV)
-        )
-        return sqnr_C, saturated_C, flushed_C
+        shares = ((lost_CV * counts_V).sum(1) / self.elements for lost_CV in (beyond_CV, zero_CV))
+        return sqnr_C, *shares  # type: ignore[return-value]
 
     def scale(self, fmt: Format, method: str, percent: float) -> float:
         """The scale for a format by one of `METHODS`."""
@@ -147,16 +146,16 @@ class Distribution:
             place = int(torch.searchsorted(share, percent / 100))
             # Not of the largest, which was rounded.
             return _scale(float(values[place]), fmt) if place < len(values) - 1 else widest
-        if method == "sqnr":
-            # A shift by a power of two does not change the mantissas. It trades what saturates at
-            # the top for what is flushed at the bottom, so that the SQNR has one maximum.
-            top = math.ceil(math.log2(widest))
-            # Also an octave above, for data that saturates an octave below.
-            exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
-            scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
-            scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
-            return float(scales[self.losses(scales, fmt)[0].argmax()])
-        return widest
+        if method == "amax":
+            return widest
+        # A shift by a power of two does not change the mantissas. It trades what saturates at the
+        # top for what is flushed at the bottom, so that the SQNR has one maximum. Also an octave
+        # above, for data that saturates an octave below.
+        top = math.ceil(math.log2(widest))
+        exponents = torch.arange(top - _OCTAVES, top + 2, dtype=torch.float64)
+        scales = torch.cat([torch.exp2(exponents), torch.tensor([widest])])
+        scales = scales.clamp(min=torch.finfo(torch.float32).tiny).float()
+        return float(scales[self.losses(scales, fmt)[0].argmax()])
 
 
 def _scale(amax: float, fmt: Format) -> float:
@@ -190,8 +189,11 @@ class Calibration:
             ValueError: a layer got no input, or one that was all zero or not finite.
         """
         chosen = _checked_method(method or self.method)
-        reasons = {layer: _reason_against(values) for layer, values in self.inputs.items()}
-        problems = [f"{layer_name(fqn)}: {why}" for fqn, why in reasons.items() if why is not None]
+        problems = [
+            f"{layer_name(layer)}: {why}"
+            for layer, values in self.inputs.items()
+            if (why := _reason_against(values)) is not None
+        ]
         if problems:
             raise ValueError(
                 "no static scale fits these layers; calibrate on data that reaches them, or leave "
@@ -218,8 +220,8 @@ class Calibration:
             found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
             (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
             row = {"layer": layer, "format": fmt.name, "elements": values.elements}
-            row |= {"amax": values.amax, "scale": scale, "sqnr": sqnr, "saturated": saturated}
-            row |= {"flushed": flushed, "amax_scale": widest[layer], "amax_sqnr": amax_sqnr}
+            row |= {"amax": values.amax, "amax_scale": widest[layer], "amax_sqnr": amax_sqnr}
+            row |= {"scale": scale, "sqnr": sqnr, "saturated": saturated, "flushed": flushed}
             rows.append(row)
         return sorted(rows, key=lambda row: row["sqnr"])
 
@@ -281,14 +283,13 @@ def calibrate(
         raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
     inputs = {name: Distribution() for name in formats}
 
-    def count(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        x = args[0] if args else kwargs["input"]
-        if isinstance(x, Tensor):  # otherwise the layer raises
-            # The dtype that conversion casts from, with autocast.
-            inputs[name].add(x.to(compute_dtype(x)))
+    def count(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if output is not None:  # the layer did not raise
+            x = args[0] if args else kwargs["input"]
+            inputs[name].add(x.to(compute_dtype(x)))  # from which conversion casts, with autocast
 
     layers = {name: plan.layers[name] for name in formats}
-    with model_unchanged(model), high_precision(model), watched(layers, enter=count):
+    with model_unchanged(model), high_precision(model), watched(layers, count):
         for module in model.modules():  # not eval(), which a module may override to merge weights
             module.training = False
         for batch in batches:

@@ -41,10 +41,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +172,7 @@ def compare(
     where they are not finite in high precision. A compiled model runs eagerly.
 
     The cost for L layers is L + 2 forwards and backwards, two copies of the gradients of all
-    parameters, and in host memory the outputs and input gradients of the compared layers.
+    parameters, and in host memory two of the outputs and input gradients of the compared layers.
     ``layers`` and ``alone`` make it cheaper.
 
     Args:
@@ -193,101 +195,84 @@ def compare(
     passes.check_run(model, loss_fn, "compare")
     chosen = _chosen(model, layers)
     every: set[Any] = {m for m in model.modules() if isinstance(m, Float8Module)}
-    expected: dict[Call, list[Tensor]] = {}
-    powers: dict[Call, list[Powers]] = {}
 
-    def keep(call: Call, value: Tensor) -> None:
-        expected.setdefault(call, []).append(value.detach().to("cpu", copy=True))
+    def run(in_float8: set[Any], shown: Mapping[str, nn.Module]) -> tuple[float | None, Tensors]:
+        seen: Tensors = {}
+        with switched_off(every - in_float8), _shown(shown, seen):
+            found = passes.run_pass(model, batch, loss_fn, seed)
+        seen |= {key: [gradient] for key, gradient in found.gradients.items()}
+        return found.loss, seen | {"output": [found.output]}
 
-    def measure(call: Call, value: Tensor) -> None:
-        found = powers.setdefault(call, [])
-        before = expected.get(call, [])[len(found) : len(found) + 1]
-        found += [powers_of(each, value) for each in before] or [(math.inf, 0.0)]
-
-    def of_layer(*call: str) -> float | None:
-        found, calls = powers.get(call, []), len(expected.get(call, []))
-        return sqnr_of(found) if found and len(found) == calls else None
+    def of_model(found: Tensors) -> tuple[float | None, float | None]:
+        keys = [key for key in exact | found if not isinstance(key, tuple)]  # but those of layers
+        return sqnr_of(exact, found, ["output"]), sqnr_of(exact, found, set(keys) - {"output"})
 
     with passes.model_unchanged(model):
-        with switched_off(every), _shown(chosen, keep):
-            reference = passes.run_pass(model, batch, loss_fn, seed)
-        if not reference.is_finite and not passes.has_other_ranks():
+        loss_high_precision, exact = run(set(), chosen)
+        of_own = [each for key, (each, *_) in exact.items() if not isinstance(key, tuple)]
+        is_finite = all(bool(each.isfinite().all()) for each in of_own)
+        if not is_finite and not passes.has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"
             )
-        with _shown(chosen, measure):
-            together = passes.run_pass(model, batch, loss_fn, seed)
+        loss_float8, together = run(every, chosen)
         compared = []
         for name, layer in chosen.items():
-            of_weight = _of_gradients(reference, together, [id(layer.weight)])
-            columns = of_layer(name, "output"), of_layer(name, "grad_input"), of_weight
-            of_model: Pair = None, None
-            if alone:
-                with switched_off(every - {layer}):
-                    of_model = _of_run(reference, passes.run_pass(model, batch, loss_fn, seed))
-            compared.append(LayerComparison(name, *of_model, *columns))
+            keys = (name, "output"), (name, "grad_input"), id(layer.weight)
+            columns = [sqnr_of(exact, together, [key]) for key in keys]
+            own = of_model(run({layer}, {})[1]) if alone else (None, None)
+            compared.append(LayerComparison(name, *own, *columns))
     return Comparison(
         sorted(compared, key=lambda layer: layer.harm),
-        *_of_run(reference, together),
-        reference.loss,
-        together.loss,
+        *of_model(together),
+        loss_high_precision,
+        loss_float8,
         model=type(model).__name__,
     )
 
 
-Pair = tuple[float | None, float | None]
-Call = tuple[str, ...]  # the name of a layer, and "output" or "grad_input"
-Powers = tuple[float, float]  # of a reference, and of the error of another value
+# Of a run: "output" of the model, gradients by the keys of `passes.RunResult`, and of each call of
+# a layer that was shown (name, "output") and (name, "grad_input").
+Tensors = dict[Any, list[Tensor]]
 
 
-def powers_of(reference: Tensor | None, other: Tensor | None) -> Powers:
-    """Of two tensors of one quantity, where None stands for zeros.
+def sqnr_of(exact: Tensors, found: Tensors, keys: Iterable[Any]) -> float | None:
+    """The SQNR in dB of the tensors of these keys as one vector; those of no key are zeros.
 
-    The first is inf where they have other shapes: tokens were routed differently.
+    None without an exact value that is finite and not zero, and where the shapes differ, as of
+    tokens that were routed differently.
     """
-    if reference is None or other is None:
-        signal = 0.0 if reference is None else power(reference)
-        return signal, signal if other is None else power(other)
-    if reference.shape != other.shape:
-        return math.inf, 0.0
-    exact = reference.detach().to(other.device).double()
-    return power(exact), power(exact - other.detach())
+    signal = noise = 0.0
+    for key in keys:
+        pairs = zip_longest(exact.get(key, ()), found.get(key, ()))
+        for reference, other in pairs:
+            if reference is None or other is None:
+                lost = power(other if reference is None else reference)
+                signal, noise = signal + (0.0 if reference is None else lost), noise + lost
+            elif reference.shape != other.shape:
+                return None
+            else:
+                own = reference.to(other.device).double()
+                signal, noise = signal + power(own), noise + power(own - other)
+    return decibels(signal, noise) if signal and math.isfinite(signal) else None
 
 
-def sqnr_of(powers: Iterable[Powers]) -> float | None:
-    """The SQNR in dB of all as one vector; None without a finite reference that is not zero."""
-    signals, noises = zip(*powers, strict=True)
-    signal = sum(signals)
-    return decibels(signal, sum(noises)) if signal and math.isfinite(signal) else None
+def _shown(layers: Mapping[str, nn.Module], seen: Tensors) -> AbstractContextManager[None]:
+    """Copy the outputs and input gradients of layers to the host."""
 
-
-def _of_run(reference: passes.RunResult, other: passes.RunResult) -> Pair:
-    """The SQNRs of the output and of all gradients."""
-    output = sqnr_of([powers_of(reference.output, other.output)])
-    return output, _of_gradients(reference, other, reference.gradients | other.gradients)
-
-
-def _of_gradients(
-    reference: passes.RunResult, other: passes.RunResult, keys: Iterable[Any]
-) -> float | None:
-    of, than = reference.gradients, other.gradients
-    return sqnr_of([(0.0, 0.0), *(powers_of(of.get(key), than.get(key)) for key in keys)])
-
-
-def _shown(
-    layers: Mapping[str, nn.Module], see: Callable[[Call, Tensor], None]
-) -> AbstractContextManager[None]:
-    """Show a function the outputs and input gradients of layers."""
+    def see(key: Any, value: Tensor) -> None:
+        value = passes.local_part(value.detach())
+        seen.setdefault(key, []).append(value.to("cpu", copy=True))
 
     def leave(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if output is not None and passes.in_forward():  # it did not raise, and is not recomputed
-            see((name, "output"), passes.local_part(passes.main_tensor(output)))
+            see((name, "output"), passes.main_tensor(output))
 
-    def grad_input(name: str, module: nn.Module, gradient: Tensor) -> None:
-        see((name, "grad_input"), passes.local_part(gradient))
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> passes.Arguments:
+        return passes.with_gradient_hooks(args, kwargs, partial(see, (name, "grad_input")))
 
-    return passes.watched(layers, leave=leave, grad_input=grad_input)
+    return passes.watched(layers, leave, enter)
 
 
 def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str, Float8Linear]:

@@ -34,39 +34,47 @@ not in E, and neither are those of an operand that arrives in float8.
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from float8.linear.smoothing import inverse
-from float8.numerics.statistics import PROBES, Float8Matrix, Products
+
+if TYPE_CHECKING:
+    from float8.numerics.statistics import Float8Matrix
+
+PROBES = 16  # columns of V
 
 
-def probes(features: int, factors_1K: Tensor | None, device: torch.device) -> Products:
-    """V: (features, PROBES).
+def projected(x: Float8Matrix, factors_1K: Tensor | None) -> Tensor:
+    """``x @ V`` and ``x' @ V``: (2, tokens, PROBES) in float64.
 
     ``factors_1K`` are those by which the layer multiplied its input before the cast, and by whose
     inverse it multiplies the gradient (`float8.linear.smoothing`); None for neither.
     """
-    v = _probes(features).to(device)
+    v = _probes(x.data.shape[1]).to(x.data.device)
     v = v if factors_1K is None else v * inverse(factors_1K).t()
-    return Products(v, v)
-
-
-def contracted(matrix: Float8Matrix, right: Products, is_transposed: bool) -> Products:
-    """``x @ right`` and ``x' @ right``, where ``matrix`` is x or, ``is_transposed``, that of x."""
-    if matrix.is_column_major:
-        matrix, is_transposed = matrix.t(), not is_transposed
-    rows = matrix.data.shape[1 if is_transposed else 0]
-    found = Products(*(right.exact.new_zeros(rows, PROBES) for _ in range(2)))
-    for piece in matrix.pieces():
-        operands = piece.exact, piece.data * piece.scale
-        for total, part, factor in zip(found, operands, right, strict=True):
-            if is_transposed:
-                total.addmm_(part.t(), factor[piece.rows])
-            else:
-                torch.mm(part, factor, out=total[piece.rows])
+    found = v.new_zeros(2, len(x.data), PROBES)
+    for piece in x.pieces():
+        for total, part in zip(found, (piece.exact, piece.data * piece.scale), strict=True):
+            torch.mm(part, v, out=total[piece.rows])
     return found
+
+
+def contracted(g: Float8Matrix, right: Tensor) -> Tensor:
+    """``g^T @ right[0]`` and ``g'^T @ right[1]``: (2, out_features, PROBES)."""
+    found = right.new_zeros(2, g.data.shape[1], PROBES)
+    for piece in g.pieces():
+        for i, part in enumerate((piece.exact, piece.data * piece.scale)):
+            found[i].addmm_(part.t(), right[i, piece.rows])
+    return found
+
+
+def energies(products: Tensor) -> Tensor:
+    """Estimates of ``|G|^2`` and ``|E|^2`` from the sum of the products of all calls."""
+    exact, cast = products
+    return torch.stack([exact, cast - exact]).square().sum((1, 2)) / PROBES
 
 
 @cache

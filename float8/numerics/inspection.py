@@ -41,9 +41,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,23 +56,21 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, States, as_matrix
-from float8.linear.float8_weight import by_scaled_gradient, float8_weight, is_resident
+from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import autocasts, compute_dtype, plan_for
+from float8.linear.plan import autocasts, compute_dtype
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
-from float8.numerics.gradient_error import contracted, probes
+from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
     SMOOTH,
-    CastKey,
     CastLabels,
-    CastTotals,
     Float8Matrix,
+    Totals,
     measure_cast,
-    statistics_of,
 )
 from float8.tensor import Float8Tensor
 
@@ -110,7 +107,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
     with ExitStack() as stack:
         stack.callback(inspection.fill, report)
         stack.enter_context(runs_eagerly())
-        stack.enter_context(watched(layers, leave=inspection.see_call))
+        stack.enter_context(watched(layers, inspection.see_call))
         for fqn, products in transforms.items():
             see = partial(inspection.see_product, stack, fqn)
             stack.enter_context(products.watched(see))
@@ -124,16 +121,18 @@ def has_float8(model: nn.Module) -> bool:
 
 def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], dict[str, str]]:
     """Layers and transforms whose casts can be watched, and what was not seen yet, with reasons."""
-    named = {name_in_model(fqn): module for fqn, module in model.named_modules()}
-    layers = {fqn: m for fqn, m in named.items() if isinstance(m, Float8Linear)}
-    skipped = dict.fromkeys(layers, "it was not called")
-    for fqn, module in named.items():
-        if isinstance(module, Float8Experts):
+    layers, transforms, skipped = {}, {}, {}
+    for name, module in model.named_modules():
+        fqn = name_in_model(name)
+        # Of the models that `float8.unit_scaling.transforms.float8` returns.
+        products = getattr(module, "float8_products", None)
+        if isinstance(module, Float8Linear):
+            layers[fqn], skipped[fqn] = module, "it was not called"
+        elif isinstance(module, Float8Experts):
             skipped[fqn] = "the casts of experts are not watched"
-    # Of the models that `float8.unit_scaling.transforms.float8` returns.
-    found = {fqn: getattr(module, "float8_products", None) for fqn, module in named.items()}
-    transforms = {fqn: products for fqn, products in found.items() if products is not None}
-    return layers, transforms, skipped | dict.fromkeys(transforms, _NO_PRODUCT)
+        elif products is not None:
+            transforms[fqn], skipped[fqn] = products, _NO_PRODUCT
+    return layers, transforms, skipped
 
 
 _NO_PRODUCT = "none of its products ran in float8"
@@ -160,19 +159,19 @@ def without_wrappers(fqn: str) -> str:
     return ".".join(part for part in name_in_model(fqn).split(".") if part != "module")
 
 
-@dataclass
 class _Product:
-    """A product that a transform runs: what `_Inspection` reads of a layer."""
+    """A product that a transform runs, with what `_Inspection` reads of a layer."""
 
-    config: Float8LinearConfig
-    weight: Tensor
-    high_precision: ClassVar[bool] = False  # a transform that is switched off calls no watcher
+    high_precision = False  # a transform that is switched off calls no watcher
+    local_operands: Any = Float8Linear.local_operands
+    local_factors: Any = Float8Linear.local_factors
+    local_grad_output: Any = Float8Linear.local_grad_output
 
-    def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
-        return input, self.weight, STATELESS
+    def __init__(self, config: Float8LinearConfig, weight: Tensor) -> None:
+        self.config, self.weight = config, weight
 
-    local_factors: ClassVar[Any] = Float8Linear.local_factors
-    local_grad_output: ClassVar[Any] = Float8Linear.local_grad_output
+    def _states(self) -> States:
+        return STATELESS
 
 
 _Layer = Float8Linear | _Product
@@ -187,7 +186,20 @@ class _Use(NamedTuple):
     is_transposed: bool
 
 
-_Found = tuple[CastLabels, CastTotals]
+def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> Iterator[_Use]:
+    """The casts of a call; a second use that reads the bytes of the first is no second cast."""
+    for operand, casts, first, is_first, second, is_second in (
+        ("input", plan.x, "output", True, "grad_weight", needs_w),
+        ("weight", plan.w, "output", True, "grad_input", needs_x),
+        ("grad_output", plan.g, "grad_input", needs_x, "grad_weight", needs_w),
+    ):
+        if is_first and casts.first is not None:
+            yield _Use(operand, first, casts.first, False)
+        if is_second and casts.second is not None and not (is_first and casts.is_shared):
+            yield _Use(operand, second, casts.second, True)
+
+
+_Found = dict[CastLabels, Totals]
 
 
 class _Inspection:
@@ -195,8 +207,7 @@ class _Inspection:
 
     def __init__(self, skipped: dict[str, str]) -> None:
         self.skipped = skipped  # layers that were not measured -> the reason
-        self.measured: set[str] = set()
-        self.found: dict[tuple[CastKey, bool], _Found] = {}
+        self.found: _Found = {}
 
     def see_product(
         self,
@@ -223,114 +234,103 @@ class _Inspection:
         if output is None:  # the layer raised
             return None
         input: Tensor = args[0] if args else kwargs["input"]
-        if (reason := _reason_to_skip(layer, input)) is not None:
-            if fqn not in self.measured:
-                self.skipped[fqn] = reason
-            return None
-        self.measured.add(fqn)
         self.skipped.pop(fqn, None)
-        dtype = compute_dtype(input)  # which autocast decides
-        uses = _uses(layer.config.plan, input.requires_grad, layer.weight.requires_grad)
-        backward = [use for use in uses if use.gemm != "output"]
-        of_gradient = [use for use in backward if use.operand == "grad_output"]
-        with _without_side_effects(input):
-            x, weight, states = layer.local_operands(input)
-            factors, is_smooth = None, layer.config.smooth_input
-            if is_smooth:  # of float16 the products are float32
-                x, weight, factors = _smoothed(layer, input, x, weight, dtype)
-            operands = {"input": (x, states[0]), "weight": (weight, states[1])}
-
-            def of(use: _Use) -> tuple[CastLabels, Float8Matrix]:
-                wanted = None if is_smooth else dtype
-                return _cast(fqn, layer, use, *operands[use.operand], wanted)
-
-            def measured(use: _Use) -> _Found:
-                labels, matrix = of(use)
-                return labels, measure_cast(matrix)
-
-            if in_forward():
-                self.add([measured(use) for use in uses if use.gemm == "output"])
-            if not output.requires_grad:
+        if (reason := _reason_to_skip(layer, input)) is not None:
+            self.skipped[fqn] = reason
+            return None
+        plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
+        uses = list(_uses(plan, input.requires_grad, weight.requires_grad))
+        later: _Found = {}  # a forward may be discarded without a backward
+        right = x = None
+        with _without_side_effects(input) as dtype:
+            operands, state_of_g, factors = _operands(layer, input, dtype)
+            for use in uses:
+                if use.operand == "grad_output" or (use.gemm != "output" and not grad):
+                    continue
+                labels, matrix = _cast(fqn, layer, use, *operands[use.operand])
+                x = matrix if use.operand == "input" else x
+                if use.gemm != "output":
+                    later[labels] = measure_cast(matrix)
+                elif in_forward():
+                    self.add({labels: measure_cast(matrix)})
+            if not grad:
                 return None
-            # Not added before the gradient arrives: a forward may be discarded without a backward.
-            later = [measured(use) for use in backward if use.operand in operands]
-            factor, projected = _factor_of_gradient(layer, dtype), None
-            product = layer.config.plan.grad_weight
-            if layer.weight.requires_grad and product.a is not None and product.b is not None:
-                read = [use for use in uses if use.operand == "input"][-1]
-                _, matrix = of(read)
-                features = matrix.data.shape[0 if read.is_transposed else 1]
-                v = probes(features, factors, matrix.data.device)
-                projected = contracted(matrix, v, read.is_transposed)
+            if weight.requires_grad and plan.x.second is not None and x is not None:
+                right = projected(x, factors)
+        # The scales of a resident weight's rows multiply the gradient before its cast.
+        is_scaled = is_resident(weight) and weight.block == ROWWISE
+        scale = weight.scale.t() if is_scaled else None
 
         def on_gradient(grad_output: Tensor) -> None:
             with _without_side_effects(grad_output):
-                g = layer.local_grad_output(grad_output)
-                g = g if factor is None else as_matrix(g) * factor
                 self.add(later)
-                for use in of_gradient:
-                    labels, matrix = _cast(fqn, layer, use, g, states[2])
+                g = as_matrix(layer.local_grad_output(grad_output))
+                g = g if scale is None else g * scale
+                for use in uses:
+                    if use.operand != "grad_output":
+                        continue
+                    labels, matrix = _cast(fqn, layer, use, g, state_of_g)
                     totals = measure_cast(matrix)
-                    tokens = matrix.data.shape[1 if use.is_transposed else 0]
                     # Not where other ranks have some of the tokens.
-                    if use is of_gradient[-1] and projected and len(projected.exact) == tokens:
-                        products = contracted(matrix, projected, not use.is_transposed)
-                        totals = totals._replace(products=products)
-                    self.add([(labels, totals)])
+                    if use is uses[-1] and right is not None and right.shape[1] == len(matrix.data):
+                        totals = totals._replace(products=contracted(matrix, right))
+                    self.add({labels: totals})
 
         return on_gradient
 
-    def add(self, found: list[_Found]) -> None:
-        for labels, totals in found:
-            key = labels[:3], labels.scaling == IN_FLOAT8
-            before = self.found.get(key)
-            self.found[key] = labels, before[1].plus(totals) if before else totals
+    def add(self, found: _Found) -> None:
+        for labels, totals in found.items():
+            before = self.found.get(labels)
+            self.found[labels] = before.plus(totals) if before else totals
 
     def fill(self, report: Report) -> None:
         """Move the numbers to the host and into the report, in the order of the GEMMs."""
-        ordered = sorted(self.found.values(), key=lambda found: GEMMS.index(found[0].gemm))
-        report.fill(statistics_of(ordered), self.skipped)
+        ordered = sorted(self.found.items(), key=lambda found: GEMMS.index(found[0].gemm))
+        seen = {labels.layer for labels in self.found}
+        skipped = {fqn: why for fqn, why in self.skipped.items() if fqn not in seen}
+        report.fill([totals.statistics(labels) for labels, totals in ordered], skipped)
+
+
+def _operands(
+    layer: _Layer, input: Tensor, dtype: torch.dtype
+) -> tuple[dict[str, tuple[Tensor, DelayedState | None]], DelayedState | None, Tensor | None]:
+    """What a call casts: input and weight with their states; that of grad_output; the factors.
+
+    The factors are those of a smooth input; one in float8 has its factors in its scales.
+    """
+    x, weight, states = layer.local_operands(input)
+    factors = None
+    weight = weight if isinstance(weight, Float8Tensor) else weight.to(dtype)
+    x = x if isinstance(x, Float8Tensor) else as_matrix(x).to(dtype)
+    if layer.config.smooth_input:  # of float16 the products are float32
+        if isinstance(x, Float8Tensor):
+            of_weight = split(as_matrix(x.scale))[1]
+        else:
+            factors, of_weight = layer.local_factors(input, x)
+            x = smoothed(whole := x, factors)
+            factors = _like(whole, factors, (1,)) if is_sharded(factors) else factors
+        weight = smoothed(weight, inverse(of_weight))
+    return {"input": (x, states[0]), "weight": (weight, states[1])}, states[2], factors
 
 
 def _cast(
-    fqn: str,
-    layer: _Layer,
-    use: _Use,
-    x: Tensor,
-    state: DelayedState | None,
-    dtype: torch.dtype | None = None,
+    fqn: str, layer: _Layer, use: _Use, x: Tensor, state: DelayedState | None
 ) -> tuple[CastLabels, Float8Matrix]:
-    """Cast an operand as the layer does: this rank's part of what its GEMM reads."""
+    """Cast an operand as the layer does: this rank's part of it, in its own orientation."""
     scaling, suffix = use.cast.scaling_type.value, ""
     if isinstance(x, Float8Tensor):
         block = x.block if x.dim() > 1 else (WHOLE, *x.block)
         scaling = IN_FLOAT8
         matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
     else:
-        x = as_matrix(x)
-        x = x if dtype is None else x.to(dtype)
         x = x.t() if use.is_transposed else x
         data, scale = bind_and_cast(x, use.cast, state, emulate=layer.config.emulate)
         matrix = _local_part(Float8Matrix(data, scale, use.cast.block, x))
         suffix = SMOOTH if layer.config.smooth_input and use.operand != "grad_output" else ""
     fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
-    return CastLabels(fqn, use.operand, use.gemm, fmt, scaling, granularity), matrix
-
-
-def _smoothed(
-    layer: _Layer, input: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The products that a layer with ``smooth_input`` casts, and the factors of the local input.
-
-    An input in float8 has its factors in its scales.
-    """
-    weight = weight.to(dtype)
-    if isinstance(x, Float8Tensor):
-        return x, smoothed(weight, inverse(split(as_matrix(x.scale))[1])), None
-    x_MK = as_matrix(x).to(dtype)
-    factors, of_weight = layer.local_factors(input, x_MK)
-    products = smoothed(x_MK, factors), smoothed(weight, inverse(of_weight))
-    return *products, _like(x_MK, factors, (1,)) if is_sharded(factors) else factors
+    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, granularity)
+    is_turned = use.is_transposed and matrix.source is not None
+    return labels, matrix.t() if is_turned else matrix
 
 
 def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
@@ -348,46 +348,16 @@ def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
 
 
 @contextmanager
-def _without_side_effects(x: Tensor) -> Iterator[None]:
-    """Hide the operations of a block from autograd, autocast and modes."""
-    kind = x.device.type
+def _without_side_effects(x: Tensor) -> Iterator[torch.dtype]:
+    """Hide the operations of a block from autograd, autocast and modes; the compute dtype."""
+    kind, dtype = x.device.type, compute_dtype(x)  # which autocast decides
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch._C.DisableTorchFunction())  # an outer transform changes functions
         if autocasts(kind):
             stack.enter_context(torch.autocast(kind, enabled=False))
         stack.enter_context(_disable_current_modes())  # selective checkpointing counts operations
-        yield
-
-
-def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> list[_Use]:
-    """The casts of a call, in the order of their GEMMs.
-
-    A second use that reads the bytes of the first is not a second cast.
-    """
-    output, grad_input, grad_weight = plan.output, plan.grad_input, plan.grad_weight
-    both = output.a is not None and output.b is not None
-    read_x, read_w = needs_w and not plan.x.is_shared, needs_x and not plan.w.is_shared
-    read_g = needs_w and not (needs_x and grad_input.a is not None and plan.g.is_shared)
-    found = [
-        ("input", "output", output.a if both else None, False),
-        ("weight", "output", output.b if both else None, False),
-        ("input", "grad_weight", grad_weight.b if read_x else None, True),
-        ("weight", "grad_input", grad_input.b if read_w else None, True),
-        ("grad_output", "grad_input", grad_input.a if needs_x else None, False),
-        ("grad_output", "grad_weight", grad_weight.a if read_g else None, True),
-    ]
-    return [_Use(operand, gemm, cast, t) for operand, gemm, cast, t in found if cast is not None]
-
-
-def _factor_of_gradient(layer: _Layer, dtype: torch.dtype) -> Tensor | None:
-    """The scales of a resident weight that multiply the gradient before its cast, if any do."""
-    if not is_resident(layer.weight):
-        return None
-    weight = float8_weight(layer, plan_for(layer.config, layer.weight.device, dtype))
-    return (
-        weight.transposed[1] if weight is not None and weight.reads is by_scaled_gradient else None
-    )
+        yield dtype
 
 
 def _local_part(matrix: Float8Matrix) -> Float8Matrix:

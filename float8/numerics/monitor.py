@@ -39,7 +39,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -50,18 +49,14 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.arguments import check_function, check_integer, check_module
-from float8.numerics.alarms import Alarm, Changes, watch_of
+from float8.numerics.alarms import Alarm, AlarmWatch, Changes
 from float8.numerics.inspection import inspect
 from float8.numerics.passes import has_other_ranks
-from float8.numerics.snapshot import Report, Run, as_json, read_run, try_writing, write_run
+from float8.numerics.snapshot import Report, as_json, read_run, try_writing, write_run
 
 logger = logging.getLogger("float8")
 OnAlarm = Callable[[Alarm], object]
 EARLY = 4  # a step that is inspected for every n
-_UNUSED = (
-    "inspect_every: this monitor was never opened and inspected nothing; write `with monitor:` "
-    "around each training step, or call its start_step and end_step"
-)
 _NAMED = 3  # places that a line of the log names
 
 
@@ -75,9 +70,7 @@ def inspect_every(
     keep: int = 100,
     on_alarm: OnAlarm | None = None,
 ) -> Monitor:
-    """A context manager to open around each training step.
-
-    It inspects nothing by itself: the log says so if it is never opened.
+    """A context manager to open around each training step; it inspects nothing by itself.
 
     Args:
         model: converted; as for `inspect`.
@@ -127,37 +120,34 @@ class Monitor:
         if self.on_alarm is not None:
             check_function(self.on_alarm, "inspect_every", "on_alarm")
         self._inspection: ExitStack | None = None
-        self._has_warned = False
-        path = self.path = None if self.path is None else Path(self.path)
-        run = Run([], [])
-        if path is not None:
+        reports: list[Report] = []
+        alarms: list[Alarm] = []
+        if self.path is not None:
+            path = self.path = Path(self.path)
             if _is_first_rank():
                 try_writing(path)
-            run = read_run(path) if path.exists() else run
-        found = [r for r in run.reports if r.step is None or r.step < self.step]
-        self._written = {report.step: as_json(report) for report in found}
-        self._watch = watch_of(found, run.alarms)
-        self.alarms = [alarm for alarm in self._watch.alarms if alarm.is_active]
-        # Said when it is collected or the process ends, unless a step has started.
-        self._unused = weakref.finalize(self, logger.warning, _UNUSED)
+            if path.exists():
+                reports, alarms = read_run(path)
+        reports = [r for r in reports if r.step is None or r.step < self.step]
+        self._written = {report.step: as_json(report) for report in reports}
+        self._watch = AlarmWatch(reports, alarms)
+        self.alarms = self._watch.active
 
     def start_step(self) -> None:
         """Begin a step, as ``with`` does; for callbacks. A step that is open is abandoned."""
         self.abandon_step()
-        self._unused.detach()
         if self.step % self.n == 0 or self.step == EARLY:
-            stack = ExitStack()
-            self.report = stack.enter_context(inspect(self.model, step=self.step))
-            self._inspection = stack
+            self._inspection = ExitStack()
+            self.report = self._inspection.enter_context(inspect(self.model, step=self.step))
         self.is_open = True
 
     def abandon_step(self) -> None:
         """End a step that failed, if one is open; its report is kept and not written."""
         if self.is_open:
             self.is_open, self.step = False, self.step + 1
-            stack, self._inspection = self._inspection, None
-            if stack is not None:
-                stack.close()
+            if self._inspection is not None:
+                self._inspection.close()
+                self._inspection = None
 
     def end_step(self) -> None:
         """End a step, as ``with`` does, if one is open; for callbacks."""
@@ -169,7 +159,7 @@ class Monitor:
         changes: list[Any] = [None]
         if _is_first_rank():
             changes = [self._watch.see(self.report)]
-            self._write(self.report, step, changes[0])
+            self._write(self.report, step)
             _log(changes[0], step)
         if has_other_ranks():
             dist.broadcast_object_list(changes, src=0)
@@ -178,10 +168,10 @@ class Monitor:
             if self.on_alarm is not None:
                 self.on_alarm(alarm)
 
-    def _write(self, report: Report, step: int, changes: Changes) -> None:
+    def _write(self, report: Report, step: int) -> None:
         if self.writer is not None:
             report.add_scalars(self.writer, step)
-            self.writer.add_scalar("float8/alarms", len(changes.active), step)
+            self.writer.add_scalar("float8/alarms", len(self._watch.active), step)
         if self.path is None:
             return
         self._written[step] = as_json(report)
@@ -191,14 +181,12 @@ class Monitor:
             snapshots = list(self._written.values())
             write_run(self.path, report.model, snapshots, self._watch.alarms)
         except OSError as error:
-            if not self._has_warned:
-                warnings.warn(
-                    f"inspect_every: {self.path} could not be written at step {step} "
-                    f"({error.strerror or error}); the training goes on, and every report tries "
-                    "again, without another warning",
-                    stacklevel=2,
-                )
-            self._has_warned = True
+            # One text for all steps, which Python shows once.
+            warnings.warn(
+                f"inspect_every: {self.path} could not be written ({error.strerror or error}); the "
+                "training goes on, and every report tries again",
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Monitor:
         self.start_step()

@@ -139,12 +139,7 @@ def find_nan(
     with passes.model_unchanged(model), inspected as report:
         search.look_before(batch)
         try:
-            with passes.watched(
-                modules,
-                enter=search.enter,
-                leave=search.leave,
-                grad_input=partial(search.see_gradient, "gradient of its input"),
-            ):
+            with passes.watched(modules, search.leave, search.enter):
                 see_loss = None if loss_fn is None else partial(search.see_loss, loss_fn)
                 found = passes.run_pass(model, batch, see_loss, seed)
             search.look_after(found.gradients)
@@ -160,6 +155,7 @@ def find_nan(
 
 
 Kinds = tuple[str, ...]  # what `_kind` returns
+NAN, ANY = ("nan",), ("nan", "inf", "mask")
 
 
 class _Call(NamedTuple):
@@ -195,7 +191,7 @@ class _Search:
         what: str,
         phase: str,
         value: Tensor,
-        counts: Kinds = ("nan",),
+        counts: Kinds = NAN,
         remembers: Kinds = (),
         remark: str = "",
     ) -> str | None:
@@ -205,22 +201,20 @@ class _Search:
         ``remembers``, it may be such an inf.
         """
         kind = _kind(value) if self.found is None else None
-        if kind is not None and kind in (*counts, *remembers):
+        if kind in counts or (kind in remembers and self.first_inf is None):
             finding = _finding(call, what, phase, value, remark)
             if kind not in counts:
-                self.first_inf = self.first_inf or finding
-            elif self.first_inf is not None:
-                led_to = f"{finding.where} in the {phase}"
-                self.found = replace(self.first_inf, led_to=led_to)
-            else:
+                self.first_inf = finding
+            elif self.first_inf is None:
                 self.found = finding
+            else:
+                self.found = replace(self.first_inf, led_to=f"{finding.where} in the {phase}")
         return kind
 
     def look_before(self, batch: Any) -> None:
         """Look at the batch, parameters and buffers."""
         for i, value in enumerate(passes.tensors_of(batch)):
-            what = f"tensor {i} of the batch"
-            kind = self.see(_Call("", self.model, {}), what, "before", value)
+            kind = self.see(_Call("", self.model, {}), f"tensor {i} of the batch", "before", value)
             self.inf_came_in |= kind == "inf"
         for name, module in self.model.named_modules():
             call, is_cast = _Call(name, module, {}), isinstance(module, DelayedCast)
@@ -232,24 +226,28 @@ class _Search:
                     kind = self.see(call, f"buffer {key}", "before", buffer, (), remembers)
                     self.inf_came_in |= kind == "inf"
 
-    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Look at the arguments of a module, which the module around it made."""
-        if not passes.in_forward():
-            return
-        named = [(f"input {i}", t) for i, t in enumerate(passes.tensors_of(args))]
-        named += [(key, t) for key, value in kwargs.items() for t in passes.tensors_of(value)]
-        inputs = {key: t for key, t in named if _is_float(t)}
-        for value in inputs.values() if self.calls else ():
-            remembers = () if self.inf_came_in else ("inf",)
-            self.see(self.calls[-1], f"input of {name}", "forward", value, remembers=remembers)
-        self.calls.append(_Call(name, module, inputs))
+        if passes.in_forward():
+            named = [(f"input {i}", t) for i, t in enumerate(passes.tensors_of(args))]
+            named += [(key, t) for key, value in kwargs.items() for t in passes.tensors_of(value)]
+            inputs = {key: t for key, t in named if _is_float(t)}
+            for value in inputs.values() if self.calls else ():
+                remembers = () if self.inf_came_in else ("inf",)
+                self.see(self.calls[-1], f"input of {name}", "forward", value, NAN, remembers)
+            self.calls.append(_Call(name, module, inputs))
+        # A module that works in place has to write to its argument, not to an alias.
+        if getattr(module, "inplace", False):
+            return None
+        see = partial(self.see_gradient, "gradient of its input", name, module)
+        return passes.with_gradient_hooks(args, kwargs, see)
 
     def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Look at the output of a module; the result looks at its gradient."""
         # The modules differ if a hook of the user's raised before `enter`.
         if passes.in_forward() and self.calls and self.calls[-1].module is module:
             call, parameters = self.calls.pop(), _parameters(module)
-            counts: Kinds = ("nan",)
+            counts: Kinds = NAN
             remembers: Kinds = ("inf", "mask") if parameters else ("inf",)
             if not self.calls:  # the output of the model
                 counts = ("nan", "inf") if self.first_inf is None else ANY
@@ -265,28 +263,21 @@ class _Search:
 
     def see_loss(self, loss_fn: passes.LossFn, output: Any) -> Tensor:
         """Look at the value of a loss function, which is the result."""
-        outputs = {
-            f"output {i}": t for i, t in enumerate(passes.tensors_of(output)) if _is_float(t)
-        }
+        floats = [t for t in passes.tensors_of(output) if _is_float(t)]
+        outputs = {f"output {i}": t for i, t in enumerate(floats)}
         loss = loss_fn(output)
         self.see(_Call("", self.model, outputs), "loss", "forward", loss, ANY)
         return loss
 
     def look_after(self, gradients: dict[Any, Tensor]) -> None:
         """Look at the gradients of the parameters, by their ids."""
-        for name, parameter in self.model.named_parameters():
-            if (gradient := gradients.get(id(parameter))) is not None:
-                owner, _, key = name.rpartition(".")
-                module = self.model.get_submodule(owner)
-                self.see_gradient(f"gradient of {key}", owner, module, gradient, ANY)
+        for name, module in self.model.named_modules():
+            for key, parameter in _parameters(module).items():
+                if (gradient := gradients.get(id(parameter))) is not None:
+                    self.see_gradient(f"gradient of {key}", name, module, gradient, ANY)
 
     def see_gradient(
-        self,
-        what: str,
-        name: str,
-        module: nn.Module,
-        gradient: Tensor,
-        counts: Kinds = ("nan",),
+        self, what: str, name: str, module: nn.Module, gradient: Tensor, counts: Kinds = NAN
     ) -> None:
         """Look at a gradient."""
         inputs, remark = _parameters(module), ""
@@ -297,7 +288,6 @@ class _Search:
             self.last_gradient = f"{name}: {what}" if name else what
 
 
-ANY = "nan", "inf", "mask"
 _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output, after the module in the forward"
 _FIRST = "it came in before any other gradient: made by the loss, or by what reads this output"
@@ -312,11 +302,13 @@ def _finding(call: _Call, what: str, phase: str, value: Tensor, remark: str) -> 
     inf = int(bad.sum()) - nan
     overflows = "float16 ends at 65504: larger values become inf"
     remarks = (remark, overflows if x.dtype == torch.float16 and inf else "")
-    where = call.name, type(call.module).__name__, what, phase, tuple(x.shape), value.dtype
-    counts = x.numel(), nan, inf, tuple(bad.nonzero()[0].tolist())
-    largest = _amax(torch.where(bad, 0.0, x))
-    went_in = {name: _amax(tensor) for name, tensor in call.inputs.items()}
-    return Finding(*where, *counts, largest, went_in, call.after, tuple(filter(None, remarks)))
+    return Finding(
+        *(call.name, type(call.module).__name__, what, phase, tuple(x.shape), value.dtype),
+        *(x.numel(), nan, inf, tuple(bad.nonzero()[0].tolist()), _amax(x[~bad])),
+        went_in={name: _amax(tensor) for name, tensor in call.inputs.items()},
+        after=call.after,
+        remarks=tuple(filter(None, remarks)),
+    )
 
 
 def _amax(value: Tensor) -> float:
@@ -337,10 +329,7 @@ def _is_float(value: Tensor) -> bool:
 
 def _kind(value: Tensor) -> str | None:
     """None where all is finite, "nan", "inf", or "mask" where -inf is all that is not finite."""
-    if not _is_float(value):
-        return None
-    x = _plain(value)
-    if bool(x.isfinite().all()):
+    if not _is_float(value) or bool((x := _plain(value)).isfinite().all()):
         return None
     if bool(x.isnan().any()):
         return "nan"

@@ -20,7 +20,7 @@ call hooks that were added later.
 
 **The result** is a `RunResult`: output, loss and gradients. `watched` is the walk over a model that
 `inspect`, `compare`, `find_nan` and `calibrate` share: it calls functions with what enters and
-leaves modules, and with their gradients.
+leaves modules, and with the gradients of both.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
-from float8.tensor import Float8Tensor
 
 LossFn = Callable[[Any], Tensor]
 
@@ -133,66 +132,54 @@ def start_of_backward(
 # --- no lasting change
 
 
-class _Eager:
-    blocks = 0  # of `runs_eagerly` that are open
-    stance: Any = None
+_STANCES: list[Any] = []  # of `runs_eagerly`: one for each open block
 
 
 @contextmanager
 def runs_eagerly() -> Iterator[None]:
     """Run compiled functions eagerly; the last of overlapping blocks restores the stance."""
-    if _Eager.blocks == 0:
-        _Eager.stance = torch.compiler.set_stance("force_eager")
-    _Eager.blocks += 1
+    _STANCES.append(_STANCES[0] if _STANCES else torch.compiler.set_stance("force_eager"))
     try:
         yield
     finally:
-        _Eager.blocks -= 1
-        if _Eager.blocks == 0:
-            _Eager.stance.__exit__(None, None, None)
+        stance = _STANCES.pop()
+        if not _STANCES:
+            stance.__exit__(None, None, None)
 
 
 @contextmanager
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, modes and random states of ``model`` when the block ends."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    hooks = [
-        (own, dict(own))
-        for parameter, _ in gradients
-        if (own := parameter._post_accumulate_grad_hooks) is not None
-    ]
-    modules = [
-        (m, m.training, dict(m._buffers), set(m._non_persistent_buffers_set))
-        for m in model.modules()
-    ]
-    states = [(source, source[0]()) for source in _random_sources(model)]
+    hooks = [p._post_accumulate_grad_hooks or {} for p, _ in gradients]
+    saved_hooks = [dict(own) for own in hooks]
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    states = [(restore, read()) for read, restore, _ in _random_sources(model)]
     copies: dict[int, Tensor] = {}  # two names of one buffer get one copy
     with runs_eagerly():
         try:
-            for parameter, _ in gradients:
+            for (parameter, _), own in zip(gradients, hooks, strict=True):
                 parameter.grad = None
-            for own, _ in hooks:
                 own.clear()
             # Copies replace the buffers, because restoring the bits in place would disturb a graph
             # that has saved the buffers for a backward.
-            for module, _, buffers, _ in modules:
+            for module, _, buffers in modules:
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         own_copy = copies.setdefault(id(buffer), buffer.detach().clone())
                         module._buffers[name] = own_copy
             yield
         finally:
-            for module, training, buffers, not_persistent in modules:
+            for module, training, buffers in modules:
                 module.training = training
                 module._buffers.clear()  # those that a forward added, too
                 module._buffers.update(buffers)
-                module._non_persistent_buffers_set.clear()
-                module._non_persistent_buffers_set.update(not_persistent)
-            for own, saved in hooks:
-                own.update(saved)
-            for parameter, gradient in gradients:
+            for (parameter, gradient), own, saved in zip(
+                gradients, hooks, saved_hooks, strict=True
+            ):
                 parameter.grad = gradient
-            for (_, restore, _), state in states:
+                own.update(saved)
+            for restore, state in states:
                 restore(state)
 
 
@@ -239,11 +226,6 @@ class RunResult:
     loss: float | None
     gradients: dict[Any, Tensor] = field(default_factory=dict)
 
-    @property
-    def is_finite(self) -> bool:
-        """Whether output and gradients are."""
-        return all(bool(t.isfinite().all()) for t in (self.output, *self.gradients.values()))
-
 
 def run_pass(model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int) -> RunResult:
     """Run a model forward and backward, inside `model_unchanged`."""
@@ -273,17 +255,14 @@ def in_forward() -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
-Enter = Callable[[str, nn.Module, Any, Any], None]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Enter = Callable[[str, nn.Module, Any, Any], Arguments | None]
 Leave = Callable[[str, nn.Module, Any, Any, Any], Callable[[Tensor], None] | None]
 
 
 @contextmanager
 def watched(
-    modules: Mapping[str, nn.Module],
-    *,
-    enter: Enter | None = None,
-    leave: Leave | None = None,
-    grad_input: Callable[[str, nn.Module, Tensor], None] | None = None,
+    modules: Mapping[str, nn.Module], leave: Leave, enter: Enter | None = None
 ) -> Iterator[None]:
     """Call functions when modules are called, with their names, while the block is open.
 
@@ -291,24 +270,15 @@ def watched(
 
     Args:
         modules: by name.
-        enter: called with name, module, args and kwargs.
-        leave: called with these and the output, None if the module raised. What it returns is
-            called with the gradient of each tensor of the output, unless it is None.
-        grad_input: called with name, module and the gradient that a tensor of the arguments gets
-            from this call. The module gets aliases of its arguments then.
+        leave: called with name, module, args, kwargs and the output, None if the module raised.
+            What it returns is called with the gradient of each tensor of the output, unless it is
+            None.
+        enter: called with name, module, args and kwargs before a call; it may return others.
     """
     with ExitStack() as stack:
 
-        def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            if enter is not None:
-                enter(name, module, args, kwargs)
-            # A module that works in place has to write to its argument, not to an alias.
-            if grad_input is None or getattr(module, "inplace", False):
-                return None
-            return with_gradient_hooks(args, kwargs, partial(grad_input, name, module))
-
         def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            see = None if leave is None else leave(name, module, args, kwargs, output)
+            see = leave(name, module, args, kwargs, output)
             for value in tensors_of(output) if see is not None else ():
                 # A leaf would keep the hook; a parameter that is returned has one of its own.
                 if value.grad_fn is not None and torch.is_grad_enabled():
@@ -316,8 +286,9 @@ def watched(
                     stack.callback(value.register_hook(see).remove)
 
         for name, module in modules.items():
-            hook: Any = _Hook(partial(before, name))
-            stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if enter is not None:
+                hook: Any = _Hook(partial(enter, name))
+                stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
             hook = _Hook(partial(after, name))
             # Also where a module raises and the module around it handles the exception.
             handle = module.register_forward_hook(
@@ -330,11 +301,11 @@ def watched(
 class _Hook:
     """A hook; copies and pickles of a watched model have one that does nothing."""
 
-    def __init__(self, call: Callable[..., Any] | None = None) -> None:
+    def __init__(self, call: Callable[..., Any] = lambda *args: None) -> None:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
-        return None if self.call is None else self.call(*args)
+        return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, ()
@@ -342,28 +313,22 @@ class _Hook:
 
 def with_gradient_hooks(
     args: tuple[Any, ...], kwargs: dict[str, Any], on_gradient: Callable[[Tensor], None]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """The same arguments, with ``on_gradient`` called with the gradient that each one gets.
 
-    It is the gradient from this callee only, because the callee gets an alias of the tensor. There
-    is no alias of tensors in lists, mappings and objects, to which the callee may write, or of an
-    unknown type (DTensor): ``on_gradient`` gets the gradient from all readers of these.
+    It is the gradient from this callee only, because the callee gets an alias of the tensor. No
+    gradient is seen of tensors in lists, mappings and objects, to which the callee may write.
     """
     aliases: dict[int, Tensor] = {}  # one for each tensor: attention compares its arguments
 
     def alias(value: Any) -> Any:
         if type(value) is tuple:
             return tuple(alias(item) for item in value)
-        if not torch.is_grad_enabled():
+        if not (isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()):
             return value
-        if type(value) in (Tensor, nn.Parameter, Float8Tensor) and value.requires_grad:
-            if id(value) not in aliases:
-                aliases[id(value)] = value.view_as(value)
-                aliases[id(value)].register_hook(on_gradient)
-            return aliases[id(value)]
-        for t in tensors_of(value):
-            if t.grad_fn is not None:  # a leaf would keep the hook
-                t.register_hook(on_gradient)
-        return value
+        if id(value) not in aliases:
+            aliases[id(value)] = value.view_as(value)
+            aliases[id(value)].register_hook(on_gradient)
+        return aliases[id(value)]
 
     return alias(args), {name: alias(value) for name, value in kwargs.items()}

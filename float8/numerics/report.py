@@ -26,10 +26,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from float8.numerics import alarms as rules
 from float8.numerics import snapshot
 from float8.numerics.snapshot import Report, read_run
-from float8.numerics.statistics import CastStatistics, bars_of, edges_of
+from float8.numerics.statistics import FORMAT_OF, CastStatistics
 
 SHOWN_ALARMS = 100  # active ones first
 _DECADES = 8  # of the vertical axis of a histogram
@@ -63,7 +65,11 @@ def page(
     if not found:
         at, steps = "" if step is None else f" of step {step}", [r.step for r in reports]
         raise ValueError(f"there is no snapshot{at} to show; the file has those of {steps}")
-    report, names = reports[found[-1]], [_name_of(each, i) for i, each in enumerate(reports)]
+    names = [
+        f"snapshot {i}" if report.step is None else f"step {report.step}"
+        for i, report in enumerate(reports, 1)
+    ]
+    report = reports[found[-1]]
     looks = [{cast.labels: cast for cast in each.casts} for each in reports]
     rows = []
     for cast in report.casts:
@@ -71,37 +77,33 @@ def page(
         line = lines({"own": [each.sqnr if each else None for each in own]}, names)
         wrong = [n for n, each in zip(names, own, strict=True) if each and rules.level_of(each)]
         rows.append((cast, histogram(cast), line, wrong))
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    ).get_template("page.html")
-    texts = {kind: _resource(f"page.{kind}") for kind in ("css", "js")}
-    return template.render(
-        report=report,
-        reports=reports,
-        about=about,
-        alarms=sorted(reversed(alarms), key=lambda alarm: not alarm.is_active),
-        most=SHOWN_ALARMS,
-        problems=rules.problems_of(report.casts),
-        rows=rows,
-        names=names,
-        at=found[-1],
-        places={cast.labels: i for i, cast in enumerate(report.casts)},
-        rules=rules,
-        snapshot=snapshot,
-        lines=lines,
-        edges_of=edges_of,
-        power_of_two=power_of_two,
-        run=_run(reports),
-        digests={kind: _digest(text) for kind, text in texts.items()},
-        **texts,
+    folder = Path(__file__).parent
+    texts = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
+    digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in texts.items()}
+    options = dict.fromkeys(("autoescape", "trim_blocks", "lstrip_blocks"), True)
+    environment: Any = Environment(loader=FileSystemLoader(folder), **options)  # type: ignore[arg-type]
+    return str(
+        environment.get_template("page.html").render(
+            report=report,
+            reports=reports,
+            about=about,
+            alarms=sorted(reversed(alarms), key=lambda alarm: not alarm.is_active),
+            most=SHOWN_ALARMS,
+            problems=rules.problems_of(report.casts),
+            rows=rows,
+            names=names,
+            at=found[-1],
+            places={cast.labels: i for i, cast in enumerate(report.casts)},
+            rules=rules,
+            snapshot=snapshot,
+            lines=lines,
+            edges_of=edges_of,
+            power_of_two=power_of_two,
+            run=_run(reports),
+            digests={k: f"sha256-{base64.b64encode(d).decode()}" for k, d in digests.items()},
+            **texts,
+        )
     )
-
-
-def _name_of(report: Report, place: int) -> str:
-    return f"snapshot {place + 1}" if report.step is None else f"step {report.step}"
 
 
 def _run(reports: Sequence[Report]) -> dict[str, Any]:
@@ -118,6 +120,33 @@ def _run(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 # --- pictures
+
+
+def edges_of(cast: CastStatistics) -> list[float]:
+    """The exponents below which all is flushed, some is, and some is subnormal; above which some
+    saturates, and all does. Empty where a scale is no positive number.
+    """
+    low, high = cast.scale_min, cast.scale_max
+    if not (low > 0 and math.isfinite(high)):
+        return []
+    fmt = FORMAT_OF[cast.format]
+    normal = float(torch.finfo(fmt.dtype).smallest_normal)
+    flushed = fmt.smallest_subnormal / 2
+    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
+    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
+
+
+def bars_of(cast: CastStatistics) -> list[tuple[float, float, float]]:
+    """Start and end of each power of two, as exponents, and the share of its nonzero elements.
+
+    The last ends at the amax: it reaches beyond the range only if something saturates.
+    """
+    lowest, counts = cast.histogram
+    ends = [lowest + i + 1.0 for i in range(len(counts))]
+    if counts and cast.amax > 0:
+        ends[-1] = min(max(math.log2(cast.amax), ends[-1] - 0.8), ends[-1])
+    found = zip(ends, counts, strict=True)
+    return [(math.ceil(end) - 1, end, count / sum(counts)) for end, count in found if count]
 
 
 class Picture(NamedTuple):
@@ -168,31 +197,24 @@ def histogram(cast: CastStatistics) -> Picture | None:
 
 def lines(series: Mapping[str, Sequence[float | None]], looks: Sequence[str]) -> Picture | None:
     """Values in dB at each look, by name; the lowest and the highest are the ends of the axis."""
-    known = [v for values in series.values() for v in values if v is not None and math.isfinite(v)]
+    finite = {
+        kind: [v if v is not None and math.isfinite(v) else None for v in values]
+        for kind, values in series.items()
+    }
+    known = [v for values in finite.values() for v in values if v is not None]
     if not known or len(looks) < 2:
         return None
-    low, high = min(known), max(known)
-    paths = {}
-    for kind, values in series.items():
-        path, before = "", False
+    low, high, paths = min(known), max(known), {}
+    for kind, values in finite.items():
+        path = ""
         for i, value in enumerate(values):
-            is_known = value is not None and math.isfinite(value)
-            if value is not None and is_known:
+            if value is not None:
                 y = round(_UNITS * (0.05 + 0.9 * (high - value) / max(high - low, 1e-9)))
-                path += f"L{i} {y}" if before else f"M{i} {y}h0"  # h0 draws a dot
-            before = is_known
+                is_first = i == 0 or values[i - 1] is None
+                path += f"M{i} {y}h0" if is_first else f"L{i} {y}"  # h0 draws a dot
         paths[f"line {kind}"] = path
     marks = [(0.0, f"{looks[0]}: {low:.1f} to {high:.1f} dB"), (100.0, looks[-1])]
     return Picture(len(looks) - 1, paths, marks)
-
-
-def _digest(text: str) -> str:
-    digest = hashlib.sha256(text.encode()).digest()
-    return f"sha256-{base64.b64encode(digest).decode()}"
-
-
-def _resource(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 # --- the command

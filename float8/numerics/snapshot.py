@@ -1,4 +1,4 @@
-"""`Report`: the casts of a model at one moment, to read, to draw, to save and to merge.
+"""`Report`: the casts of a model at one moment, to read, to save and to merge.
 
 `COLUMNS` are the numbers that a table of casts has, as text and on the page: each with the field of
 `CastStatistics` that it shows, its head, and its format.
@@ -12,15 +12,9 @@
 
 A file is strict JSON and holds a run: one snapshot or many, and its alarms::
 
-    {"format": "float8.numerics", "version": 2, "float8": "...", "torch": "...", "model": "GPT",
+    {"format": "float8.numerics", "version": 3, "float8": "...", "torch": "...", "model": "GPT",
      "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}],
      "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
-
-A picture has one panel for each cast: a bar for each power of two, as high as the share of the
-operand's nonzero elements in it, on a logarithmic scale. The range that the format represents under
-the scale in use is white. Values in the shaded parts saturate (right) or become zero (left: below
-half of the smallest subnormal). Between the left shade and the dashed line, the smallest normal
-value, values lose bits. Where blocks have scales of their own, the range is the widest of them.
 
 inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `load_alarms`
 the alarms, `Report.load` a file that has one snapshot.
@@ -42,23 +36,17 @@ import torch
 
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import (
-    FORMAT_OF,
-    SMOOTH,
-    CastLabels,
+    LABELS,
     CastStatistics,
     Histogram,
-    Sums,
-    bars_of,
-    edges_of,
     merged,
 )
 from float8.version import __version__
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from matplotlib.axes import Axes
 
-FORMAT, VERSION = "float8.numerics", 2
+FORMAT, VERSION = "float8.numerics", 3
 
 
 class Column(NamedTuple):
@@ -199,62 +187,6 @@ class Report:
         wrapped = (textwrap.fill(n, 100, subsequent_indent="  ") for n in notes)
         return "\n".join([text, *wrapped])
 
-    def plot(self, path: str | os.PathLike[str], top: int = 24) -> None:
-        """Draw the histograms in powers of two against the formats' ranges, worst first.
-
-        Args:
-            path: of the picture; its suffix is the format, as ``.png`` or ``.svg``.
-            top: how many casts.
-
-        Raises:
-            ValueError: no operand had a nonzero finite element.
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        from matplotlib.figure import Figure
-
-        casts = [cast for cast in self.casts if cast.histogram.counts][:top]
-        across, down = min(_ACROSS, len(casts)), math.ceil(len(casts) / _ACROSS)
-        figure = Figure(figsize=(3.4 * across + 0.6, 2.3 * down + 1), layout="constrained")
-        panels = figure.subplots(down, across, squeeze=False, sharey=True).flat
-        for axes in panels[len(casts) :]:
-            axes.set_visible(False)
-        for cast, axes in zip(casts, panels, strict=False):
-            _draw(axes, cast)
-        at = "" if self.step is None else f", step {self.step}"
-        figure.suptitle(f"{self.model}{at} ({len(casts)} worst of {len(self)} casts)")
-        figure.supxlabel(_LEGEND, fontsize=9)
-        figure.supylabel("share of nonzero elements", fontsize=9)
-        figure.savefig(path, dpi=130)
-
-    def static_scales(self, operand: str = "input") -> dict[str, float]:
-        """Layer -> the scale that maps the largest magnitude to the format's largest value.
-
-        For ``convert_to_float8_inference(model, static_scales=...)``, after inspecting batches that
-        are like those to come. `float8.numerics.calibrate` also searches scales by SQNR.
-
-        Args:
-            operand: "input", "weight" or "grad_output".
-
-        Raises:
-            ValueError: the report has no such operand, or one that was all zero or not finite, or
-                one that ``smooth_input=True`` multiplied by factors.
-        """
-        casts = [cast for cast in self._rows if cast.operand == operand]
-        wrong = [c for c in casts if c.granularity.endswith(SMOOTH) or c.nonfinite or not c.amax]
-        if wrong or not casts:
-            at = f"{layer_name(wrong[0].layer)}, {wrong[0].amax:g}" if wrong else "none was seen"
-            raise ValueError(
-                f"no static scale suits operand {operand!r} ({at}): it needs finite values like "
-                "those to come, and float8.calibrate(model, batches) with smooth_input=True"
-            )
-        first = {cast.layer: cast.gemm for cast in reversed(casts)}  # other GEMMs, other formats
-        scales = dict.fromkeys(first, torch.finfo(torch.float32).tiny)
-        for cast in casts:
-            if cast.gemm == first[cast.layer]:
-                scale = cast.amax / FORMAT_OF[cast.format].max
-                scales[cast.layer] = max(scales[cast.layer], scale)
-        return scales
-
     def add_scalars(self, writer: Any, step: int | None = None) -> None:
         """Give each number to a ``SummaryWriter`` or anything else with ``add_scalar``.
 
@@ -267,24 +199,20 @@ class Report:
             step: by default the report's own, or 0.
         """
         at = self.step if step is None else step
-        seen: set[tuple[str, str]] = set()
+        names: dict[tuple[str, str], str] = {}
         for cast in self._rows:
-            is_first = (cast.layer, cast.operand) not in seen
-            seen.add((cast.layer, cast.operand))
-            prefix = f"float8/{cast.layer}/{cast.operand}/" + ("" if is_first else f"{cast.gemm}/")
+            first = names.setdefault((cast.layer, cast.operand), cast.gemm)
+            path = cast.layer, cast.operand, *([cast.gemm] if cast.gemm != first else [])
             for name in _SCALARS:
                 value = getattr(cast, name)
                 if value is not None and math.isfinite(value):
-                    writer.add_scalar(prefix + name, value, at or 0)
+                    writer.add_scalar("/".join(("float8", *path, name)), value, at or 0)
 
     def merged(self, *others: Report) -> Report:
         """One report of the elements of all: of other ranks, batches or steps of one model.
 
         Args:
-            others: reports of the same casts.
-
-        Raises:
-            ValueError: the reports are of different casts.
+            others: reports of the same model; casts that differ stay apart.
         """
         reports = (self, *others)
         rows = merged(row for report in reports for row in report._rows)
@@ -342,34 +270,6 @@ class Report:
     def __repr__(self) -> str:
         at = "" if self.step is None else f", step={self.step}"
         return f"Report({self.model or 'no model'}, {len(self._rows)} rows{at})"
-
-
-_ACROSS = 4  # panels of a picture
-_COLOURS = {"input": "tab:blue", "weight": "tab:green", "grad_output": "tab:orange"}
-_LEGEND = (
-    "magnitude, in powers of two; shaded: becomes zero (left) or saturates (right)\n"
-    "dashed: the smallest normal value"
-)
-
-
-def _draw(axes: Axes, cast: CastStatistics) -> None:
-    starts, ends, shares = zip(*bars_of(cast), strict=True)
-    widths = [end - start for start, end in zip(starts, ends, strict=True)]
-    axes.set(yscale="log", ylim=(1e-7, 1.5))
-    axes.bar(starts, shares, width=widths, align="edge", color=_COLOURS[cast.operand], lw=0)
-    edges = edges_of(cast)
-    left, right = min([starts[0], *edges]) - 2, max([ends[-1], *edges]) + 2
-    axes.set_xlim(left, right)
-    if edges:
-        for span in ((left, edges[0]), (edges[-1], right)):
-            axes.axvspan(*span, color="tab:red", alpha=0.13, lw=0, zorder=0)
-        normal = edges[2] - math.log2(cast.scale_max / cast.scale_min)
-        axes.axvline(normal, color="0.4", ls="--", lw=0.8)
-    parts = [f"{c.head} {c.shown(getattr(cast, c.key))} {c.unit}" for c in COLUMNS if c.unit]
-    parts += [f"{cast.nonfinite} inf or NaN"] if cast.nonfinite else []
-    what = f"{layer_name(cast.layer)[-34:]}: {operand_name(cast)}, {cast.format}"
-    axes.set_title(f"{what}\n{', '.join(parts)}", fontsize=7, loc="left")
-    axes.tick_params(labelsize=7)
 
 
 # --- files
@@ -430,7 +330,7 @@ def load_run(path: str | os.PathLike[str]) -> list[Report]:
     Raises:
         ValueError: the file is not JSON, of another kind, or of another version.
     """
-    return read_run(path).reports
+    return read_run(path)[0]
 
 
 def load_alarms(path: str | os.PathLike[str]) -> list[Alarm]:
@@ -442,25 +342,26 @@ def load_alarms(path: str | os.PathLike[str]) -> list[Alarm]:
     Raises:
         ValueError: as of `load_run`.
     """
-    return read_run(path).alarms
+    return read_run(path)[1]
 
 
-class Run(NamedTuple):
-    """What a file holds: snapshots, and alarms, of which some may have started before them."""
-
-    reports: list[Report]
-    alarms: list[Alarm]
-
-
-def read_run(path: str | os.PathLike[str]) -> Run:
-    """All that a file holds; see `load_run`."""
+def read_run(path: str | os.PathLike[str]) -> tuple[list[Report], list[Alarm]]:
+    """Snapshots and alarms of a file, of which some may have started before; see `load_run`."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-        # The KeyError of another kind or version names it.
-        snapshots = {(FORMAT, VERSION): content["snapshots"]}[content["format"], content["version"]]
-        reports = [_from_snapshot(each, content["model"]) for each in snapshots]
-        return Run(reports, [Alarm(**each) for each in content["alarms"]])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:  # or not JSON, not text
+        if (found := (content["format"], content["version"])) != (FORMAT, VERSION):
+            raise ValueError(f"it is {found}")
+        reports = [
+            Report(
+                map(_cast_from_json, each["rows"]),
+                model=content["model"],
+                step=each["step"],
+                skipped=each["skipped"],
+            )
+            for each in content["snapshots"]
+        ]
+        return reports, [Alarm(**each) for each in content["alarms"]]
+    except (KeyError, TypeError, ValueError) as error:  # or not JSON, not text
         raise ValueError(
             f"{path} is not a report of {FORMAT}, version {VERSION}: {error!r}"
         ) from error
@@ -477,24 +378,14 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def cast_from_json(found: Mapping[str, Any]) -> CastStatistics:
-    """The inverse of ``strict_json(cast.as_dict())``.
-
-    Raises:
-        TypeError: a field is missing or unknown.
-    """
-    given = {name: _number(name, value) for name, value in found.items() if name != "range"}
-    histogram, sums = given.pop("histogram"), given.pop("sums")
-    sums = None if sums is None else Sums(**{n: _number(n, v) for n, v in sums.items()})
-    histogram = Histogram(histogram["lowest"], tuple(histogram["counts"]))
-    return CastStatistics(**given, histogram=histogram, sums=sums)
-
-
-def _number(name: str, value: Any) -> Any:
-    is_label = name in CastLabels._fields  # a layer may be called "nan"
-    return float(value) if isinstance(value, str) and not is_label else value
-
-
-def _from_snapshot(found: Mapping[str, Any], model: str) -> Report:
-    rows = [cast_from_json(row) for row in found["rows"]]
-    return Report(rows, model=model, step=found["step"], skipped=found.get("skipped"))
+def _cast_from_json(row: Mapping[str, Any]) -> CastStatistics:
+    """The inverse of ``strict_json(cast.as_dict())``; TypeError if a field is not known."""
+    given: dict[str, Any] = {
+        # A layer may be called "nan".
+        name: float(value) if isinstance(value, str) and name not in LABELS else value
+        for name, value in row.items()
+        if name != "range"
+    }
+    lowest, counts = given["histogram"]["lowest"], given["histogram"]["counts"]
+    given |= {"histogram": Histogram(lowest, tuple(counts))}
+    return CastStatistics(**given | {"sums": tuple(map(float, given["sums"]))})

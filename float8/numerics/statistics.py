@@ -14,9 +14,9 @@ kurtosis means outliers: one scale for the whole tensor may not suffice. Stalene
 delayed or static scale is from the values: above 0 they saturate, below it the upper end of the
 format is unused.
 
-Everything is found from sums and maxima (`CastTotals`): `measure_cast` finds those of one call,
-calls add up on the device, and `statistics_of` moves them to the host. `merged` takes them from
-statistics again, so that ranks and batches merge as calls do::
+Everything follows from sums and maxima, `SUMS` and `MAXIMA`: `measure_cast` finds those of one
+call, calls add up on the device (`Totals`), and `Totals.statistics` moves them to the host.
+Statistics keep them, so that ranks and batches merge as calls do::
 
     bins       how many x have which exponent field as a float64, in which the subnormal numbers of
                float32 are normal: field 0 counts the zeros, 2047 inf and NaN, and the others are
@@ -28,15 +28,15 @@ statistics again, so that ranks and batches merge as calls do::
     amax       sqrt(max x^2), which is exact: squares of float32 are exact in float64
 
 Operands are measured in pieces that fit into a CPU's cache, which also limits the memory on other
-devices. Nothing waits for the device before `statistics_of`.
+devices. Nothing waits for the device before `Totals.statistics`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import reduce
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -46,12 +46,12 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import MIN_SCALE
 from float8.kernels.sqnr import decibels
+from float8.numerics.gradient_error import energies
 
 OPERANDS = ("input", "weight", "grad_output")
 SMOOTH = ", smooth"  # after the granularity of an operand that was multiplied by factors
 IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
 FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
-CastKey = tuple[str, str, str]
 
 # Of E[x^2]. Rounding changes a kurtosis by some 1e-14 over the square of this ratio: by 1e-4 here,
 # by all of it at 1e-7.
@@ -71,23 +71,8 @@ class Histogram(NamedTuple):
 EMPTY = Histogram()
 
 
-class Sums(NamedTuple):
-    """Sums over finite elements, in float64: of the powers of x, and of ``(x - x')^2``.
-
-    ``noise`` is None where there is no operand in high precision to compare with. ``gradient`` and
-    ``gradient_noise`` are those of `float8.numerics.gradient_error`, None for other operands.
-    """
-
-    first: float
-    second: float
-    third: float
-    fourth: float
-    noise: float | None
-    gradient: float | None = None
-    gradient_noise: float | None = None
-
-
-class CastLabels(NamedTuple):
+@dataclass(frozen=True)
+class CastLabels:
     """Which cast it is; see `CastStatistics`."""
 
     layer: str
@@ -97,9 +82,32 @@ class CastLabels(NamedTuple):
     scaling: str
     granularity: str
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """All of them, by name."""
+        return {name: getattr(self, name) for name in LABELS}
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """All of them."""
+        return tuple(self.named.values())
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Layer, operand and GEMM."""
+        return self.labels[:3]
+
+    @property
+    def place(self) -> str:
+        """Layer and operand."""
+        return f"{self.layer or 'the module itself'}, {self.operand}"
+
+
+LABELS = tuple(field.name for field in fields(CastLabels))
+
 
 @dataclass(frozen=True)
-class CastStatistics:
+class CastStatistics(CastLabels):
     """The statistics of one cast.
 
     With x the operand and x' = data * scale what the GEMM reads of it, over finite elements::
@@ -135,7 +143,8 @@ class CastStatistics:
         staleness: in octaves; of the call where it was largest. None unless the scale is delayed
             or static and the operand not all zero.
         histogram: of the operand in powers of two.
-        sums: needed to merge; None in statistics that were written by hand.
+        sums: what all of these follow from, needed to merge: `SUMS`, then `MAXIMA`. Empty in
+            statistics that were written by hand.
         gradient_sqnr: of the weight's gradient, in dB: how much the layer's casts leave of it
             (`float8.numerics.gradient_error`). In the row of the ``grad_output`` that the GEMM
             ``grad_weight`` reads; None elsewhere.
@@ -144,12 +153,6 @@ class CastStatistics:
     ``saturated`` and ``sqnr`` are None, and its other numbers are those of ``data * scale``.
     """
 
-    layer: str
-    operand: str
-    gemm: str
-    format: str
-    scaling: str
-    granularity: str
     elements: int
     calls: int
     zeros: int
@@ -163,18 +166,8 @@ class CastStatistics:
     kurtosis: float | None
     staleness: float | None
     histogram: Histogram = EMPTY
-    sums: Sums | None = None
+    sums: tuple[float, ...] = ()
     gradient_sqnr: float | None = None
-
-    @property
-    def key(self) -> CastKey:
-        """Layer, operand and GEMM."""
-        return self.layer, self.operand, self.gemm
-
-    @property
-    def labels(self) -> CastLabels:
-        """Which cast it is."""
-        return CastLabels(*(getattr(self, name) for name in CastLabels._fields))
 
     @property
     def range(self) -> tuple[float, float]:
@@ -184,48 +177,31 @@ class CastStatistics:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, and ``range``."""
-        found = asdict(self) | {"range": self.range}
-        found["histogram"] = self.histogram._asdict()
-        found["sums"] = None if self.sums is None else self.sums._asdict()
-        return found
+        return vars(self) | {"histogram": self.histogram._asdict(), "range": self.range}
 
-
-def edges_of(cast: CastStatistics) -> list[float]:
-    """The exponents below which all is flushed, some is, and some is subnormal; above which some
-    saturates, and all does. Empty where a scale is no positive number.
-    """
-    low, high = cast.scale_min, cast.scale_max
-    if not (low > 0 and math.isfinite(high)):
-        return []
-    fmt = FORMAT_OF[cast.format]
-    normal = float(torch.finfo(fmt.dtype).smallest_normal)
-    flushed = fmt.smallest_subnormal / 2
-    pairs = (flushed, low), (flushed, high), (normal, high), (fmt.max, low), (fmt.max, high)
-    return [math.log2(value) + math.log2(scale) for value, scale in pairs]
-
-
-def bars_of(cast: CastStatistics) -> list[tuple[float, float, float]]:
-    """Start and end of each power of two, as exponents, and the share of its nonzero elements.
-
-    The last ends at the amax: it reaches beyond the range only if something saturates.
-    """
-    lowest, counts = cast.histogram
-    ends = [lowest + i + 1.0 for i in range(len(counts))]
-    if counts and cast.amax > 0:
-        ends[-1] = min(max(math.log2(cast.amax), ends[-1] - 0.8), ends[-1])
-    found = zip(ends, counts, strict=True)
-    return [(math.ceil(end) - 1, end, count / sum(counts)) for end, count in found if count]
+    def plus(self, other: CastStatistics) -> CastStatistics:
+        """The statistics of the elements of both, which are of one cast."""
+        pairs = list(zip(self.sums, other.sums, strict=True))
+        numbers = [a + b for a, b in pairs[: len(SUMS)]]
+        numbers += [a if a > b or math.isnan(a) else b for a, b in pairs[len(SUMS) :]]
+        counts: Counter[int] = Counter()
+        for lowest, found in (self.histogram, other.histogram):
+            counts.update(dict(enumerate(found, lowest)))
+        return statistics_of(self, numbers, counts)
 
 
 # --- measuring
 
+SUMS = (
+    "elements", "calls", "zeros", "nonfinite", "first", "second", "third", "fourth", "noise",
+    "flushed", "saturated", "gradient", "gradient_noise",
+)  # fmt: skip
+MAXIMA = "amax", "minus_scale_min", "scale_max", "staleness"
+_MEASURED = slice(2, 11)  # of `SUMS`: what a piece adds to
 _BIAS, _FIELDS = 1023, 2048  # of float64
 _LOWEST, _HIGHEST = -160, 320  # exponents that products of data and float32 scales may have
-_TOTALS = (*Sums._fields, "flushed", "saturated", "zeros", "nonfinite")
-_GRADIENT = slice(5, 7)  # of `_TOTALS`
 _PIECE = {"cpu": 1 << 17}  # elements: a megabyte in float64
 _PIECE_ON_DEVICES = 1 << 22
-PROBES = 16  # columns of `Products`
 
 
 class Piece(NamedTuple):
@@ -253,113 +229,79 @@ class Float8Matrix(NamedTuple):
         source = None if self.source is None else self.source.t()
         return Float8Matrix(self.data.t(), self.scale.t(), self.block[::-1], source)
 
-    @property
-    def is_column_major(self) -> bool:
-        """Whether the rows of its transpose are read faster."""
-        return not self.data.is_contiguous() and self.data.stride(0) == 1
-
     def pieces(self) -> Iterator[Piece]:
         """Its rows, piece by piece; without a source, the cast is taken for exact."""
-        rows, columns = self.data.shape
-        extent = rows if self.block[0] == WHOLE else self.block[0]
-        wanted = max(_PIECE.get(self.data.device.type, _PIECE_ON_DEVICES) // max(columns, 1), 1)
-        step = wanted if self.block[0] == WHOLE else max(wanted // extent, 1) * extent
+        (rows, columns), (extent, _), scales = self.data.shape, self.block, self.scale
+        if extent == WHOLE:
+            extent, scales = 1, scales.expand(rows, -1)
+        wanted = _PIECE.get(self.data.device.type, _PIECE_ON_DEVICES) // max(columns, 1)
+        step = max(wanted // extent, 1) * extent
         for start in range(0, rows if columns else 0, step):
             some = slice(start, start + step)
-            blocks = slice(start // extent, some.stop // extent)
-            blocks = slice(None) if self.block[0] == WHOLE else blocks
-            data = self.data[some].double()
-            scale = _per_element(self.scale[blocks].double(), data.shape, self.block)
-            exact = data * scale if self.source is None else self.source[some].double()
+            data = _double(self.data[some])
+            scale = scales[start // extent : some.stop // extent].double()
+            for dim, each in enumerate((extent, self.block[1])):
+                if each not in (1, WHOLE):
+                    scale = scale.repeat_interleave(each, dim).narrow(dim, 0, data.shape[dim])
+            exact = data * scale if self.source is None else _double(self.source[some])
             yield Piece(some, exact, data, scale)
 
 
-def _per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
-    for dim, extent in enumerate(block):
-        if extent not in (1, WHOLE):
-            scale = scale.repeat_interleave(extent, dim).narrow(dim, 0, shape[dim])
-    return scale
+def _double(x: Tensor) -> Tensor:
+    return x.to(torch.float64, memory_format=torch.contiguous_format)
 
 
-class Products(NamedTuple):
-    """A product of exact operands, and that of their casts; float64. See `gradient_error`."""
+class Totals(NamedTuple):
+    """The sums and maxima of one cast over its calls, in float64 on its device.
 
-    exact: Tensor
-    cast: Tensor
-
-    def plus(self, other: Products) -> Products:
-        """The products of these calls and other ones."""
-        return Products(*(a.to(b.device) + b for a, b in zip(self, other, strict=True)))
-
-    def energies(self) -> Tensor:
-        """Estimates of ``|G|^2`` and ``|E|^2`` from the sum of the products of all calls."""
-        pair = torch.stack([self.exact, self.cast - self.exact])
-        return pair.square().sum((1, 2)) / PROBES
-
-
-class CastTotals(NamedTuple):
-    """The sums and maxima of one cast over its calls, in float64 on the device of the newest call.
-
-    ``sums``: `_TOTALS`, NaN where unknown, then how many elements have the exponents -160 to 319.
-    ``maxima``: of amax, minus the scale, the scale, and the staleness.
-    ``products``: of a gradient with the input, in random projections; None of other operands.
+    ``sums``: `SUMS`, then how many elements have the exponents -160 to 319. ``maxima``: `MAXIMA`.
+    ``products``: those of `float8.numerics.gradient_error`, or 0.
     """
 
-    elements: int
     sums: Tensor
     maxima: Tensor
-    calls: int = 1
-    products: Products | None = None
+    products: Tensor | float = 0.0
 
-    def plus(self, other: CastTotals) -> CastTotals:
+    def plus(self, other: Totals) -> Totals:
         """The totals of these calls and other ones."""
-        device, both = other.sums.device, (self.products, other.products)
-        products = both[0].plus(both[1]) if both[0] and both[1] else both[0] or both[1]
-        return CastTotals(
-            self.elements + other.elements,
-            self.sums.to(device) + other.sums,
-            torch.maximum(self.maxima.to(device), other.maxima),
-            self.calls + other.calls,
-            products,
-        )
+        maxima = torch.maximum(self.maxima, other.maxima)
+        return Totals(self.sums + other.sums, maxima, self.products + other.products)
 
-    def vector(self, device: torch.device) -> Tensor:
-        """All numbers, with the energies of the weight's gradient and of its error."""
-        sums = self.sums
-        if self.products is not None:
-            sums = sums.clone()
-            sums[_GRADIENT] = self.products.energies().to(sums.device)
-        return torch.cat([sums, self.maxima]).to(device)
+    def statistics(self, labels: CastLabels) -> CastStatistics:
+        """The statistics of this cast; they are moved to the host."""
+        sums, n = self.sums, len(SUMS)
+        if isinstance(self.products, Tensor):
+            sums[n - 2 : n] = energies(self.products)
+        numbers, bins = sums[:n].tolist() + self.maxima.tolist(), sums[n:].tolist()
+        return statistics_of(labels, numbers, dict(enumerate(bins, _LOWEST)))
 
 
-def measure_cast(matrix: Float8Matrix) -> CastTotals:
-    """Measure one call of a cast; `statistics_of` makes statistics of the totals.
+def measure_cast(matrix: Float8Matrix) -> Totals:
+    """Measure one call of a cast.
 
     Args:
         matrix: of a float32, bfloat16 or float16 source, or of none: the numbers are then those of
             ``data * scale``.
     """
-    # No number depends on the order of the elements.
-    matrix = matrix.t() if matrix.is_column_major else matrix
-    sums = matrix.scale.new_zeros(len(_TOTALS) + _HIGHEST - _LOWEST, dtype=torch.float64)
-    sums[_GRADIENT] = math.nan
-    maxima = sums.new_full((4,), -math.inf)
-    if matrix.data.numel():
+    n, scale = matrix.data.numel(), matrix.scale.double()
+    sums = scale.new_zeros(len(SUMS) + _HIGHEST - _LOWEST)
+    sums[0], sums[1] = n, 1
+    maxima = sums.new_full((len(MAXIMA),), -math.inf)
+    if n:
         largest = FORMATS[matrix.data.dtype].max
         for piece in matrix.pieces():
             maxima[0] = torch.maximum(maxima[0], _add_piece(sums, piece, largest))
-        scale = matrix.scale.double()
         # The scale of a block of zeros says nothing, unless there are no others.
         smallest = torch.where(scale <= MIN_SCALE, math.inf, scale).amin().minimum(scale.amax())
         maxima[1], maxima[2] = -smallest, scale.amax()
         if scale.numel() == 1:
             maxima[3] = torch.log2(maxima[0] / (scale.reshape(()) * largest))
-    return CastTotals(matrix.data.numel(), sums, maxima)
+    return Totals(sums, maxima)
 
 
 def _add_piece(sums: Tensor, piece: Piece, largest: float) -> Tensor:
     """Add a piece to the sums; its amax."""
-    exact = piece.exact.reshape(-1)
+    exact = piece.exact.view(-1)
     error = exact - (piece.data * piece.scale).view(-1)
     bins = _count_exponents(exact)
     zeros, nonfinite = bins[0], bins[-1]
@@ -371,71 +313,64 @@ def _add_piece(sums: Tensor, piece: Piece, largest: float) -> Tensor:
     square = exact * exact
     limit = (piece.scale * (largest * (1 + 2.0**-20))).square()
     saturated = torch.count_nonzero(square.view(piece.data.shape) > limit)
-    powers = exact.sum(), exact.dot(exact), exact.dot(square), square.dot(square), error.dot(error)
-    known = slice(0, len(powers)), slice(_GRADIENT.stop, len(_TOTALS))
-    for some, found in zip(known, (powers, (flushed, saturated, zeros, nonfinite)), strict=True):
-        sums[some] += torch.stack([each.double() for each in found])
-    sums[len(_TOTALS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
+    powers = exact.sum(), exact.dot(exact), exact.dot(square), square.dot(square)
+    found = zeros, nonfinite, *powers, error.dot(error), flushed, saturated
+    sums[_MEASURED] += torch.stack([each.double() for each in found])
+    sums[len(SUMS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
     return square.max().sqrt()
 
 
 def _count_exponents(x: Tensor) -> Tensor:
     """How many elements of a float64 vector have which exponent field: (2048,)."""
-    fields = (x.view(torch.int64) >> 52).bitwise_and_(_FIELDS - 1)
+    exponents = (x.view(torch.int64) >> 52).bitwise_and_(_FIELDS - 1)
     if x.device.type == "cpu":
-        return torch.bincount(fields, minlength=_FIELDS)
+        return torch.bincount(exponents, minlength=_FIELDS)
     # bincount would read the largest field back to the host; histc counts integers exactly.
-    return torch.histc(fields.int(), bins=_FIELDS, min=0, max=_FIELDS - 1)
+    return torch.histc(exponents.int(), bins=_FIELDS, min=0, max=_FIELDS - 1)
 
 
-# --- from totals to statistics, and back
+# --- from totals to statistics
 
 
-def statistics_of(casts: Sequence[tuple[CastLabels, CastTotals]]) -> list[CastStatistics]:
-    """The statistics of each cast, in the order given; one transfer to the host."""
-    if not casts:
-        return []
-    device = casts[0][1].sums.device
-    numbers = torch.stack([totals.vector(device) for _, totals in casts]).tolist()
-    return [_statistics(*cast, row) for cast, row in zip(casts, numbers, strict=True)]
+def statistics_of(
+    labels: CastLabels, numbers: Sequence[float], counts: Mapping[int, float]
+) -> CastStatistics:
+    """The statistics of a cast.
 
-
-def _statistics(labels: CastLabels, totals: CastTotals, numbers: list[float]) -> CastStatistics:
-    elements, has_source = totals.elements, labels.scaling != IN_FLOAT8
-    total = dict(zip(_TOTALS, numbers, strict=False))
-    amax, minus_scale_min, scale_max, staleness = numbers[-4:]
-    nonfinite = int(total["nonfinite"])
-    noise, gradient, error = total["noise"], total["gradient"], total["gradient_noise"]
-    is_known = not math.isnan(gradient)
-    energies = (gradient, error) if is_known else (None, None)
-    first, second, third, fourth = numbers[:4]
-    sums = Sums(first, second, third, fourth, noise if has_source else None, *energies)
-    is_compared = has_source and elements > nonfinite
-    has_ratio = is_known and 0 < gradient < math.inf
-    is_stale = labels.scaling in ("delayed", "static") and math.isfinite(staleness)
+    Args:
+        labels: of the cast.
+        numbers: `SUMS`, then `MAXIMA`.
+        counts: how many elements have which exponent.
+    """
+    of = dict(zip((*SUMS, *MAXIMA), numbers, strict=True))
+    n, nonfinite, has_source = of["elements"], of["nonfinite"], labels.scaling != IN_FLOAT8
+    flushed, saturated = (of[name] / max(n, 1) for name in ("flushed", "saturated"))
+    is_stale = labels.scaling in ("delayed", "static") and math.isfinite(of["staleness"])
+    gradient, error = of["gradient"], of["gradient_noise"]
+    filled = [exponent for exponent, count in counts.items() if count]
+    shown = range(min(filled), max(filled) + 1) if filled else range(0)
     return CastStatistics(
-        *labels,
-        elements=elements,
-        calls=totals.calls,
-        zeros=int(total["zeros"]),
-        nonfinite=nonfinite,
-        amax=max(amax, 0.0),
-        scale_min=-minus_scale_min if elements else 0.0,
-        scale_max=max(scale_max, 0.0),
-        flushed=total["flushed"] / max(elements, 1) if has_source else None,
-        saturated=total["saturated"] / max(elements, 1) if has_source else None,
-        sqnr=decibels(sums.second, noise) if is_compared else None,
-        kurtosis=_kurtosis(sums, elements - nonfinite),
-        staleness=staleness if is_stale else None,
-        histogram=_histogram(numbers[len(_TOTALS) : -4]),
-        sums=sums,
-        gradient_sqnr=decibels(gradient, error) if has_ratio else None,
+        **labels.named,
+        elements=int(n),
+        calls=int(of["calls"]),
+        zeros=int(of["zeros"]),
+        nonfinite=int(nonfinite),
+        amax=max(of["amax"], 0.0),
+        scale_min=-of["minus_scale_min"] if n else 0.0,
+        scale_max=max(of["scale_max"], 0.0),
+        flushed=flushed if has_source else None,
+        saturated=saturated if has_source else None,
+        sqnr=decibels(of["second"], of["noise"]) if has_source and n > nonfinite else None,
+        kurtosis=_kurtosis(*(of[name] / max(n - nonfinite, 1) for name in SUMS[4:8])),
+        staleness=of["staleness"] if is_stale else None,
+        histogram=Histogram(shown.start, tuple(int(counts.get(e, 0)) for e in shown)),
+        sums=tuple(numbers),
+        gradient_sqnr=decibels(gradient, error) if 0 < gradient < math.inf else None,
     )
 
 
-def _kurtosis(sums: Sums, elements: int) -> float | None:
-    """The fourth central moment by the squared variance of this many elements."""
-    first, second, third, fourth = (total / max(elements, 1) for total in sums[:4])
+def _kurtosis(first: float, second: float, third: float, fourth: float) -> float | None:
+    """The fourth central moment by the squared variance, of the moments."""
     variance = second - first**2
     if variance <= second * _LEAST_VARIANCE:
         return None
@@ -443,49 +378,10 @@ def _kurtosis(sums: Sums, elements: int) -> float | None:
     return central / variance**2
 
 
-def _histogram(bins: Sequence[float]) -> Histogram:
-    filled = [i for i, count in enumerate(bins) if count]
-    if not filled:
-        return EMPTY
-    counts = bins[filled[0] : filled[-1] + 1]
-    return Histogram(_LOWEST + filled[0], tuple(int(count) for count in counts))
-
-
-def _totals(cast: CastStatistics) -> CastTotals:
-    """The inverse of `statistics_of`."""
-    assert cast.sums is not None, "statistics that were written by hand have no sums to merge"
-    n = cast.elements
-    fractions = [math.nan if f is None else round(f * n) for f in (cast.flushed, cast.saturated)]
-    sums = [math.nan if each is None else each for each in cast.sums]
-    bins, lowest = [0.0] * (_HIGHEST - _LOWEST), cast.histogram.lowest - _LOWEST
-    bins[lowest : lowest + len(cast.histogram.counts)] = cast.histogram.counts
-    stale = -math.inf if cast.staleness is None else cast.staleness
-    scales = (-cast.scale_min, cast.scale_max) if n else (-math.inf, -math.inf)
-    numbers = [*sums, *fractions, cast.zeros, cast.nonfinite, *bins, cast.amax, *scales, stale]
-    vector = torch.tensor(numbers, dtype=torch.float64)
-    return CastTotals(n, vector[:-4], vector[-4:], cast.calls)
-
-
 def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
-    """The statistics of each key as one, as if one report had seen all of their elements.
-
-    An operand that arrived in float8 in some calls only has two: these are not merged.
-
-    Raises:
-        ValueError: two of one key are of different casts.
-    """
-    by_key: dict[tuple[CastKey, bool], list[CastStatistics]] = {}
+    """The statistics of each cast as one, as if one report had seen all of their elements."""
+    found: dict[tuple[str, ...], CastStatistics] = {}
     for cast in casts:
-        by_key.setdefault((cast.key, cast.scaling == IN_FLOAT8), []).append(cast)
-    for one, *others in by_key.values():
-        if other := next((each for each in others if each.labels != one.labels), None):
-            raise ValueError(
-                f"{'/'.join(one.labels)} and {'/'.join(other.labels)} are different casts: merge "
-                "reports of one model with one config"
-            )
-    return [
-        same[0]
-        if len(same) == 1
-        else statistics_of([(same[0].labels, reduce(CastTotals.plus, map(_totals, same)))])[0]
-        for same in by_key.values()
-    ]
+        before = found.get(cast.labels)
+        found[cast.labels] = before.plus(cast) if before else cast
+    return list(found.values())

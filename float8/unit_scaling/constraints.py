@@ -19,6 +19,8 @@ Operations take a constraint by name, as a function of the factors, or None.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -40,10 +42,7 @@ Constraint = str | Callable[..., float] | None
 
 def gmean(*scales: float) -> float:
     """The geometric mean of the scales; the choice of the first unit scaling paper."""
-    product = scales[0]
-    for scale in scales[1:]:
-        product = product * scale
-    return product ** (1 / len(scales))
+    return functools.reduce(operator.mul, scales) ** (1 / len(scales))
 
 
 def hmean(*scales: float) -> float:
@@ -80,12 +79,8 @@ def to_right_grad_scale(
     return right_grad_scale
 
 
-_CONSTRAINTS: dict[str, Callable[..., float]] = {
-    function.__name__: function
-    for function in (
-        *(gmean, hmean, amean, to_output_scale),
-        *(to_grad_input_scale, to_left_grad_scale, to_right_grad_scale),
-    )
+_CONSTRAINTS: dict[Any, Callable[..., float]] = {
+    name: globals()[name] for name in __all__ if name not in ("Constraint", "apply_constraint")
 }
 
 

@@ -157,30 +157,22 @@ def scaled_parameters(
     """
     named = params.named_parameters() if isinstance(params, nn.Module) else params
     given = torch.optim.Optimizer(named, {"lr": lr, "weight_decay": weight_decay}).param_groups
-    if not allow_non_unit_scaling_params:
-        _require_parameter_data(given)
     result = []
+    without = []
     for group in given:
         names = group.pop("param_names", None)
         by_scale: dict[float, list[Any]] = {}
         for place, param in enumerate(group["params"]):
-            scale = lr_scale_func(param) if has_parameter_data(param) else 1.0
+            is_scaled = has_parameter_data(param)
+            without += [] if is_scaled else [(names[place] if names else "a parameter", param)]
+            scale = lr_scale_func(param) if is_scaled else 1.0
             by_scale.setdefault(scale, []).append((names[place], param) if names else param)
         for scale, members in by_scale.items():
             own, decay = group["lr"] * scale, group["weight_decay"]
             if independent_weight_decay and decay != 0:
                 decay = decay / float(own)
             result.append({**group, "params": members, "lr": own, "weight_decay": decay})
-    return result
-
-
-def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
-    without: list[tuple[str, Any]] = []
-    for group in groups:
-        names = group.get("param_names") or ["a parameter"] * len(group["params"])
-        pairs = zip(names, group["params"], strict=True)
-        without += [(name, param) for name, param in pairs if not has_parameter_data(param)]
-    if without:
+    if without and not allow_non_unit_scaling_params:
         is_sharded = any(hasattr(p, "device_mesh") for _, p in without)
         why = " (FSDP2 replaces the parameters that unit_scale has marked)" if is_sharded else ""
         first, param = without[0]
@@ -189,6 +181,7 @@ def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
             f"{tuple(param.shape)}: use unit-scaled modules, or uu.Parameter in modules that "
             "derive from uu.parameter.MupModule, or allow_non_unit_scaling_params=True"
         )
+    return result
 
 
 # --- the optimizers
@@ -197,7 +190,8 @@ def _require_parameter_data(groups: list[dict[str, Any]]) -> None:
 class _Scaled(torch.optim.Optimizer):
     """Abstract: one of torch's optimizers, with the groups of `scaled_parameters`."""
 
-    _scaling: dict[str, Any] | None = None  # its arguments; None while torch's __init__ runs
+    # The further arguments of `scaled_parameters`; None while torch's __init__ runs.
+    _scaling: tuple[Any, ...] | None = None
     _lr_scale_func: LrScale = staticmethod(lr_scale_func_adam)
 
     def __init__(
@@ -210,24 +204,19 @@ class _Scaled(torch.optim.Optimizer):
         allow_non_unit_scaling_params: bool = False,
         **kwargs: Any,
     ) -> None:
-        scaling: dict[str, Any] = {
-            "lr_scale_func": self._lr_scale_func,
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "independent_weight_decay": independent_weight_decay,
-            "allow_non_unit_scaling_params": allow_non_unit_scaling_params,
-        }
-        groups = scaled_parameters(params, **scaling)
+        options = independent_weight_decay, allow_non_unit_scaling_params
+        scaling = (self._lr_scale_func, lr, weight_decay, *options)
+        groups = scaled_parameters(params, *scaling)
         kwargs["weight_decay"] = weight_decay
         super().__init__(groups, lr, *args, **kwargs)  # type: ignore[arg-type]
         self._scaling = scaling
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the group is scaled first and may become several groups."""
-        if self._scaling is None:
-            super().add_param_group(param_group)
-            return
-        for group in scaled_parameters([param_group], **self._scaling):
+        groups = [param_group]
+        if self._scaling is not None:
+            groups = scaled_parameters(groups, *self._scaling)
+        for group in groups:
             super().add_param_group(group)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,9 +249,11 @@ class SGD(_Scaled, torch.optim.SGD):
         **kwargs: Any,
     ) -> None:
         self._lr_scale_func = lr_scale_func_sgd(readout_constraint)
-        kwargs["independent_weight_decay"] = independent_weight_decay
-        kwargs["allow_non_unit_scaling_params"] = allow_non_unit_scaling_params
-        super().__init__(params, lr, *args, weight_decay=weight_decay, **kwargs)
+        super().__init__(
+            params, lr, *args, weight_decay=weight_decay,
+            independent_weight_decay=independent_weight_decay,
+            allow_non_unit_scaling_params=allow_non_unit_scaling_params, **kwargs,
+        )  # fmt: skip
 
 
 class Adam(_Scaled, torch.optim.Adam):

@@ -26,9 +26,8 @@ without attributes is assigned to a name in the table, it gets the attributes fr
 
 from __future__ import annotations
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeGuard, TypeVar, get_args
 
 import torch
@@ -160,16 +159,12 @@ class MupModule(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``'s; a ``param`` without a role gets that of its predecessor."""
-        self._record_role(name)
+        roles = self._roles()
         super().register_parameter(name, param)
-        table = self._table()
-        data = _data_of(param)
-        if data is not None:
-            table[name] = data
-        elif param is None:
-            table.pop(name, None)
-        elif name in table:
-            _mark(param, table[name])
+        if param is None:
+            roles.pop(name, None)
+        elif name in roles and not has_parameter_data(param):
+            _mark(param, roles[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 assigns to _parameters, without register_parameter, unless a class has a setattr.
@@ -177,46 +172,37 @@ class MupModule(nn.Module):
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._table().pop(name, None)
+        self._roles().pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._record_roles()
+        self._roles()
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._restore_roles()
+        self._restore(self.__dict__["_mup_data"])
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        with self._roles_kept():
-            return super()._apply(fn, recurse)
+        roles = self._roles()
+        result = super()._apply(fn, recurse)
+        self._restore(roles)
+        return result
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with self._roles_kept():
-            super()._load_from_state_dict(*args, **kwargs)
+        roles = self._roles()
+        super()._load_from_state_dict(*args, **kwargs)
+        self._restore(roles)
 
-    @contextlib.contextmanager
-    def _roles_kept(self) -> Iterator[None]:
-        self._record_roles()
-        yield
-        self._restore_roles()
-
-    def _table(self) -> dict[str, MupData]:
+    def _roles(self) -> dict[str, MupData]:
+        """The table, brought up to date from the parameters."""
         made = {name: MupData(mup_type, None) for name, mup_type in self.mup_types.items()}
-        table: dict[str, MupData] = self.__dict__.setdefault("_mup_data", made)
-        return table
+        roles: dict[str, MupData] = self.__dict__.setdefault("_mup_data", made)
+        for name, parameter in self.__dict__.get("_parameters", {}).items():
+            if (data := _data_of(parameter)) is not None:
+                roles[name] = data
+        return roles
 
-    def _record_role(self, name: str) -> None:
-        data = _data_of(self.__dict__.get("_parameters", {}).get(name))
-        if data is not None:
-            self._table()[name] = data
-
-    def _record_roles(self) -> None:
-        for name in self._parameters:
-            self._record_role(name)
-
-    def _restore_roles(self) -> None:
-        for name, data in self._table().items():
-            parameter = self._parameters.get(name)
-            if parameter is not None:
+    def _restore(self, roles: dict[str, MupData]) -> None:
+        for name, data in roles.items():
+            if (parameter := self._parameters.get(name)) is not None:
                 _mark(parameter, data)

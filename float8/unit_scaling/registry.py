@@ -7,7 +7,7 @@ a model calls. This file says what it makes of them:
    are one function. Eager mode reports the method behind an operator, ``torch.compile`` the method
    or the operator, and looks through some functions of `torch.nn.functional`.
 2. `torch_map`: torch function -> unit-scaled function. Entries are called with the arguments that
-   the model wrote for torch, by position or by torch's names, which `handler` translates.
+   the model wrote for torch, by position or by torch's names.
 3. `overridable`: a decorator that makes a mode see a unit-scaled function as one call, as it sees
    ``F.linear``, before anything inside it runs. The mode replaces it, calls it, or looks inside
    (``function.implementation``).
@@ -27,7 +27,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -88,16 +88,10 @@ def respelt(func: Any) -> Any:
 
 torch_map: dict[Function, Function] = {}
 """torch function -> its unit-scaled function; change it with `register` and `unregister`."""
-# torch function -> torch's name of an argument -> ours
-_KEYWORDS: dict[Function, Mapping[str, str]] = {}
 
 
 def register(
-    torch_function: Function,
-    unit_scaled_function: Function,
-    *,
-    replace: bool = False,
-    keywords: Mapping[str, str] | None = None,
+    torch_function: Function, unit_scaled_function: Function, *, replace: bool = False
 ) -> None:
     """Add an entry to ``torch_map``.
 
@@ -105,7 +99,6 @@ def register(
         torch_function: what models call.
         unit_scaled_function: what a unit-scaled model calls instead, with the same arguments.
         replace: whether an existing entry may be replaced.
-        keywords: the unit-scaled function's names for arguments that torch names differently.
 
     Raises:
         ValueError: there is an entry already and ``replace`` is False.
@@ -113,30 +106,11 @@ def register(
     if torch_function in torch_map and not replace:
         raise ValueError(f"{torch_function} is registered already; pass replace=True")
     torch_map[torch_function] = unit_scaled_function
-    _KEYWORDS[torch_function] = dict(keywords or {})
 
 
 def unregister(torch_function: Function) -> None:
     """Remove an entry of ``torch_map``; a KeyError if there is none."""
     del torch_map[torch_function]
-    _KEYWORDS.pop(torch_function, None)
-
-
-def handler(torch_function: Function) -> Function:
-    """The unit-scaled function for one of torch's, taking torch's keywords; KeyError if none."""
-    return renamed(torch_map[torch_function], _KEYWORDS.get(torch_function))
-
-
-def renamed(function: Decorated, names: Mapping[str, str] | None) -> Decorated:
-    """A function that takes keywords of other names: name -> the function's own."""
-    if not names:
-        return function
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **{names.get(name, name): x for name, x in kwargs.items()})
-
-    return call  # type: ignore[return-value]
 
 
 # --- decompositions

@@ -17,6 +17,7 @@ from hand_written import FINE, fine_grained
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from float8.checkpoints import FineGrained
 from float8.checkpoints.__main__ import main
 from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED
 
@@ -105,37 +106,25 @@ def assert_refused(capsys, words: tuple[str, ...], *texts: str) -> None:
 # --- inspect
 
 
-def test_inspect_counts_kinds_bytes_and_scales(fine, capsys):
+def test_inspect_names_layers_bytes_and_scales(fine, plain, capsys):
     status, out, _ = run(capsys, "inspect", fine, "--json", "--data")
     found, tensors = json.loads(out), tensors_of("fine")
-    assert (status, found["problems"], found["files"]) == (0, [], 1)
-    assert found["nbytes"] == sum(x.nbytes for x in tensors.values())
-    assert found["layout"] == "fine_grained, 128x128 float32 scales, dynamic inputs"
-    kinds = {kind["name"]: kind for kind in found["float8"]}
-    assert kinds.keys() == {re.sub(r"\.\d\.", ".*.", name) for name in LAYERS}
-    kind = kinds["model.layers.*.mlp.down_proj"]
-    own = [tensors[f"model.layers.{i}.mlp.down_proj.weight"] for i in range(2)]
+    nbytes = sum(x.nbytes for x in tensors.values())
+    assert (status, found["problems"]) == (0, [])
+    assert (found["files"], found["nbytes"]) == ({"model.safetensors": nbytes}, nbytes)
+    assert found["layout"] == repr(FineGrained())
+    assert list(found["layers"]) == sorted(LAYERS)
     scales = [tensors[f"model.layers.{i}.mlp.down_proj.weight_scale_inv"] for i in range(2)]
-    assert (kind["count"], kind["shapes"], kind["dtype"]) == (2, [[160, 304]], "float8_e4m3fn")
-    assert kind["nbytes"] == sum(x.nbytes for x in own + scales)
-    assert kind["smallest_scale"] == min(float(x.min()) for x in scales)
-    assert kind["largest_scale"] == max(float(x.max()) for x in scales)
-    codes = torch.stack(own).view(torch.uint8) & 0x7F
-    assert kind["saturated"] == pytest.approx(float((codes == 0x7E).double().mean()))
-    assert kind["zero"] == pytest.approx(float((codes == 0).double().mean()))
-    rest = {kind["name"]: kind["count"] for kind in found["high_precision"]}
-    assert rest["lm_head.weight"] == 1
-    assert sum(rest.values()) == 5
+    scales = torch.cat([x.flatten() for x in scales])
+    said = f"scales {scales.min():.3g} to {scales.max():.3g}"
+    assert {found["layers"][f"model.layers.{i}.mlp.down_proj"] for i in range(2)} == {said}
     status, out, _ = run(capsys, "inspect", fine)
     assert status == 0
-    assert "8 layers in float8, stored as fine_grained" in out
-    assert "no problems" in out
-
-
-def test_inspect_of_a_plain_checkpoint_and_of_one_file(plain, capsys):
-    status, out, _ = run(capsys, "inspect", plain)
-    assert (status, "no layer in float8" in out) == (0, True)
-    assert run(capsys, "inspect", f"{plain}/model.safetensors")[0] == 0
+    assert "8 layers in float8" in out and "no problems" in out
+    assert re.search(rf"layers\.\*\.mlp\.down_proj +2 +160x304 +0\.10 +{said}\n", out), out
+    for path in (plain, f"{plain}/model.safetensors"):
+        status, out, _ = run(capsys, "inspect", path)
+        assert (status, "0 layers in float8" in out) == (0, True)
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -150,7 +139,7 @@ def test_inspect_finds_what_files_and_their_config_do_not_contradict(tmp_path, c
     assert status == 1
     assert "\n2 problems:\n- " in out
     assert f"{LAYERS[0]}.weight has 1 values that are NaN" in out
-    assert f"{Q}.weight is torch.bfloat16, 1 others of its kind are in float8" in out
+    assert f"{Q}.weight is torch.bfloat16, others of its kind are in float8" in out
 
 
 def test_what_cannot_be_opened_ends_with_status_2(fine, tmp_path, capsys):
@@ -194,9 +183,6 @@ def test_weights_are_kept_cast_or_dequantised_by_the_definition(
     assert len(list(out.glob("*.safetensors"))) > 1
     assert f"{len(LAYERS) if how else 0} layers in float8" in printed
     assert how is None or how in printed
-    assert ("8 weights are dequantised and cast again" in printed) == (how == RECAST)
-    left_out = kind == "modelopt" and target.endswith("tensorwise")
-    assert ("the static scales of inputs are left out" in printed) == left_out
     values = {name: weight_of(before, name, kind) for name in LAYERS}
     for name in LAYERS:
         weight, key = found.pop(f"{name}.weight"), f"{name}.weight_scale"
@@ -322,10 +308,10 @@ def test_compare_names_missing_keys_other_shapes_and_values_that_are_nan(plain, 
     assert status == 1
     assert "12 weights in both, 10 of them with equal values" in out
     for row in (
-        "model.norm.weight +bfloat16 +missing",
-        "model.extra.weight +missing +float32",
+        r"model.norm.weight +bfloat16 \(160,\) +missing",
+        r"model.extra.weight +missing +float32 \(3,\)",
         r"lm_head.weight +bfloat16 \(48, 160\) +float32 \(2, 160\)",
-        rf"{Q}\.weight +bfloat16 +bfloat16",
+        rf"{Q}\.weight +bfloat16 .* bfloat16",
     ):
         assert re.search(rf"-inf +{row}", out), row
     assert re.search(rf"-inf +{Q}\.weight", run(capsys, "compare", other, plain)[1])

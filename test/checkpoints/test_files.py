@@ -13,7 +13,8 @@ from disk import full_after
 from safetensors.torch import load_file, save, save_file
 from tensor_files import assert_same, tensors_of_all_dtypes
 
-from float8.checkpoints.files import Shards, Spec, in_files, write_shards
+from float8.checkpoints.files import Spec, in_files, write_shards
+from float8.checkpoints.source import Source
 
 INDEX = "model.safetensors.index.json"
 
@@ -25,6 +26,11 @@ def specs_of(tensors, max_shard_bytes=5e9):
 
 def write(folder, tensors, max_shard_bytes=5e9, **options):
     write_shards(folder, specs_of(tensors, max_shard_bytes), iter(tensors.items()), **options)
+
+
+def opened(path) -> Source:
+    """The files, whatever their tensors are for."""
+    return Source(path, raises=False)
 
 
 def entries(folder: Path) -> list[str]:
@@ -39,13 +45,13 @@ def test_all_dtypes_and_shapes_keep_their_bits(tmp_path):
     tensors = tensors_of_all_dtypes()
     write(tmp_path / "new", tensors)
     assert entries(tmp_path) == ["new"] and entries(tmp_path / "new") == ["model.safetensors"]
-    found, shards = load_file(tmp_path / "new/model.safetensors"), Shards(tmp_path / "new")
+    found, shards = load_file(tmp_path / "new/model.safetensors"), opened(tmp_path / "new")
     assert found.keys() == shards.specs.keys() == tensors.keys()
     for key, expected in tensors.items():
         spec = Spec(expected.dtype, tuple(expected.shape), "model.safetensors")
         assert shards.specs[key] == spec
         assert_same(found[key], expected, key)
-        assert_same(shards.read(key), expected, key)
+        assert_same(shards.stored(key), expected, key)
     umask = os.umask(0)
     os.umask(umask)
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o777 & ~umask
@@ -81,10 +87,10 @@ def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
     for path in (folder, folder / INDEX):
         for key, expected in tensors.items():
             assert_same(load_file(folder / index["weight_map"][key])[key], expected)
-            assert_same(Shards(str(path)).read(key), expected)
-    assert set(Shards(folder / names[0]).specs) == {"a", "b"}
+            assert_same(opened(str(path)).stored(key), expected)
+    assert set(opened(folder / names[0]).specs) == {"a", "b"}
     (folder / INDEX).unlink()
-    assert set(Shards(folder).specs) == tensors.keys()
+    assert set(opened(folder).specs) == tensors.keys()
     hub = pytest.importorskip("huggingface_hub.serialization._torch")
     split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=600)
     assert names[0].replace("4.", "3.") in split.filename_to_tensors  # z lies beside c
@@ -94,9 +100,9 @@ def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
 def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
     write(tmp_path / "it", some(), max_shard_bytes=300)
     before = {file: file.read_bytes() for file in (tmp_path / "it").iterdir()}
-    shards = Shards(tmp_path / "it")
+    shards = opened(tmp_path / "it")
     for key in shards.specs:
-        x = shards.read(key)
+        x = shards.stored(key)
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
         assert [file for file in before if str(file) in mapped] == [
             tmp_path / "it" / shards.specs[key].file
@@ -109,27 +115,21 @@ def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
 # --- what cannot be read
 
 
-def sharded(folder: Path, **numbers: int) -> None:
-    """A checkpoint of two shards: a and c, and b; and an index."""
-    one = torch.ones(2)
-    save_file({"a": one, "c": one + 1}, folder / "model-00001-of-00002.safetensors")
-    save_file({"b": one}, folder / "model-00002-of-00002.safetensors")
-    named = {key: f"model-{n:05}-of-00002.safetensors" for key, n in numbers.items()}
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": named}))
+def sharded(folder: Path) -> None:
+    """A checkpoint of two shards, and its index."""
+    names = [f"model-{n:05}-of-00002.safetensors" for n in (1, 2)]
+    for name, key in zip(names, "ab", strict=True):
+        save_file({key: torch.ones(2)}, folder / name)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict(zip("ab", names, strict=True))}))
 
 
 def ambiguous(folder: Path) -> None:
-    sharded(folder, a=1, b=2, c=1)
+    sharded(folder)
     save_file({"a": torch.ones(1)}, folder / "model.safetensors")
 
 
-def twice(folder: Path) -> None:
-    for name in ("a", "b"):
-        save_file({"x": torch.ones(1)}, folder / f"{name}.safetensors")
-
-
 def without_a_shard(folder: Path) -> None:
-    sharded(folder, a=1, b=2, c=1)
+    sharded(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
@@ -143,7 +143,6 @@ UNREADABLE = [
     (damaged(lambda data: data[:-3]), DAMAGED),
     (damaged(lambda data: b""), DAMAGED),
     (without_a_shard, r"model-00002-of"),
-    (twice, r"a.safetensors and b.safetensors both have x"),
     (ambiguous, "both have a; give the path of one"),
     (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
 ]
@@ -153,7 +152,7 @@ UNREADABLE = [
 def test_a_folder_that_cannot_be_read_as_a_whole_is_refused(make, message, tmp_path):
     make(tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
-        Shards(tmp_path)
+        opened(tmp_path)
     assert str(tmp_path) in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Weights pushed to an engine: names, bits, casts, memory, and one step at a time.
+"""Weights pushed to an engine: names, bits, and one step at a time.
 
 Two processes: ``live_program.py``.
 """
@@ -15,27 +15,11 @@ from processes import failures
 from published_models import convert, model_of
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import float8
-from benchmarks.measuring.memory import Allocations, bytes_of
-from float8 import E4M3, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
+from float8 import E4M3, Blockwise, Float8Tensor, ScaleFormat, Tensorwise
 from float8.checkpoints import CompressedTensors, save_pretrained, weight_updates
 from float8.checkpoints.names import published
-
-
-class Casts(TorchDispatchMode):
-    """Counts the elements that are cast to float8."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.float8.cast_plain.default:
-            self.elements += args[0].numel()
-        return out
 
 
 def expected_updates(model, in_float8, granularity, scale_format, scale_name):
@@ -110,44 +94,20 @@ def test_updates_are_what_save_pretrained_writes(name, recipe, layout, tmp_path)
         assert_bitwise(x, written[key], replay=key)
 
 
-def in_float8(model):
-    return [m.weight for m in model.modules() if isinstance(m, float8.Float8Linear)]
-
-
-def test_each_weight_is_cast_once_and_cached_or_resident_ones_never():
+def test_cached_and_resident_weights_have_the_bits_of_a_cast():
     model = convert(model_of("llama"), "blockwise")
-    numel = sum(w.numel() for w in in_float8(model))
-    with Casts() as casts:
-        found = {key: x.clone() for key, x in weight_updates(model)}
-    assert casts.elements == numel
-    with float8.cached_weights(model), Casts() as casts:
+    found = {key: x.clone() for key, x in weight_updates(model)}
+    with float8.cached_weights(model):
         cached = dict(weight_updates(model))
-    assert casts.elements == 0
     resident = float8.convert_to_float8_inference(
         float8.convert_from_float8_training(model),
         config=float8.Float8LinearConfig.from_recipe_name("blockwise"),
         module_filter_fn=float8.filters.skip_names("lm_head"),
     )
-    with Casts() as casts:
-        kept = dict(weight_updates(resident))
-    assert casts.elements == 0
+    kept = dict(weight_updates(resident))
     for key, x in found.items():
         assert_bitwise(cached[key], x, replay=key)
         assert_bitwise(kept[key], x, replay=key)
-
-
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
-def test_memory_is_that_of_one_parameter(name):
-    model = convert(model_of(name), "rowwise")
-    largest = max(bytes_of([p]) for p in model.parameters())
-    updates = weight_updates(model, CompressedTensors(Rowwise()))
-    with Allocations(model.parameters()) as alive:
-        start = alive.now
-        for _, x in updates:
-            assert x.numel() > 0
-        del x
-    assert alive.peak - start <= 1.5 * largest
-    assert alive.now <= start + 1024  # constants
 
 
 def test_a_write_in_between_is_an_error():
@@ -182,6 +142,5 @@ def test_sharded_models_push_the_bits_of_one_process():
         ("every_rank_gets_whole_tensors", "tensorwise", True),
         ("gathers_one_parameter_at_a_time",),
         ("a_step_in_between_is_an_error",),
-        ("nan_on_one_rank_is_an_error_on_all",),
     ]
     assert failures("live_program", checks, 2) == {}

@@ -66,7 +66,7 @@ GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 REFUSED = [
     (nn.Embedding(8, 8), {}, r"Embedding: only nn\.Linear and Float8Linear"),
     (nn.Linear(32, 64), {"output_layouts": Partial()}, "output_layouts must be Replicate"),
-    (Float8Linear(32, 64, config=GATHERED), {}, "leave the option off"),
+    (Float8Linear(32, 64, config=GATHERED), {}, "leave it off here"),
 ]
 
 

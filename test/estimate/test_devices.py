@@ -28,7 +28,7 @@ def figure(value: float) -> Figure:
 
 
 PRODUCT = GemmSpeed(figure(100.0), figure(0.5), figure(30.0))
-DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), {BF16: PRODUCT})
+DEVICE = Device("d", "sm_90", figure(10.0), figure(0.5), figure(1.0), figure(132), {BF16: PRODUCT})
 
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -89,19 +89,9 @@ def test_a_pass_runs_at_its_own_rate_or_at_any_or_at_the_bandwidth():
 @pytest.mark.parametrize("device", [*DEVICES.values(), DEVICE], ids=lambda device: device.name)
 def test_a_device_comes_back_from_its_file(device, tmp_path):
     passes = {"cast given transposed": Figure(1 / 3, "measured: here")}
-    device = dataclasses.replace(device, passes=passes, compiled_casts=True)
+    device = dataclasses.replace(device, passes=passes)
     device.save(tmp_path / "device.json")
     assert Device.load(tmp_path / "device.json") == device
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("not json", "Expecting value"), ("[]", "must be a mapping"), ("{}", "required positional")],
-)
-def test_a_file_that_is_no_device_is_refused_with_the_reason(text, said, tmp_path):
-    (tmp_path / "bad.json").write_text(text)
-    with pytest.raises((ValueError, TypeError), match=said):
-        Device.load(tmp_path / "bad.json")
 
 
 H100 = DEVICES["H100"]

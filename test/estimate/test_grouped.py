@@ -24,7 +24,6 @@ from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_gro
 H100 = DEVICES["H100"]
 # Every pass at 83 % of the bandwidth, so that it can be computed by hand.
 B200 = replace(DEVICES["B200"], passes={ANY_PASS: DEVICES["B200"].passes[ANY_PASS]})
-CPU = replace(H100, name="some CPU", arch="cpu", processors=None)
 QWEN3 = Shape(4096 * 8, 2048, 1536, 128)  # Qwen3-30B-A3B's gate and up: 4096 tokens, 8 experts each
 
 
@@ -59,14 +58,6 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
         assert gemm_seconds(H100, kind, shape, name) == pytest.approx(expected), name
 
 
-def test_an_emulated_product_pads_nothing_and_launches_once():
-    shape = Shape(4096, 512, 1024, 8)
-    (seconds,) = {
-        gemm_seconds(CPU, BF16, shape, name) for name in ("output", "grad_input", "grad_weight")
-    }
-    assert seconds == pytest.approx(2 * 4096 * 512 * 1024 / 989.4e12 / 0.803 + 2e-6 + 2e-6)
-
-
 # recipe -> bytes per element of x and w moved by casts (FUSED of test_roofline), and launches of
 # all casts; then the tokens to whose multiples groups are padded
 S = 1 / 32
@@ -98,7 +89,6 @@ def test_casts_of_experts_by_hand():
     ("name", "fault"),
     [
         ("tokens_aligned", lambda cast: 1),
-        ("_padding_seconds", lambda *args: 0.0),
         ("tokens_aligned", lambda cast: 128),
     ],
 )
@@ -108,12 +98,11 @@ def test_a_planted_fault_in_the_casts_is_caught(name, fault, monkeypatch):
         check_casts()
 
 
-@pytest.mark.parametrize("emulates", [True, False])
-def test_saved_bytes_of_experts_by_hand(emulates):
+def test_saved_bytes_of_experts_by_hand():
     T, K, N, E = 4096, 512, 1024, 8
     shape = Shape(T, K, N, E)
     # A GPU reserves the most that padding to 16 (128) tokens could take: 15 (127) tokens a group.
-    tokens, for_mx = (T, T) if emulates else (T + 128, T + 1024)
+    tokens, for_mx = T + 128, T + 1024
     expected = {
         "tensorwise": tokens * K + 4 + 4 * E,  # the scale of x, and of each expert
         "rowwise": tokens * K + 4 * K * E,
@@ -121,7 +110,7 @@ def test_saved_bytes_of_experts_by_hand(emulates):
         "mxfp8": for_mx * K + K * (for_mx // 32 + E),
     }
     for recipe, saved in expected.items():
-        assert saved_bytes(shape, RECIPES[recipe].plan, Use(), emulates) == saved, recipe
+        assert saved_bytes(shape, RECIPES[recipe].plan, Use()) == saved, recipe
     assert saved_bytes(shape, None, Use()) == 2 * T * K
 
 
@@ -182,7 +171,7 @@ def test_experts_are_shapes_of_four():
     assert [str(row.shape) for row in result.rows] == ["4096,512,1024,8", "32768,2048,1536,128"]
     assert "32768,2048,1536,128" in str(result)
     large = estimate([(2**17, 8192, 8192, 8)], device="B200", recipes="mxfp8")
-    assert large.rows[0].gains("mxfp8")
+    assert large.rows[0].recipes["mxfp8"].speedup > 1
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -191,7 +180,7 @@ def test_stacks_of_experts_are_layers_of_a_model(is_transposed, is_converted):
     model = nn.ModuleDict({"moe": Experts(64, 32, 8, is_transposed), "out": nn.Linear(64, 48)})
     if is_converted:
         float8.convert_to_float8_training(model)
-    found = estimate(model, 256, device=CPU, experts_per_token=2)
+    found = estimate(model, 256, experts_per_token=2)
     assert {row.layer: row.shape for row in found.rows} == {
         "moe.up": Shape(512, 64, 32, 8),
         "moe.down": Shape(512, 32, 64, 8),
@@ -222,5 +211,3 @@ def test_what_grouped_gemms_refuse_is_not_predicted(monkeypatch):
     (row,) = estimate([(4096, 520, 1024, 8)], recipes="tensorwise").rows
     assert "contraction=520 not a multiple of 16" in row.recipes["tensorwise"].refused
     assert not float8.faster_layers("rowwise", 4096)(Experts(512, 1024, 8), "moe")
-    (row,) = estimate([(4096, 512, 1024, 8)], device=CPU, recipes=["rowwise"]).rows
-    assert row.recipes["rowwise"].seconds is not None

@@ -36,9 +36,9 @@ def model() -> nn.Module:
 
 def test_large_layers_gain_small_ones_lose_and_odd_ones_are_refused():
     w1, w2, gate, low_rank = estimate(model(), TOKENS, "H100", ["tensorwise"]).rows
-    assert w1.gains("tensorwise") and w2.gains("tensorwise")
-    assert not low_rank.gains("tensorwise") and low_rank.speedup("tensorwise") < 1
-    assert not gate.gains("tensorwise") and gate.speedup("tensorwise") is None
+    assert w1.recipes["tensorwise"].speedup > 1 and w2.recipes["tensorwise"].speedup > 1
+    assert low_rank.recipes["tensorwise"].speedup < 1
+    assert gate.recipes["tensorwise"].speedup == 1
     assert "columns=8 not a multiple of 16" in gate.recipes["tensorwise"].refused
 
 
@@ -54,9 +54,8 @@ def test_frozen_weights_are_seen_in_the_model():
 
 def test_padding_costs_what_the_padded_shape_costs():
     pads, layer = replace(RECIPES["tensorwise"], pad_inner_dim=True), Layer("", Shape(1000, 33, 16))
-    for device, shape in ((H100, Shape(1008, 48, 16)), (CPU, layer.shape)):
-        expected = layer_seconds(device, shape, pads.plan, Use())
-        assert predict(layer, pads, device, Use()).seconds == expected
+    expected = layer_seconds(H100, Shape(1008, 48, 16), pads.plan, Use())
+    assert predict(layer, pads, H100, Use()).seconds == expected
 
 
 def test_float32_weights_are_converted_before_they_are_cast():
@@ -108,12 +107,12 @@ def test_the_filter_and_the_table_agree():
             takes = faster_layers(recipe, tokens)
             rows = estimate(layers, tokens, recipes=[recipe]).rows
             for row, layer in zip(rows, layers, strict=True):
-                assert takes(layer, row.layer) == row.gains(recipe)
+                assert takes(layer, row.layer) == (row.recipes[recipe].speedup > 1)
 
 
 def test_the_threshold_asks_for_more():
     w1 = model()["w1"]
-    speedup = estimate(w1, TOKENS, recipes=["tensorwise"]).rows[0].speedup("tensorwise")
+    speedup = estimate(w1, TOKENS, recipes=["tensorwise"]).rows[0].recipes["tensorwise"].speedup
     assert faster_layers("tensorwise", TOKENS, min_speedup=speedup - 0.01)(w1, "w1")
     assert not faster_layers("tensorwise", TOKENS, min_speedup=speedup + 0.01)(w1, "w1")
 
@@ -129,7 +128,7 @@ def test_what_a_device_refuses_is_not_taken(monkeypatch):
 
 def test_an_empty_layer_is_not_taken():
     empty = nn.Linear(16, 16)
-    empty.in_features = 0
+    empty.weight = nn.Parameter(empty.weight[:, :0])
     assert not faster_layers("tensorwise", 16)(empty, "")
 
 
@@ -147,7 +146,6 @@ def test_bad_filters_are_refused_before_they_are_used(options, said):
 
 
 H100, B200, MI300X = DEVICES["H100"], DEVICES["B200"], DEVICES["MI300X"]
-CPU = replace(H100, name="some CPU", arch="cpu")
 TENSORWISE, ROWWISE = RECIPES["tensorwise"], RECIPES["rowwise"]
 
 
@@ -205,7 +203,6 @@ def test_products_run_where_the_support_table_says(device, monkeypatch):
     assert refuses(CUBE, ROWWISE, device, Use()) is None
     monkeypatch.setitem(table, "rowwise", "a reason of its own")
     assert "a reason of its own" in refuses(CUBE, ROWWISE, device, Use())
-    assert refuses(CUBE, ROWWISE, CPU, Use()) is None
 
 
 @pytest.mark.parametrize(
@@ -222,7 +219,6 @@ def test_sizes_are_refused_for_the_products_that_run(shape, use, said):
     reason = refuses(Layer("l", shape), TENSORWISE, H100, use)
     assert (reason is None) if said is None else re.search(said, reason)
     assert refuses(Layer("l", shape), replace(TENSORWISE, pad_inner_dim=True), H100, use) is None
-    assert refuses(Layer("l", shape), TENSORWISE, CPU, use) is None
 
 
 def test_a_rowwise_product_is_written_in_float16_on_hopper_alone():
@@ -233,12 +229,11 @@ def test_a_rowwise_product_is_written_in_float16_on_hopper_alone():
         assert refuses(replace(CUBE, dtype=dtype), RECIPES["rowwise"], H100, Use()) is None
 
 
-def test_blocks_without_hardware_are_refused_unless_emulated():
+def test_blocks_without_hardware_are_refused():
     narrow = CastConfig(granularity=Blockwise(1, 64), target_dtype=torch.float8_e4m3fn)
     config = Float8LinearConfig(narrow, narrow, narrow)
-    assert "no hardware multiplies" in refuses(CUBE, config, CPU, Use())
+    assert "no hardware multiplies" in refuses(CUBE, config, H100, Use())
     emulated = replace(config, emulate=True)
-    assert refuses(CUBE, emulated, CPU, Use()) is None
     assert "emulate=True is plain PyTorch" in refuses(CUBE, emulated, H100, Use())
 
 

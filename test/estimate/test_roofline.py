@@ -73,14 +73,10 @@ PLANTED = {
     "bytes read twice": (roofline, "READ", 4),
     "bytes written twice": (roofline, "WRITE", 2),
     "every processor always busy": (roofline, "busy", lambda *sizes: 1.0),
-    "results written while others multiply": (roofline, "unoverlapped_bytes", lambda *sizes: 0),
-    "the weight gradient forgotten": (
-        roofline,
-        "gemm_sizes",
-        lambda shape, use: {"output": (8192,) * 3, "grad_input": (8192,) * 3},
-    ),
+    "results written in no time": (roofline, "RESULT_BYTES", 0),
+    "the weight gradient forgotten": (Use, "gemms", ("output", "grad_input")),
     "casts forgotten": (roofline, "cast_seconds", lambda *args: 0.0),
-    "every recipe cast like tensorwise": (roofline, "_kind_of_cast", lambda cast: "tensorwise"),
+    "every recipe cast like tensorwise": (roofline, "_kind", lambda cast: "tensorwise"),
 }
 
 
@@ -161,8 +157,6 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
         return plain.total / float8.total
 
     assert speedup(M * times, device) >= speedup(M, device) * 0.97, "waves of tiles cost up to 2 %"
-    without = replace(device, processors=None)
-    assert speedup(M * times, without) >= speedup(M, without) * (1 - 1e-9)
 
 
 def test_a_config_without_float8_is_nn_linear():
@@ -187,7 +181,7 @@ def test_saved_memory_by_hand():
     assert saved_bytes(shape, RECIPES["mxfp8"].plan, Use()) == mx
 
 
-# The file is older than MX recipes.
+# The file is older than mxfp8.
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "unit" and "mxfp8" not in r])
 def test_saved_memory_is_what_was_measured(recipe):
     rows = json.loads((RESULTS / "cpu_bench_linear.json").read_text())["rows"]
@@ -250,31 +244,18 @@ CACHED_WEIGHT = {
     "mxfp8": 2 + 1 + 1 + 2 * S,
     "mxfp8_2d": 2 + 1 + 1,
 }
-# The reference always searches in a pass of its own (not for constants), and multiplies a
-# transposed view of equal bytes.
-REFERENCE = {
-    "tensorwise": (2 + 3, (2 + 3) + 3, 2 + 3),
-    "delayed": (2 + 3, (2 + 3) + 3, 2 + 3),
-    "unit": (3, 3 + 3, 3),
-    "rowwise": (2 * (2 + 3), 2 * (2 + 3), 2 * (2 + 3)),
-    "rowwise_with_gw_hp": (2 + 3, 2 * (2 + 3), 2 + 3),
-    "blockwise": (2 * (2 + 3), (2 + 3) + 3, 2 * (2 + 3)),
-    "mxfp8": (2 * (2 + 3), 2 * (2 + 3), 2 * (2 + 3)),
-    "mxfp8_2d": (2 * (2 + 3), (2 + 3) + 3, 2 * (2 + 3)),
-}
 # Written in one orientation, of x and w.
 SCALES = {"blockwise": (S, 0), "mxfp8": (S, S), "mxfp8_2d": (S, 0)}
 
 
-def bytes_of(recipe: str, use: Use, emulates: bool = False) -> tuple[float, float, float]:
-    *operands, _ = passes_of_layer(RECIPES[recipe].plan, use, emulates)
+def bytes_of(recipe: str, use: Use) -> tuple[float, float, float]:
+    operands = passes_of_layer(RECIPES[recipe].plan, use)
     return tuple(sum(each.bytes_per_element for each in passes) for passes in operands)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_use_moves_what_its_kernels_move(recipe):
     assert bytes_of(recipe, Use()) == FUSED[recipe]
-    assert bytes_of(recipe, Use(), emulates=True) == REFERENCE[recipe]
     assert bytes_of(recipe, Use(weights_cached=True))[1] == CACHED_WEIGHT[recipe]
     x_scales, w_scales = SCALES.get(recipe, (0, 0))
     once = 3 + (2 if recipe == "tensorwise" else 0)
@@ -286,7 +267,7 @@ def test_every_use_moves_what_its_kernels_move(recipe):
 def test_the_plan_decides_not_the_name():
     delayed = RECIPES["delayed"].cast_config_grad_output
     variant = replace(RECIPES["tensorwise"], cast_config_grad_output=delayed)
-    *_, g, _ = passes_of_layer(variant.plan, Use(), False)
+    *_, g = passes_of_layer(variant.plan, Use())
     assert [(each.name, each.bytes_per_element) for each in g] == [("cast given", 4)]
 
 
@@ -299,7 +280,7 @@ def test_a_second_use_in_blocks_beside_another_first_one_finds_its_scales_on_the
         cast_config_input_for_grad_weight=blocks,
         cast_config_grad_output_for_grad_weight=blocks,
     )
-    x, _, g, _ = passes_of_layer(variant.plan, Use(), False)
+    x, _, g = passes_of_layer(variant.plan, Use())
     name = f"cast {extents[0]}x{extents[1]} transposed"
     written = 3 + (S if extents[0] == 1 else 0)
     expected = [("amax tensorwise", 2), ("cast tensorwise", 3), (name, written)]
@@ -310,7 +291,7 @@ def test_a_second_use_in_blocks_beside_another_first_one_finds_its_scales_on_the
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_pass_of_a_recipe_has_the_rate_of_its_kernel(recipe):
     for use in (Use(), Use(weights_cached=True), Use(training=False), Use(weight_trains=False)):
-        *operands, _ = passes_of_layer(RECIPES[recipe].plan, use, False)
+        operands = passes_of_layer(RECIPES[recipe].plan, use)
         names = {each.name for passes in operands for each in passes}
         assert names - {"fill"} <= set(KERNEL_RATES)
 
@@ -320,20 +301,5 @@ def test_a_step_launches_what_the_layer_launches(recipe):
     pytest.importorskip("triton")
     from linear.test_autograd import COSTS
 
-    *operands, _ = passes_of_layer(RECIPES[recipe].plan, Use(), emulates=False)
+    operands = passes_of_layer(RECIPES[recipe].plan, Use())
     assert sum(len(passes) for passes in operands) == COSTS[recipe][-1]
-
-
-def test_the_compilers_casts_are_those_that_torchao_counts():
-    """roofline_utils.py of torchao: two kernels for an amax, a transposed copy for columns."""
-
-    def bytes_of_operands(recipe: str, **use) -> list[list[float]]:
-        passes = passes_of_layer(RECIPES[recipe].plan, Use(**use), False, compiled=True)
-        return [[each.bytes_per_element for each in operand] for operand in passes[:3]]
-
-    assert bytes_of_operands("tensorwise") == [[2, 0, 4], [2, 0, 3, 3], [2, 0, 4]]
-    assert bytes_of_operands("rowwise") == [[5, 3], [3, 4, 3], [5, 3]]
-    assert bytes_of_operands("rowwise_with_gw_hp")[::2] == [[3], [3]]
-    assert bytes_of_operands("delayed") == [[4], [3, 3], [4]]
-    assert bytes_of_operands("rowwise", converts_weight=True)[1] == [6, 3, 6, 4, 3]
-    assert bytes_of_operands("rowwise", weights_cached=True)[1] == [5, 3]

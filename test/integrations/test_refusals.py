@@ -87,7 +87,6 @@ ARGUMENTS = [
     (lambda: Float8Precision(precision="16-mixed"), ValueError, "precision must be"),
     (lambda: Float8Callback(report_path="run.json"), ValueError, "need inspect_every"),
     (lambda: Float8Callback(on_alarm=print), ValueError, "need inspect_every"),
-    (lambda: Float8Callback(layout="fine_grained"), ValueError, "needs save_float8=FOLDER"),
 ]
 
 

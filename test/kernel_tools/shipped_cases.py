@@ -225,8 +225,11 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "cast_weight": [(test_cast_weight.test_agrees, ((48, 256), 128, E4M3, False, "cpu"))],
     "grouped_mm": [
-        (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME, True)),
-        (grouped, (GROUPED_TILES[0], "experts", "tensorwise", SAME, True)),
+        *(
+            (grouped, (tile, "experts", blocks, SAME, True))
+            for tile in (grouped_mm.WIDE, GROUPED_TILES[0])
+            for blocks in ("rowwise", "tensorwise")
+        ),
         (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME)),
         (grouped, (GROUPED_TILES[0], "experts", "tensorwise", MIXED)),
         (grouped, (GROUPED_TILES[0], "experts", "1x128 by 128x128", SAME)),

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
 
-from float8 import Float8Linear, granularity
+from float8 import Float8Linear
 from float8.config import RECIPES
 
 RECIPE_NAMES = ("tensorwise", "rowwise", "blockwise")
@@ -67,13 +67,10 @@ def lower(recipe: str, tokens: int) -> list:
 @pytest.mark.parametrize("tokens", [512, 453, 48, 3])
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_lowering_knows_the_scales_of_every_product(recipe, tokens):
-    assert len(lower(recipe, tokens)) == 3
-
-
-def test_a_number_of_scales_that_it_cannot_prove_is_seen(monkeypatch):
-    monkeypatch.setattr(granularity, "ceil_div", lambda size, extent: -(-size // extent))
-    with pytest.raises(AssertionError, match=r"does not support scale_a\.shape"):
-        lower("blockwise", 512)
+    kinds = lower(recipe, tokens)
+    assert len(kinds) == 3
+    # Inductor may give 1x128 scales to a template that ignores their strides (pytorch#193802).
+    assert recipe != "blockwise" or set(kinds) == {"opaque to inductor"}
 
 
 @pytest.mark.cuda

@@ -17,7 +17,6 @@ from float8.numerics.alarms import (
     SUSPICIOUS,
     AlarmWatch,
     problems_of,
-    watch_of,
 )
 from float8.numerics.snapshot import Report
 
@@ -54,7 +53,7 @@ def healthy_like(name):
 
 
 def history(*looks):
-    return watch_of(reports(*looks)).alarms
+    return AlarmWatch(reports(*looks)).alarms
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -116,12 +115,12 @@ def test_a_run_that_resumes_has_the_alarms_of_one_that_did_not_stop():
     bad, good = WRONG["saturation"], {}
     looks = [*[good] * 2, *[bad] * 5, *[good] * 9, *[bad] * 7, *[good] * 4]
     whole = reports(*looks)
-    expected = watch_of(whole)
+    expected = AlarmWatch(whole)
     assert [(a.first, a.last, a.ended) for a in expected.alarms] == [(20, 60, 90), (160, 220, 250)]
     for stop in range(1, len(whole)):
         for kept in (3, 5, 100):  # snapshots in the file
-            before = watch_of(whole[:stop])
-            resumed = watch_of(whole[max(stop - kept, 0) : stop], before.alarms)
+            before = AlarmWatch(whole[:stop])
+            resumed = AlarmWatch(whole[max(stop - kept, 0) : stop], before.alarms)
             ended = {alarm for alarm in before.alarms if not alarm.is_active}
             assert ended <= set(resumed.alarms), (stop, kept)  # none ends a second time
             for report in whole[stop:]:
@@ -134,7 +133,7 @@ def test_a_run_that_resumes_has_the_alarms_of_one_that_did_not_stop():
             )
             assert found == wanted, (stop, kept)
     # Back to an earlier checkpoint: what came after it is not known, but what ended is found again.
-    again = watch_of(whole[4:8], expected.alarms)
+    again = AlarmWatch(whole[4:8], expected.alarms)
     assert [(a.first, a.last, a.ended) for a in again.alarms] == [(20, 60, None)]
 
 
@@ -184,21 +183,6 @@ def test_each_rule_finds_what_it_is_for(change, level, title, text):
     assert (found.level, found.title, found.casts) == (level, title, [row])
     assert found.text.startswith("head, input. ")
     assert text in found.text
-
-
-def test_rows_and_text_of_a_report_name_what_its_sqnr_hides():
-    report = Report([HEALTHY, replace(HEALTHY, layer="down", flushed=0.98, sqnr=84.6)])
-    assert [row["problems"] for row in report.rows()] == [["flushes to zero"], []]
-    said = (
-        "One cast flushes to zero: down, input. 98 % of its elements became zero. Its SQNR of 84.6"
-    )
-    assert said in " ".join(str(report).split())
-    assert str(report) == report.table()
-
-
-def test_a_cast_that_left_nothing_finite_is_not_called_imprecise():
-    (found,) = problems_of([replace(HEALTHY, sqnr=-math.inf, flushed=0.9)])
-    assert found.kind.one == "met inf or NaN"
 
 
 def test_a_gradient_that_flushes_without_a_loss_of_sqnr_weighs_less():

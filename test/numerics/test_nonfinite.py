@@ -240,7 +240,7 @@ def test_an_inf_of_the_batch_is_not_the_origin_of_what_a_module_makes_of_it():
     x = batch()
     x[2, 3] = math.inf
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))  # infs of both signs, then their sum
-    found = find_nan(model, x)
+    found = find_nan(model, (x,))
     assert (found.module, found.tensor, found.phase) == ("1", "output", "forward")
     assert found.led_to is None
     assert found.nan > 0

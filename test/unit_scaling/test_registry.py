@@ -51,13 +51,10 @@ def test_ours_takes_every_argument_of_torchs(torch_function):
 
 
 def test_an_entry_can_be_added_and_removed():
-    U.register(torch.sin, mine, keywords={"input": "x"})
+    U.register(torch.sin, mine)
     assert U.torch_map[torch.sin] is mine
-    assert registry.handler(torch.sin)(1, input=2) == ((1,), {"x": 2})
     U.unregister(torch.sin)
     assert torch.sin not in U.torch_map
-    with pytest.raises(KeyError):
-        registry.handler(torch.sin)
 
 
 # --- overridable

@@ -28,11 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
-from float8.distributed.gradients.reduction import (
-    TILE,
-    all_reduce_mean,
-    reduce_scatter,
-)
+from float8.distributed.gradients.reduction import TILE, all_reduce_mean, reduce_scatter
 from float8.distributed.gradients.state import Float8Gradients, ScalingController
 from float8.distributed.rank_comparison import Facts, compare_once
 from float8.formats import E4M3, Format
@@ -98,13 +94,12 @@ def float8_gradients(
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
         raise TypeError(
-            f"float8_gradients: {type(model).__name__} reduces no gradients by itself; wrap it in "
-            "DistributedDataParallel or fully_shard it (FSDP2) first. FSDP1 is not supported"
+            f"float8_gradients: wrap the {type(model).__name__} in DistributedDataParallel, or "
+            "fully_shard it (FSDP2), first"
         )
     state = Float8Gradients(fmt, None, tile)
-    for unit in units:
-        comm = Float8ReduceScatter(state)
-        unit.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]  # the protocol is enough
+    for unit in units:  # the protocol is enough
+        unit.set_custom_reduce_scatter(Float8ReduceScatter(state))  # type: ignore[arg-type]
     return state
 
 
@@ -151,10 +146,7 @@ def _reduce(
 
 def _future_of(gradient: Tensor) -> torch.futures.Future[Tensor]:
     """A future that completes when the work queued in this stream so far has run."""
-    is_cuda = gradient.device.type == "cuda"
-    future: torch.futures.Future[Tensor] = torch.futures.Future(
-        devices=[gradient.device] if is_cuda else None
-    )
+    future = torch.futures.Future[Tensor](devices=[gradient.device] if gradient.is_cuda else None)
     future.set_result(gradient)
     return future
 
@@ -210,7 +202,7 @@ class Float8ReduceScatter:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(
                 f"float8_gradients: FSDP2 reduces with {op}, which hides its factor; call "
-                "set_force_sum_reduction_for_comms(True) beside set_gradient_divide_factor(...)"
+                "set_force_sum_reduction_for_comms(True)"
             )
         state, mean = self.state, op == dist.ReduceOp.AVG
         x_NC = input_tensor.view(group.size(), -1)

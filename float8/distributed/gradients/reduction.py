@@ -199,11 +199,7 @@ def reduce_scatter(
 
 
 def all_reduce_mean(
-    gradient: Tensor,
-    mu: Tensor,
-    group: dist.ProcessGroup,
-    fmt: Format,
-    tile: int = TILE,
+    gradient: Tensor, mu: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE
 ) -> Tensor:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 

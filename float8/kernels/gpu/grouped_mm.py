@@ -238,7 +238,7 @@ def _fits(tile: Tile, device: torch.device) -> bool:
     """Whether a multiprocessor has the shared memory of a tile."""
     if device.type != "cuda":
         return False
-    memory = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    memory = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     return memory >= 128 * (tile.M + tile.N) * tile.stages
 
 

@@ -13,7 +13,6 @@ respect to the result, ``<-``.
 from __future__ import annotations
 
 import importlib
-import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +27,6 @@ def analyse_module(
     module: nn.Module,
     inputs: Tensor | tuple[Any, ...],
     backward: Tensor | None = None,
-    recurse_modules: bool = True,
     syntax_highlight: bool = False,
 ) -> str:
     """The calls that a module makes, each with the scales of its result, forward and backward.
@@ -37,7 +35,6 @@ def analyse_module(
         module: what to run; a copy is run, the module and its gradients stay as they are.
         inputs: its argument, or a tuple of them.
         backward: the gradient of its output; None where the output is a scalar.
-        recurse_modules: show what submodules do; otherwise each call of one is a line.
         syntax_highlight: colour for terminals; needs pygments.
 
     Returns:
@@ -52,11 +49,8 @@ def analyse_module(
     names = ", ".join(["self", *(node.name for node in given)])
     written = graph.python_code("self").src.rstrip().split("\n")[-len(nodes) :]
     lines = [_annotated(f"def forward({names}):", given, names=True)]
-    for called, run in itertools.groupby(zip(nodes, written, strict=True), key=_called_module):
-        if called is None or recurse_modules:
-            lines += [_annotated(f"    {_readable(line)}", [node]) for node, line in run]
-        else:
-            lines.append(_call_line(called, [node for node, _ in run]))
+    for node, line in zip(nodes, written, strict=True):
+        lines.append(_annotated(f"    {_readable(line)}", [node]))
     code = "\n".join(lines)
     return _highlighted(code) if syntax_highlight else code
 
@@ -69,22 +63,6 @@ def _readable(line: str) -> str:
     call = re.sub(r"\bfloat8_unit_scaling_functional_[a-z]+_", "U.", call)
     call = re.sub(r'getattr\(([^(),]+), "(\d+)"\)', r"\1[\2]", call)
     return name + equals + call
-
-
-def _called_module(item: tuple[Node, str]) -> str | None:
-    """The submodule, called by the module itself, inside which a node was called."""
-    path: tuple[str, ...] = item[0].meta["modules"]
-    return path[0] if path else None
-
-
-def _call_line(name: str, nodes: list[Node]) -> str:
-    """Calls of one submodule, as long as no other call is between them, as one line."""
-    inside = set(nodes)
-    read = dict.fromkeys(n.name for node in nodes for n in node.all_input_nodes if n not in inside)
-    results = [node for node in nodes if not set(node.users) <= inside and node.op != "get_attr"]
-    names = ", ".join(node.name for node in results) or "_"
-    member = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
-    return _annotated(f"    {names} = self{member}({', '.join(read)})", results)
 
 
 def _annotated(code: str, nodes: Iterable[Node], names: bool = False) -> str:

@@ -12,13 +12,13 @@ column            what
 the others        one for each of `Metrics.full_names`; None where there was no gradient
 ================= ==============================================================================
 
-**The plot** has a row for each tensor, in the order of the calls; with ``rows="layers"`` all
-tensors of a layer share one. A filled dot marks the scale of a tensor, a hollow one that of its
-gradient, and weights have triangles. The faint line through a dot reaches from the smallest to the
-largest magnitude. Arrows go from each tensor to those computed from it, forward and backward. The
-bands are the formats, each in the colour of the pass that uses it. A format keeps all its bits in
-the normal range and loses some of them in the subnormal range, which is paler. Outside both it
-saturates, or flushes to zero. A tensor suits float8 if its whole line lies in the format's band.
+**The plot** has a row for each tensor, in the order of the calls. A filled dot marks the scale of a
+tensor, a hollow one that of its gradient, and weights have triangles. The faint line through a dot
+reaches from the smallest to the largest magnitude. Arrows go from each tensor to those computed
+from it, forward and backward. The bands are the formats, each in the colour of the pass that uses
+it. A format keeps all its bits in the normal range and loses some of them in the subnormal range,
+which is paler. Outside both it saturates, or flushes to zero. A tensor suits float8 if its whole
+line lies in the format's band.
 
 `visualiser` plots a language model's scales in one call, on a batch of text. For a model that takes
 other inputs, the three steps are ::
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from float8.formats import E4M3, E5M2
 from float8.unit_scaling.transforms import (
@@ -67,8 +67,24 @@ def graph_to_rows(graph: Graph) -> list[dict[str, Any]]:
     Returns:
         two rows, ``fwd`` and ``bwd``, for each floating-point tensor.
     """
-    nodes = [node for node in graph.nodes if "metrics" in node.meta]
-    return [_table_row(node, direction) for node in nodes for direction in _PASSES]
+    return [
+        {
+            "layer": node.meta["clean_name"],
+            "weight tensor": node.meta["requires_grad"],
+            "direction": direction,
+            "tensor type": ("grad_" if direction == "bwd" else "")
+            + ("w" if node.meta["requires_grad"] else "x"),
+            **{
+                Metrics.get_full_name(name): getattr(
+                    getattr(node.meta["metrics"], direction), name, None
+                )
+                for name in Metrics.names()
+            },
+        }
+        for node in graph.nodes
+        if "metrics" in node.meta
+        for direction in _PASSES
+    ]
 
 
 def graph_to_dataframe(g: Graph) -> Any:
@@ -86,18 +102,6 @@ def graph_to_dataframe(g: Graph) -> Any:
     return DataFrame(table, columns=columns)
 
 
-def _table_row(node: Node, direction: str) -> dict[str, Any]:
-    is_weight = node.meta["requires_grad"]
-    data = getattr(node.meta["metrics"], direction)
-    return {
-        "layer": node.meta["clean_name"],
-        "weight tensor": is_weight,
-        "direction": direction,
-        "tensor type": ("grad_" if direction == "bwd" else "") + ("w" if is_weight else "x"),
-        **{Metrics.get_full_name(name): getattr(data, name, None) for name in Metrics.names()},
-    }
-
-
 def plot(
     g: Graph,
     title: str = "",
@@ -105,7 +109,6 @@ def plot(
     prune_same_scale: bool = True,
     show_arrows: bool = True,
     show_error_bars: bool = True,
-    rows: str = "tensors",
     axes: Axes | None = None,
 ) -> Axes:
     """Plot the scales of a graph against the ranges of the formats E4M3 and E5M2.
@@ -118,7 +121,6 @@ def plot(
         prune_same_scale: leave out views of other tensors.
         show_arrows: from each tensor to those computed from it.
         show_error_bars: from the smallest to the largest magnitude.
-        rows: "tensors" for a row per tensor; "layers" for one per layer, which is shorter.
         axes: where to draw, to compare several models in one figure; if None, a new figure with a
             legend is made.
 
@@ -129,9 +131,13 @@ def plot(
     metric = dict(zip(Metrics.full_names(), Metrics.names(), strict=True)).get(metric, metric)
     g = prune_non_float_tensors(g)
     g = prune_same_scale_tensors(g) if prune_same_scale else g
-    names, places = _rows([n for n in g.nodes if n.op != "output"], rows == "layers")
+    nodes = [node for node in g.nodes if node.op != "output"]
+    names, places = [node.meta["clean_name"] for node in nodes], {n: i for i, n in enumerate(nodes)}
     is_new = axes is None
-    axes = _new_axes(len(names)) if axes is None else axes
+    if axes is None:
+        from matplotlib.figure import Figure
+
+        axes = Figure(figsize=(9, 2 + len(names) / 4), layout="constrained").subplots()
     axes.set_xscale("log", base=2)
     axes.set(title=title, xlabel=Metrics.get_full_name(metric), ylim=(len(names) - 0.5, -0.5))
     axes.set_yticks(range(len(names)), names)
@@ -149,53 +155,21 @@ def plot(
             y = [places[n] + (0.12 if direction == "bwd" else -0.12) for n in shown]
             low = [max(data[n].abs_min, E5M2.smallest_subnormal / 4) for n in shown]
             axes.hlines(y, low, [data[n].abs_max for n in shown], color=colour, alpha=0.4, lw=1)
-        for marker, kind, is_weight in (("o", "tensor", False), ("v", "weight", True)):
-            dots = [
-                (x, places[n]) for n, x in shown.items() if n.meta["requires_grad"] == is_weight
-            ]
-            style: dict[str, Any] = {
-                "mfc": "white" if direction == "bwd" else colour,
-                "label": f"{what}, {kind}",
-            }
+        fill = "white" if direction == "bwd" else colour
+        for marker, kind in (("o", "tensor"), ("v", "weight")):
+            dots = {n: x for n, x in shown.items() if n.meta["requires_grad"] == (kind == "weight")}
             if dots:
-                axes.plot(*zip(*dots, strict=True), marker, color=colour, **style)
-        for node, x in shown.items() if show_arrows else ():
+                rows, label = [places[n] for n in dots], f"{what}, {kind}"
+                axes.plot(list(dots.values()), rows, marker, label=label, color=colour, mfc=fill)
+        arrow = {"arrowstyle": "->" if direction == "fwd" else "<-", "color": colour, "alpha": 0.5}
+        for node in shown if show_arrows else ():
             for source in node.all_input_nodes:
-                if source in shown and places[source] != places[node]:
-                    ends = [(shown[source], places[source]), (x, places[node])]
-                    start, end = ends if direction == "fwd" else ends[::-1]
-                    style = {"arrowstyle": "->", "color": colour, "alpha": 0.5}
-                    axes.annotate("", xy=end, xytext=start, arrowprops=style)
+                if source in shown:
+                    start, end = ((shown[n], places[n]) for n in (source, node))
+                    axes.annotate("", xy=end, xytext=start, arrowprops=arrow)
     if is_new:
         handles = axes.get_legend_handles_labels()
         axes.figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False)
-    return axes
-
-
-def _rows(nodes: list[Node], by_layer: bool) -> tuple[list[str], dict[Node, int]]:
-    """The names of the rows, and each node's row.
-
-    A layer's row has all that one module computes without a call of another in between.
-    """
-    paths = [node.meta.get("modules", ()) if by_layer else () for node in nodes]
-    containers = {path for inside in paths for path in inside[:-1]}
-    names: list[str] = []
-    places: dict[Node, int] = {}
-    last: object = None
-    for node, path in zip(nodes, paths, strict=True):
-        layer = path[-1] if path else node
-        name = str(path[-1]) if path else node.meta["clean_name"]
-        if path and layer in containers:  # what it computes itself, named by the last call
-            name = f"{name}: {node.meta['clean_name']}"
-        names[len(names) - (layer == last) :] = [name]
-        places[node], last = len(names) - 1, layer
-    return names, places
-
-
-def _new_axes(count: int) -> Axes:
-    from matplotlib.figure import Figure
-
-    axes: Axes = Figure(figsize=(9, 2 + count / 4), layout="constrained").subplots()
     return axes
 
 

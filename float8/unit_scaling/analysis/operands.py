@@ -25,7 +25,6 @@ whose right operand is a parameter or a view of one.
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,18 +35,10 @@ import torch
 from torch import Tensor, nn
 
 from float8.formats import E4M3, E5M2
-from float8.unit_scaling.transforms.contractions import (
-    CONTRACTIONS,
-    Function,
-    tensors_in,
-)
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function, tensors_in
+from float8.unit_scaling.transforms.products import OnProducts, parameter_of
 from float8.unit_scaling.transforms.track_scales import high_precision
-from float8.unit_scaling.transforms.transformed import (
-    Mode,
-    Transform,
-    is_in_functorch,
-    transformed,
-)
+from float8.unit_scaling.transforms.transformed import is_in_functorch, transformed
 
 FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 
@@ -122,7 +113,7 @@ def format_operands(operands: Sequence[Operand]) -> str:
     return f"{table}\n\nflushed to zero, median over products: {medians}"
 
 
-class WatchOperands(Transform):
+class WatchOperands(OnProducts):
     """The transform of `operand_table`: records the operands of each call, changes nothing.
 
     Its depth puts it below unit scaling and above float8. ``uses`` says how often each weight was
@@ -130,45 +121,39 @@ class WatchOperands(Transform):
     """
 
     depth: ClassVar[int] = 2
+    kinds: ClassVar[frozenset[str]] = frozenset({"linear", "scaled linear", "matrix"})
 
     def __init__(self) -> None:
         self.calls: list[list[Operand]] = []
         self.uses = Counter[str]()
 
-    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
-        """The mode that records one forward."""
-        names = {id(p): name for name, p in model.named_parameters()}
-        watched = [f for f, c in CONTRACTIONS.items() if c.kind in ("linear", "matrix")]
-        return Mode({f: functools.partial(self.call, names, f) for f in watched})
-
-    def call(self, names: dict[int, str], function: Function, *args: Any, **kwargs: Any) -> Any:
+    def product(self, state: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
         """Calls a function and records its operands, if the right one is a weight."""
         output = function(*args, **kwargs)
-        if is_in_functorch():  # tensors have no values there
-            return output
         tensors = dict(tensors_in((args, kwargs)))
         left, right = (
             next(tensors[path] for path in argument if path in tensors)
             for argument in CONTRACTIONS[function].operands
         )
-        parameter = names.get(id(right if right._base is None else right._base))
-        if CONTRACTIONS[function].kind == "linear" or parameter is not None:
-            name = (parameter or "").rpartition(".")[0] or "linear"
-            self.uses[name] += 1
-            name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
-            with torch._C.DisableTorchFunction():  # no transform sees the statistics
-                found = [_operand(name, "input", left), _operand(name, "weight", right)]
-                if output.requires_grad:
-                    output.register_hook(lambda g: found.append(_operand(name, "grad_output", g)))
-            self.calls.append(found)
+        parameter = parameter_of(state, right)
+        if is_in_functorch() or (parameter is None and CONTRACTIONS[function].kind == "matrix"):
+            return output  # tensors have no values there
+        name = (parameter or "").rpartition(".")[0] or "linear"
+        self.uses[name] += 1
+        name = name if self.uses[name] == 1 else f"{name}#{self.uses[name]}"
+        with torch._C.DisableTorchFunction():  # no transform sees the statistics
+            found = [_operand(name, "input", left), _operand(name, "weight", right)]
+            if output.requires_grad:
+                output.register_hook(lambda g: found.append(_operand(name, "grad_output", g)))
+        self.calls.append(found)
         return output
 
 
 @torch.no_grad()
 def _operand(product: str, operand: str, x: Tensor) -> Operand:
     fmt = FORMATS[operand]
-    std = float(high_precision(x).std(correction=0)) if x.numel() else 0.0
-    size = high_precision(x).abs()
+    wide = high_precision(x)
+    std, size = float(wide.std(correction=0)) if x.numel() else 0.0, wide.abs()
     nonzero = int((size > 0).sum())
     flushed = int(((size > 0) & (size <= fmt.smallest_subnormal / 2)).sum()) / max(nonzero, 1)
     saturated = int((size > fmt.max).sum()) / max(size.numel(), 1)

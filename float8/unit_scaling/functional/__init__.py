@@ -80,9 +80,8 @@ __all__ = [
     "unregister",
 ]
 
-register(torch.matmul, matmul, keywords={"input": "left", "other": "right"})
 for _function in (
-    *(F.linear, F.conv1d, F.scaled_dot_product_attention, F.embedding, torch.add),
+    *(torch.matmul, F.linear, F.conv1d, F.scaled_dot_product_attention, F.embedding, torch.add),
     *(F.gelu, F.silu, F.softmax, torch.softmax, F.dropout, F.layer_norm, F.rms_norm),
     *(F.cross_entropy, F.mse_loss),
 ):

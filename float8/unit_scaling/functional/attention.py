@@ -106,30 +106,21 @@ def sqrt_softmax_attention(
         repeats = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
-    weights_LS = _root_of_softmax(_masked_logits(logits_LS, attn_mask, is_causal))
-    if dropout_p:
-        weights_LS = F.dropout(weights_LS, dropout_p) * (1 - dropout_p) ** 0.5
-    return weights_LS.to(value.dtype) @ value
-
-
-def _root_of_softmax(logits_LS: Tensor) -> Tensor:
+    if is_causal:
+        seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()
+        logits_LS = logits_LS.masked_fill(~seen, float("-inf"))
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits_LS = logits_LS.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        logits_LS = logits_LS + attn_mask
     # Not sqrt(softmax), whose derivative is infinite where a weight is 0. Any shift gives the same
     # weights, this one without overflow; that of a row of -inf is finite, so its weights are 0.
     wide = logits_LS.to(torch.promote_types(logits_LS.dtype, torch.float32))
     shift = wide.detach().logsumexp(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).min)
-    return F.normalize(torch.exp((wide - shift) / 2), dim=-1)
-
-
-def _masked_logits(logits_LS: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """The logits with -inf where a query does not attend; masks as of torch's attention."""
-    if is_causal:
-        seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()
-        logits_LS = logits_LS.masked_fill(~seen, float("-inf"))
-    if attn_mask is None:
-        return logits_LS
-    if attn_mask.dtype == torch.bool:
-        return logits_LS.masked_fill(~attn_mask, float("-inf"))
-    return logits_LS + attn_mask
+    weights_LS = F.normalize(torch.exp((wide - shift) / 2), dim=-1)
+    if dropout_p:
+        weights_LS = F.dropout(weights_LS, dropout_p) * (1 - dropout_p) ** 0.5
+    return weights_LS.to(value.dtype) @ value
 
 
 def _std_of_flat_attention(queries: int, keys: int, is_causal: bool) -> float:

@@ -37,6 +37,8 @@ from float8.unit_scaling.core.functional import check_mult, refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
+_LEGACY = "size_average or reduce", "pass reduction='none', 'mean' or 'sum'"
+
 
 @overridable
 def cross_entropy(
@@ -66,14 +68,15 @@ def cross_entropy(
         KeyError: an unknown reduction.
         ZeroDivisionError: a single class, whose gradient is zero, or a label smoothing of 1.
     """
-    _refuse_legacy("cross_entropy", size_average, reduce)
+    refuse((size_average, reduce) != (None, None), "cross_entropy", *_LEGACY)
     check_mult(mult, "cross_entropy")
     classes = input.shape[0 if input.dim() == 1 else 1]
     logits = scale_bwd(input, _gradient_factor(classes, weight, label_smoothing))
     if mult != 1:
         logits = scale_fwd(logits, mult)
-    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    losses = F.cross_entropy(logits, target, weight, reduction="none", **options)  # type: ignore[arg-type]
+    losses = F.cross_entropy(
+        logits, target, weight, None, ignore_index, None, "none", label_smoothing
+    )
     return _reduced(losses, reduction, _count(losses, target, weight, ignore_index))
 
 
@@ -99,7 +102,7 @@ def mse_loss(
         ValueError: a weight, or a legacy argument.
         KeyError: an unknown reduction.
     """
-    _refuse_legacy("mse_loss", size_average, reduce)
+    refuse((size_average, reduce) != (None, None), "mse_loss", *_LEGACY)
     refuse(weight is not None, "mse_loss", "weight", "multiply the losses of reduction='none'")
     factor = 8**-0.5
     losses = F.mse_loss(scale_bwd(input, factor), scale_bwd(target, factor), reduction="none")
@@ -117,11 +120,6 @@ def _reduced(losses: Tensor, reduction: str, count: Tensor) -> Tensor:
     if {"mean": True, "sum": False}[reduction]:
         total = scale_fwd(total, 1 / count)
     return total.to(losses.dtype)
-
-
-def _refuse_legacy(caller: str, size_average: bool | None, reduce: bool | None) -> None:
-    given = size_average is not None or reduce is not None
-    refuse(given, caller, "size_average or reduce", "pass reduction='none', 'mean' or 'sum'")
 
 
 def _count(losses: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:

@@ -34,6 +34,8 @@ K, L, Lo and P are products over them.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,11 +194,14 @@ def conv1d(
     kernel, positions, outputs, pairs = 1, 1, 1, 1
     for d, (length, k) in enumerate(zip(lengths, taps, strict=True)):
         step, gap = _along(stride, d), _along(dilation, d)
-        before, after = zeros_around(_along(padding, d), gap * (k - 1))
+        reach, before = gap * (k - 1), _along(padding, d)  # of the taps; zeros before and after
+        after = before
+        if isinstance(before, str):
+            before, after = (reach // 2, reach - reach // 2) if before == "same" else (0, 0)
         # torch refuses a stride below 1 with a message of its own
-        out = (length + before + after - gap * (k - 1) - 1) // max(step, 1) + 1
-        padded = before or after
-        pairs = pairs * (pairs_of(length, out, k, step, gap, before) if padded else out * k)
+        out = (length + before + after - reach - 1) // max(step, 1) + 1
+        is_padded = before or after
+        pairs = pairs * (pairs_of(length, out, k, step, gap, before) if is_padded else out * k)
         kernel, positions, outputs = kernel * k, positions * length, outputs * out
     terms = (
         channels_in * kernel,
@@ -228,13 +233,6 @@ def pairs_of(length: int, outputs: int, taps: int, step: int, gap: int, before: 
     return pairs
 
 
-def zeros_around(padding: int | str, reach: int) -> tuple[int, int]:
-    """Zeros before and after; ``reach`` is the distance of the first from the last tap."""
-    if padding == "same":
-        return reach // 2, reach - reach // 2
-    return (0, 0) if isinstance(padding, str) else (padding, padding)
-
-
 def _along(value: Any, dimension: int) -> Any:
     """The value of one dimension; numbers and words hold for all dimensions."""
     return value if isinstance(value, int | str) else value[dimension % len(value)]
@@ -242,10 +240,7 @@ def _along(value: Any, dimension: int) -> Any:
 
 def product_of(sizes: tuple[int, ...]) -> int:
     """The product of sizes, which may be symbolic."""
-    product = 1
-    for size in sizes:
-        product = product * size
-    return product
+    return functools.reduce(operator.mul, sizes, 1)
 
 
 def power_of_terms(terms: float, power: float) -> float:

@@ -70,22 +70,15 @@ def add(
         output_scale = 1 / (abs(alpha) or 1.0)
     if other.numel() == 1:
         output_scale = 1.0
-    grad_input = 1 / _copies(shape, input) ** 0.5
-    grad_other = 1 / _copies(shape, other) ** 0.5 / (abs(alpha) or 1)
-    output_scale, grad_input, grad_other = apply_constraint(
-        constraint, output_scale, grad_input, grad_other
+    # How many elements of the sum come from one element of each.
+    copies = [max(product_of(shape), 1) / max(x.numel(), 1) for x in (input, other)]
+    grads = 1 / copies[0] ** 0.5, 1 / copies[1] ** 0.5 / (abs(alpha) or 1)
+    output_scale, *grads_tied = apply_constraint(constraint, output_scale, *grads)
+    left, right = (
+        scale_bwd(x, scale) if x.is_floating_point() else x
+        for x, scale in zip((input, other), grads_tied, strict=True)
     )
-    total = torch.add(_grad_scaled(input, grad_input), _grad_scaled(other, grad_other), alpha=alpha)
-    return scale_fwd(total, output_scale)
-
-
-def _copies(shape: torch.Size, x: Tensor) -> float:
-    """How many elements of a broadcast shape come from one element of ``x``."""
-    return max(product_of(shape), 1) / max(x.numel(), 1)
-
-
-def _grad_scaled(x: Tensor, scale: float) -> Tensor:
-    return scale_bwd(x, scale) if x.is_floating_point() else x
+    return scale_fwd(torch.add(left, right, alpha=alpha), output_scale)
 
 
 @overridable
@@ -100,8 +93,7 @@ def residual_split(input: Tensor, tau: float = 1.0) -> tuple[Tensor, Tensor]:
         ``residual``, which goes into the branch, and ``skip``. Both are the input; their gradients
         are multiplied by ``tau / sqrt(1 + tau**2)`` and ``1 / sqrt(1 + tau**2)``.
     """
-    branch, skip = _weights(tau)
-    return scale_bwd(input, branch), scale_bwd(input, skip)
+    return scale_bwd(input, tau / _norm(tau)), scale_bwd(input, 1 / _norm(tau))
 
 
 @overridable
@@ -116,8 +108,7 @@ def residual_add(residual: Tensor, skip: Tensor, tau: float = 1.0) -> Tensor:
     Returns:
         ``(tau residual + skip) / sqrt(1 + tau**2)``; gradients reach both unchanged.
     """
-    branch, kept = _weights(tau)
-    return scale_fwd(residual, branch) + scale_fwd(skip, kept)
+    return scale_fwd(residual, tau / _norm(tau)) + scale_fwd(skip, 1 / _norm(tau))
 
 
 @overridable
@@ -130,9 +121,8 @@ def residual_apply(fn: Callable[[Tensor], Tensor], input: Tensor, tau: float = 1
     return residual_add(fn(residual), skip, tau)
 
 
-def _weights(tau: float) -> tuple[float, float]:
-    total = (1 + tau**2) ** 0.5
-    return tau / total, 1 / total
+def _norm(tau: float) -> float:
+    return float((1 + tau**2) ** 0.5)
 
 
 @overridable

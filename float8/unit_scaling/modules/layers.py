@@ -24,7 +24,8 @@ derives the scales.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import types
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -33,6 +34,17 @@ from torch.nn import functional as F
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.constraints import Constraint
 from float8.unit_scaling.parameter import MupModule, MupType, set_parameter_data
+
+
+def with_defaults(constructor: Any, **defaults: Any) -> Any:
+    """A constructor with other default values."""
+    values = [
+        defaults.get(name, parameter.default)
+        for name, parameter in inspect.signature(constructor).parameters.items()
+        if parameter.default is not parameter.empty
+    ]
+    parts = constructor.__code__, constructor.__globals__, "__init__"
+    return types.FunctionType(*parts, tuple(values), constructor.__closure__)
 
 
 class ConstrainedLayer(MupModule):
@@ -90,27 +102,12 @@ class LinearReadout(Linear):
     At the start its output has a standard deviation of ``K ** -0.5``, and in training of order 1,
     since its input and weight become correlated (u-muP, arXiv 2407.17465, table 2, "output").
 
-    Args:
-        in_features, out_features, bias, device, dtype, weight_mup_type: as of `Linear`.
-        constraint: as of `Linear`. The gradients of the last layer may have a scale of their own,
-            so there is none by default; with "to_output_scale", tell `optim.SGD`.
+    Its arguments are those of `Linear`. The gradients of the last layer may have a scale of their
+    own, so it has no ``constraint`` by default; with "to_output_scale", tell `optim.SGD`.
     """
 
     scale_power = (1.0, 0.5, 0.5)
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-        constraint: Constraint = None,
-        weight_mup_type: MupType = "output",
-    ) -> None:
-        super().__init__(
-            in_features, out_features, bias, device, dtype, constraint, weight_mup_type
-        )
+    __init__ = with_defaults(Linear.__init__, constraint=None, weight_mup_type="output")
 
 
 class Conv1d(ConstrainedLayer, nn.Conv1d):
@@ -176,18 +173,7 @@ class LayerNorm(MupModule, nn.LayerNorm):
     """A unit-scaled ``nn.LayerNorm``, without weight and bias by default."""
 
     mup_types = {"weight": "norm", "bias": "bias"}  # noqa: RUF012
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = False,
-        bias: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        shape: Any = normalized_shape  # torch takes any sequence, and is annotated with list
-        super().__init__(shape, eps, elementwise_affine, bias, device, dtype)
+    __init__ = with_defaults(nn.LayerNorm.__init__, elementwise_affine=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same."""
@@ -201,18 +187,7 @@ class RMSNorm(MupModule, nn.RMSNorm):
     """
 
     mup_types = {"weight": "norm"}  # noqa: RUF012
-    eps: float
-
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = False,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        shape: Any = normalized_shape
-        super().__init__(shape, eps, elementwise_affine, device, dtype)
+    __init__ = with_defaults(nn.RMSNorm.__init__, eps=1e-5, elementwise_affine=False)
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., *normalized_shape) -> the same."""

@@ -150,7 +150,7 @@ class MHSA(nn.Module):
         self.dropout_p = dropout_p
         self.mult = mult
         self.rotary_base = rotary_base
-        self.attention: Attention = attention
+        self.attention = attention
         self.linear_qkv = Linear(hidden_size, 3 * hidden_size)
         self.linear_o = Linear(hidden_size, hidden_size)
 
@@ -161,13 +161,9 @@ class MHSA(nn.Module):
         q_HSD, k_HSD, v_HSD = qkv.unbind(0)
         if self.rotary_base is not None:
             q_HSD, k_HSD = (rotary(x, self.rotary_base) for x in (q_HSD, k_HSD))
+        dropout_p = self.dropout_p if self.training else 0.0
         heads_HSD = _ATTENTIONS[self.attention](
-            q_HSD,
-            k_HSD,
-            v_HSD,
-            dropout_p=self.dropout_p if self.training else 0.0,
-            is_causal=self.is_causal,
-            mult=self.mult,
+            q_HSD, k_HSD, v_HSD, None, dropout_p, self.is_causal, self.mult
         )
         out: Tensor = self.linear_o(heads_HSD.transpose(-3, -2).flatten(-2))
         return out
@@ -227,7 +223,7 @@ class TransformerLayer(nn.Module):
         norm: where the norm of a branch f is. "pre": ``f(x) = branch(norm(x))``, as in u-muP.
             "res-post": ``f(x) = norm(branch(x))``, as in muS (arXiv 2502.05967), which makes the
             branch's scale 1.
-        rotary_base, attention: as for `MHSA`.
+        kwargs: of `MHSA`: ``mult``, ``rotary_base``, ``attention``.
     """
 
     def __init__(
@@ -239,8 +235,7 @@ class TransformerLayer(nn.Module):
         is_causal: bool,
         dropout_p: float = 0.0,
         norm: Norm = "pre",
-        rotary_base: float | None = None,
-        attention: Attention = "softmax",
+        **kwargs: Any,
     ) -> None:
         super().__init__()
         self.dropout_p = dropout_p
@@ -248,8 +243,7 @@ class TransformerLayer(nn.Module):
         self.mlp_tau = mlp_tau
         self.norm: Norm = norm
         self.mhsa_norm = RMSNorm(hidden_size)
-        options: dict[str, Any] = {"rotary_base": rotary_base, "attention": attention}
-        self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **options)
+        self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **kwargs)
         self.mlp_norm = RMSNorm(hidden_size)
         self.mlp = MLP(hidden_size)
 
@@ -280,17 +274,10 @@ class TransformerStack(DepthSequential):
     def __init__(
         self, layers: int, residual_scaling: ResidualScalingFn | None = None, **kwargs: Any
     ) -> None:
-        tau = residual_scaling or transformer_residual_scaling_rule()
-        super().__init__(
-            *(
-                TransformerLayer(
-                    **kwargs,
-                    mhsa_tau=tau(2 * i, 2 * layers),
-                    mlp_tau=tau(2 * i + 1, 2 * layers),
-                )
-                for i in range(layers)
-            )
-        )
+        rule = residual_scaling or transformer_residual_scaling_rule()
+        taus = [rule(i, 2 * layers) for i in range(2 * layers)]
+        pairs = zip(taus[::2], taus[1::2], strict=True)
+        super().__init__(*(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=b) for a, b in pairs))
 
 
 class TransformerDecoder(nn.Sequential):
@@ -303,7 +290,7 @@ class TransformerDecoder(nn.Sequential):
         vocab_size: the number of tokens.
         layers, residual_scaling: as for `TransformerStack`.
         heads, dropout_p: as for `TransformerLayer`.
-        kwargs: of `TransformerLayer`: ``norm``, ``rotary_base``, ``attention``.
+        kwargs: of `TransformerLayer`: ``norm``, and those of `MHSA`.
     """
 
     def __init__(
@@ -318,15 +305,8 @@ class TransformerDecoder(nn.Sequential):
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocab_size, hidden_size)
-        self.layers = TransformerStack(
-            layers,
-            residual_scaling,
-            hidden_size=hidden_size,
-            heads=heads,
-            is_causal=True,
-            dropout_p=dropout_p,
-            **kwargs,
-        )
+        kwargs |= {"hidden_size": hidden_size, "heads": heads, "dropout_p": dropout_p}
+        self.layers = TransformerStack(layers, residual_scaling, is_causal=True, **kwargs)
         self.final_norm = RMSNorm(hidden_size)
         self.projection = LinearReadout(hidden_size, vocab_size)
 

@@ -2,7 +2,8 @@
 
 A contraction sums products of two operands over dimensions that both have and the result has not:
 
-    linear       y_MN = x_MK @ w_NK.T + b_N      the right operand is a weight
+    linear       y_MN = x_MK @ w_NK.T + b_N      the right operand is a weight; with the factors of
+                                                 `U.scaled_linear`, "scaled linear"
     matrix       y_MN = x_MK @ y_KN              either operand may be a weight or an activation
     einsum       as its equation says
     convolution  sums over input channels and the kernel
@@ -78,6 +79,12 @@ def addmm(
     return U.add(added, output, constraint) if mix else added + output
 
 
+def residual_sum(input: Tensor, other: Tensor, *, skip: int, tau: float, alpha: int = 1) -> Tensor:
+    """``torch.add`` of a residual layer, ``alpha`` 1; operand ``skip``, 0 or 1, is the skip."""
+    branch, kept = (input, other) if skip else (other, input)
+    return U.residual_add(branch, kept, tau)
+
+
 def einsum(
     equation: str, *operands: Any, constraint: Constraint = DEFAULT, weight: bool = False
 ) -> Tensor:
@@ -89,13 +96,15 @@ def einsum(
     """
     tensors = operands[0] if isinstance(operands[0], list | tuple) else operands
     inputs, arrow, result = equation.replace(" ", "").partition("->")
-    names = [_names(term, x.dim()) for term, x in zip(inputs.split(","), tensors, strict=True)]
+    names: list[str] = []
+    sizes: dict[str, int] = {}
+    for term, x in zip(inputs.split(","), tensors, strict=True):
+        # One character per dimension; those of "..." are digits, and broadcast.
+        names.append(term.replace("...", "9876543210"[7 + len(term) - x.dim() :]))
+        for index, size in zip(names[-1], x.shape, strict=True):
+            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]
     if len(tensors) != 2 or any(len(set(term)) != len(term) for term in names):
         return torch.einsum(equation, *operands)
-    sizes: dict[str, int] = {}
-    for term, x in zip(names, tensors, strict=True):
-        for index, size in zip(term, x.shape, strict=True):
-            sizes[index] = size if sizes.get(index, 1) == 1 else sizes[index]  # "..." broadcasts
     if not arrow:  # the result has the indices that occur once
         result = "..." + "".join(i for i in sizes if (i in names[0]) != (i in names[1]))
     kept = result + ("0123456789" if "..." in result else "")
@@ -111,26 +120,28 @@ def einsum(
     return scale_fwd(torch.einsum(equation, left, right), output)
 
 
-def _names(term: str, dim: int) -> str:
-    """The indices of an operand, one character per dimension; those of ``...`` are digits."""
-    rest = dim - len(term.replace("...", ""))
-    return term.replace("...", "9876543210"[10 - rest :])
+def _renamed(function: Function, names: Mapping[str, str]) -> Function:
+    """A function that takes keywords of other names: name -> the function's own."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{names.get(name, name): x for name, x in kwargs.items()})
+
+    return call
 
 
 class Contraction(NamedTuple):
     """How one function contracts its arguments.
 
-    ``kind`` is "linear", "matrix", "einsum", "convolution" or "attention"; see the module.
+    ``kind`` is one of those that the module lists.
     ``operands`` are the arguments that it multiplies, the left one first; of einsum the first two.
-    ``added`` is the argument that it adds to the result, and ``dims_after_added`` the number of
-    dimensions of the result after those of ``added``. Unit scaling calls ``unit_scaled`` instead,
-    unless `registry.torch_map` has a function.
+    ``added`` is the argument that it adds to the result. Unit scaling calls ``unit_scaled``
+    instead, unless `registry.torch_map` has a function.
     """
 
     kind: str
     operands: tuple[Argument, ...]
     added: Argument | None = None
-    dims_after_added: int = 0
     unit_scaled: Function | None = None
 
 
@@ -144,19 +155,15 @@ def _pair(kind: str, first: int, left: str, right: str, **options: Any) -> Contr
     return Contraction(kind, (argument(first, left), argument(first + 1, right)), **options)
 
 
-def _convolution(spatial_dims: int, unit_scaled: Function | None = None) -> Contraction:
-    options = {"added": _BIAS, "dims_after_added": spatial_dims, "unit_scaled": unit_scaled}
-    return _pair("convolution", 0, "input", "weight", **options)
-
-
 _INPUT, _BIAS = argument(0, "input"), argument(2, "bias")
-_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=registry.renamed(matmul, {"mat2": "other"}))
+_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=_renamed(matmul, {"mat2": "other"}))
 _ADDBMM = _pair("matrix", 1, "batch1", "batch2", added=_INPUT)
-_BADDBMM = registry.renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
+_CONVOLUTION = _pair("convolution", 0, "input", "weight", added=_BIAS)
+_BADDBMM = _renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
 
 CONTRACTIONS: dict[Function, Contraction] = {
     F.linear: _pair("linear", 0, "input", "weight", added=_BIAS),
-    scaled_linear: _pair("linear", 0, "input", "weight", added=_BIAS),
+    scaled_linear: _pair("scaled linear", 0, "input", "weight", added=_BIAS),
     torch.matmul: _pair("matrix", 0, "input", "other", unit_scaled=matmul),
     torch.mm: _MM,
     torch.bmm: _MM,
@@ -164,12 +171,8 @@ CONTRACTIONS: dict[Function, Contraction] = {
     torch.baddbmm: _ADDBMM._replace(unit_scaled=_BADDBMM),
     torch.addbmm: _ADDBMM,
     torch.einsum: _pair("einsum", 1, "operands", "operands", unit_scaled=einsum),
-    F.conv1d: _convolution(1),
-    F.conv2d: _convolution(2, U.conv1d),
-    F.conv3d: _convolution(3, U.conv1d),
-    F.conv_transpose1d: _convolution(1),
-    F.conv_transpose2d: _convolution(2),
-    F.conv_transpose3d: _convolution(3),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _CONVOLUTION._replace(unit_scaled=U.conv1d)),
+    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _CONVOLUTION),
     F.scaled_dot_product_attention: Contraction(
         "attention", (argument(0, "query"), argument(1, "key"), argument(2, "value"))
     ),
@@ -196,22 +199,10 @@ def replacements_of(users: Replacements) -> dict[Function, Function]:
     replacements = {f: c.unit_scaled for f, c in CONTRACTIONS.items() if c.unit_scaled is not None}
     for function, ours in registry.torch_map.items():
         if ours is not U.matmul:  # the table's knows about weights
-            replacements[function] = registry.handler(function)
+            replacements[function] = ours
     for function, other in users.items():
         replacements[function] = other if other is function else replacements.get(other, other)
     return replacements
-
-
-def keywords_of(function: Function) -> tuple[str, ...] | None:
-    """The names of a function's arguments; None if it takes any, or they are not known."""
-    known = parameters_of(function)
-    if known is None or any(p.kind is p.VAR_KEYWORD for p in known.values()):
-        return None
-    return tuple(known)
-
-
-# torch.compile calls it while it traces and takes its result for a constant.
-keywords_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(maxsize=256)
@@ -221,6 +212,16 @@ def parameters_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
         return inspect.signature(function).parameters
     except ValueError:  # some builtin functions have no signature
         return None
+
+
+def takes(function: Function, keyword: str) -> bool:
+    """Whether a function has an argument of this name, as far as its arguments are known."""
+    known = parameters_of(function)
+    return known is None or keyword in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+
+# torch.compile calls it while it traces and takes its result for a constant.
+takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def may_contract_activations(function: Function) -> bool:

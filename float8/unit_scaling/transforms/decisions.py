@@ -3,20 +3,19 @@
 `Decisions` gets a forward call by call, `begin` before each and `end` after it, as numbers and
 functions without tensors. The replacement of a call (`Step`) depends on the calls before it:
 
-    role     "scaled"    the function's unit-scaled version (`contractions`)
+    role     "scaled"    the function's unit-scaled version (`contractions`); "sum" of an addition
              "residual"  `U.residual_add`, with ``tau`` (`history`)
              "keep"      the function as it is
              "readout"   `U.linear_readout`: the linear layer of the output weight
-    options  those of `contractions` that are set
+    options  the further arguments of the replacement
 
 Two decisions depend on the calls after it, and affect only gradients (`GradientFactors`):
 
-    reads          operands whose gradients are multiplied, because a residual branch begins there
-    unconstrained  calls whose gradients need no constraint: no residual addition follows, and all
-                   their activations come over cut edges
+    reads       operands whose gradients are multiplied, because a residual branch begins there
+    constraint  an option: calls need none whose activations all come over cut edges, and which no
+                residual addition follows
 
-In eager mode the backward pass looks them up, after the forward (`factor_of_read`,
-`is_unconstrained`).
+In eager mode they are functions, and the backward pass calls them, after the forward.
 
 **torch.compile** needs them as constants while the forward is traced, before it is over. So the
 forward is traced again: when the first trace ends, its `GradientFactors` are stored, and dynamo is
@@ -35,7 +34,10 @@ from __future__ import annotations
 import logging
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +63,9 @@ from float8.unit_scaling.transforms.gradient_factors import (
 )
 from float8.unit_scaling.transforms.history import (
     KEEP,
+    READOUT,
     RESIDUAL,
+    SCALED,
     SUM,
     Call,
     Edge,
@@ -73,6 +77,14 @@ from float8.unit_scaling.transforms.history import (
 
 logger = logging.getLogger(__name__)
 
+# Functions that concern a tensor's place in the graph, and do not read its values.
+_OF_THE_GRAPH = frozenset(
+    {
+        *(torch.autograd.grad, torch.autograd.backward),
+        *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad),
+    }
+)
+
 
 class GradientFactors(NamedTuple):
     """The factors of gradients of a whole forward."""
@@ -82,44 +94,30 @@ class GradientFactors(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The decision about one call; see the module. ``number`` is the number of the call.
+    """The decision about one call; see the module."""
 
-    ``is_free`` says whether the call is unconstrained, as far as that is known; None of a call
-    whose gradients are constrained in any case.
-    """
-
-    number: int
-    role: str = "scaled"
-    skip: int = 0
-    tau: float = 0.0
-    options: tuple[str, ...] = ()
-    is_free: bool | None = None
-    reads: tuple[tuple[Path, float], ...] = ()
+    role: str = KEEP
+    options: tuple[tuple[str, Any], ...] = ()
+    reads: tuple[tuple[Path, Any], ...] = ()
 
 
+@dataclass(eq=False)
 class Decisions(History):
     """The decisions for one forward, with its history.
 
     ``outputs`` are the names of the parameters of u-muP's type "output". ``layers`` is the number
     of residual additions; None while they are counted. ``known`` has the factors that an earlier
-    trace of the same forward found. ``logs`` says whether to log the decisions.
+    trace of the same forward found. ``logs`` says whether to log the decisions. ``results`` are
+    what the forward returned, when it is over.
     """
 
-    def __init__(
-        self,
-        replacements: Replacements,
-        outputs: frozenset[str],
-        layers: int | None = None,
-        known: GradientFactors | None = None,
-        logs: bool = False,
-    ) -> None:
-        super().__init__()
-        self.replacements, self.outputs = replacements, outputs
-        self.layers, self.known = layers, known
-        self.logs = logs and logger.isEnabledFor(logging.INFO)
-        self.logged: list[tuple[Step, str]] = []  # with the lines of the calls
-        self.results: Sequence[int] | None = None  # what the forward returned, when it is over
-        self._factors: GradientFactors | None = None
+    replacements: Replacements
+    outputs: frozenset[str]
+    layers: int | None = None
+    known: GradientFactors | None = None
+    logs: bool = False
+    results: Sequence[int] | None = field(default=None, init=False)
+    _factors: GradientFactors | None = field(default=None, init=False)
 
     def begin(
         self,
@@ -135,25 +133,26 @@ class Decisions(History):
         `History.classify`.
         """
         inputs = [Operand(path, self.values[number], dims) for path, number, dims in operands]
-        function = torch.add if function is Tensor.add_ else function
-        call = Call(function, inputs, reads_integers)
+        call = Call(torch.add if function is Tensor.add_ else function, inputs, reads_integers)
         if (reason := self._unscaled(call)) is not None:
             raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
-        number = self.add_call(call)
-        step = self._step(number, call, is_plain)
-        if self.known is not None:
-            reads = tuple((path, f) for (n, path), f in self.known.reads.items() if n == number)
-            is_free = step.is_free if step.is_free is None else self.is_unconstrained(number)
-            step = step._replace(reads=reads, is_free=is_free)
-        if self.logs:
-            self.logged.append((step, _line_of_caller()))
-        return step
+        number = len(self.calls)
+        self.calls.append(call)
+        for operand in inputs:
+            self.reads[operand.value.number].append((number, operand.path))
+        if call.function is torch.add:
+            self._classify(number, call, is_plain)
+        elif call.function in self.replacements:
+            call.role = READOUT if self._is_readout(call) else SCALED
+        if self.logs and logger.isEnabledFor(logging.INFO):
+            call.line = _line_of_caller()
+        return Step(call.role, tuple(self._options(number, call)), self._reads(number, call))
 
     def end(self, count: int) -> tuple[int, ...]:
         """The numbers of the floating-point results of the call that began last."""
         call = self.calls[-1]
         is_new = call.function in self.replacements or any(x.value.is_learned for x in call.inputs)
-        is_new = call.kind != KEEP if call.kind else is_new
+        is_new = call.role != KEEP if call.function is torch.add else is_new
         return tuple(self.add_result(is_new) for _ in range(count))
 
     def finish(self, results: Sequence[int]) -> None:
@@ -163,14 +162,13 @@ class Decisions(History):
             self.layers = len(self.residuals)
             for place, number in enumerate(self.residuals):
                 self.calls[number].tau = tau_of(place, self.layers)
-        for step, line in self.logged:
-            call, role = self.calls[step.number], step.role
-            name = name_of(call.function)
-            if role != KEEP:
-                role = f"residual-add, tau={call.tau:.4g}" if role == RESIDUAL else role
-                logger.info("unit scaling function: %s (%s), %s", name, role, line)
-            if self.is_unconstrained(step.number):
-                logger.info("unconstraining node: %s, %s", name, line)
+        for number, call in enumerate(self.calls):
+            if call.line and call.role != KEEP:
+                role = f"residual-add, tau={call.tau:.4g}" if call.role == RESIDUAL else call.role
+                name = name_of(call.function)
+                logger.info("unit scaling function: %s (%s), %s", name, role, call.line)
+                if self.is_unconstrained(number):
+                    logger.info("unconstraining node: %s, %s", name, call.line)
 
     def factors(self) -> GradientFactors:
         """The factors that follow from the calls so far; after the forward, from all calls."""
@@ -180,35 +178,67 @@ class Decisions(History):
             self._factors = GradientFactors(branch_factors(self, self.results or ()), free)
         return self._factors
 
-    def factor_of_read(self, call: int, path: Path) -> float | None:
-        """The factor of the gradient of an operand, or None."""
-        return self.factors().reads.get((call, path))
-
     def is_unconstrained(self, call: int) -> bool:
         """Whether a call's gradients need no constraint."""
         return call in (self.known or self.factors()).unconstrained
 
-    def _step(self, number: int, call: Call, is_plain: bool) -> Step:
-        if call.function is torch.add:
-            self._classify(number, call, is_plain)
-        if call.kind == RESIDUAL:
-            return Step(number, RESIDUAL, skip=call.skip, tau=call.tau)
-        if call.kind == KEEP or call.function not in self.replacements:
-            return Step(number, KEEP)
-        if self._is_readout(call):
-            return Step(number, "readout")
-        is_free = False if self._has_free_gradients(call) else None
-        return Step(number, options=self._options(call), is_free=is_free)
+    def _reads(self, number: int, call: Call) -> tuple[tuple[Path, Any], ...]:
+        """The operands whose gradients are multiplied, with the factors or functions of them."""
+        if self.known is not None:
+            return tuple((path, f) for (n, path), f in self.known.reads.items() if n == number)
+        return tuple(
+            (x.path, partial(self._factor_of_read, (number, x.path)))
+            for x in (() if call.function in _OF_THE_GRAPH else call.inputs)
+            # Another transform looks at a weight's identity.
+            if x.value.parameter is None or not is_weight(x.path, call.function, self.replacements)
+        )
+
+    def _factor_of_read(self, edge: Edge) -> float | None:
+        return self.factors().reads.get(edge)
+
+    def _options(self, number: int, call: Call) -> Iterator[tuple[str, Any]]:
+        """The further arguments of the function that is called in place of a call's."""
+        if call.role == RESIDUAL:
+            yield from (("skip", call.skip), ("tau", call.tau))
+        if call.role not in (SCALED, SUM):
+            return
+        if self._has_free_gradients(call):
+            if self.known is None:
+                yield "constraint", partial(self._constrained, number)
+            elif self.is_unconstrained(number):
+                yield "constraint", None
+        contraction = CONTRACTIONS.get(call.function)
+        if (
+            contraction is None
+            or not may_contract_activations(call.function)
+            or self.replacements[call.function] is not contraction.unit_scaled
+        ):
+            return
+        right = call.operand(contraction.operands[1])
+        if right and right.value.is_learned and right.dims == 2:
+            yield "weight", True
+        added = None if contraction.added is None else call.operand(contraction.added)
+        # What depends on no parameter is a mask, and a learned vector a bias.
+        if added and added.value.has_parameters and not (added.value.is_learned and added.dims < 2):
+            yield "mix", True
+
+    def _constrained(self, call: int, output: float, *grads: float) -> tuple[Any, ...]:
+        """A constraint to the output's scale, or none; gradients' scales are chosen in backward."""
+
+        def choose(grad: float) -> float:
+            return grad if self.is_unconstrained(call) else output
+
+        return (output, *[partial(choose, grad) for grad in grads])
 
     def _classify(self, number: int, call: Call, is_plain: bool) -> None:
         self.classify(call, is_plain)
-        if call.kind == RESIDUAL:
+        if call.role == RESIDUAL:
             # While the layers are counted any number will do: only tau depends on it.
             call.tau = tau_of(len(self.residuals), self.layers or 1)
             self.residuals.append(number)
             if self._is_read_as_weight(call.root) or has_conflict(self, number):
                 self.residuals.pop()
-                call.kind = SUM
+                call.role = SUM
 
     def _is_read_as_weight(self, root: int) -> bool:
         """Whether a parameter is a weight of its own branch: such reads multiply no gradient."""
@@ -230,16 +260,11 @@ class Decisions(History):
         )
         for operand in call.inputs:
             if operand.value.is_trained and operand.value.parameter == "":
-                return (
-                    "reads a trained parameter that is not a parameter of the model: make its "
-                    "module an attribute of one of the model's modules, or an item of an "
-                    "nn.ModuleList"
-                )
+                return "reads a trained parameter that is not a parameter of the model: register it"
             if operand.value.is_trained and contracts and operand.dims >= 2:
                 return (
                     f"multiplies by {operand.value.parameter} and has no unit-scaled function: "
-                    "register one (U.register), write it with linear layers or matmul, or pass "
-                    "replace={f: f} to leave it, and scale the weight"
+                    "U.register one, use linear layers, or scale the weight and pass replace={f: f}"
                 )
         return None
 
@@ -249,21 +274,6 @@ class Decisions(History):
         is_output = weight is not None and weight.value.parameter in self.outputs
         return is_output and self.replacements[F.linear] is U.linear
 
-    def _options(self, call: Call) -> tuple[str, ...]:
-        """The options ``weight`` and ``mix`` of the functions in `contractions` to set."""
-        contraction = CONTRACTIONS.get(call.function)
-        if contraction is None or not may_contract_activations(call.function):
-            return ()
-        if self.replacements[call.function] is not contraction.unit_scaled:
-            return ()
-        right = call.operand(contraction.operands[1])
-        added = None if contraction.added is None else call.operand(contraction.added)
-        weight = ("weight",) if right and right.value.is_learned and right.dims == 2 else ()
-        # What depends on no parameter is a mask, and a learned vector a bias.
-        is_mixed = added is not None and added.value.has_parameters
-        is_bias = added is not None and added.value.is_learned and added.dims <= 1
-        return (*weight, "mix") if is_mixed and not is_bias else weight
-
     def _has_free_gradients(self, call: Call) -> bool:
         """Whether the gradients of a call's activations may take factors of their own.
 
@@ -271,7 +281,7 @@ class Decisions(History):
         replacement has no ``constraint``, or a default other than "to_output_scale".
         """
         replacement = self.replacements.get(call.function)
-        if replacement is None or call.kind not in ("", SUM):
+        if replacement is None or call.role in (KEEP, RESIDUAL):
             return False
         has_weight = any(operand.value.is_learned for operand in call.inputs)
         constraint = (parameters_of(replacement) or {}).get("constraint")
@@ -299,22 +309,16 @@ def _line_of_caller() -> str:
 ALIVE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-class _Trace:
-    """What the forwards inside the frame that is being compiled have found, in their order."""
-
-    frame: Any = None
-    attempt: Any = None
-    found: list[GradientFactors]
-    running: list[tuple[Any, Decisions]]
-
-
-_trace = _Trace()
+# What the forwards inside the frame that is being compiled have found, in their order, and the
+# transforms and `Decisions` of those that run.
+_trace = SimpleNamespace(frame=None, attempt=None, found=[], running=[])
 
 
 def start(transform: int) -> int:
     """Begin a forward that is traced: its place in the frame that is compiled.
 
-    ``transform`` is the id of the transform that decides: ``traced(known)`` makes the `Decisions`.
+    ``transform`` is the id of the transform that decides: ``decisions(known, logs)`` makes
+    the `Decisions`.
     """
     trace = CompileContext.current_trace_id()
     assert trace is not None
@@ -324,7 +328,7 @@ def start(transform: int) -> int:
         _trace.attempt, _trace.running = trace.attempt, []
     place, decides = len(_trace.running), ALIVE[transform]
     known = _trace.found[place] if place < len(_trace.found) else None
-    _trace.running.append((decides, decides.traced(known)))
+    _trace.running.append((decides, decides.decisions(known, known is None)))
     return place
 
 
@@ -336,7 +340,7 @@ def ask(decisions: Decisions | int, method: str, *what: Any) -> Any:
     answer = getattr(traced, method)(*what)
     if method == "begin" and traced.known is None:
         # The first trace is thrown away. It calls what the model calls, which is quicker to trace.
-        return Step(answer.number, KEEP)
+        return Step()
     if method == "finish":
         transform.layers, found = traced.layers, traced.factors()
         if traced.known != found:

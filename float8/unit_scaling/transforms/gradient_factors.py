@@ -45,10 +45,8 @@ LOSS = -1  # the node of the loss in the graph of calls
 
 def has_conflict(history: History, number: int) -> bool:
     """Whether the last residual addition asks for another factor than the ones before it."""
-    root = history.calls[number].root
-    if all(history.calls[n].root != root for n in history.residuals if n != number):
-        return False
-    return any(math.isnan(factor) for factor in _Branches(root, history).edges().values())
+    factors = _Branches(history.calls[number].root, history).edges().values()
+    return any(math.isnan(factor) for factor in factors)
 
 
 def branch_factors(history: History, results: Sequence[int]) -> dict[Edge, float]:
@@ -93,7 +91,7 @@ class _Branches:
         if number > self.last:
             return None
         call, after = self.calls[number], self.after[number]
-        if call.kind != RESIDUAL or call.root != self.root:
+        if call.role != RESIDUAL or call.root != self.root:
             return after
         own = call.gradient_factor(int(path not in OPERANDS[0]))
         return own if after is None else own * after

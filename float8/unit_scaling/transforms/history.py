@@ -35,9 +35,11 @@ whether it is attention or not.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -53,7 +55,8 @@ from float8.unit_scaling.transforms.contractions import (
     may_contract_activations,
 )
 
-KEEP, SUM, RESIDUAL = "keep", "sum", "residual"
+KEEP, SUM, RESIDUAL = "keep", "sum", "residual"  # roles of additions
+SCALED, READOUT = "scaled", "readout"  # of other calls, which have KEEP too
 OPERANDS = (argument(0, "input"), argument(1, "other"))
 # Names of functions whose result is their first operand in another view, shape or precision.
 _ALIASES = frozenset(
@@ -113,7 +116,8 @@ class Call:
         inputs: its floating-point operands.
         reads_integers: whether it has tensor operands of integers or booleans, which are no values.
         outputs: its floating-point results.
-        kind: of an addition, what it means.
+        role: of an addition what it means, of other calls what `decisions` says.
+        line: of the model, where it is logged.
         skip: of a residual addition, which operand is the skip, 0 or 1.
         root: the value at which branch and skip part: the skip operand itself, or the input of the
             residual layer that returned it (``x + attention(x) + mlp(x)``).
@@ -124,7 +128,8 @@ class Call:
     inputs: list[Operand]
     reads_integers: bool = False
     outputs: list[Value] = field(default_factory=list)
-    kind: str = ""
+    role: str = KEEP
+    line: str = ""
     skip: int = 0
     root: int = -1
     tau: float = 0.0
@@ -139,34 +144,32 @@ class Call:
         return weight / math.sqrt(1 + self.tau**2)
 
 
+@dataclass(eq=False)
 class History:
-    """The calls of a forward, and its values."""
+    """The calls of a forward, and its values.
 
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.values: list[Value] = []
-        self.residuals: list[int] = []  # the calls that are residual additions
-        self.reads: dict[int, list[Edge]] = defaultdict(list)  # value -> the edges that read it
+    ``residuals`` are the calls that are residual additions, ``reads`` the edges that read a value.
+    """
+
+    calls: list[Call] = field(default_factory=list, init=False)
+    values: list[Value] = field(default_factory=list, init=False)
+    residuals: list[int] = field(default_factory=list, init=False)
+    reads: dict[int, list[Edge]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     def leaf(self, parameter: str | None, is_trained: bool) -> int:
         """The number of a tensor that no call has returned; arguments as of `Value`."""
-        new = self._new()
-        new.parameter, new.is_trained = parameter, is_trained
-        new.is_learned = new.has_parameters = parameter is not None
-        return new.number
+        is_learned = parameter is not None
+        return self._add(
+            is_learned=is_learned,
+            has_parameters=is_learned,
+            parameter=parameter,
+            is_trained=is_trained,
+        ).number
 
-    def _new(self) -> Value:
+    def _add(self, **fields: Any) -> Value:
         number = len(self.values)
-        self.values.append(Value(number, terms=1 << number))
+        self.values.append(Value(number, **{"terms": 1 << number, **fields}))
         return self.values[-1]
-
-    def add_call(self, call: Call) -> int:
-        """The number of a new call, which has no results yet."""
-        number = len(self.calls)
-        self.calls.append(call)
-        for operand in call.inputs:
-            self.reads[operand.value.number].append((number, operand.path))
-        return number
 
     def add_result(self, is_new_signal: bool) -> int:
         """The number of a new value that the last call has returned.
@@ -176,38 +179,35 @@ class History:
         """
         call = self.calls[-1]
         sources = [operand.value for operand in call.inputs]
-        new = self._new()
-        new.call = len(self.calls) - 1
-        new.is_learned = bool(sources) and not call.reads_integers
-        new.is_learned &= all(v.is_learned for v in sources)
-        new.has_parameters = any(v.has_parameters for v in sources)
-        for value in sources:
-            new.origins |= value.origins | 1 << value.number
+        of_learned = bool(sources) and not call.reads_integers
+        new = self._add(
+            origins=_union(value.origins | 1 << value.number for value in sources),
+            is_learned=of_learned and all(value.is_learned for value in sources),
+            has_parameters=any(value.has_parameters for value in sources),
+            call=len(self.calls) - 1,
+        )
         if sources and not is_new_signal:
-            new.terms = 0
-            for value in sources:
-                new.terms |= value.terms
+            new.terms = _union(value.terms for value in sources)
         if may_contract_activations(call.function):
-            new.is_scores = all(v.parameter is None for v in sources)
+            new.is_scores = all(value.parameter is None for value in sources)
         elif not is_new_signal or call.function is torch.add:
-            new.is_scores = any(v.is_scores for v in sources)
+            new.is_scores = any(value.is_scores for value in sources)
         call.outputs.append(new)
         return new.number
 
     def classify(self, call: Call, is_plain: bool) -> None:
-        """Set what an addition means; ``is_plain``: of operands of one shape, with alpha 1."""
+        """Set the role of an addition; ``is_plain``: of operands of one shape, with alpha 1."""
         left, right = (call.operand(operand) for operand in OPERANDS)
         if left is None or right is None or _is_kept(left, right):
-            call.kind = KEEP
             return
-        call.kind = SUM
+        call.role = SUM
         operands = (left.value, right.value)
         if is_plain:
             # The nearest value at which the two part.
             for roots in zip_longest(*[self._stream(value) for value in operands]):
                 for skip, root in enumerate(roots):
                     if root is not None and operands[1 - skip].origins >> root & 1:
-                        call.kind, call.skip, call.root = RESIDUAL, skip, root
+                        call.role, call.skip, call.root = RESIDUAL, skip, root
                         return
 
     def _stream(self, value: Value) -> Iterator[int]:
@@ -215,10 +215,14 @@ class History:
         while True:
             yield value.number
             call = None if value.call is None else self.calls[value.call]
-            skip = call.operand(OPERANDS[call.skip]) if call and call.kind == RESIDUAL else None
+            skip = call.operand(OPERANDS[call.skip]) if call and call.role == RESIDUAL else None
             if skip is None:
                 return
             value = skip.value
+
+
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
 
 
 def _is_kept(left: Operand, right: Operand) -> bool:

@@ -23,24 +23,25 @@ float8 they would take one GEMM per matrix and head.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from float8.config import RECIPES, CastConfig, Float8LinearConfig, LinearPlan, check_config
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for
 from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.switch import Switch
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
-from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
+from float8.unit_scaling.transforms.contractions import Function
+from float8.unit_scaling.transforms.products import OnProducts, parameter_of
+from float8.unit_scaling.transforms.transformed import Mode, transformed
 
 M = TypeVar("M", bound=nn.Module)
 _DYNAMIC_INPUTS = replace(RECIPES["unit"], cast_config_input=CastConfig())
@@ -48,13 +49,14 @@ _DYNAMIC_INPUTS = replace(RECIPES["unit"], cast_config_input=CastConfig())
 Watcher = Callable[[str, Float8LinearConfig, Tensor, Tensor, Tensor], None]
 
 
-class Float8Products(Transform):
+class Float8Products(OnProducts):
     """Runs linear layers in float8, all with one config; see the module.
 
     ``skipped`` are names of modules whose ``weight`` is multiplied in high precision.
     """
 
     depth: ClassVar[int] = 3
+    kinds: ClassVar[frozenset[str]] = frozenset({"linear", "scaled linear"})
 
     def __init__(self, config: Float8LinearConfig, skipped: tuple[str, ...] = ()) -> None:
         self.config, self.skipped = config, skipped
@@ -76,67 +78,44 @@ class Float8Products(Transform):
 
     def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
-        if self.switch.is_off:
-            return Mode({})
-        return _Float8Mode(self, model)
+        return Mode({}) if self.switch.is_off else super().mode(model, args, kwargs)
 
+    def state(self, model: nn.Module) -> Any:
+        """The model, the weights to skip, and numbers for products of computed weights."""
+        return model, [model.get_submodule(n).weight for n in self.skipped], itertools.count()
 
-class _Float8Mode(Mode):
-    """Runs the products of one forward in float8, and shows them to the transform's watchers."""
-
-    def __init__(self, transform: Float8Products, model: nn.Module) -> None:
-        linear = [f for f, contraction in CONTRACTIONS.items() if contraction.kind == "linear"]
-        super().__init__({f: partial(self.linear, f) for f in linear})
-        self.config, self.watchers = transform.config, transform.watchers
-        self.model, self.unnamed = model, 0
-        self.skipped: list[Any] = [model.get_submodule(n).weight for n in transform.skipped]
-
-    def linear(
+    def product(
         self,
+        state: Any,
         function: Function,
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        factors: Factors | None = None,
-    ) -> Tensor:
+        factors: Factors = NO_FACTORS,
+    ) -> Any:
         """``F.linear``, or `scaled_linear` with its factors, in float8."""
-        if any(weight is other for other in self.skipped):
-            options = () if factors is None else (factors,)
+        model, skipped, unnamed = state
+        if any(weight is other for other in skipped):
+            options = () if factors is NO_FACTORS else (factors,)
             return function(input, weight, bias, *options)
         plan = plan_for(self.config, input.device, compute_dtype(input))
-        if (error := _refusal(self.config, plan, input, weight)) is not None:
+        error = error_of_call(input, weight, plan)
+        if error is None and (reason := refuses_layer(weight, self.config)) is not None:
+            error = ValueError(reason)
+        if error is not None:
             layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
             raise type(error)(f"{layer}: {error}")
-        call = Call(plan, factors=factors or NO_FACTORS, saves=torch.is_grad_enabled())
+        call = Call(plan, factors=factors, saves=torch.is_grad_enabled())
         output = linear_in_float8(input, weight, bias, call)
-        if self.watchers:
-            name = self.name_of(weight)
-            for watcher in self.watchers:
-                watcher(name, self.config, input, weight, output)
+        for watcher in self.watchers:
+            name = parameter_of(model, weight)
+            if name is None:
+                name = f"product {next(unnamed)}, weight {tuple(weight.shape)}"
+            watcher(
+                "" if name == "weight" else name.removesuffix(".weight"),
+                self.config, input, weight, output,
+            )  # fmt: skip
         return output
-
-    def name_of(self, weight: Tensor) -> str:
-        """The name of the product by a weight: of its module, or with the parameter's own name."""
-        # Found at each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
-        names = {id(p): n for n, p in self.model.named_parameters(remove_duplicate=False)}
-        whole = weight._base
-        name = names.get(id(weight))
-        if name is None and whole is not None and whole.numel() == weight.numel():
-            name = names.get(id(whole))  # transposed, as in GPT-2 of transformers
-        if name is None:
-            self.unnamed += 1
-            return f"product {self.unnamed - 1}, weight {tuple(weight.shape)}"
-        return name.removesuffix(".weight") if name != "weight" else ""
-
-
-def _refusal(
-    config: Float8LinearConfig, plan: LinearPlan, input: Tensor, weight: Tensor
-) -> Exception | None:
-    if weight.dim() != 2:
-        return ValueError("float8 multiplies by weights of shape (N, K)")
-    reason = refuses_layer(weight, config)
-    error = error_of_call(input, weight, plan)
-    return error or (None if reason is None else ValueError(reason))
 
 
 def float8(

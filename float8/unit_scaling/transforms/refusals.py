@@ -40,10 +40,7 @@ _OUT_OF_REACH: dict[type, str] = {
     torch.jit.ScriptModule: "runs without Python: transform the module in Python",
     nn.DataParallel: _WRAPS,
     nn.parallel.DistributedDataParallel: _WRAPS,
-    Float8Module: (
-        "is converted to float8 already: convert_from_float8_training(model), then transform "
-        "it, with float8.unit_scaling.transforms.float8 for its linear layers"
-    ),
+    Float8Module: "is converted: convert_from_float8_training(model), then transforms.float8",
 }
 
 
@@ -74,17 +71,14 @@ def _unreachable(module: nn.Module, own: set[int], is_outermost: bool) -> str | 
     ):
         return "was exported to operators that transforms do not know: transform the module"
     if is_outermost and (is_graph or "forward" in vars(module)):
-        return (
-            "has a forward of its own, which would be called in place of a transformed one: define "
-            "it in a class, or wrap the model, nn.Sequential(model)"
-        )
+        return "has a forward of its own, before its class's: wrap the model, nn.Sequential(model)"
     for name, value in vars(module).items():
         hooks = value.values() if name in ("_forward_hooks", "_forward_pre_hooks") else ()
         for function in (value, *hooks):
             if not own.isdisjoint(_enclosed_by(function)):
                 return (
-                    f"has {function.__qualname__} as {name}, which holds a part of the model: a "
-                    "copy would call it with the original's weights. Make it a method or a module"
+                    f"has {function.__qualname__} as {name}, which holds a part of the model and "
+                    "would keep the original's weights: make it a method or a module"
                 )
     return None
 
@@ -115,9 +109,7 @@ class RefusesCheckpointing(TorchFunctionMode):
         ):
             raise RuntimeError(
                 "activation checkpointing inside a transformed model would recompute without the "
-                "transforms: put the checkpoint around the transformed model, transform the "
-                "checkpointed blocks one by one, or build the model from float8.unit_scaling's "
-                "modules and convert them (convert_to_float8_training)"
+                "transforms: put the checkpoint around the transformed model"
             )
         return func(*args, **(kwargs or {}))
 

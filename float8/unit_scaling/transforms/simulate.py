@@ -28,7 +28,6 @@ simulated between their scales.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -44,7 +43,8 @@ from float8.unit_scaling.transforms.contractions import (
     tensors_in,
     with_tensors,
 )
-from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
+from float8.unit_scaling.transforms.products import OnProducts
+from float8.unit_scaling.transforms.transformed import transformed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -79,38 +79,39 @@ def simulate_fp8(module: M, rounding: str = "nearest") -> M:
 
 
 @dataclass(frozen=True)
-class SimulateFormat(Transform):
-    """The transform of `simulate_format`."""
+class SimulateFormat(OnProducts):
+    """The transform of `simulate_format`; it looks inside `scaled_linear`."""
 
     depth: ClassVar[int] = 2
+    kinds: ClassVar[frozenset[str]] = frozenset(
+        {"linear", "matrix", "einsum", "convolution", "attention"}
+    )
     fwd_format: FPFormat
     bwd_format: FPFormat
 
-    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
-        """The mode for one call; it looks inside functions of ours, `scaled_linear` too."""
-        functions = [f for f in CONTRACTIONS if not hasattr(f, "implementation")]
-        return Mode({f: functools.partial(self.contract, f) for f in functions})
-
-    def contract(self, function: Function, *args: Any, **kwargs: Any) -> Any:
+    def product(self, state: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
         """A contraction of rounded operands, whose gradient is rounded on its way to them."""
         contraction, tensors = CONTRACTIONS[function], dict(tensors_in((args, kwargs)))
         paths = {path for argument in contraction.operands for path in argument}
         if contraction.kind == "einsum":
             paths = set(tensors) if len(tensors) > 1 else set()  # one: a transpose or a sum
-        rounded = {path: self.rounded(x) for path, x in tensors.items() if path in paths}
-        if not rounded:
+        new = {path: self.rounded(x) for path, x in tensors.items() if path in paths}
+        if not new:
             return function(*args, **kwargs)
         addend = None
         for path in contraction.added or ():
             if path in tensors:
-                rounded[path], addend = tensors[path].detach(), tensors[path]
-        args, kwargs = with_tensors((args, kwargs), rounded)
+                new[path], addend = tensors[path].detach(), tensors[path]
+        args, kwargs = with_tensors((args, kwargs), new)
         output = function(*args, **kwargs)
         if not _is_plain(output):
             return output
-        if addend is not None:
-            addend = addend.reshape(addend.shape + (1,) * contraction.dims_after_added)
-            addend = addend if (beta := kwargs.get("beta", 1)) == 1 else addend * beta
+        if addend is not None and contraction.kind == "convolution":
+            # After the channels, of which it has one value each, come the kernel's dimensions.
+            kernel = next(tensors[p] for p in contraction.operands[1] if p in tensors).dim() - 2
+            addend = addend.reshape(-1, *(1,) * kernel)
+        elif addend is not None and (beta := kwargs.get("beta", 1)) != 1:
+            addend = addend * beta
         return _Gradients.apply(output, addend, self.bwd_format)
 
     def rounded(self, x: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ Each node has, in ``meta``,
 ``outputs_float_tensor`` whether it is
 ``requires_grad``        whether the node is a parameter that is trained
 ``clean_name``           the node's name
-``modules``              the submodules that were running, outermost first, by qualified name
 ======================== ========================================================================
 
 A torch function mode sees each call and its result; a tensor hook sees the gradient with respect
@@ -53,8 +52,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -83,14 +81,6 @@ _SHOWN = (
     *(int, float, bool, complex, str, type(None), type(Ellipsis), slice),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
-_LONG = {
-    "mean_abs": "mean absolute value",
-    "abs_mean": "absolute mean value",
-    "std": "standard deviation",
-    "abs_max": "absolute maximum",
-    "abs_min": "absolute minimum",
-    "numel": "number of elements",
-}
 
 
 class Metrics:
@@ -100,16 +90,16 @@ class Metrics:
         fwd_tensor: any shape, floating point. It is not kept.
     """
 
-    @dataclass(frozen=True)
+    @dataclass
     class Data:
-        """The numbers of one tensor."""
+        """The numbers of one tensor; the metadata are the long names."""
 
-        mean_abs: float
-        abs_mean: float
-        std: float
-        abs_max: float
-        abs_min: float
-        numel: int
+        mean_abs: float = field(metadata={"long": "mean absolute value"})
+        abs_mean: float = field(metadata={"long": "absolute mean value"})
+        std: float = field(metadata={"long": "standard deviation"})
+        abs_max: float = field(metadata={"long": "absolute maximum"})
+        abs_min: float = field(metadata={"long": "absolute minimum"})
+        numel: int = field(metadata={"long": "number of elements"})
 
     def __init__(self, fwd_tensor: Tensor) -> None:
         self.fwd = self.from_tensor(fwd_tensor)
@@ -137,17 +127,17 @@ class Metrics:
     @staticmethod
     def names() -> list[str]:
         """The names of the numbers, as attributes of `Data`."""
-        return list(_LONG)
+        return [number.name for number in fields(Metrics.Data)]
 
     @staticmethod
     def full_names() -> list[str]:
         """The long names, in the order of `names`."""
-        return list(_LONG.values())
+        return [number.metadata["long"] for number in fields(Metrics.Data)]
 
     @staticmethod
     def get_full_name(short_name: str) -> str:
         """The long name of a number; a KeyError if no number has this name."""
-        return _LONG[short_name]
+        return dict(zip(Metrics.names(), Metrics.full_names(), strict=True))[short_name]
 
 
 def high_precision(t: Any) -> Tensor:
@@ -214,11 +204,9 @@ class _RecordingMode(Mode):
         super().__init__({})
         self.recorded, self.graph, self.model = recorded, recorded.graph, model
         self.names = {id(t): n for n, t in (*model.named_parameters(), *model.named_buffers())}
-        self.modules = {id(m): n for n, m in model.named_modules() if n}
         self.nodes = WeakIdKeyDictionary()  # tensor -> its node
         self.hooked = WeakIdKeyDictionary()  # tensors with a gradient hook -> their metrics
         self.constants = 0
-        self.running: tuple[str, ...] = ()
 
     def begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Add a placeholder for each tensor; the forward reads aliases that require gradients."""
@@ -247,7 +235,6 @@ class _RecordingMode(Mode):
         if is_in_functorch():
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            self.running = self._running()
             shown = map_aggregate((tuple(args), dict(kwargs)), self._shown)
         output = func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
@@ -262,7 +249,7 @@ class _RecordingMode(Mode):
         alive, leaves = set(self.nodes.values()), ("get_attr", "placeholder")
         unread = [n for n in self.graph.nodes if n in alive and not n.users and n.op not in leaves]
         output = self.graph.output(unread[0] if len(unread) == 1 else tuple(unread))
-        self._describe(output, None, ())
+        self._describe(output, None)
 
     def _shown(self, value: Any) -> Any:
         """An argument as it is in the graph, a tensor as its node."""
@@ -287,14 +274,14 @@ class _RecordingMode(Mode):
         if isinstance(result, Tensor):
             self._add_tensor(node, result)
             return
-        self._describe(node, result, self.running)
+        self._describe(node, result)
         for index, part in enumerate(result if isinstance(result, (tuple, list)) else ()):
             if isinstance(part, Tensor):
                 self._add_tensor(self.graph.call_function(operator.getitem, (node, index)), part)
 
     def _add_tensor(self, node: Node, x: Tensor) -> Node:
         """Records a tensor as the result of a node."""
-        self._describe(node, x, self.running)
+        self._describe(node, x)
         self.nodes[x] = node
         if x.is_floating_point():
             node.meta["metrics"] = Metrics(x)
@@ -302,23 +289,12 @@ class _RecordingMode(Mode):
             self._hook(x, node)
         return node
 
-    def _describe(self, node: Node, value: Any, modules: tuple[str, ...]) -> None:
+    def _describe(self, node: Node, value: Any) -> None:
         node.meta |= {
             "clean_name": node.name,
             "outputs_float_tensor": isinstance(value, Tensor) and value.is_floating_point(),
             "requires_grad": isinstance(value, nn.Parameter) and value.requires_grad,
-            "modules": modules,
         }
-
-    def _running(self) -> tuple[str, ...]:
-        """The submodules that are running: those that are ``self`` in a frame of the stack."""
-        found: dict[str, None] = {}
-        frame: Any = sys._getframe(2)
-        while frame is not None and frame.f_code is not Transformed.forward.__code__:
-            if (name := self.modules.get(id(frame.f_locals.get("self")))) is not None:
-                found[name] = None
-            frame = frame.f_back
-        return tuple(reversed(found))
 
     def _hook(self, x: Tensor, node: Node) -> None:
         if x.requires_grad and x not in self.hooked and "metrics" in node.meta:

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
@@ -56,10 +55,10 @@ from float8.unit_scaling import functional as U
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.contractions import (
     Function,
-    Path,
     Replacements,
-    keywords_of,
     replacements_of,
+    residual_sum,
+    takes,
     tensors_in,
     with_tensors,
 )
@@ -69,11 +68,11 @@ from float8.unit_scaling.transforms.decisions import (
     GradientFactors,
     Step,
     ask,
-    is_weight,
     start,
 )
 from float8.unit_scaling.transforms.history import (
     KEEP,
+    READOUT,
     RESIDUAL,
     is_alias,
     is_in_place,
@@ -84,14 +83,7 @@ from float8.unit_scaling.transforms.unit_init import unit_init
 M = TypeVar("M", bound=nn.Module)
 
 UNIT_SCALED = "float8.unit_scaling.functional"  # the package of functions that stay as they are
-
-# Functions that concern a tensor's place in the graph, and do not read its values.
-_OF_THE_GRAPH = frozenset(
-    {
-        *(torch.autograd.grad, torch.autograd.backward),
-        *(Tensor.backward, Tensor.register_hook, Tensor.retain_grad),
-    }
-)
+_REPLACEMENTS: dict[str, Function] = {RESIDUAL: residual_sum, READOUT: U.linear_readout}
 
 
 def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) -> M:
@@ -129,8 +121,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    parts = [part for part in new.modules() if part is not new]
-    if any(getattr(part, "float8_products", None) is not None for part in parts):
+    if any(getattr(p, "float8_products", None) for p in new.modules() if p is not new):
         raise ValueError(
             "unit_scale: a part of the model has the transform float8, whose contractions an outer "
             "transform does not see: transform the whole model, float8(unit_scale(model))"
@@ -166,14 +157,12 @@ class UnitScale(Transform):
             return UnitScaleMode(start(id(self)), replacements, model)
         if self.layers is None:
             self.layers = self._count(replacements, model, args, kwargs)
-        return UnitScaleMode(
-            Decisions(replacements, self.outputs, self.layers), replacements, model
-        )
+        return UnitScaleMode(self.decisions(), replacements, model)
 
-    def traced(self, known: GradientFactors | None) -> Decisions:
-        """The decisions for a forward that is traced."""
+    def decisions(self, known: GradientFactors | None = None, logs: bool = False) -> Decisions:
+        """The decisions for one forward; arguments as of `Decisions`."""
         replacements = replacements_of(dict(self.replace))
-        return Decisions(replacements, self.outputs, self.layers, known, logs=known is None)
+        return Decisions(replacements, self.outputs, self.layers, known, logs)
 
     def _count(self, replacements: Replacements, model: nn.Module, args: Any, kwargs: Any) -> int:
         """The number of residual layers, counted in one forward without side effects.
@@ -181,15 +170,14 @@ class UnitScale(Transform):
         Parameters are shared, buffers and arguments are copied. Objects that a forward reaches in
         another way, a global variable for example, are not copied.
         """
-        decisions = Decisions(replacements, self.outputs, logs=True)
+        decisions = self.decisions(logs=True)
         with _traceless(model):
             twin, args, kwargs = _copied(model, args, kwargs)
             for module in twin.modules():
                 if isinstance(module, Transformed):  # the others change no residual layer
                     only = [t for t in module.transforms if isinstance(t, UnitScale)]
                     module.transforms = tuple(only)
-            mode = UnitScaleMode(decisions, replacements, twin)
-            with mode:
+            with UnitScaleMode(decisions, replacements, twin) as mode:
                 result = super(Transformed, twin).forward(*args, **kwargs)  # type: ignore[misc]
             mode.finish(result)
         return len(decisions.residuals)
@@ -224,12 +212,8 @@ def _traceless(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.callback(random.setstate, state)
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class UnitScaleMode(Mode):
@@ -281,7 +265,12 @@ class UnitScaleMode(Mode):
         step = ask(self.decisions, "begin", func, inputs, len(operands) < len(tensors), is_plain)
         in_place = is_in_place(func) or kwargs.get("inplace") is True
         changed = operands[0][1] if in_place and operands and func is not Tensor.add_ else None
-        read = self._reads(step, func, [(path, x) for path, x in operands if x is not changed])
+        factors = dict(step.reads) if torch.is_grad_enabled() else {}
+        read = {  # in place of operands; they multiply gradients
+            path: scale_bwd(x, factors[path])
+            for path, x in operands
+            if x is not changed and path in factors and x.requires_grad
+        }
         result = self._carry_out(step, func, *with_tensors((args, kwargs), read))
         if func is Tensor.add_ and result is not args[0]:
             result = args[0].copy_(result)
@@ -293,54 +282,25 @@ class UnitScaleMode(Mode):
             outputs = [
                 x
                 for _, x in tensors_in((result, effect))
-                if x.is_floating_point()
-                and (in_place or not _is_any_of(x, [y for _, y in operands]))
+                if x.is_floating_point() and (in_place or not any(x is y for _, y in operands))
             ]
             numbers = ask(self.decisions, "end", len(outputs))
             for x, number in zip(outputs, numbers, strict=True):
                 self.numbers[x] = number
         return result
 
-    def _reads(
-        self, step: Step, func: Any, operands: list[tuple[Path, Tensor]]
-    ) -> dict[Path, Tensor]:
-        """The tensors that a call reads in place of its operands; they multiply gradients."""
-        if isinstance(self.decisions, int):
-            factors = dict(step.reads)
-            return {
-                p: scale_bwd(x, factors[p]) for p, x in operands if p in factors and x.requires_grad
-            }
-        if not torch.is_grad_enabled() or func in _OF_THE_GRAPH:
-            return {}
-        look_up = self.decisions.factor_of_read
-        return {
-            path: scale_bwd(x, functools.partial(look_up, step.number, path))
-            for path, x in operands
-            if x.requires_grad
-            # Another transform looks at a weight's identity.
-            and not (isinstance(x, nn.Parameter) and is_weight(path, func, self.handlers))
-        }
-
     def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
         func = torch.add if func is Tensor.add_ else func  # `call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)
-        if step.role == RESIDUAL:
-            pair = _addends(*args, **kwargs)
-            return U.residual_add(pair[1 - step.skip], pair[step.skip], step.tau)
-        if step.role == "readout":
-            return U.linear_readout(*args, **kwargs)
-        options: dict[str, Any] = {name: True for name in step.options}
-        if step.is_free:
-            options["constraint"] = None
-        elif step.is_free is False and isinstance(self.decisions, Decisions):
-            options["constraint"] = functools.partial(_undecided, self.decisions, step.number)
+        replacement = _REPLACEMENTS.get(step.role) or self.handlers.get(func, func)
         # Torch's Python functions pass all keywords on; the replacement need not have all.
-        known = keywords_of(self.handlers[func])
-        for name, x in kwargs.items():
-            if known is None or name in known or not (x is None or x is False):
-                options[name] = x
-        return self.handlers[func](*args, **options)
+        given = {
+            name: x
+            for name, x in kwargs.items()
+            if takes(replacement, name) or not (x is None or x is False)
+        }
+        return replacement(*args, **{**dict(step.options), **given})
 
     def _number(self, x: Tensor) -> int:
         number: int | None = self.numbers.get(x)
@@ -356,29 +316,12 @@ class UnitScaleMode(Mode):
         return number
 
 
-def _undecided(decisions: Decisions, call: int, output: float, *grads: float) -> tuple[Any, ...]:
-    """A constraint to the output's scale, or none; gradients' scales are chosen in backward."""
-
-    def choose(grad: float) -> float:
-        return grad if decisions.is_unconstrained(call) else output
-
-    return (output, *[functools.partial(choose, grad) for grad in grads])
-
-
-def _addends(input: Tensor, other: Tensor, alpha: float = 1) -> tuple[Tensor, Tensor]:
-    return input, other
-
-
 def _is_plain(input: Any, other: Any, *, alpha: float = 1, out: Any = None) -> bool:
     if not isinstance(input, Tensor) or not isinstance(other, Tensor):
         return False
     if alpha != 1 or out is not None:
         return False
     return True if input.shape == other.shape else False  # noqa: SIM210  a guard of dynamo's
-
-
-def _is_any_of(x: Tensor, others: list[Tensor]) -> bool:
-    return any(x is y for y in others)
 
 
 def _unseen() -> Any:

@@ -128,41 +128,6 @@ def test_bands_show_where_the_formats_keep_all_bits_and_some(graph):
     assert bands(plot(graph, metric="numel")) == {}
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.branch = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-
-    def forward(self, x):
-        return (x + self.branch(self.norm(x))).square()
-
-
-def test_a_row_per_layer_has_all_its_tensors():
-    torch.manual_seed(1)
-    model = track_scales(nn.Sequential(Block()))
-    model(torch.randn(4, 8)).sum().backward()
-    graph = model.scales_graph()
-    by_tensor, by_layer = plot(graph), plot(graph, rows="layers")
-    names = [name.partition(": ")[0] for name in rows(by_layer)]
-    assert names == ["input_1", "0.norm", "0.branch.0", "0.branch.1", "0.branch.2", "0"]
-    assert rows(by_layer)[5] == "0: square"  # a module's own calls, after those of its parts
-    for direction in ("forward", "backward"):
-        values = [
-            sorted(value for _, value in dots(axes)[direction]) for axes in (by_tensor, by_layer)
-        ]
-        assert values[0] == values[1]
-    of_weight = next(n for n in graph.nodes if n.name.endswith("branch_0_weight"))
-    assert (2, of_weight.meta["metrics"].fwd.mean_abs) in dots(by_layer)["forward"]
-    ends = [(int(a.xyann[1]), int(a.xy[1])) for a in arrows(by_layer)]
-    assert (1, 2) in ends and (2, 1) in ends
-    assert all(start != end for start, end in ends)
-
-
-def arrows(axes):
-    return [t for t in axes.texts if getattr(t, "arrow_patch", None) is not None]
-
-
 def test_another_metric_is_drawn_by_either_name(graph):
     for name in ("std", "standard deviation"):
         assert plot(graph, metric=name).get_xlabel() == "standard deviation"

@@ -157,12 +157,3 @@ def test_factors_are_the_roots_of_the_terms_counted_by_a_convolution_of_ones(opt
     plain = results(lambda *a: F.conv2d(*a, **options), x, w, b)
     for one, other, n in zip(found, plain, (w[0].numel(), *terms), strict=True):
         torch.testing.assert_close(one, other * float(n) ** -0.5)
-
-
-def test_a_patch_embedding_has_unit_scale_after_unit_scale():
-    model = unit_scale(nn.Conv2d(3, 64, 4, 4))
-    x = torch.randn(16, 3, 32, 32, requires_grad=True)
-    y = model(x)
-    y.backward(torch.randn_like(y))
-    for tensor in (y.detach(), x.grad, model.weight.grad, model.bias.grad):
-        assert 0.7 < float(tensor.square().mean().sqrt()) < 1.4

@@ -168,3 +168,4 @@ def test_what_is_done_is_logged_with_the_models_lines(caplog):
         __file__,
     ):
         assert text in caplog.text
+    assert "(keep)" not in caplog.text
