@@ -8,6 +8,7 @@ granularity          block of a matrix used by
 `Blockwise(1, 128)`  ``(1, 128)``      DeepSeek-V3 activations (arXiv 2412.19437, sec. 3.3.2)
 `Blockwise(128,128)` ``(128, 128)``    DeepSeek-V3 weights
 `Blockwise(1, 32)`   ``(1, 32)``       MX formats
+`Blockwise(32, 32)`  ``(32, 32)``      MX formats, of weights: the same data for both GEMMs
 ==================== ================= =================================================
 
 ``-1`` stands for "the whole dimension", whatever its extent: one compiled graph then serves every

@@ -15,6 +15,7 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TENSOR, ROW, ONE, SQUARE, MX = (-1, -1), (1, -1), (1, 128), (128, 128), (1, 32)
+MX_SQUARE = (32, 32)
 
 # (dtype, block, scale format or a fixed scale) of operand a and b; None: high precision.
 Operand = tuple[torch.dtype, tuple[int, int], str | float]
@@ -24,6 +25,7 @@ _TENSORWISE = {
     "grad_weight": ((E5M2, TENSOR, "float32"), (E4M3, TENSOR, "float32")),
 }
 _MX = ((E4M3, MX, "e8m0"), (E4M3, MX, "e8m0"))
+_MX_2D = ((E4M3, MX, "e8m0"), (E4M3, MX_SQUARE, "e8m0"))
 _ROWWISE = ((E4M3, ROW, "power_of_two"), (E4M3, ROW, "power_of_two"))
 GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
     "tensorwise": _TENSORWISE,
@@ -40,6 +42,7 @@ GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
         "grad_weight": None,
     },
     "mxfp8": {"output": _MX, "grad_input": _MX, "grad_weight": _MX},
+    "mxfp8_2d": {"output": _MX_2D, "grad_input": _MX_2D, "grad_weight": _MX},
     "blockwise": {
         "output": ((E4M3, ONE, "power_of_two"), (E4M3, SQUARE, "power_of_two")),
         "grad_input": ((E4M3, ONE, "power_of_two"), (E4M3, SQUARE, "power_of_two")),

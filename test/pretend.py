@@ -25,7 +25,7 @@ scaled_mm_module = importlib.import_module("float8.kernels.scaled_mm")  # kernel
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
-MX = (1, 32)
+MX, MX_SQUARE = (1, 32), (32, 32)
 PRODUCTS = {
     (TENSOR, TENSOR): "tensorwise",
     (TENSOR, ROW): "rowwise",
@@ -35,6 +35,7 @@ PRODUCTS = {
     (B128, B1): "blockwise",
     (B1, B1): "blockwise",
     (MX, MX): "mx",
+    (MX, MX_SQUARE): "mx",
 }
 EVERY_PRODUCT = pytest.mark.parametrize(("a_block", "b_block"), PRODUCTS, ids=str)
 
@@ -55,7 +56,7 @@ def operands(M: int, K: int, N: int, a_block, b_block, b_dtype=E4M3, a_dtype=E4M
     """a and b as (data, scale), cast by the oracle."""
     parts = []
     for rows, block, dtype, seed in ((M, a_block, a_dtype, 1), (N, b_block, b_dtype, 2)):
-        scale_format = "e8m0" if block == MX else "float32"
+        scale_format = "e8m0" if block in (MX, MX_SQUARE) else "float32"
         codes, scale = oracle.quantize(
             Case((rows, K), seed=seed).make(), block, dtype, scale_format
         )

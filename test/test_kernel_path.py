@@ -41,6 +41,7 @@ for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):
 
 STATIC = CastConfig(ScalingType.STATIC, static_scale=0.03)
 CONFIGS = RECIPES | {"static": Float8LinearConfig(STATIC, STATIC, STATIC)}
+CONFIGS["dequantised"] = replace(RECIPES["mxfp8_2d"], dequantize_in_backward=True)
 
 
 @contextmanager

@@ -284,9 +284,9 @@ class FineGrained(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> FineGrained | None:
-        """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks, 1x32, ``E8M0``."""
+        """``scale_fmt="ue8m0"`` gives ``POWER_OF_TWO``, and of MX blocks ``E8M0``."""
         block: Any = config.get("weight_block_size")
-        powers = ScaleFormat.E8M0 if block == [1, 32] else ScaleFormat.POWER_OF_TWO
+        powers = ScaleFormat.E8M0 if block in ([1, 32], [32, 32]) else ScaleFormat.POWER_OF_TWO
         formats = {"float": ScaleFormat.FLOAT32, "ue8m0": powers}
         scale_format = formats.get(config.get("scale_fmt") or "float")
         fmt, inputs = (config.get(name) for name in ("fmt", "activation_scheme"))

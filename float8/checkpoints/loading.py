@@ -280,8 +280,8 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
     ``input_scale`` is None where the layer's inputs are not cast with a static scale.
     """
     granularity, scales = layout.granularity, layout.scale_format
-    if scales.is_e8m0 and granularity == MX:
-        return RECIPES["mxfp8"]
+    if scales.is_e8m0 and granularity in (MX, Blockwise(32, 32)):
+        return RECIPES["mxfp8" if granularity == MX else "mxfp8_2d"]
     if scales is not ScaleFormat.FLOAT32:
         scales = ScaleFormat.POWER_OF_TWO
     weight = CastConfig(granularity=granularity, target_dtype=E4M3.dtype, scale_format=scales)

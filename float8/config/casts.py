@@ -37,7 +37,7 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"
 
 
-_MX_BLOCK = Blockwise(1, 32)
+_MX_BLOCKS = (Blockwise(1, 32), Blockwise(32, 32))
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class CastConfig:
         granularity: which elements share a scale, in GEMM-operand orientation.
         target_dtype: a float8 dtype; None is E4M3 for input and weight, E5M2 for grad_output.
         scale_format: which numbers scales may be, see `ScaleFormat`. E8M0 scales are those of
-            ``Blockwise(1, 32)``, which takes no others: together they are an MX format.
+            ``Blockwise(1, 32)`` and ``Blockwise(32, 32)``, which take no others: together they are
+            an MX format.
         static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
 
     Raises:
@@ -69,11 +70,11 @@ class CastConfig:
         check_kind("scale_format", self.scale_format, ScaleFormat)
         if self.target_dtype is not None:
             format_of(self.target_dtype)
-        is_mx, kind = self.granularity == _MX_BLOCK, self.scaling_type
+        is_mx, kind = self.granularity in _MX_BLOCKS, self.scaling_type
         if kind is not ScalingType.DISABLED and is_mx != self.scale_format.is_e8m0:
             raise ValueError(
                 f"granularity={self.granularity} and scale_format={self.scale_format} do not fit: "
-                "give Blockwise(1, 32) with ScaleFormat.E8M0 (OCP MX), or another granularity with "
+                "give Blockwise(1, 32) or (32, 32) with ScaleFormat.E8M0 (OCP MX), or another with "
                 "ScaleFormat.FLOAT32 or POWER_OF_TWO"
             )
         is_static = kind is ScalingType.STATIC

@@ -17,7 +17,7 @@ from float8.config.casts import (
     ScalingType,
     check_kind,
 )
-from float8.config.plan import GemmConfig, LinearPlan, gemm
+from float8.config.plan import Gemm, GemmConfig, LinearPlan, gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
@@ -52,6 +52,9 @@ class Float8LinearConfig:
             whose columns change with each input, dynamically. A step then moves, in bfloat16 on a
             GPU, 6 more bytes per element of the input (none behind a `SwiGLUCast`) and 4 per
             element of its gradient; 8 more per weight and 4 per element of its gradient.
+        dequantize_in_backward: backward multiplies in high precision: grad_output, which is not
+            cast, by the input and the weight that the output's GEMM multiplied, dequantised to the
+            compute dtype. ``cast_config_grad_output`` is not used. The input is saved in float8.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing. Conversion then takes layers of any sizes.
         emulate: run the reference path on every device.
@@ -72,7 +75,8 @@ class Float8LinearConfig:
         ValueError: a GEMM that no hardware runs: one operand in float8 and the other not, or E5M2
             for both; or a delayed second use beside another first one; or settings of delayed
             scaling where no cast is delayed; or ``smooth_input`` beside a cast that does not fit
-            it. The message names the GEMM, the fields, and what to set.
+            it; or ``dequantize_in_backward`` beside casts of second uses, ``smooth_input``, or an
+            output in high precision. The message names the GEMM, the fields, and what to set.
     """
 
     # Made anew for each config, so that no two configs share a part that could be changed.
@@ -88,6 +92,7 @@ class Float8LinearConfig:
     delayed_scaling: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
     enable_fsdp_float8_all_gather: bool = False
     smooth_input: bool = False
+    dequantize_in_backward: bool = False
     pad_inner_dim: bool = False
     emulate: bool = False
     enable_amax_init: bool = True
@@ -106,6 +111,12 @@ class Float8LinearConfig:
         self._check_second_uses()
         if self.smooth_input:
             self._check_smooth_input()
+        is_off = self.cast_config_input.scaling_type is ScalingType.DISABLED
+        if self.dequantize_in_backward and (is_off or self.smooth_input):
+            raise ValueError(
+                "dequantize_in_backward=True reads the float8 input and weight of the output GEMM, "
+                "and this config has none, or smooth_input=True; leave it out"
+            )
         plan = self._resolve()
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
         for name, value in (("plan", plan), ("uses_delayed_scaling", delayed), ("key", repr(plan))):
@@ -129,6 +140,9 @@ class Float8LinearConfig:
 
         That of the first use, except where it alone is in high precision and the second is delayed.
         """
+        if self.dequantize_in_backward:
+            off = CastConfig(ScalingType.DISABLED)
+            return self.cast_config_input, self.cast_config_weight, off
         return (
             _owner(self.cast_config_input, self.cast_config_input_for_grad_weight),
             _owner(self.cast_config_weight, self.cast_config_weight_for_grad_input),
@@ -155,6 +169,9 @@ class Float8LinearConfig:
             w.resolve(E4M3),
             self.gemm_config_output,
         )
+        flags = self.smooth_input, self.emulate, self.pad_inner_dim
+        if self.dequantize_in_backward:
+            return LinearPlan(output, Gemm(None, None), Gemm(None, None), *flags, dequantizes=True)
         grad_input = gemm(
             ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
             g.resolve(E5M2),
@@ -171,7 +188,6 @@ class Float8LinearConfig:
             (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
             self.gemm_config_grad_weight,
         )
-        flags = self.smooth_input, self.emulate, self.pad_inner_dim
         return LinearPlan(output, grad_input, grad_weight, *flags)
 
     def _check_types(self) -> None:
@@ -193,6 +209,11 @@ class Float8LinearConfig:
             if second is None:
                 continue
             check_kind(second_name, second, CastConfig)
+            if self.dequantize_in_backward:
+                raise ValueError(
+                    f"{second_name}: with dequantize_in_backward=True backward casts nothing, and "
+                    "reads what forward multiplied; leave it None"
+                )
             is_delayed = second.scaling_type is ScalingType.DELAYED
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
@@ -237,6 +258,7 @@ def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
 _FLAGS = (
     "enable_fsdp_float8_all_gather",
     "smooth_input",
+    "dequantize_in_backward",
     "pad_inner_dim",
     "emulate",
     "enable_amax_init",
@@ -291,6 +313,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
     by_1x128 = replace(row, granularity=Blockwise(1, 128))
     by_128x128 = replace(row, granularity=Blockwise(128, 128))
     mx = replace(row, granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+    mx_32x32 = replace(mx, granularity=Blockwise(32, 32))
     return {
         "tensorwise": Float8LinearConfig(),
         "delayed": Float8LinearConfig(delayed, delayed, delayed),
@@ -310,6 +333,7 @@ def _recipes() -> dict[str, Float8LinearConfig]:
             gemm_config_output=GemmConfig(),  # DeepSeek-V3 promotes every partial sum
         ),
         "mxfp8": Float8LinearConfig(mx, mx, mx, gemm_config_output=GemmConfig()),
+        "mxfp8_2d": Float8LinearConfig(mx, mx_32x32, mx, gemm_config_output=GemmConfig()),
         "unit": Float8LinearConfig(one, one, one),  # for unit-scaled models
     }
 
@@ -329,5 +353,7 @@ rounded up to powers of two.
   128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 - ``"mxfp8"``: one dynamic E8M0 scale per 32 elements along each contraction, all in E4M3 (OCP MX
   1.0). On GPUs from sm_100 (B200) on, emulated elsewhere.
+- ``"mxfp8_2d"``: as mxfp8, one scale per 32 x 32 elements of weights: output and input gradient
+  multiply the same float8 values of them.
 - ``"unit"``: every scale is 1; for unit-scaled models.
 """

@@ -102,6 +102,7 @@ class LinearPlan:
         smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
         emulate: plain PyTorch casts and multiplies on every device.
         pad: sizes that are no multiple of 16 are padded where a GEMM needs it.
+        dequantizes: the other two GEMMs read the dequantised operands of the output's.
         dtype: the compute dtype, of the operands before their casts and of the results.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
         on_gpu: whether tensor cores multiply.
@@ -119,6 +120,7 @@ class LinearPlan:
     smooth_input: bool = False
     emulate: bool = False
     pad: bool = False
+    dequantizes: bool = False
     dtype: torch.dtype = field(default=torch.float32, repr=False)
     is_grouped: bool = field(default=False, repr=False)
     on_gpu: bool = field(default=False, repr=False)

@@ -28,10 +28,10 @@ option, and the conversion's report gives the reason:
 - A weight that another module reads too, such as a tied embedding, cannot be float8.
 
 The weights of experts (E, N, K) are sharded between experts, so no shard splits a block of one
-scale: they are gathered in float8 under ``blockwise`` too. Their scales need a number per expert or
-block in the all-reduce. The two orientations that ``rowwise`` and ``mxfp8`` cast have as many bytes
-as bfloat16; each phase could gather its own, but recomputation reads both, so these are gathered
-in high precision.
+scale: they are gathered in float8 under ``blockwise`` and ``mxfp8_2d`` too. Their scales need a
+number per expert or block in the all-reduce. The two orientations that ``rowwise`` and ``mxfp8``
+cast have as many bytes as bfloat16; each phase could gather its own, but recomputation reads both,
+so these are gathered in high precision.
 
 torch cannot reshard weights gathered in float8 to a smaller mesh. With an integer
 ``reshard_after_forward`` it fails after the first forward ("only Tensors of floating point dtype

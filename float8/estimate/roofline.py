@@ -59,7 +59,7 @@ cast                                 row-major  transposed both orientations tog
 dynamic tensorwise                   2 + 3 = 5  2 + 3 = 5  2 + 4 = 6
 delayed or static tensorwise         3          3          4
 dynamic rowwise                      3          2 + 3 = 5  2 + 4 = 6
-dynamic 1x128, 128x128, 1x32 (mx)    3          3          4
+dynamic 1x128, 128x128, mx           3          3          4
 ==================================== ========== ========== ======================================
 
 3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
@@ -188,6 +188,7 @@ READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
 CONVERT = MemoryPass("convert", 4 + 2)  # float32, rounded to bfloat16
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
+DEQUANTIZE = MemoryPass("dequantize", WRITE + READ)
 GIVEN = "given"  # the scale is known before the cast: delayed and static
 TRANSPOSED = " transposed"
 MX_BLOCKS = "1x32"
@@ -195,6 +196,7 @@ _KINDS: dict[Block, str] = {
     (WHOLE, WHOLE): TENSORWISE,
     (1, WHOLE): ROWWISE,
     (128, 128): "128x128",
+    (32, 32): "128x128",  # as few scales, and the same passes
     (1, 32): MX_BLOCKS,
 }
 _SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
@@ -213,7 +215,10 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     if use.caches_weight(plan):
         return x, convert + _casts(plan.output.b, plan.grad_input.b), g
     w = convert + _passes(plan.output.b)
-    if use.training:
+    if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
+        w += [*convert, _passes(plan.output.b)[-1], DEQUANTIZE]
+        x = x + [DEQUANTIZE] * trains
+    elif use.training:
         backward = _passes(plan.grad_input.b, 1, TRANSPOSED)
         w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
     return x, w, g
@@ -352,14 +357,19 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     M, K, N, E, kept = shape.M, shape.K, shape.N, shape.E or 1, 0
     if plan is not None and use.caches_weight(plan):
         kept = 2 * WRITE * E * N * K
-    if plan is not None and plan.w.is_shared and plan.output.b is not None and use.training:
+    dequantizes = plan is not None and plan.dequantizes
+    keeps_scale = plan is not None and (plan.w.is_shared or dequantizes)
+    if plan is not None and keeps_scale and plan.output.b is not None and use.training:
         scales = E * prod(scale_shape((N, K), plan.output.b.block))
         kept += scales * plan.output.b.scale_format.dtype.itemsize
-    cast = None if plan is None else plan.grad_weight.b
+    cast = None if plan is None else plan.output.a if dequantizes else plan.grad_weight.b
     if "grad_weight" not in use.gemms:
         return kept
     if cast is None:
         return kept + READ * M * K
+    if dequantizes:  # as forward multiplied it, without padding
+        scales = prod(scale_shape((M, K), cast.block))
+        return kept + WRITE * M * K + cast.scale_format.dtype.itemsize * scales
     block, tokens, scales = cast.block, M, prod(scale_shape((K, M), cast.block))
     if shape.E is not None:
         tokens = padded_tokens(M, E, tokens_aligned(cast))

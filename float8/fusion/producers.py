@@ -77,7 +77,8 @@ def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | N
     cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
     if config.smooth_input and not by_gate:
         return "finds no factors of channels, and the config has smooth_input=True"
-    if cast is not None and cast.block == (WHOLE, WHOLE) and config.plan.x.is_shared:
+    reads_once = config.plan.x.is_shared or config.plan.dequantizes
+    if cast is not None and cast.block == (WHOLE, WHOLE) and reads_once:
         return None
     again = f", for grad_weight '{second.summary}'" if second is not None else ""
     return (

@@ -18,9 +18,10 @@ override_linear_precision     which of fprop, dgrad, wgrad run in high precision
 reduce_amax                   True: ``sync`` takes the maximum over ranks. For a scale per rank call
                               ``after_step(model, group of this rank)``
 backward_override             "high_precision": as ``override_linear_precision=(False, True, True)``
+                              "dequantized": ``dequantize_in_backward=True``
 fp8_dpa, fp8_mha              False: attention is no linear layer
 scaling_factor_compute_algo   None: the formula above
-enable_2d_quantization        False (MXFP8BlockScaling): one scale per 32 elements of a row
+enable_2d_quantization        (MXFP8BlockScaling) True: one scale per 32 x 32 elements of weights
 backend                       "TE": for MSAMP's see ``float8.ms_amp``, for AO's ``from_torchao``
 use_mxfp8_block_scaling       False: take the recipe ``mxfp8``
 ============================= ==================================================================
@@ -37,6 +38,7 @@ Accelerate (``fp8_config``) have two names of their own (`_SPELLINGS`) and three
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from float8.arguments import did_you_mean
@@ -76,7 +78,7 @@ ANY: Any = None
 _OF_ALL = {
     "fp8_format": ("HYBRID", "E4M3"),  # no hardware multiplies E5M2 by E5M2
     "override_linear_precision": ANY,
-    "backward_override": ("high_precision",),
+    "backward_override": ("high_precision", "dequantized"),
     "fp8_dpa": (False,),
     "fp8_mha": (False,),
     # Only Accelerate has these; how to evaluate is no part of a config.
@@ -94,7 +96,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "Float8CurrentScaling": {"use_power_2_scales": ANY, **_OF_DYNAMIC},
     "Float8BlockScaling": {"use_f32_scales": ANY, **dict.fromkeys(_BLOCK_DIMS), **_OF_DYNAMIC},
-    "MXFP8BlockScaling": {"margin": (0,), "enable_2d_quantization": (False,), **_OF_ALL},
+    "MXFP8BlockScaling": {"margin": (0,), "enable_2d_quantization": ANY, **_OF_ALL},
 }
 
 
@@ -164,7 +166,8 @@ def from_te_recipe(
         interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
         remember_nonfinite=True,
     )
-    if any(c is not None and c.scaling_type is ScalingType.DELAYED for c in fields.values()):
+    casts = [cast for cast in fields.values() if isinstance(cast, CastConfig)]
+    if any(cast.scaling_type is ScalingType.DELAYED for cast in casts):
         fields["delayed_scaling"] = history
     return cls(**fields, enable_amax_init=False)
 
@@ -174,7 +177,9 @@ def _casts(kind: str, recipe: Any, arguments: Mapping[str, Any]) -> list[CastCon
     if kind == "DelayedScaling":
         return [CastConfig(ScalingType.DELAYED)] * 3
     if kind == "MXFP8BlockScaling":
-        return [CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)] * 3
+        mx = CastConfig(granularity=Blockwise(1, 32), scale_format=ScaleFormat.E8M0)
+        square = replace(mx, granularity=Blockwise(32, 32))
+        return [mx, square if arguments.get("enable_2d_quantization") else mx, mx]
     granularities: list[Granularity] = [Tensorwise()] * 3
     is_pow2 = arguments.get("use_power_2_scales")
     if kind == "Float8BlockScaling":
@@ -202,14 +207,15 @@ def _operands(casts: list[CastConfig], arguments: Mapping[str, Any]) -> dict[str
         g = CastConfig(g.scaling_type, g.granularity, E4M3.dtype, g.scale_format)
     off = CastConfig(ScalingType.DISABLED)
     fprop, dgrad, wgrad = arguments.get("override_linear_precision") or (False,) * 3
-    is_off = "backward_override" in arguments
+    override = arguments.get("backward_override")
+    is_off = override == "high_precision"
     dgrad, wgrad = dgrad or is_off, wgrad or is_off
     uses = {
         ("input", "grad_weight"): (x, fprop, wgrad),
         ("weight", "grad_input"): (w, fprop, dgrad),
         ("grad_output", "grad_weight"): (g, dgrad, wgrad),
     }
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"dequantize_in_backward": override == "dequantized"}
     for (operand, gemm), (cast, first_off, second_off) in uses.items():
         first, second = off if first_off else cast, off if second_off else cast
         fields[f"cast_config_{operand}"] = first

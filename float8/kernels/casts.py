@@ -41,10 +41,9 @@ class Orientations(NamedTuple):
 
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the op, a file of
 # gpu/, that casts it. All other casts are plain PyTorch.
+_CAST = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32), (32, 32))
 KERNELS: dict[str, dict[Block, str]] = {
-    family: dict.fromkeys(((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)), "cast")
-    for family in SUPPORT
-    if family.startswith("sm_")
+    family: dict.fromkeys(_CAST, "cast") for family in SUPPORT if family.startswith("sm_")
 }
 # The same of tokens in groups. All others are cast by the definition, which reads ``offs`` on the
 # host.

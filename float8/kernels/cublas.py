@@ -45,7 +45,8 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 
 ALIGNMENT = 16
-_MX: Block = (1, 32)
+MX_SQUARE: Block = (32, 32)
+_MX: tuple[Block, ...] = ((1, 32), MX_SQUARE)
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
 
 
@@ -62,10 +63,13 @@ def multiply(
 ) -> Tensor:
     """`float8.kernels.scaled_mm.scaled_mm` by ``torch._scaled_mm``; odd sizes are padded."""
     rows, columns = a_MK.shape[0], b_NK.shape[0]
-    is_mx = a_block == b_block == _MX
+    is_mx = a_block in _MX and b_block in _MX
     is_blockwise = a_block[1] != WHOLE and not is_mx
     if is_mx:
-        a_scale, b_scale = _mx_scales(a_scale), _mx_scales(b_scale)
+        a_scale, b_scale = (
+            _aligned_vector(scale if scale.dim() == 1 else mx_scales(scale, block, size))
+            for scale, block, size in ((a_scale, a_block, rows), (b_scale, b_block, columns))
+        )
     inner = _missing_of_contraction(b_NK.shape[1], a_block)
     a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
     b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
@@ -153,7 +157,7 @@ def _missing_of_contraction(inner: int, block: Block) -> int:
     A contraction along which scales vary is padded to whole blocks of 128. Padded to a multiple of
     16, torch.compile could not prove its number of scales (see `float8.granularity.ceil_div`).
     """
-    multiple = ALIGNMENT if block[1] in (WHOLE, _MX[1]) else 128
+    multiple = ALIGNMENT if block[1] in (WHOLE, 32) else 128
     return -inner % multiple if inner % ALIGNMENT else 0
 
 
@@ -168,14 +172,17 @@ def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tup
     return data, F.pad(scale, (0, across - scale.shape[1], 0, down - scale.shape[0]), value=1.0)
 
 
-def _mx_scales(scale: Tensor) -> Tensor:
-    """Scales as `swizzled` returns them, which plain ones are not yet."""
+def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
+    """Plain scales of a matrix, or of a stack of them, as `swizzled` returns those of its rows."""
     if scale.dtype != torch.float8_e8m0fnu:
         raise ValueError(
-            f"scaled_mm: hardware multiplies 1x32 blocks with E8M0 scales only, got {scale.dtype}; "
-            "cast with ScaleFormat.E8M0, or set emulate=True"
+            "scaled_mm: hardware multiplies 1x32 and 32x32 blocks with E8M0 scales only, got "
+            f"{scale.dtype}; cast with ScaleFormat.E8M0, or set emulate=True"
         )
-    return _aligned_vector(scale if scale.dim() == 1 else swizzled(scale))
+    if block[-2:] == MX_SQUARE:
+        of_rows = scale.view(torch.uint8).repeat_interleave(32, -2).narrow(-2, 0, rows)
+        scale = of_rows.view(scale.dtype)
+    return swizzled(scale)
 
 
 def _scales_of_rows(

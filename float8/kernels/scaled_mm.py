@@ -47,6 +47,7 @@ _PRODUCTS: dict[tuple[str, str], str] = {
     ("128x128", "1x128"): BLOCKWISE,
     ("1x128", "1x128"): BLOCKWISE,
     ("1x32", "1x32"): MX,
+    ("1x32", "32x32"): MX,  # whose scales are repeated for every row
 }
 # Every architecture with float8 tensor cores that the library knows -> product -> None where
 # torch._scaled_mm runs it, else the reason why not. Sources, in torch 2.11 and 2.13:

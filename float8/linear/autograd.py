@@ -10,6 +10,9 @@ Each GEMM reads its operands with the contraction last, cast as the layer's `Lin
 GEMMs that read one operand share its data where the plan allows it. If a GEMM runs in high
 precision, its casts return the operand unchanged.
 
+With ``dequantize_in_backward`` the last two GEMMs run in high precision: g, not cast, by the
+dequantised operands of the first.
+
 For backward, forward saves the input in float8, in the orientation that grad_weight reads: one byte
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
 casts the weight again, with forward's scale where both casts are the same. A weight that is in
@@ -36,7 +39,12 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
-from float8.linear.float8_weight import Float8Weight, cast_again, weight_of_forward
+from float8.linear.float8_weight import (
+    Float8Weight,
+    cast_again,
+    cast_and_dequantized,
+    weight_of_forward,
+)
 from float8.linear.plan import without_autocast
 from float8.linear.scaling import (
     NOTHING,
@@ -97,10 +105,13 @@ class Float8LinearFunction(torch.autograd.Function):
         With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
         """
         plan = call.plan
-        x8_MK, x8_KM = input_in_float8(x, call, needs(ctx, call, 1), offs)
+        needs_w = needs(ctx, call, 1)
+        x8_MK, x_saved = input_in_float8(x, call, needs_w and not plan.dequantizes, offs)
+        if needs_w and plan.dequantizes:
+            x_saved = x8_MK
         w8_NK, w_saved = weight_of_forward(w_NK, call)
         out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0], offs)
-        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs, None)
+        save(ctx, call, (x, w_NK, bias_N), x_saved, w_saved, offs, None)
         return in_shape_of(x, out_MN)
 
     @staticmethod
@@ -113,8 +124,12 @@ class Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
-        x_KM, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
-        products = products_of_backward(ctx, as_matrix(g), (x_KM, x_scale), w, w_scale, offs)
+        x, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
+        plan = ctx.call.plan
+        x8_KM: Pair = x, x_scale
+        if plan.dequantizes and x is not None:
+            x8_KM = kernels.dequantize(x, x_scale, plan.x.first.block, plan.dtype).t(), None
+        products = products_of_backward(ctx, as_matrix(g), x8_KM, w, w_scale, offs)
         return as_arguments(ctx, *products)
 
 
@@ -249,7 +264,7 @@ def save(
     ctx: Any,
     call: Call,
     arguments: tuple[Tensor, Tensor, Tensor | None],
-    x8_KM: Pair,
+    x_saved: Pair,
     w_saved: Pair,
     offs: Tensor | None,
     factors_1K: Tensor | None,
@@ -258,8 +273,9 @@ def save(
     # Delayed scales too: autograd then detects a sync between forward and backward.
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
     w_saved = w_saved if needs(ctx, call, 0) else NOTHING
-    ctx.save_for_backward(*x8_KM, *w_saved, offs, factors_1K, *scales)
-    ctx.reads = cast_again if call.weight is None else call.weight.reads
+    ctx.save_for_backward(*x_saved, *w_saved, offs, factors_1K, *scales)
+    casts = cast_and_dequantized if call.plan.dequantizes else cast_again
+    ctx.reads = casts if call.weight is None else call.weight.reads
     # Without the weight: FSDP2 may free its memory after the forward.
     ctx.call = Call(call.plan, call.states, call.record, None, call.factors, True)
     x, w, bias = arguments
@@ -268,6 +284,8 @@ def save(
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
     """x_KM, its scale, w, its scale, offs, factors of a smooth input, and delayed scales.
+
+    With ``dequantize_in_backward`` x_MK in place of x_KM.
 
     Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
     """

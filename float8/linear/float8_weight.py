@@ -19,6 +19,7 @@ block of w_NK   scale                 grad_input_MK = g_MN @ w_NK
 =============== ===================== ==========================================================
 whole tensor    (1, 1)                the data's transpose, the same scale
 128x128         (N / 128, K / 128)    the data's transpose, the scale's transpose
+32x32, E8M0     (N / 32, K / 32)      the data's transpose, the scale's transpose
 row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the data's
                 contraction           transpose with a scale of 1
 1x32, E8M0      (N, K / 32)           the dequantised weight is cast along N: exactly, but for
@@ -97,10 +98,17 @@ def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tup
 
 
 def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
-    """Of data and scale of w_NK: dequantised, and cast again."""
+    """Of data and scale of w_NK: dequantised, and cast again where grad_input casts it."""
     plan = call.plan
     w_NK = kernels.dequantize(w_NK, scale, plan.w.first.block, plan.dtype)
     return cast_again(w_NK, None, call, g_MN)
+
+
+def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+    """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
+    plan = call.plan
+    pair = cast_matrix(_rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
+    return dequantized(*pair, call, g_MN)
 
 
 @dataclass(eq=False, slots=True)
@@ -150,7 +158,8 @@ def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
     plan, weight, state = call.plan, call.weight, call.states[1]
     if weight is None:
         w8_NK = cast_matrix(_rounded(w_NK, plan), plan.w.first, state, call.record, None)
-        return w8_NK, (w_NK, w8_NK[1] if plan.w.is_shared else None)
+        keeps_scale = plan.w.is_shared or plan.dequantizes
+        return w8_NK, (w_NK, w8_NK[1] if keeps_scale else None)
     if call.record and weight.amax is not None and state is not None:
         kernels.record_amax(state.current_amax, weight.amax)
     return weight.row_major, weight.transposed
@@ -214,7 +223,7 @@ def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
     if plan.smooth_input:
         return f"its weight is a Float8Tensor, {_KEEPS_FACTORS_OUT}"
-    if plan.w.first is None or plan.w.second is None:
+    if plan.w.first is None or (plan.w.second is None and not plan.dequantizes):
         return (
             "its weight is a Float8Tensor, and this config multiplies weights in high precision; "
             "give the layer weight.dequantize(), or a config that casts weights"
@@ -230,8 +239,7 @@ def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
 def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     """A resident or gathered weight in both orientations; nothing is copied."""
     data, scale, second = weight.float8_data, weight.scale, plan.w.second
-    assert second is not None
-    if scale.dtype != torch.float32:
+    if second is None or (scale.dtype != torch.float32 and not plan.w.is_shared):
         return Float8Weight((data, scale), (data, scale), dequantized)
     scale_t = scale.t()
     if weight.block == TENSORWISE and not second.is_whole:
@@ -266,7 +274,7 @@ def cast_weight(
     The amax is not recorded in ``state``, that of a delayed cast: each forward records it. Returns
     None if a GEMM that reads the weight runs in high precision.
     """
-    if plan.w.first is None or plan.w.second is None:
+    if plan.w.first is None or (plan.w.second is None and not plan.dequantizes):
         return None
     # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
@@ -275,10 +283,14 @@ def cast_weight(
         if state is not None:
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
-        pairs = cast_operand(source.to(plan.dtype), plan.w, state, state is not None)
+        both = not plan.dequantizes
+        pairs = cast_operand(source.to(plan.dtype), plan.w, state, state is not None, True, both)
     # A delayed scale is a buffer, and a cache in place writes its own.
-    w_NK, w_KN = ((data, scale.clone() if state is not None else scale) for data, scale in pairs)
-    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, weight)
+    w_NK, w_KN = (
+        (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
+    )
+    reads = as_it_is if both else dequantized
+    return Float8Weight(w_NK, w_KN if both else w_NK, reads, plan.dtype, amax, weight)
 
 
 # --- resident weights
@@ -291,8 +303,9 @@ def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
 
 def refuses_resident(config: Float8LinearConfig) -> str | None:
     """The reason why weights with this config cannot be resident in float8, or None."""
-    if config.smooth_input:
-        return f"its weight would be in float8, {_KEEPS_FACTORS_OUT}"
+    if config.smooth_input or config.plan.dequantizes:
+        wrong = f"its weight would be in float8, {_KEEPS_FACTORS_OUT}"
+        return wrong if config.smooth_input else None
     output, grad_input = config.plan.output.b, config.plan.grad_input.b
     if output is None or grad_input is None:
         name = "output" if output is None else "grad_input"

@@ -244,12 +244,16 @@ class Float8Linear(Float8Module, nn.Linear):
         parts = [super().extra_repr()]
         if self.config.smooth_input:
             parts.append("smooth_input=True")
+        if self.config.dequantize_in_backward:
+            parts.append("dequantize_in_backward=True")
         for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
             operand = name.removeprefix("cast_")
-            first = Cast(getattr(self.config, f"cast_config_{operand}"), fmt)
+            first = getattr(self.config, f"cast_config_{operand}")
+            if not isinstance(cast, DelayedCast):
+                parts.append(f"{operand}={cast.extra_repr()}")
             # A child's state may belong to the operand's second GEMM, which has another cast.
-            if not isinstance(cast, DelayedCast) or cast.config != first.config:
-                parts.append(f"{operand}={first.extra_repr()}")
+            elif cast.config != first:
+                parts.append(f"{operand}={Cast(first, fmt).extra_repr()}")
         for name, fmt in zip(_OVERRIDES, _FORMATS, strict=True):
             override = getattr(self.config, f"cast_config_{name}")
             if override is not None:

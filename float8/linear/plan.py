@@ -25,6 +25,10 @@ from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
+_ORDER_OF_GROUPS = (
+    "the grouped GEMM of MX formats reads scales in an order of its own, which backward cannot "
+    "dequantise; leave dequantize_in_backward out"
+)
 
 
 def plan_for(
@@ -90,7 +94,10 @@ def bind(
         else:
             name, refusal = kernels.gemm_for(*what)
         align = kernels.group_alignment(name) if grouped else 1
-        swizzled = name not in ("", kernels.PLAIN)
+        on_gpu = name not in ("", kernels.PLAIN)
+        if grouped and on_gpu and plan.dequantizes and a.scale_format.is_e8m0:
+            name, refusal = "", _ORDER_OF_GROUPS
+        swizzled = on_gpu and not plan.dequantizes
         a, b = replace(a, swizzled=swizzled), replace(b, swizzled=swizzled)
         return Gemm(a, b, gemm.use_fast_accum, name, refusal, out_dtype, align, plan.pad)
 

@@ -105,7 +105,7 @@ def refuses_float8_input(
         )
     # A block of several tokens may lie in two groups, which share no scale.
     is_shared = plan.x.is_shared and (cast.is_whole or not plan.is_grouped)
-    if needs_grad_weight and not is_shared:
+    if needs_grad_weight and not is_shared and not plan.dequantizes:
         return (
             "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
             "config casts it a second time, along other rows, which takes the high-precision "

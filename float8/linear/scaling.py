@@ -273,8 +273,8 @@ def transposed(pair: Pair) -> Pair:
 
 
 def transposed_scale(scale: Tensor | None) -> Tensor | None:
-    """The scale of the transposed data; a single one is returned as it is."""
-    return scale if scale is None or scale.numel() == 1 else scale.mT
+    """The scale of the transposed data; a single or swizzled one is returned as it is."""
+    return scale if scale is None or scale.dim() == 1 or scale.numel() == 1 else scale.mT
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:

@@ -27,7 +27,7 @@ from float8.kernels.gpu import (
 )
 from float8.kernels.gpu.blockwise_mm import TILES, Tile
 from float8.kernels.gpu.grouped_mm import BY_128, ONE, ROW, SQUARE
-from float8.kernels.gpu.tiles import MX
+from float8.kernels.gpu.tiles import MX, MX_SQUARE
 from scripts.kernel_tools.forms import Variant, meta, variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -116,6 +116,9 @@ def _cast(M: int, K: int) -> list[Variant]:
         "cast_mx, e4m3, rows": (x, None, MX, E4M3, up, True, *by_rows),
         "cast_mx, e4m3, columns": (x, None, MX, E4M3, up, True, *by_columns),
         "cast_mx, e4m3, rows and columns, floor": (x, None, MX, E4M3, down, True, *both),
+        "cast_mx, e4m3, 32x32, rows and columns": (x, None, MX_SQUARE, E4M3, up, True, *both),
+        "cast_mx, e4m3, 32x32, rows": (x, None, MX_SQUARE, E4M3, up, True, *by_rows),
+        "cast_mx, e4m3, 32x32, columns": (x, None, MX_SQUARE, E4M3, up, True, *by_columns),
         "cast_mx, e4m3, rows, plain scales": (x, None, MX, E4M3, up, False, *by_rows),
         "cast_rowwise, e4m3, rows": (x, None, ROW, E4M3, rounded, False, *by_rows),
         "cast_rowwise, e4m3, rows in chunks": (long, None, ROW, E4M3, rounded, False, *by_rows),

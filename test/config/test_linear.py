@@ -13,7 +13,7 @@ from float8.config import RECIPES, CastConfig, DelayedScalingConfig, Float8Linea
 from float8.formats import E4M3, E5M2
 
 R, B, SQUARE = (cast(block, scales=POW2) for block in (ROW, B1, B128))
-MX8 = cast(MX, scales=E8M0)
+MX8, MX8_2D = (cast(block, scales=E8M0) for block in (MX, (32, 32)))
 T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
 S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
 D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
@@ -26,6 +26,7 @@ PLANS = {
     "rowwise_with_gw_hp": ([R, R, R, cast(TENSOR, scales=POW2), None, None], NONE, OUTPUT),
     "blockwise": ([B, SQUARE, B, SQUARE, B, B], (False, True, False), NONE),
     "mxfp8": ([MX8] * 6, NONE, NONE),
+    "mxfp8_2d": ([MX8, MX8_2D, MX8, MX8_2D, MX8, MX8], (False, True, False), NONE),
     "unit": ([S4, S4, S5, S4, S5, S4], ALL, OUTPUT),
 }
 

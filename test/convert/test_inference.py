@@ -33,7 +33,8 @@ from float8.convert.inference import convert_to_float8_inference, refuses_device
 
 # recipe -> the block and the scale format of a weight
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128), "mxfp8": (1, 32)}
-SCALES = dict(zip(BLOCKS, ("float32", "power_of_two", "power_of_two", "e8m0"), strict=True))
+BLOCKS["mxfp8_2d"] = (32, 32)
+SCALES = dict(zip(BLOCKS, ("float32", "power_of_two", "power_of_two", "e8m0", "e8m0"), strict=True))
 SHAPES = [(48, 160, 96), (1, 16, 16), (5, 123, 7), (130, 257, 131), (3, 1, 1)]
 
 
@@ -156,7 +157,7 @@ def test_static_scales_are_used_and_checked_by_name():
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
     scaled_mm = importlib.import_module("float8.kernels.scaled_mm")
-    arch = "sm_100" if recipe == "mxfp8" else "sm_90"
+    arch = "sm_100" if "mxfp8" in recipe else "sm_90"
     monkeypatch.setattr(scaled_mm, "architecture", lambda index=None: arch)
     assert "out_features=250" in refuses_device(weight, config, gpu)
     assert refuses_device(torch.zeros(256, 128), config, gpu) is None

@@ -331,7 +331,8 @@ def test_ranks_that_differ_get_an_error(rank):
 
 # --- FSDP2
 
-GATHERED = ("tensorwise", "blockwise", "unit")  # both GEMMs of these read one cast of a weight
+# Both GEMMs of these read one cast of a weight.
+GATHERED = ("tensorwise", "blockwise", "mxfp8_2d", "unit")
 
 
 def sharded(model, by_columns=False, **options):
@@ -348,6 +349,7 @@ def sharded(model, by_columns=False, **options):
     [
         ("tensorwise", E, False),
         ("blockwise", E, False),
+        ("mxfp8_2d", E, False),
         ("tensorwise", 1, False),
         ("tensorwise", E, True),
         ("unit", E, True),
@@ -389,7 +391,7 @@ def test_weights_are_gathered_in_float8(rank):
                     p.mul_(0.5)
             with Wire() as wire:
                 after_step(model)
-            assert wire.count("all_reduce") == (gathers and recipe in ("tensorwise", "blockwise"))
+            assert wire.count("all_reduce") == (gathers and recipe in GATHERED[:-1])
             with Wire() as wire:
                 model(x).sum().backward()
             sent.append(wire.bytes("all_gather"))

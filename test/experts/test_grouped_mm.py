@@ -21,7 +21,7 @@ from float8.linear import autograd
 from float8.linear.plan import BOUND, bind
 from float8.linear.refusals import refuses_float8_input
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
 K, N = 96, 160
 SIZES = (7, 0, 130, 1, 40)

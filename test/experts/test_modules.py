@@ -20,7 +20,7 @@ import float8
 from float8 import Float8LinearConfig, convert_from_float8_training, filters, high_precision
 from float8.experts.modules import Float8Experts
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
 ENDS = torch.tensor([9, 9, 30, 37], dtype=torch.int32)
 pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
 

@@ -43,6 +43,7 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.02)
 CONFIGS = {
     "tensorwise": RECIPES["tensorwise"],
     "delayed": RECIPES["delayed"],
+    "dequantised": Float8LinearConfig(dequantize_in_backward=True),
     "static": Float8LinearConfig(STATIC),
 }
 PAIRS = {"norm1": ["q", "k", "v"], "norm2": ["up"]}

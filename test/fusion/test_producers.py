@@ -45,6 +45,7 @@ STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.125)
 CONFIGS = {
     "tensorwise": RECIPES["tensorwise"],
     "delayed": RECIPES["delayed"],
+    "dequantised": Float8LinearConfig(dequantize_in_backward=True),
     "static": Float8LinearConfig(STATIC),
 }
 EVERY_CONFIG = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

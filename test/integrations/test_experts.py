@@ -19,7 +19,7 @@ from transformers.models.mixtral import modeling_mixtral as mixtral
 import float8
 from float8 import Float8LinearConfig, filters
 
-RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit")
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
 pytestmark = pytest.mark.filterwarnings("ignore:recipe .unit.")
 
 MODELS = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")

@@ -7,7 +7,7 @@ fields and defaults of its ``common/recipe/__init__.py`` (2.20.0.dev0). ``Delaye
 
 import copy
 import enum
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +85,11 @@ def test_a_backward_in_high_precision_is_two_overrides():
     assert te(backward_override="high_precision") == spelt
 
 
+def test_a_backward_from_dequantised_operands_is_a_field():
+    expected = replace(te(Float8BlockScaling()), dequantize_in_backward=True)
+    assert te(Float8BlockScaling(), backward_override="dequantized") == expected
+
+
 # --- spellings
 
 
@@ -146,7 +151,12 @@ REFUSED = {
     ),
     "local amaxes": ({"reduce_amax": False}, ValueError, "reduce_amax=False .*: True"),
     "attention": ({"fp8_dpa": True}, ValueError, "fp8_dpa=True .*: False"),
-    "dequantised": ({"backward_override": "dequantized"}, ValueError, "backward_override='deq"),
+    "another backward": ({"backward_override": "fp8"}, ValueError, "backward_override='fp8"),
+    "two backwards": (
+        {"backward_override": "dequantized", "override_linear_precision": (False, True, False)},
+        ValueError,
+        "dequantize_in_backward",
+    ),
     "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "use_mxfp8_block_scaling=True"),
     "torchao": ({"backend": "AO"}, ValueError, "backend='AO' .*: 'TE'"),
     "text as a number": ({"margin": "1"}, TypeError, "margin"),
@@ -286,6 +296,7 @@ class MXFP8BlockScaling:
 
 def test_mx_scaling_is_the_recipe_mxfp8():
     assert te(MXFP8BlockScaling()).plan == RECIPES["mxfp8"].plan
+    assert te(MXFP8BlockScaling(enable_2d_quantization=True)).plan == RECIPES["mxfp8_2d"].plan
     plan = te(MXFP8BlockScaling(fp8_format="HYBRID")).plan
     x, g = (cast(MX, fmt, scales=E8M0) for fmt in (E4M3, E5M2))
     assert casts_of(plan) == [x, x, g, x, g, x]
@@ -306,7 +317,6 @@ def named(kind: str) -> object:
 # (recipe, arguments beside it, what the message says)
 REFUSED_RECIPES = [
     (MXFP8BlockScaling(margin=1), {}, "margin=1 of MXFP8BlockScaling"),
-    (MXFP8BlockScaling(enable_2d_quantization=True), {}, "enable_2d_quantization=True of"),
     (named("NVFP4BlockScaling"), {}, "NVFP4BlockScaling has no counterpart"),
     (
         Float8CurrentScaling(use_power_2_scales=True),

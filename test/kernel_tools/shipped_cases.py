@@ -203,7 +203,11 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast, ("1x128", BOTH)),
         (cast, ("128x128", BOTH)),
         (cast, ("128x128", COLS)),
-        *((cast, ("mx, swizzled", wanted, E4M3, (80, 144), 0)) for wanted in (COLS, ROWS, BOTH)),
+        *(
+            (cast, (f"mx, {kind}swizzled", wanted, E4M3, (80, 144), 0))
+            for kind in ("", "32x32, ")
+            for wanted in (COLS, ROWS, BOTH)
+        ),
         (cast, ("mx, swizzled", BOTH, E4M3, (80, 144), 1)),
         (cast, ("mx", ROWS, E4M3, (80, 144), 0)),
         (cast, ("rowwise", ROWS, E4M3, (16, 2064))),  # a program holds a row of 4096 elements

@@ -126,3 +126,24 @@ def test_the_oracles_bits_and_torchaos_with_the_exceptions_that_are_stated(modes
     same = ~(is_inf | is_zero | rounded.repeat_interleave(32, 1)[:, : x.shape[1]])
     assert same.float().mean() > 0.5 and (same & x.isnan()).any()
     assert_bitwise(ours.float8_data[same], theirs[same])
+
+
+@pytest.mark.parametrize("mode", ["floor", "rceil"])
+def test_one_scale_for_32x32_is_that_of_torchaos_experts(mode):
+    """Of bfloat16, whose amaxes torchao's rounded logarithm takes for what they are."""
+    name = "torchao.prototype.moe_training.kernels.mxfp8.quant"
+    torchao = pytest.importorskip(name)._mxfp8_quantize_reference_3d
+    w = torch.randn(3, 96, 160) * 2.0 ** torch.randint(-20, 20, (3, 96, 1))
+    how = {"block_size": 32, "scale_block_dim1": 32, "scale_block_dim2": 32}
+    w = w.bfloat16()
+    theirs, their_scale = torchao(w, **how, scaling_mode=mode, blocked_scale_output=False)
+    scale_format = {"floor": ScaleFormat.E8M0_FLOOR, "rceil": ScaleFormat.E8M0}[mode]
+    for each, data, scale in zip(w, theirs, their_scale, strict=True):
+        ours = Float8Tensor.from_high_precision(
+            each, E4M3, Blockwise(32, 32), scale_format=scale_format
+        )
+        assert_bitwise(ours.scale, scale.squeeze(-1).view(torch.float8_e8m0fnu), mode, "scale")
+        assert_bitwise(ours.float8_data, data.contiguous(), mode, "data")
+        exact, exact_scale = oracle.quantize(each, (32, 32), E4M3, scale_format)
+        assert_bitwise(ours.float8_data, exact, mode, "data")
+        assert_bitwise(ours.scale, exact_scale, mode, "scale")

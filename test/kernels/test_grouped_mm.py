@@ -221,7 +221,8 @@ def mslk(a, b, scale_a, scale_b, *, offs, out_dtype) -> Tensor:
 
 @pytest.mark.parametrize("sizes", [(5, 0, 130, 33), (128, 64, 32), (0, 0)], ids=str)
 @pytest.mark.parametrize("features", [(160, 48), (144, 130)], ids=str)
-def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypatch):
+@pytest.mark.parametrize("w_block", [MX, (32, 32)], ids=str)
+def test_mx_products_by_torch_are_those_of_each_group(sizes, features, w_block, monkeypatch):
     """Casts and layouts together, with rows in no group; odd features are padded."""
     monkeypatch.setattr(torch, "_scaled_grouped_mm", mslk)
     (K, N), experts, tokens = features, len(sizes), sum(sizes)
@@ -235,10 +236,10 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypat
 
     x8, x_scale, x8_t, x_scale_t = cast(x)
     _, _, g8_t, g_scale_t = cast(g)
-    w8, w_scale, _, _ = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False)
+    w8, w_scale, _, _ = cast_matrices(w, None, w_block, E4M3, "e8m0", True, True, False)
     name = module.TORCH_MX.name
     how = (BF16, 128, False, True)
-    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *MX), *how)
+    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *w_block), *how)
     grad = module.multiply_groups(name, g8_t, g_scale_t, x8_t, x_scale_t, offs, MX, MX, *how)
     assert (out.shape, grad.shape) == ((tokens + 7, N), (experts, N, K))
     for group, (begin, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
@@ -246,12 +247,12 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, monkeypat
         if begin == end:
             assert grad[group].count_nonzero() == 0
             continue
-        for found, a, b in (
-            (out[rows], x[rows], w[group]), (grad[group], g[rows].t(), x[rows].t())
+        for found, a, b, block in (
+            (out[rows], x[rows], w[group], w_block), (grad[group], g[rows].t(), x[rows].t(), MX)
         ):  # fmt: skip
-            parts = [each for m in (a, b) for each in oracle.quantize(m, MX, E4M3, "e8m0")]
-            parts[0], parts[2] = parts[0].view(E4M3), parts[2].view(E4M3)
-            exact = oracle.matmul(parts[0], parts[1], MX, parts[2], parts[3], MX)
+            a8, a_scale = oracle.quantize(a, MX, E4M3, "e8m0")
+            b8, b_scale = oracle.quantize(b, block, E4M3, "e8m0")
+            exact = oracle.matmul(a8.view(E4M3), a_scale, MX, b8.view(E4M3), b_scale, block)
             assert_error_within_baseline(found, exact, exact.to(BF16), replay=(sizes, features))
 
 

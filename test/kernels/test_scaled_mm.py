@@ -22,7 +22,6 @@ from pretend import (
     E4M3,
     E5M2,
     EVERY_PRODUCT,
-    MX,
     PRODUCTS,
     ROW,
     TENSOR,
@@ -247,7 +246,7 @@ def fake_operands(M: int, K: int, N: int, a_block, b_block) -> list[Tensor]:
     parts = []
     for rows, block in ((M, a_block), (N, b_block)):
         parts.append(torch.empty(rows, K, dtype=E4M3, device="cuda"))
-        dtype = torch.float8_e8m0fnu if block == MX else torch.float32
+        dtype = torch.float8_e8m0fnu if block[1] == 32 else torch.float32
         shape = oracle.scale_shape((rows, K), block)
         parts.append(torch.empty(shape, dtype=dtype, device="cuda"))
     return parts

@@ -45,6 +45,7 @@ from float8.config import RECIPES
 
 D, BF16 = 32, torch.bfloat16
 LENGTHS = 0, 1, 2, 7, 16, 34
+BLOCKS = "blockwise", "mxfp8", "mxfp8_2d"
 
 
 def drawn(*values):
@@ -108,7 +109,7 @@ class Composition:
             # DDP takes no DTensor, and weights of tensor-parallel layers are gathered as they are.
             not self.is_tp or self.data not in ("DDP", "FSDP2 in float8"),
             # torch's styles leave DTensors, which scales of blocks do not take.
-            not (self.layers == "torch's TP" and self.recipe in ("blockwise", "mxfp8")),
+            not (self.layers == "torch's TP" and self.recipe in BLOCKS),
             # torch's product of DTensors, which layers in high precision take too, needs tokens.
             not (self.is_tp and any(S == 0 for _, S in self.tokens)) or self.is_all_ours,
             not (self.layers == "torch's TP" and self.convert_first),

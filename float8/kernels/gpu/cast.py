@@ -12,6 +12,7 @@ tensorwise  (1, 1), if it is computed                   none: it is ``scale``
 rowwise     (M, 1)                                      (K, 1)
 1x128       (M, ceil(K / 128)), strides (1, M)          (K, ceil(M / 128)), strides (1, K)
 128x128     ceil((M, K) / 128)                          its transpose, row-major
+32x32       ceil((M, K) / 32)                           its transpose, row-major
 1x32        (M, ceil(K / 32))                           (K, ceil(M / 32))
    swizzled (128 ceil(M / 128) * 4 ceil(K / 128),)      (128 ceil(K / 128) * 4 ceil(M / 128),)
 =========== =========================================== =======================================
@@ -33,7 +34,7 @@ from float8.granularity import WHOLE, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.gpu.launch import Outputs, check_device, new_data, register
 from float8.kernels.gpu.rows import cast_rows
-from float8.kernels.gpu.tiles import BY_128, MX, ROW, TENSOR, TILES, cast_tiles
+from float8.kernels.gpu.tiles import BY_128, MX, MX_SQUARE, ROW, TENSOR, TILES, cast_tiles
 
 
 def _launch(
@@ -74,7 +75,8 @@ def _definition(
         if wanted:
             data.copy_(definition.cast(source, found, block, dtype))
         if its.numel():
-            its.copy_(cublas.swizzled(found) if its.dim() < x.dim() else found)
+            is_swizzled = its.dim() < x.dim()
+            its.copy_(cublas.mx_scales(found, block, source.shape[-2]) if is_swizzled else found)
     return outputs
 
 
@@ -116,10 +118,10 @@ def fused_definition(
 def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
     """Refuse what the kernels would cast by other scales than those asked for."""
     is_e8m0 = scale_format in (definition.E8M0, definition.E8M0_FLOOR)
-    if tuple(block) not in TILES or is_e8m0 != (tuple(block) == MX):
+    if tuple(block) not in TILES or is_e8m0 != (tuple(block) in (MX, MX_SQUARE)):
         raise ValueError(
             f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
-            f"one of {tuple(TILES)}, with E8M0 scales for {MX} alone"
+            f"one of {tuple(TILES)}, with E8M0 scales for {MX} and {MX_SQUARE} alone"
         )
 
 
@@ -130,11 +132,11 @@ def new_scale(
     down, across = scale_shape(shape, (block[0], block[1]))
     if tuple(block) == BY_128:
         return new_data(x, across, down, wanted, torch.float32).mT
-    if tuple(block) != MX:
+    if tuple(block) not in (MX, MX_SQUARE):
         return new_data(x, down, across, wanted, torch.float32)
     if not (swizzled and wanted):
         return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
-    size = cublas.swizzled_size(down, across)
+    size = cublas.swizzled_size(shape[0], across)
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 

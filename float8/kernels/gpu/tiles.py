@@ -12,6 +12,7 @@ rowwise     of whole rows and columns, from a pass before 64 x 128      2 + 2 + 
 1x128       of the tile's rows and columns                128 x 128     2 + 1 + 1
 128x128     of the tile                                   128 x 128     2 + 1 + 1
 1x32        of 32 columns of a row, and the reverse       64 x 128      2 + 1 + 1
+32x32       of squares of the tile                        64 x 128      2 + 1 + 1
 =========== ============================================= ============= ==================
 
 (Both orientations, of a bfloat16 source.) What a tile holds is never read twice, and nothing is
@@ -71,10 +72,12 @@ from float8.kernels.gpu.launch import (
     strides_of,
 )
 
-TENSOR, ROW, BY_128, SQUARE, MX = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32)
+TENSOR, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
+MX, MX_SQUARE = (1, 32), (32, 32)
 # block -> a quarter of the rows of a tile, and the warps of a program
 TILES: dict[Block, tuple[int, int]] = {
     TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE: (32, 8), MX: (16, 4),
+    MX_SQUARE: (16, 4),
 }  # fmt: skip
 
 
@@ -89,6 +92,22 @@ def _store_scales(
 
 
 @triton.jit
+def _exponents(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
+    """`e8m0.scale_from_amax`."""
+    exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)
+    if CARRY:
+        exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
+    return tl.where(amax_bits > 0x7F800000, 255, exponent)
+
+
+@triton.jit
+def _one_over(exponent):
+    """`e8m0.reciprocal`."""
+    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)  # 2^-127 is subnormal
+    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _store_exponents(
     amax_bits, scale_ptr, first_row, row, first_block, block, rows, blocks,
     LARGEST: tl.constexpr, CARRY: tl.constexpr, SWIZZLED: tl.constexpr,
@@ -99,10 +118,7 @@ def _store_exponents(
     (rows, blocks). ``row`` and ``block``, int32, are the place of each scale in the tile; both
     broadcast. Where SWIZZLED the tile may exceed the matrix.
     """
-    exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)  # `e8m0.scale_from_amax`
-    if CARRY:
-        exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
-    exponent = tl.where(amax_bits > 0x7F800000, 255, exponent)
+    exponent = _exponents(amax_bits, LARGEST, CARRY)
     if SWIZZLED:  # see `float8.kernels.cublas.swizzled`
         first = (first_row // 128 * tl.cdiv(blocks, 4) + first_block // 4) * 512
         row += (first_row % 128).to(tl.int32)
@@ -113,8 +129,7 @@ def _store_exponents(
         row, block = first_row + row, first_block + block
         inside = (row < rows) & (block < blocks)
         tl.store(scale_ptr + row * blocks + block, exponent.to(tl.uint8), inside)
-    bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)  # 2^-127 is subnormal
-    return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    return _one_over(exponent)
 
 
 @triton.jit
@@ -156,9 +171,10 @@ def _tiles_kernel(
     IS_MX: tl.constexpr = BLOCK == "1x32"
     ACROSS: tl.constexpr = COLS // 32  # blocks of 1x32 in a tile
     DOWN: tl.constexpr = ROWS_BY_4 // 8  # 8 sets of 4 rows are one
-    # A scale for the whole tile.
-    ONE: tl.constexpr = BLOCK == "tensorwise" or BLOCK == "128x128"  # noqa: PLR1714
-    FITS: tl.constexpr = given_ptr is None and not IS_MX  # E8M0 scales may be rounded down
+    # One scale for both orientations of an element.
+    ONE: tl.constexpr = BLOCK == "tensorwise" or BLOCK == "128x128" or BLOCK == "32x32"  # noqa: PLR1714
+    # E8M0 scales may be rounded down.
+    FITS: tl.constexpr = given_ptr is None and not IS_MX and BLOCK != "32x32"
     tile, e = tile_of_program()
     tiles_k = tl.cdiv(K, COLS)
     group, begin, size, start, first = rows_of_tile(
@@ -234,6 +250,33 @@ def _tiles_kernel(
             if scale_t_ptr is not None:
                 tl.store(scale_t_ptr + tile_k * tl.cdiv(M, ROWS) + tile_m, scale)
             factor = reciprocal(scale, POWER_OF_TWO)
+        elif BLOCK == "32x32":
+            amax = tl.max(tl.max(seen.reshape(DOWN, 8, ACROSS, 32), 3), 1)
+            # The scale of each row of a square where they are swizzled, else of each square.
+            LINES: tl.constexpr = 32 if SWIZZLED else 1
+            down, across = (M + 31) // 32, (K + 31) // 32
+            if scale_ptr is not None:
+                line = tl.arange(0, DOWN * LINES)[:, None]
+                of_rows = tl.broadcast_to(amax[:, None, :], (DOWN, LINES, ACROSS))
+                of_rows = of_rows.reshape(DOWN * LINES, ACROSS)
+                if SWIZZLED:  # the padding is 0
+                    of_rows = tl.where(first + line < M, of_rows, 0)
+                _store_exponents(
+                    of_rows, scale_ptr, first * LINES // 32, line, tile_k * ACROSS,
+                    tl.arange(0, ACROSS)[None, :], down, across, LARGEST, CARRY, SWIZZLED,
+                )  # fmt: skip
+            if scale_t_ptr is not None:
+                line = tl.arange(0, ACROSS * LINES)[None, :]
+                of_columns = tl.broadcast_to(amax[:, :, None], (DOWN, ACROSS, LINES))
+                of_columns = of_columns.reshape(DOWN, ACROSS * LINES)
+                if SWIZZLED:
+                    of_columns = tl.where(tile_k * COLS + line < K, of_columns, 0)
+                _store_exponents(
+                    of_columns, scale_t_ptr, tile_k * COLS * LINES // 32, line, first // 32,
+                    tl.arange(0, DOWN)[:, None], across, down, LARGEST, CARRY, SWIZZLED,
+                )  # fmt: skip
+            factor = _one_over(_exponents(amax, LARGEST, CARRY))[:, None, :, None]
+            factor = tl.broadcast_to(factor, (DOWN, 8, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
         elif IS_MX:
             factor = _store_exponents(
                 tl.max(seen.reshape(DOWN, 8, COLS), 1),
@@ -287,7 +330,7 @@ def cast_tiles(
         scale_format: of scales that are computed.
         scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
         record: a running maximum to record the amax in, float32; tensorwise alone.
-        swizzled: how scales of 1x32 blocks are written.
+        swizzled: how E8M0 scales are written, of 32x32 blocks once for each row.
     """
     data, row_scale, data_t, scale_t = outputs
     (M, K), (rows_by_4, warps) = x.shape[-2:], TILES[block]
@@ -302,7 +345,7 @@ def cast_tiles(
     elif block == ROW:
         amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
     rows = 4 * rows_by_4
-    covered = 128 if block == MX and swizzled else rows  # tiles cover multiples of it
+    covered = 128 if block in (MX, MX_SQUARE) and swizzled else rows  # tiles cover multiples of it
     tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
     launch(
         _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,

@@ -46,6 +46,8 @@ KINDS = {
     "1x128": Kind(BY_128),
     "128x128": Kind((128, 128)),
     "mx": Kind((1, 32), (E8M0, E8M0_FLOOR)),
+    "mx, 32x32": Kind((32, 32), (E8M0, E8M0_FLOOR)),
+    "mx, 32x32, swizzled": Kind((32, 32), (E8M0, E8M0_FLOOR), swizzled=True),
     "mx, swizzled": Kind((1, 32), (E8M0, E8M0_FLOOR), swizzled=True),
 }
 EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
@@ -90,7 +92,8 @@ def check(name, x, dtype, scale_format, wanted, device, replay, records=True):
                     matrix, kind.block, dtype, scale_format
                 )
             if kind.swizzled:
-                its_scale = into_squares(its_scale.view(torch.uint8).cpu()).view(found.dtype)
+                of_rows = its_scale.view(torch.uint8).cpu().repeat_interleave(kind.block[0], 0)
+                its_scale = into_squares(of_rows[: len(matrix)]).view(found.dtype)
             assert_bitwise(found, its_scale, f"{replay}, matrix {e}", "scale")
             assert_bitwise(mine, expected, f"{replay}, matrix {e}", "data")
     if amax is not None:
