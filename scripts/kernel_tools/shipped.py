@@ -166,7 +166,7 @@ def _grouped_mm(M: int, K: int) -> list[Variant]:
     """Each product in its largest tiles, and blockwise ones in that of 4 warps."""
     forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
     for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
-        forms += [(tile, by_tokens, pair, E4M3, False) for tile in TILES[::2]]
+        forms += [(tile, by_tokens, pair, E4M3, False) for tile in TILES[:2]]
         forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
         forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
     for tile in (grouped_mm.WIDE, TILES[0]):

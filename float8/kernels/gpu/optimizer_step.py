@@ -275,7 +275,7 @@ def _launch(
     given["weight_decay"] = known.weight_decay
     p_random, m_random, v_random = (
         r and x is not None and x.dtype != torch.float32
-        for r, x in zip((*at_random, False)[:3], (p, m, v), strict=True)
+        for r, x in zip((*at_random, False, False)[:3], (p, m, v), strict=True)
     )
     groups = max(1, _ELEMENTS // group)
     launch(

@@ -107,8 +107,8 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (PRODUCT, ((5, 123, 7), SAME, (1, 1), None)),
     ],
     "grouped_mm": [
-        (GROUPED, ("tokens", (0, 131, 2), "1x128", SAME, (24, 20), TILES[3], (None, False))),
-        (GROUPED, ("experts", (0, 131, 2), "1x128", SAME, (144, 24), TILES[2], (F16, False))),
+        (GROUPED, ("tokens", (0, 131, 2), "1x128", SAME, (24, 20), TILES[-1], (None, False))),
+        (GROUPED, ("experts", (0, 131, 2), "1x128", SAME, (144, 24), TILES[1], (F16, False))),
         (GROUPED, ("experts", (64, 128, 16), "rowwise", SAME, (144, 70), None, (None, False))),
     ],
 }
