@@ -88,7 +88,7 @@ from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
-from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
+from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product_of
 
 # --- a layer's sizes, and how it is used
 
@@ -256,6 +256,18 @@ RESULT_BYTES = 2
 TILE = 128  # tokens of a group that a grouped GEMM multiplies at a time
 TILES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
+# The part of a dense GEMM's rate that a grouped one reaches: output, grad_input, grad_weight.
+# Measured on an H100, 8 experts of 4,096 tokens (benchmarks/results/h100_2026-11-27/gemms.txt), and
+# assumed elsewhere. Gradients sum in float32 every 128 of the contraction, by Triton's kernel or,
+# rowwise, by torch's. MX and Blackwell's bfloat16: medians of torchao's table for a B200
+# (torchao/prototype/moe_training/README.md).
+GROUPED = {
+    BF16: (0.80, 0.80, 0.80),
+    MX: (0.45, 0.45, 0.45),
+    TENSORWISE: (0.93, 0.53, 0.43),
+    ROWWISE: (0.94, 0.70, 0.69),
+    BLOCKWISE: (0.70, 0.70, 0.43),
+}
 
 
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
@@ -301,6 +313,9 @@ def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") 
         launches, part = 1, busy(rows, columns, device.processors.value)
     else:
         launches, part = 2, shape.M / (shape.M + shape.padding(TILE))
+        is_blackwell = kind == BF16 and device.arch.startswith("sm_10")
+        of_dense = GROUPED[MX if is_blackwell else kind]
+        part *= of_dense[list(gemm_sizes(shape)).index(name)]
     computing = device.products[kind].seconds(2 * shape.M * shape.K * shape.N / part)
     writing = RESULT_BYTES * shape.elements[name] / device.bytes_per_second
     moving = gemm_bytes(kind, shape, name) / device.bytes_per_second

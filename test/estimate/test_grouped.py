@@ -47,10 +47,12 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
     """On an H100: 2 us to fill and drain, 2 us a launch, 3.35 TB/s at 92 %, results last."""
     shape = Shape(tokens, K, N, E)
     x, w, g = tokens * K, E * K * N, tokens * N
-    computing = 2 * (tokens + shape.padding(128)) * K * N / peak + 2e-6
-    for name, read, written in (
-        ("output", x + w, g), ("grad_input", g + w, x), ("grad_weight", g + x, w),
+    of_dense = {BF16: (0.8, 0.8, 0.8), "rowwise": (0.94, 0.7, 0.69)}[kind]
+    for name, read, written, part in (
+        ("output", x + w, g, of_dense[0]), ("grad_input", g + w, x, of_dense[1]),
+        ("grad_weight", g + x, w, of_dense[2]),
     ):  # fmt: skip
+        computing = 2 * (tokens + shape.padding(128)) * K * N / peak / part + 2e-6
         moved = operand * read + 2 * written
         assert gemm_bytes(kind, shape, name) == moved
         moving = moved / 3.35e12 / 0.92
@@ -134,8 +136,8 @@ def test_published_times_are_where_the_docstring_says():
         device = DEVICES["B200"]
         bf16, mx = (layer_seconds(device, shape, p, Use()).total * 1e6 for p in (None, plan))
         assert 1.18 < bf16_us / mx_us < 1.82
-        assert 1.33 < bf16 / mx < 1.58
-        assert 1.7 < bf16_us / bf16 < 2.32 and 1.7 < mx_us / mx < 2.32
+        assert 1.5 < bf16 / mx < 1.75
+        assert 0.85 < bf16_us / bf16 < 1.15 and 0.85 < mx_us / mx < 1.25
 
 
 # --- shapes and models
