@@ -43,7 +43,7 @@ GPUS = {
     "gfx95": "MI350X, MI355X",
 }
 # Where float8's tests and benchmarks have run.
-HAS_RUN = (CPU,)
+HAS_RUN = (CPU, "sm_90")
 CUDA_VERSIONS = ("12.8", "12.9")  # before and since cuBLASLt takes scales of rows and blocks
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TITLES = {

@@ -7,10 +7,8 @@ whose gradient takes 1/16 byte per element of grad_output and two launches where
 columns, and another read in bfloat16; amaxes of weights that an optimizer has recorded.
 
 Float8 copies of an expert's operands for grad_weight are padded to multiples of 16 tokens per group
-(128 for mx). Grouped GEMMs are assumed to reach the efficiency of dense ones, in bfloat16 and in
-float8. Those that torchao measured on a B200 (torchao/prototype/moe_training/README.md) take 1.7
-to 2.3 times as long as predicted, in both; mxfp8 speeds them up 1.19 to 1.81 times, predicted are
-1.34 to 1.57.
+(128 for mx). Grouped GEMMs reach a part of the rate of dense ones (`GROUPED`). torchao's, on a B200
+(torchao/prototype/moe_training/README.md), take 0.9 to 1.25 times as long as predicted.
 
 **GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
 
