@@ -190,7 +190,7 @@ def test_a_cast_that_the_compiler_would_get_wrong_is_refused(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_cuda_graph_replays_the_step(name):
     """Captured by hand: forward and backward read nothing on the host."""
-    skip_if_refused(name)
+    skip_if_refused(CONFIGS[name])
     layer = layer_of(name).to("cuda")
     x = torch.randn(64, 48, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
@@ -224,7 +224,7 @@ def test_cuda_graph_replays_the_step(name):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch captures one to warm up
 def test_reduce_overhead(name):
-    skip_if_refused(name)
+    skip_if_refused(CONFIGS[name])
     layer = layer_of(name).to("cuda")
     compiled = torch.compile(layer, mode="reduce-overhead", fullgraph=True)
     for _ in range(4):

@@ -97,7 +97,7 @@ def test_output_and_gradients_are_those_of_the_quantised_operands(recipe, shape,
 @EVERY_RECIPE
 @pytest.mark.parametrize("shape", [(64, 256, 128), (256, 1024, 512)])
 def test_results_hold_on_float8_tensor_cores(recipe, shape):
-    skip_if_refused(recipe)
+    skip_if_refused(RECIPES[recipe])
     check_layer(recipe, shape, torch.bfloat16, seed=3, device="cuda")
 
 
@@ -109,8 +109,8 @@ def test_few_tokens_run_on_float8_tensor_cores(recipe, tokens):
 
     "By hand" leaves fast accumulation at its default, which products of blocks do not have.
     """
-    skip_if_refused(recipe)
     config = RECIPES["blockwise" if recipe == "by hand" else recipe]
+    skip_if_refused(config)
     if recipe == "by hand":
         config = replace(config, gemm_config_output=GemmConfig(use_fast_accum=True))
     linear = nn.Linear(256, 128, dtype=torch.bfloat16, device="cuda")
