@@ -32,7 +32,8 @@ def run(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
 
 def skip_if_refused(config: Float8LinearConfig) -> None:
     """Skip a test of MX formats on a GPU that does not multiply them."""
-    if config.plan.w.first.block[-1] == 32 and (reason := SUPPORT[architecture()][MX]) is not None:
+    is_mx = config.plan.w.first is not None and config.plan.w.first.block[-1] == 32
+    if is_mx and (reason := SUPPORT[architecture()][MX]) is not None:
         pytest.skip(f"{architecture()} {reason}")
 
 

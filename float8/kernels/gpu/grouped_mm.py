@@ -61,7 +61,6 @@ from float8.kernels.gpu.blockwise_mm import (
     FUSION,
     GROUP,
     STEP,
-    TILES,
     Tile,
     check_operands,
     contract,
