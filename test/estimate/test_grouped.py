@@ -16,7 +16,6 @@ from float8.estimate.roofline import (
     cast_seconds,
     gemm_bytes,
     gemm_seconds,
-    layer_seconds,
     saved_bytes,
 )
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
@@ -111,30 +110,6 @@ def test_saved_bytes_of_experts_by_hand():
     for recipe, saved in expected.items():
         assert saved_bytes(shape, RECIPES[recipe].plan, Use()) == saved, recipe
     assert saved_bytes(shape, None, Use()) == 2 * T * K
-
-
-# M, N, K, groups -> microseconds of bfloat16 and of mxfp8, forward and backward, that torchao
-# publishes of its own grouped GEMMs on a B200 (torchao/prototype/moe_training/README.md).
-PUBLISHED = {
-    (128000, 8192, 5120, 1): (43140.20, 23867.00),
-    (128000, 8192, 5120, 2): (39487.60, 23359.00),
-    (128000, 8192, 5120, 4): (39189.20, 23945.50),
-    (128000, 8192, 5120, 8): (37700.70, 22170.60),
-    (128000, 2048, 7168, 1): (13064.80, 10996.00),
-    (128000, 2048, 7168, 2): (14900.20, 11283.40),
-    (128000, 2048, 7168, 4): (15823.60, 9919.36),
-    (128000, 2048, 7168, 8): (14966.80, 10397.20),
-}
-
-
-def test_published_times_are_where_the_docstring_says():
-    for (M, N, K, E), (bf16_us, mx_us) in PUBLISHED.items():
-        shape, plan = Shape(M, K, N, E), RECIPES["mxfp8"].plan
-        device = DEVICES["B200"]
-        bf16, mx = (layer_seconds(device, shape, p, Use()).total * 1e6 for p in (None, plan))
-        assert 1.18 < bf16_us / mx_us < 1.82
-        assert 1.33 < bf16 / mx < 1.58
-        assert 1.7 < bf16_us / bf16 < 2.32 and 1.7 < mx_us / mx < 2.32
 
 
 # --- shapes and models

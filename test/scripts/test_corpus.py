@@ -45,15 +45,6 @@ def test_copies_empty_and_binary_files_are_left_out(folder: Path) -> None:
     assert len(after.train_files + after.val_files) == len(before.train_files + before.val_files)
 
 
-def test_the_standard_library_is_read_without_its_tests() -> None:
-    library = corpus.load()
-    names = library.train_files + library.val_files
-    assert "json/decoder.py" in names
-    assert not [n for n in names if {"site-packages", "test", "tests"} & set(n.split("/"))]
-    assert len(library.train) > 3_000_000  # a few million bytes at least, in any Python
-    assert 0.04 < len(library.val) / len(library.train) < 0.25
-
-
 def test_batches_are_named_by_seed_and_step_and_targets_are_successors(folder: Path) -> None:
     split = corpus.load(folder)
     batches = [

@@ -1,10 +1,5 @@
 """Training stops and resumes with equal bits; its errors name the fix."""
 
-import json
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,32 +90,6 @@ def test_a_watched_training_has_the_same_losses_and_goes_on_with_its_file(
     assert {row.operand for row in reports[-1].casts} == {"input", "weight", "grad_output"}
 
 
-@slow
-@pytest.mark.usefixtures("full_start")  # as the process that is interrupted
-def test_ctrl_c_in_a_terminal_leaves_a_checkpoint_to_resume(
-    data: Path, tmp_path: Path, options: Options, text: corpus.Corpus
-) -> None:
-    options = replace(options, recipe="delayed", steps=100, eval_interval=10)
-    command = [sys.executable, train_gpt.__file__, *TINY, "--data", str(data)]
-    command += ["--recipe", "delayed", "--steps", "100", "--eval-interval", "10"]
-    command += ["--checkpoint", str(tmp_path / "c.pt"), "--out", str(tmp_path / "out.json")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (tmp_path / "c.pt").exists() and process.poll() is None:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, err
-    assert "continue with the same command and --resume" in out
-    assert not (tmp_path / "out.json").exists()
-
-    assert train_gpt.main([*command[2:], "--resume"]) == 0
-    resumed = json.loads((tmp_path / "out.json").read_text())["runs"][0]
-    whole = Trainer(options, text)
-    assert whole.fit()
-    assert resumed["train_loss"] == whole.history.train_loss
-    assert resumed["final_val_loss"] == whole.history.val_loss[-1][1]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -178,24 +147,6 @@ def test_recipes_start_alike_and_leave_the_head_alone(
     linears = {n: type(m) for n, m in scaled.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linears.pop("head") is torch.nn.Linear
     assert [*linears.values()] == [Float8Linear] * 4
-
-
-@slow
-def test_a_summary_says_what_is_held(options: Options, text: corpus.Corpus) -> None:
-    options = replace(options, steps=1, recipe="tensorwise")
-    sizes = {}
-    for run in ("tensorwise", "tensorwise+saved_activations+float8_adamw", "tensorwise+O2"):
-        trainer = Trainer(replace(options, **savings.parts_of(run)), text)
-        assert trainer.fit()
-        sizes[run] = trainer.summary()
-    plain, ours, level = sizes.values()
-    count = plain["parameters"]
-    assert plain["parameters_mib"] == plain["gradients_mib"] == 4 * count / 2**20
-    assert plain["optimizer_mib"] * 2**20 == pytest.approx(8 * count, rel=0.01)  # and steps
-    assert ours["optimizer_mib"] < 0.4 * plain["optimizer_mib"]
-    assert ours["gradients_mib"] == plain["gradients_mib"] > 1.5 * level["gradients_mib"]
-    assert plain["parameters_mib"] > level["parameters_mib"]
-    assert ours["saved_for_backward_mib"] <= plain["saved_for_backward_mib"]
 
 
 def test_the_model_does_not_see_the_future() -> None:
