@@ -295,3 +295,25 @@ def test_compare_sorts_weights_by_sqnr(plain, fine, tmp_path, capsys):
     assert "13 weights in both, 5 of them with equal values" in out
     assert "float8 by 128x128" in out
     assert run(capsys, "compare", fine, fine)[0] == 0
+
+
+def test_compare_names_missing_keys_other_shapes_and_values_that_are_nan(plain, tmp_path, capsys):
+    tensors = tensors_of("plain")
+    del tensors["model.norm.weight"]
+    tensors["model.extra.weight"] = torch.ones(3)
+    tensors["lm_head.weight"] = torch.ones(2, 160)
+    tensors[f"{Q}.weight"][0, 0] = torch.nan
+    other = write(tmp_path / "other", "plain", tensors)
+    status, out, _ = run(capsys, "compare", plain, other)
+    assert status == 1
+    assert "12 weights in both, 10 of them with equal values" in out
+    for row in (
+        r"model.norm.weight +bfloat16 \(160,\) +missing",
+        r"model.extra.weight +missing +float32 \(3,\)",
+        r"lm_head.weight +bfloat16 \(48, 160\) +float32 \(2, 160\)",
+        rf"{Q}\.weight +bfloat16 .* bfloat16",
+    ):
+        assert re.search(rf"-inf +{row}", out), row
+    assert re.search(rf"-inf +{Q}\.weight", run(capsys, "compare", other, plain)[1])
+    assert run(capsys, "compare", other, other)[0] == 0  # NaN at the same places
+    assert run(capsys, "compare", plain, other, "--at-least", "-1000")[0] == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import logging
 from unittest import mock
 
 import pytest
@@ -27,6 +29,7 @@ from float8.config import RECIPES
 from float8.fusion import (
     LayerNormCast,
     RMSNormCast,
+    norm_fusion,
     register_norm,
     register_norm_pairs,
 )
@@ -129,6 +132,20 @@ def test_one_copy_is_kept_of_what_three_layers_read():
     assert after <= 3 * one_copy + small, "the norm's input in bfloat16, its result in float8"
 
 
+def test_what_was_done_is_said_and_logged_once(caplog):
+    model = converted(keep=("k", "down"))
+    with caplog.at_level(logging.INFO, "float8"):
+        said = str(fuse(model))
+    assert [r.getMessage() for r in caplog.records if "fused" in r.getMessage()] == [said]
+    assert said == (
+        "fused with the cast behind them: 1 norms\n  norm2 -> up\n"
+        "  left alone: norm1: k reads it, a Linear, not a Float8Linear"
+    )
+    again = fuse(model)
+    assert again.fused == [] and again.skipped["norm2"] == "it writes float8 already"
+    assert isinstance(model.norm2, RMSNormCast)
+
+
 def test_a_layer_that_reads_two_norms_joins_all_their_histories():
     class Shared(nn.Module):
         def __init__(self):
@@ -208,6 +225,46 @@ def test_a_model_declares_pairs_and_a_norm_without_has_the_way_out():
         "layers.1.norm1": ["layers.1.q", "layers.1.k", "layers.1.v"],
     }
     model.layers[0](torch.randn(2, 16, D)).sum().backward()
+
+
+def test_a_blocks_type_declares_for_every_model():
+    fusion = fuse(converted(nn.ModuleList([Block(), Block()])))
+    assert len(fusion.fused) == 4 and not fusion.skipped
+    broken = Block()
+    del broken.v
+    assert (
+        "its pairs, of Block: norm pair 'norm1': the model has no layer 'v'"
+        in fuse(broken).skipped[""]
+    )
+    assert dict(fuse(converted(), {"norm1": "q"}).fused)["norm1"] == ["q"]
+
+
+def test_the_declarations_of_the_docstring_fuse_llama():
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    example = norm_fusion.__doc__.split("a type of their own::\n", 1)[1].split("\n\nQwen2")[0]
+    torch.manual_seed(0)
+    size = {"hidden_size": D, "intermediate_size": 2 * D, "num_attention_heads": 2}
+    model = llama.LlamaModel(llama.LlamaConfig(num_hidden_layers=2, vocab_size=16, **size))
+    exact = copy.deepcopy(model).double()
+    apart = converted(copy.deepcopy(model))
+    together = copy.deepcopy(apart)
+    exec(inspect.cleandoc(example), vars(float8.fusion) | vars(llama))
+    try:
+        assert len(fuse(together).fused) == 4
+    finally:
+        del NORM_RULES[llama.LlamaRMSNorm], NORM_PAIRS[llama.LlamaDecoderLayer]
+    ids = torch.arange(16).reshape(2, 8)
+    found, baseline, want = (m(ids).last_hidden_state for m in (together, apart, exact))
+    assert_error_within_baseline(found, want, baseline, 1.05)
+
+
+def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():
+    model = nn.ModuleList([Block(), Block()])
+    model[1].norm2 = model[0].norm2
+    pairs = {"*.norm2": "*.up"}
+    reason = fuse(converted(copy.deepcopy(model), keep=("0.up",)), pairs).skipped["0.norm2"]
+    assert reason == "0.up reads it, a Linear, not a Float8Linear"
+    assert ("0.norm2", ["0.up", "1.up"]) in fuse(converted(model), pairs).fused
 
 
 def test_a_wrong_declaration_is_seen_at_the_first_forward():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from float8.fusion.norm_readers import readers_of_norms
+from float8.fusion.norm_readers import readers_of_norms, resolved
 
 D = 8
 
@@ -39,3 +39,15 @@ def test_a_sequence_that_may_run_in_another_order_says_nothing(how):
 
 
 NAMES = [f"layers.{i}.{part}" for i in (0, 1, 10) for part in ("norm", "at.q", "at.k", "up")]
+
+
+def test_stars_stand_for_one_part_on_both_sides():
+    found = resolved(NAMES, {"layers.*.norm": ["layers.*.at.q", "layers.*.at.k"]})
+    assert found == {
+        f"layers.{i}.norm": [f"layers.{i}.at.q", f"layers.{i}.at.k"] for i in (0, 1, 10)
+    }
+    assert resolved(NAMES, {"norm": "up"}, "layers.1.") == {"layers.1.norm": ["layers.1.up"]}
+    assert resolved(NAMES, {"layers.1*.norm": "layers.1*.up"}).keys() == {
+        "layers.1.norm",
+        "layers.10.norm",
+    }

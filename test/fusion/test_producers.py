@@ -217,6 +217,13 @@ def test_torchs_own_backward_takes_its_arguments(affine, centred):
         assert shapes == [(6, K), *(None if p is None else (K,) for p in (weight, bias))]
 
 
+def test_kernels_run_on_cuda_alone():
+    pytest.importorskip("triton")
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    found = [fusion_autograd.runs_kernel(*of) for of in ((cuda, False), (cuda, True), (cpu, False))]
+    assert found == [True, False, False]
+
+
 @pytest.mark.parametrize("affine", [True, False])
 def test_a_layer_norm_without_bias_or_weight(affine):
     norm = LayerNormCast(K, elementwise_affine=affine, bias=False, config=CONFIGS["static"])
@@ -332,6 +339,18 @@ def test_on_a_gpu_it_is_close_to_the_unfused_chain(kind, config):
 # --- state
 
 
+def test_sync_leaves_results_alone():
+    norm, x = norm_of(CONFIGS["delayed"]), torch.randn(16, K)
+    norm(x)
+    sync_float8_amax_and_scale_history(norm)
+    y = norm(x)
+    before = y.dequantize()
+    norm(3 * x + 1)
+    sync_float8_amax_and_scale_history(norm)
+    assert not torch.equal(y.scale.reshape(()), norm.cast_output.scale)
+    assert_bitwise(y.dequantize().detach(), before.detach())
+
+
 def test_checkpoints_copies_and_pickles():
     norm = norm_of(CONFIGS["delayed"])
     norm(torch.randn(4, K))
@@ -348,6 +367,18 @@ def test_checkpoints_copies_and_pickles():
     gate.load_state_dict(SwiGLUCast(CONFIGS["delayed"]).state_dict())
     norm.cast_output.hidden = True
     assert list(norm.state_dict()) == ["weight"]
+
+
+def test_modules_made_on_meta_run_once_they_have_values():
+    with torch.device("meta"):
+        norm, gate = RMSNormCast(K, config=CONFIGS["delayed"]), SwiGLUCast(CONFIGS["delayed"])
+    assert norm(torch.empty(4, K, device="meta")).shape == (4, K)
+    assert gate(torch.empty(4, K, device="meta")).shape == (4, K // 2)
+    norm.load_state_dict({"weight": torch.ones(K)}, assign=True)
+    assert norm(torch.randn(4, K)).shape == (4, K)
+    with pytest.raises(ValueError, match="SwiGLUCast: input is on cpu, cast_output is not"):
+        gate(torch.randn(4, K))
+    assert gate.to_empty(device="cpu")(torch.randn(4, K)).shape == (4, K // 2)
 
 
 def test_high_precision_is_the_plain_module():

@@ -8,8 +8,9 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+from benchmarks.models import text as texts
 from scripts import demo
-from scripts.training import corpus, curves
+from scripts.training import curves
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
 TINY += ["--device", "cpu", "--eval-batches", "2", "--eval-interval", "2"]
@@ -46,16 +47,13 @@ def test_an_interrupted_demo_resumes_every_recipe_and_reports_it(
     assert {"command", "seed", "git_commit", "torch", "machine", "options"} <= report.keys()
     told = {name: report["options"][name] for name in ("device", "compile", "width", "steps")}
     assert told == {"device": "cpu", "compile": False, "width": 32, "steps": 5}
-    assert {run["text"] for run in report["runs"]} == {corpus.load(data).digest}
+    assert {run["text"] for run in report["runs"]} == {texts.load(data).digest}
     for run in report["runs"]:
         assert [step for step, _ in run["val_loss"]] == [2, 4, 5]
         row = next(line for line in table.splitlines() if line.split()[:1] == [run["recipe"]])
         cells = [f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"]
         assert row.split()[1:3] == cells
     assert (tmp_path / "whole" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    again = tmp_path / "again.png"
-    curves.main([str(tmp_path / "whole" / "demo.json"), "-o", str(again)])
-    assert again.read_bytes() == (tmp_path / "whole" / "demo.png").read_bytes()
 
 
 LOSSES = {

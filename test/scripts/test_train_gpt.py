@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.models import text as texts
 from float8 import Float8Linear, Float8Tensor
 from float8.numerics import load_run
 from scripts import train_gpt
 from scripts.train_gpt import Trainer
-from scripts.training import corpus, gpt, savings
+from scripts.training import gpt, savings
 from scripts.training.options import Options, options_from, parser
 
 slow = pytest.mark.slow
@@ -29,8 +30,8 @@ def options(data: Path, tmp_path: Path) -> Options:
 
 
 @pytest.fixture
-def text(data: Path) -> corpus.Corpus:
-    return corpus.load(data)
+def text(data: Path) -> texts.Text:
+    return texts.load(data)
 
 
 def stop_after(steps: int) -> Callable[[], bool]:
@@ -55,7 +56,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     ],
 )  # fmt: skip
 def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
-    run: str, options: Options, text: corpus.Corpus
+    run: str, options: Options, text: texts.Text
 ) -> None:
     options = replace(options, **savings.parts_of(run))
     assert options.run == run
@@ -75,7 +76,7 @@ def test_resumed_training_equals_uninterrupted_training_bit_for_bit(
 
 @slow
 def test_a_watched_training_has_the_same_losses_and_goes_on_with_its_file(
-    options: Options, text: corpus.Corpus, tmp_path: Path
+    options: Options, text: texts.Text, tmp_path: Path
 ) -> None:
     options = replace(options, recipe="delayed")
     alone = Trainer(options, text)
@@ -98,11 +99,11 @@ def test_a_watched_training_has_the_same_losses_and_goes_on_with_its_file(
         (["--checkpoint", "DIR/file", "--resume"], "file is not a whole checkpoint"),
         (["--checkpoint", "DIR/file/x"], "take another --checkpoint"),
         (["--out", "DIR/file/x"], "take another --out"),
-        (["--width", "100"], "--width 100: float8 products need a multiple of 16"),
-        (["--heads", "3"], "--width 32 is not --heads 3 of even width"),
+        (["--width", "100"], "width 100 must be a multiple of 16"),
+        (["--heads", "3"], "width 32 must be .* of twice the 3 heads"),
         (["--context", "100000"], "one window of --context 100000 needs 100001"),
-        (["--data", "/nowhere"], "/nowhere is not a folder: point --data"),
-        (["--data", "DIR"], "holds 1 text file.*at least two"),
+        (["--data", "/nowhere"], "/nowhere has 0 text files.* give --data"),
+        (["--data", "DIR"], "has 1 text files, but two are needed"),
         (["--ms-amp", "O2"], "take --recipe tensorwise"),
         (["--recipe", "unit", "--optimizer", "float8_adamw"], "recipe unit has u-muP's AdamW"),
         (["--recipe", "tensorwise", "--ms-amp", "O2", "--optimizer", "float8_adamw"],
@@ -123,7 +124,7 @@ def test_bad_input_is_one_line_that_names_the_fix(
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_another_run_is_refused(options: Options, text: corpus.Corpus) -> None:
+def test_a_checkpoint_of_another_run_is_refused(options: Options, text: texts.Text) -> None:
     Trainer(options, text).save()
     assert list(options.checkpoint.parent.iterdir()) == [options.checkpoint]
     for change, message in (
@@ -133,12 +134,10 @@ def test_a_checkpoint_of_another_run_is_refused(options: Options, text: corpus.C
         with pytest.raises(ValueError, match=message):
             Trainer(replace(options, **change, resume=True), text)
     with pytest.raises(ValueError, match="trained on another text"):
-        Trainer(replace(options, resume=True), replace(text, val=text.val.flip(0)))
+        Trainer(replace(options, resume=True), replace(text, held_out=text.held_out.flip(0)))
 
 
-def test_recipes_start_alike_and_leave_the_head_alone(
-    options: Options, text: corpus.Corpus
-) -> None:
+def test_recipes_start_alike_and_leave_the_head_alone(options: Options, text: texts.Text) -> None:
     parameters = dict(Trainer(options, text).model.named_parameters())
     scaled = Trainer(replace(options, recipe="rowwise"), text).model
     assert parameters.keys() == dict(scaled.named_parameters()).keys()
