@@ -26,9 +26,9 @@ With --nproc the recipes of `SHARDED`, or of --recipes, train once in this proce
 many under torchrun and FSDP2, with weights gathered as float8 where the recipe can
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
-Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir;
-`python -m scripts.training.curves` draws a file again. Ctrl-C leaves a checkpoint, and --resume
-goes on from there, with the recipes that were already done.
+Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir.
+Ctrl-C leaves a checkpoint, and --resume goes on from there, with the recipes that were already
+done.
 """
 
 import json
@@ -42,8 +42,10 @@ from tabulate import tabulate
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
+from benchmarks.measuring import picture
+from benchmarks.models import text as texts
 from scripts.train_gpt import Trainer
-from scripts.training import corpus, curves
+from scripts.training import curves
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.curves import base_of, name_of
 from scripts.training.environment import check_writable, environment, write_json
@@ -57,7 +59,7 @@ RECIPES = ("bf16", "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "un
 
 def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
     """One for each seed and recipe; with --resume from its checkpoint, where it has one already."""
-    text, made = corpus.load(options.data), []
+    text, made = texts.load(options.data, standard_library=True), []
     for seed in seeds:
         for recipe in recipes:
             path = folder / f"{recipe}_{seed}_{options.nproc}.pt"
@@ -181,7 +183,7 @@ def report(runs: list[dict[str, Any]], options: Options, folder: Path, first_hal
         runs = (kept["runs"] if kept["options"] == about["options"] else []) + runs
     add_gaps(runs)
     write_json(folder / "demo.json", {**about, "runs": runs})
-    curves.save(runs, folder / "demo.png")
+    picture.save(curves.draw(runs), folder / "demo.png")
     print(f"\n{table(runs)}\n\nnumbers: {folder / 'demo.json'}, curves: {folder / 'demo.png'}")
 
 

@@ -39,7 +39,10 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from scripts.training import corpus, gpt, savings
+from benchmarks.measuring.memory import bytes_of, state_tensors
+from benchmarks.models import text as texts
+from float8 import after_step, inspect_every, ms_amp, saved_activations
+from scripts.training import gpt, savings
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.half_products import HalfProducts
@@ -53,7 +56,6 @@ from scripts.training.options import (
     row_of,
 )
 from scripts.training.parallel import launch, leave, team_of
-from scripts.training.tensors import bytes_of, state_tensors
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
 UNIT_DECAY = 2**-13  # per step, whatever the learning rate (u-muP, arXiv:2407.17465)
@@ -68,8 +70,10 @@ class History:
 
 
 class Trainer:
-    def __init__(self, options: Options, text: corpus.Corpus) -> None:
-        text.check(options.context)
+    def __init__(self, options: Options, text: texts.Text) -> None:
+        if (size := min(len(text.train), len(text.held_out))) <= options.context:
+            needed = f"one window of --context {options.context} needs {options.context + 1}"
+            raise ValueError(f"of the text's files, some have {size} bytes, but {needed}")
         self.options, self.text, self.history = options, text, History()
         self.team, o = team_of(options.nproc, options.device), options
         sizes = gpt.Sizes(o.layers, o.width, o.heads, o.context)
@@ -80,18 +84,18 @@ class Trainer:
         self.unit_scaled = options.recipe in gpt.UNIT
         self.optimizer = self._adamw()
         if options.ms_amp:
-            level = options.ms_amp
-            self.model, self.optimizer = savings.in_level(self.model, self.optimizer, level)
+            # The head keeps its dtypes, as in recipes.
+            self.model, self.optimizer = ms_amp(
+                self.model, self.optimizer, options.ms_amp, module_filter_fn=gpt.is_body
+            )
         if options.saved_activations:
-            savings.save_activations(self.model)
+            saved_activations(self.model).__enter__()  # for the model's life
         self.forward = torch.compile(self.model) if options.compile else self.model
         self.products = HalfProducts if multiplies_slowly(options) else contextlib.nullcontext
         if options.resume:
             self._load()
         self.watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if options.inspect:
-            from float8 import inspect_every
-
             every, path = options.eval_interval, options.inspect
             self.watch = inspect_every(self.model, every, path=path, step=self.step)
 
@@ -127,7 +131,7 @@ class Trainer:
     def validate(self) -> float:
         """The mean loss of the held-out text, in the recipe's own arithmetic."""
         o = self.options
-        batches = self.text.val_batches(o.eval_batches, batch=o.batch, context=o.context)
+        batches = self.text.held_out_batches(o.eval_batches, batch=o.batch, context=o.context)
         self.model.eval()
         with torch.no_grad(), self.products():
             losses = [self._loss(*self.team.part(batch)).item() for batch in batches]
@@ -256,8 +260,6 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.is_float8:
-            from float8 import after_step  # here: the baseline needs nothing but PyTorch
-
             after_step(self.model)
         return self.team.mean(loss.item())[0]
 
@@ -308,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
             check_writable(args.out, "--out")
         if options.nproc > processes():
             return launch(__file__, sys.argv[1:] if argv is None else argv, options.nproc)
-        trainer = Trainer(options, corpus.load(options.data))
+        trainer = Trainer(options, texts.load(options.data, standard_library=True))
     except (ValueError, OSError) as error:
         give_up("train_gpt.py", error)
     with CtrlC() as stop:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from contextlib import AbstractContextManager
 
 import pytest
@@ -285,21 +284,3 @@ def test_a_bad_argument_is_refused_in_words(name):
         if kind not in taken and (found := outcome(function, arguments, argument, make()))
     ]
     assert wrong == []
-
-
-# --- the package's names
-
-
-def test_dir_has_the_lazy_names_and_not_what_the_package_imports():
-    names = set(dir(float8))
-    assert {"ms_amp", "inspect", "optim", "numerics", "unit_scaling"} < names
-    assert set(float8.__all__) < names
-    assert not {"Any", "importlib", "refuse_name"} & names
-
-
-def test_a_star_import_hides_no_module_of_python():
-    assert set(float8.__all__) & sys.stdlib_module_names == set()
-    names: dict[str, object] = {"inspect": inspect}
-    exec("from float8 import *", names)
-    assert names["inspect"] is inspect
-    assert callable(float8.inspect)

@@ -125,17 +125,6 @@ def test_the_wheel_is_the_whole_package(built):
     assert "the float8 authors" in built.of_the_wheel("licenses/LICENSE")
 
 
-def test_the_version_is_in_one_place(built):
-    version = float8.__version__
-    about = email.message_from_string(built.of_the_wheel("METADATA"))
-    assert about["Version"] == version
-    assert built.wheel.name == f"float8-{version}-py3-none-any.whl"
-    others = ["setup.py", "pyproject.toml", "CITATION.cff", "mkdocs.yml", "float8/__init__.py"]
-    assert [name for name in others if version in (ROOT / name).read_text(encoding="utf-8")] == []
-    changes = re.findall(r"^## (\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
-    assert changes[0] == version, "the changelog begins with this version"
-
-
 # --- what an index page shows
 
 

@@ -4,42 +4,28 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.measuring.report import commit, device_name
 from float8.numerics.snapshot import replace_file, try_writing
 from float8.version import __version__
 
 
 def environment(seed: int, device: str) -> dict[str, Any]:
     """The machine, versions and command of a run."""
-    here = Path(__file__).parent
-    git = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    machine = f"{cpu_model()}, {torch.get_num_threads()} threads"
-    if torch.device(device).type == "cuda":
-        machine = torch.cuda.get_device_name(device)
     return {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "seed": seed,
-        "git_commit": commit or None,
+        "git_commit": commit()["commit"],
         "float8": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "machine": machine,
+        "machine": f"{device_name(device)}, {torch.get_num_threads()} threads",
     }
-
-
-def cpu_model() -> str:
-    """The processor's name from /proc/cpuinfo, else from `platform`."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 class NotWritten(OSError):

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 import torch
 
+from benchmarks.measuring.harness import positive
 from scripts.training import savings
 
 # A CPU without matrix units for bf16 multiplies at float32's speed, at best (see half_products.py).
@@ -113,13 +114,6 @@ def parser(description: str) -> argparse.ArgumentParser:
     p.add_argument("--compile", action="store_true", help="torch.compile (needs a C++ compiler)")
     p.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     return p
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
 
 
 def options_from(args: argparse.Namespace) -> Options:

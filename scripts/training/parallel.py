@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.measuring.memory import plain_tensors
 from scripts.training import gpt
-from scripts.training.tensors import plain_tensors
 
 
 class Alone:

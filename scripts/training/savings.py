@@ -17,8 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
+from float8.optim import AdamW
+from float8.unit_scaling import optim as unit_optim
 from scripts.training import gpt
 
 SAVED = "saved_activations"
@@ -79,27 +80,6 @@ def adamw(
     """The optimizer of that name, or u-muP's ("unit"), over the groups."""
     if name == "adamw":
         return torch.optim.AdamW(groups, learning_rate, betas=betas, fused=True)
-    # Here: the baseline needs nothing but PyTorch.
     if name == "unit":
-        from float8.unit_scaling import optim
-
-        return optim.AdamW(groups, learning_rate, betas=betas, fused=True)
-    from float8.optim import AdamW
-
+        return unit_optim.AdamW(groups, learning_rate, betas=betas, fused=True)
     return AdamW(groups, learning_rate, betas=betas, second_moment=OPTIMIZERS[name])
-
-
-def save_activations(model: nn.Module) -> None:
-    """Let the ops of the model's forward save activations in float8."""
-    from float8.activations import saved_activations
-
-    saved_activations(model).__enter__()  # for the model's life: nothing here would end it
-
-
-def in_level(
-    model: nn.Module, optimizer: torch.optim.Optimizer, level: str
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and the optimizer of an MS-AMP level; the head keeps its dtypes, as in recipes."""
-    from float8.ms_amp.ms_amp import ms_amp
-
-    return ms_amp(model, optimizer, level, module_filter_fn=lambda _, fqn: fqn != "head")

@@ -19,20 +19,6 @@ def test_a_second_derivative_is_refused_by_name(function):
     torch.autograd.grad(y, x, create_graph=True)
 
 
-def test_hooks_of_the_user_get_data_and_scale():
-    # torch's save_on_cpu is such a hook.
-    seen = []
-    x = torch.randn(64, 128, requires_grad=True)
-    pack = lambda t: seen.append(t.dtype) or t.clone()  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), saved_activations():
-        y = torch.tanh(x)
-    (found,) = torch.autograd.grad(y.sum(), x)
-    with saved_activations():
-        (expected,) = torch.autograd.grad(torch.tanh(x).sum(), x)
-    assert seen == [torch.float8_e4m3fn, torch.uint8]
-    assert torch.equal(found, expected)
-
-
 def test_relu_treats_nan_and_inf_as_torch_does():
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1.0, -1.0, 2.0])
     x = x.repeat(1024).requires_grad_()

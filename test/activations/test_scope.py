@@ -1,7 +1,6 @@
 """The scope: which ops it changes, which it leaves to torch, and training inside it."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -86,28 +85,6 @@ def test_tensors_of_4096_elements_are_copied_unless_min_size_differs():
         with saved_activations(**options):
             y = torch.tanh(x)
         assert ("SavedCopies" in y.grad_fn.name()) is is_copied, (elements, options)
-
-
-def test_a_copy_made_inside_is_plain():
-    model, x = Net(), torch.randn(256, 64)
-    plain = step(model, model, x)
-    with saved_activations(model):
-        copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
-        for other in (copied, pickled):
-            assert same(step(other, other, x), plain)
-        assert not same(step(model, model, x), plain)
-
-
-def test_scopes_are_left_in_any_order():
-    model, x = nn.Sequential(nn.Tanh()), torch.randn(64, 128, requires_grad=True)
-    first, second = saved_activations(model, fmt=E5M2), saved_activations(model)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__()
-    y = model(x)
-    assert y.grad_fn.saved_tensors[0].dtype == torch.float8_e4m3fn
-    second.__exit__()
-    assert "SavedCopies" not in model(x).grad_fn.name()
 
 
 def test_scopes_nest_and_the_inner_one_is_asked_first():

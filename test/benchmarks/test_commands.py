@@ -48,14 +48,6 @@ def test_a_command_writes_a_result_file(name, tmp_path, monkeypatch):
     assert len(report["table"]) > 2
 
 
-def test_a_unit_scaled_model_is_compared_with_recipe_unit(tmp_path):
-    bench = importlib.import_module("benchmarks.bench_model")
-    options = ["--unit", "--blocks", "1", "--recipes", "unit", *ONCE, "-o", str(tmp_path / "x")]
-    assert bench.main(options) == 0
-    rows = json.loads((tmp_path / "x").read_text())["rows"]
-    assert [row["ratio_to_unit"] == 1 for row in rows] == [False, True]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_within_the_looks_of_its_rule(fault):
     options = bench_alarms.STUDY.parse(["--quick", "--recipes", "--faults", fault])
@@ -63,14 +55,6 @@ def test_a_planted_fault_is_found_within_the_looks_of_its_rule(fault):
     (line,) = bench_alarms.lines([{"run": vars(run), **watch(run)}])
     assert (line["false_alarms"], line["missed"]) == (0, 0)
     assert line["looks_until"] <= line["allowed"]
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "unit"])
-def test_a_healthy_training_has_no_alarm(recipe):
-    options = bench_alarms.STUDY.parse(["--quick", "--faults", "--recipes", recipe])
-    (run,) = bench_alarms.runs_of(options)
-    row = watch(run)
-    assert (run.fault, row["alarms"], row["looks"]) == (HEALTHY, 0, 2)
 
 
 def test_a_study_keeps_what_ended_and_makes_what_lacks(tmp_path, monkeypatch):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 
 import pytest
 import torch
 
-from benchmarks import bench_linear, bench_matmul, bench_model
 from benchmarks.measuring import harness, report
 
 ROOT = report.ROOT
@@ -53,11 +51,6 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
     assert harness.paired_ratio(samples["B"], samples["A"]) == pytest.approx(3.0)
 
 
-def test_ratios_are_paired_within_a_round():
-    # The ratio of medians would be 3 / 2.
-    assert harness.paired_ratio([2.0, 4.0, 3.0], [1.0, 2.0, 3.0]) == 2.0
-
-
 def fail(error: Exception):
     def fn() -> None:
         raise error
@@ -77,23 +70,6 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason():
         "refuses": {"error": "ValueError: sm_80 has no float8 tensor cores more", "refused": True},
         "breaks": {"error": "RuntimeError: boom", "refused": False},
     }
-
-
-def test_a_candidate_that_would_begin_late_is_a_row_that_says_so():
-    """Compiling one may take a minute: those that are ready are timed."""
-    made = []
-
-    def maker(name):
-        return lambda: lambda: made.append(name)
-
-    able, errors = harness.runnable(
-        {name: maker(name) for name in ("base", "quick", "slow")}, lambda: "quick" in made
-    )
-    assert list(able) == ["base", "quick"] == made
-    assert errors == {"slow": {"error": "not measured, for lack of time", "refused": True}}
-    for seconds, late in ((None, False), (1, True), (10**9, False)):
-        options = argparse.Namespace(stop_after=seconds)
-        assert harness.is_late(options) == (late and time.monotonic() - harness.START > 1)
 
 
 COLUMNS = {"name": ("layer", ""), "ms": ("time", ".1f"), "error": ("not run", ".10")}
@@ -127,17 +103,6 @@ def test_a_run_keeps_what_it_measured_and_fails_with_its_rows(tmp_path, capsys):
         row = {"error": "", "refused": error == "refused", "layer": "torchao x" if peer else "x"}
         made = report.run("bench_x", [], options, [row], lambda row: [row], COLUMNS)
         assert made == status, row
-
-
-def test_every_field_of_a_report_is_explained():
-    options = argparse.Namespace(device="cpu", output=None)
-    written = report.write("x", [], options, ROWS, COLUMNS, [TARGET])
-    guide = (ROOT / "benchmarks" / "results" / "README.md").read_text()
-    fields = [*written, *written["environment"], *harness.timing([1.0], [1.0])]
-    fields += [*TARGET, "measured"]
-    for bench in (bench_linear, bench_matmul, bench_model):
-        fields += bench.COLUMNS
-    assert [field for field in fields if f"`{field}`" not in guide] == []
 
 
 @pytest.mark.cuda

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -95,21 +94,6 @@ def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
     split = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=600)
     assert names[0].replace("4.", "3.") in split.filename_to_tensors  # z lies beside c
     assert split.metadata["total_size"] == index["metadata"]["total_size"]
-
-
-def test_one_file_at_a_time_is_mapped_and_no_file_is_written_to(tmp_path):
-    write(tmp_path / "it", some(), max_shard_bytes=300)
-    before = {file: file.read_bytes() for file in (tmp_path / "it").iterdir()}
-    shards = opened(tmp_path / "it")
-    for key in shards.specs:
-        x = shards.stored(key)
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()}
-        assert [file for file in before if str(file) in mapped] == [
-            tmp_path / "it" / shards.specs[key].file
-        ]
-        x.zero_()
-        del x
-    assert {file: file.read_bytes() for file in before} == before
 
 
 # --- what cannot be read
@@ -212,15 +196,6 @@ def test_an_existing_folder_is_refused_before_anything_is_read(tmp_path, monkeyp
     refused(folder, "it is a mount point", overwrite=True)
 
 
-def test_absent_parents_and_empty_folders_are_taken(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty").chmod(0o2770)
-    for folder in ("a/b/c", "empty"):
-        write(tmp_path / folder, some())
-        assert entries(tmp_path / folder) == ["model.safetensors"]
-    assert (tmp_path / "empty").stat().st_mode & 0o7777 == 0o2770
-
-
 def test_overwriting_replaces_the_checkpoint_and_keeps_other_files(tmp_path):
     folder = tmp_path / "it"
     write(folder, some(), max_shard_bytes=300, files={"config.json": "old"})
@@ -252,29 +227,3 @@ def test_a_failing_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
         write(tmp_path / "it", some(), overwrite=True, files={"config.json": "new"})
     assert entries(tmp_path) == ["it"]
     assert (tmp_path / "it/config.json").read_text() == "old"
-
-
-def test_a_folder_that_appears_meanwhile_is_left(tmp_path):
-    def stream():
-        yield from some().items()
-        write(tmp_path / "it", some(), files={"config.json": "theirs"})
-
-    with pytest.raises(OSError, match="not empty"):
-        write_shards(tmp_path / "it", specs_of(some()), stream(), files={"config.json": "ours"})
-    assert (tmp_path / "it/config.json").read_text() == "theirs"
-    assert entries(tmp_path) == ["it"]
-
-
-def test_files_and_folders_are_synced_before_the_name_appears(tmp_path, monkeypatch):
-    synced: list[str] = []
-    fsync = os.fsync
-
-    def watched(descriptor):
-        name = os.readlink(f"/proc/self/fd/{descriptor}")
-        synced.append(re.sub(r"\.new\.\w+\.new", "TEMPORARY", Path(name).name))
-        assert (tmp_path / "new").exists() == (name == str(tmp_path))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", watched)
-    write(tmp_path / "new", some(), files={"config.json": ""})
-    assert synced == ["model.safetensors", "config.json", "TEMPORARY", tmp_path.name]

@@ -14,11 +14,10 @@ pytest.importorskip("compressed_tensors")
 import torch
 from assertions import assert_bitwise
 from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+from compressed_tensors.quantization import QuantizationConfig
 from layout_cases import LAYOUT_CASES, layer_of
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-FINE_GRAINED = {n: c for n, c in LAYOUT_CASES.items() if n.startswith("fine_grained")}
 FORMAT = {n: c for n, c in LAYOUT_CASES.items() if c.name == "compressed_tensors"}
 
 
@@ -46,28 +45,6 @@ def test_fine_grained_refuses_the_lists_that_transformers_misreads(layer, skippe
 
 
 # --- compressed-tensors
-
-
-@pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("tensorwise_static", "FP8"),
-        ("rowwise", "FP8_DYNAMIC"),
-        ("blocks", "FP8_BLOCK"),
-        ("mx", "MXFP8"),
-    ],
-)
-def test_a_scheme_is_the_preset_of_compressed_tensors(name, preset):
-    config = FORMAT[name].quantization_config(["a.up"], ["lm_head"])
-    found = QuantizationConfig.model_validate(config).config_groups["group_0"]
-    expected = preset_name_to_scheme(preset, ["Linear"])
-    for which in ("weights", "input_activations"):
-        of = [getattr(scheme, which).model_dump() for scheme in (found, expected)]
-        fields = set(of[0]) | set(of[1])
-        differing = {f for f in fields if of[0].get(f) != of[1].get(f)}
-        assert differing <= {"observer", "zp_dtype", "scale_dtype"}, (which, of)
-        scale_dtypes = [getattr(scheme, which).scale_dtype for scheme in (found, expected)]
-        assert scale_dtypes[0] == scale_dtypes[1]
 
 
 @pytest.mark.parametrize("name", FORMAT)

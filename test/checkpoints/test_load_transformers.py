@@ -31,39 +31,6 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(TOKENS).logits
 
 
-@pytest.mark.parametrize("weights", ["high_precision", "float8"])
-def test_a_config_of_the_files_does_not_describe_the_loaded_model(weights, tmp_path):
-    """Transformers' save_pretrained would write it, and readers would look for scales."""
-    saved("qwen3", tmp_path / "fp8")
-    read = transformers.AutoConfig.from_pretrained(tmp_path / "fp8")
-    assert read.quantization_config["quant_method"] == "fp8"
-    model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.bfloat16).eval()
-    with pytest.raises(ValueError, match="needs a converted model"):
-        load(model, tmp_path / "fp8", "training")
-    assert hasattr(model.config, "quantization_config")  # nothing changes when it raises
-    model = load(model, tmp_path / "fp8", weights)
-    assert not hasattr(model.config, "quantization_config")
-    if weights == "high_precision":
-        model.save_pretrained(tmp_path / "plain")
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
-        assert again.dtype == torch.bfloat16
-        assert_bitwise(again.eval()(TOKENS).logits, model(TOKENS).logits)
-
-
-def test_a_model_without_memory_loads(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    kind, folder = "llama", tmp_path
-    saved(kind, folder)
-    for weights in ("high_precision", "float8"):
-        with accelerate.init_empty_weights():
-            empty = model_of(kind)
-        model = load(empty, folder, weights)
-        assert not any(x.is_meta for x in (*model.parameters(), *model.buffers()))
-        assert_bitwise(logits(model), logits(load(model_of(kind, seed=4), folder, weights)))
-    model = accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
-    assert_bitwise(logits(model), logits(load(model_of(kind, seed=4), folder, "float8")))
-
-
 @pytest.mark.parametrize("weights", ["high_precision", "float8", "training"])
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
 def test_no_parameter_keeps_what_it_had(recipe, weights, tmp_path):

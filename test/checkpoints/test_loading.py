@@ -23,7 +23,6 @@ from torch import nn
 
 import float8
 from float8 import Float8Linear, Float8LinearConfig, ScalingType, convert_to_float8_training
-from float8.checkpoints import save_pretrained
 from float8.checkpoints.loading import load
 
 E4M3 = torch.float8_e4m3fn
@@ -141,33 +140,6 @@ def test_float8_weights_stay_as_they_are_in_the_files(stored, dtype, meta):
     plain = load(Block(dtype, seed=3), folder)
     # Inputs are rounded to E4M3, about 32 dB, in two layers and beside a residual.
     assert_sqnr_at_least(model(TOKENS), plain(TOKENS), 28)
-
-
-@pytest.mark.parametrize("meta", [False, True])
-def test_what_was_loaded_in_inference_mode_takes_adapters_later(stored, meta):
-    with torch.device("meta" if meta else "cpu"):
-        model = Block()
-    with torch.inference_mode():
-        load(model, stored[1], "float8")
-        expected = model(TOKENS)
-    out = model(TOKENS)
-    assert_bitwise(out, expected)
-    out.sum().backward()
-    assert model.norm.weight.grad is not None
-
-
-@pytest.mark.parametrize("wrapped", ["compiled", "cached"])
-def test_wrapped_models_load(stored, wrapped):
-    plain, folder = load(Block(), stored[1]), stored[1]
-    if wrapped == "compiled":
-        model = torch.compile(Block(seed=3), backend="eager")
-        assert_bitwise(load(model, folder)(TOKENS), plain(TOKENS))
-        return
-    model = convert_to_float8_training(Block(seed=3))
-    with float8.cached_weights(model):
-        model(TOKENS)
-        load(model, folder)
-        assert_bitwise(model(TOKENS), convert_to_float8_training(plain)(TOKENS))
 
 
 def test_a_float8_weight_that_an_embedding_reads_is_dequantised(tmp_path):
@@ -298,22 +270,6 @@ def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, converted):
 # --- training
 
 
-def test_config_converts_all_layers_that_share_a_weight(tmp_path):
-    def tied(seed):
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128), nn.Linear(128, 128))
-        model[2].weight = model[0].weight
-        return model.bfloat16()
-
-    trained = convert_to_float8_training(tied(1), config=config_of("blockwise"))
-    save_pretrained(trained, tmp_path / "it")
-    model = load(tied(2), tmp_path / "it", "training", config=config_of("blockwise"))
-    assert model.float8_conversion.converted == ["0", "1", "2"]
-    assert model[2].weight is model[0].weight
-    x = torch.randn(16, 128, dtype=torch.bfloat16)
-    assert_bitwise(model(x), trained(x))
-
-
 def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
     _, folder = stored
     model = load(Block(seed=2), folder, "training", config=config_of("blockwise"))
@@ -435,14 +391,6 @@ def test_models_that_do_not_fit_the_mode_are_refused(stored, make, weights, conf
     after = bits_of(model)
     assert list(after) == list(before)
     assert all(torch.equal(after[key], x) for key, x in before.items())
-
-
-def test_resident_weights_are_not_loaded_again_and_plain_files_have_none(stored, tmp_path):
-    with pytest.raises(ValueError, match=r"up is in float8 already"):
-        load(load(Block(), stored[1], "float8"), stored[1])
-    state = {k: v for k, v in Block(seed=1).state_dict().items() if k != "head.weight"}
-    with pytest.raises(ValueError, match=r"of which 0 weights are in float8"):
-        load(Block(), write(tmp_path, state, config=None), "float8")
 
 
 def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path):

@@ -26,7 +26,6 @@ from float8.checkpoints import (
     save_pretrained,
 )
 from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED, TRAINING_CAST
-from float8.checkpoints.source import Source
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Rowwise
 
@@ -228,23 +227,6 @@ def test_all_else_is_written_as_it_is_and_once(tmp_path):
     assert config["quantization_config"]["ignore"] == ["head"]
 
 
-def test_layers_in_high_precision_are_listed_with_their_reasons():
-    model = Model()
-    model.extra = nn.Linear(D, 16)
-    model.deep = nn.ModuleDict({"bilinear": nn.Bilinear(4, 4, 4)})
-    model.left = nn.Linear(D, 16)
-    config = Float8LinearConfig.from_recipe_name("blockwise")
-    filter_fn = filters.skip_names("head", "extra")
-    model = float8.convert_to_float8_training(model, config=config, module_filter_fn=filter_fn)
-    model.later = nn.Linear(D, 16)
-    plan = plan_save(model)
-    assert plan.skipped.keys() == {"head", "extra", "later"}
-    assert "skip_names" in plan.skipped["extra"]
-    assert plan.skipped["head"] == "its weight is that of embed"
-    assert plan.skipped["later"] == "it is a Linear that was not converted"
-    assert plan.quantization_config["modules_to_not_convert"] == ["extra", "head", "later"]
-
-
 def test_a_weight_that_an_embedding_reads_stays_whoever_comes_first(tmp_path):
     class HeadFirst(nn.Module):
         def __init__(self):
@@ -290,19 +272,6 @@ def test_wrappers_change_nothing(wrapper, tmp_path, one_rank):
     assert found.keys() == expected.keys()
     for key, x in found.items():
         assert_bitwise(x, expected[key], key)
-
-
-def test_parts_of_a_model_in_memory_only(tmp_path):
-    # A model on the meta device has a plan, and nothing to save.
-    with torch.device("meta"):
-        model = convert(Model(), "blockwise")
-    assert plan_save(model) == plan_save(model_of("blockwise"))
-    with torch.device("meta"):
-        resident = float8.convert_to_float8_inference(convert(Model(), "mxfp8"))
-    assert len(plan_save(resident).layers) == len(LAYERS)
-    with pytest.raises(NotImplementedError, match="meta tensor"):
-        save_pretrained(model, tmp_path / "it")
-    assert entries(tmp_path) == []
 
 
 # --- static inputs
@@ -379,35 +348,3 @@ REFUSED = [
 def test_what_cannot_be_stored_is_refused(make, layout, scales, message):
     with pytest.raises(ValueError, match=message):
         plan_save(make(), layout, input_scales=scales)
-
-
-def test_a_name_of_a_layout_takes_layers_of_several_recipes():
-    assert set(plan_save(mixed(), "fine_grained").layers.values()) == {TRAINING_CAST, CAST_ANEW}
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("inside", [".", "below"])
-def test_the_current_folder_is_not_replaced(inside, overwrite, tmp_path, monkeypatch):
-    (tmp_path / "it/below").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "it" / inside)
-    (tmp_path / "it/below").rmdir() if inside == "." else None
-    with pytest.raises(FileExistsError, match="give"):
-        save_pretrained(model_of(), tmp_path / "it", overwrite=overwrite)
-    assert Path.cwd() == tmp_path / "it" / inside
-    save_pretrained(model_of(), "new")
-    assert entries(Path("new")) == ["config.json", "model.safetensors"]
-
-
-# --- the plan
-
-
-def test_the_plan_says_what_is_written(tmp_path):
-    model = model_of()
-    plan = plan_save(model, max_shard_bytes=50_000)
-    assert save_pretrained(model, tmp_path / "it", max_shard_bytes=50_000) == plan
-    shards = Source(tmp_path / "it")
-    assert plan.tensors == shards.specs
-    sizes = {file: 0 for file in plan.files}
-    for spec in shards.specs.values():
-        sizes[spec.file] += spec.nbytes
-    assert plan.files == sizes and plan.nbytes == sum(sizes.values())

@@ -18,11 +18,6 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.convert import (
-    ModuleRule,
-    register_module_rule,
-)
-from float8.linear import registration
 
 DELAYED = RECIPES["delayed"]
 
@@ -128,17 +123,6 @@ def test_only_filtered_layers_convert_and_the_report_says_why(caplog):
     assert len(caplog.records) == 1 and "head: module_filter_fn" in caplog.records[0].getMessage()
 
 
-def test_a_layer_whose_call_would_not_change_is_left_alone():
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    model[0].forward = model[0].forward  # as tools that wrap forward leave it
-    model[1].compile(backend="eager")
-    nn.utils.parametrizations.weight_norm(model[2])
-    convert_to_float8_training(model)
-    assert model.float8_conversion.converted == ["3"]
-    assert "forward was replaced" in model.float8_conversion.skipped["0"]
-    assert "convert, then compile" in model.float8_conversion.skipped["1"]
-
-
 def test_converting_no_layer_warns():
     with pytest.warns(UserWarning, match="module_filter_fn returned False"):
         convert_to_float8_training(_mlp(), module_filter_fn=lambda m, fqn: False)
@@ -146,32 +130,6 @@ def test_converting_no_layer_warns():
         convert_to_float8_training(nn.ReLU())
     with pytest.warns(UserWarning, match="convert_to_float8_inference converted no layer"):
         convert_to_float8_inference(nn.ReLU())
-
-
-class Conv1D(nn.Module):
-    """As Transformers has it: y = x W + b, with W of (in_features, out_features)."""
-
-    def __init__(self, *shape) -> None:
-        super().__init__()
-        self.nf, self.weight = shape[-1], nn.Parameter(torch.zeros(shape))
-
-
-class GatedExperts(Conv1D):
-    """Named as model libraries name theirs."""
-
-
-class LazyExperts(nn.LazyConv2d):
-    """Its name would be of experts, its weight has no shape yet."""
-
-
-def test_the_report_names_modules_that_hold_matrices_and_are_no_linear_layers():
-    model = nn.ModuleDict({"c_fc": Conv1D(16, 48), "moe": GatedExperts(4, 16, 16)})
-    model.update({"up": nn.Linear(16, 16), "lazy": LazyExperts(4, 1), "conv": nn.LazyConv2d(4, 1)})
-    convert_to_float8_training(model)
-    left = model.float8_conversion.skipped
-    assert "its type is Conv1D" in left.pop("c_fc")
-    assert "its type is GatedExperts" in left.pop("moe")
-    assert not left and model.float8_conversion.converted == ["up"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -238,18 +196,3 @@ def test_copies_of_a_trained_delayed_model_compute_the_same(how):
         other.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(other(x), model(x))
     assert other[0].cast_input.history_ready
-
-
-def test_packages_above_register_module_types():
-    class MyLinear(nn.Linear):
-        pass
-
-    rule = ModuleRule(lambda m, c: None, Float8Linear.from_float)
-    register_module_rule(MyLinear, rule)
-    try:
-        model = convert_to_float8_training(nn.Sequential(MyLinear(16, 16)))
-        assert model.float8_conversion.converted == ["0"]
-        with pytest.raises(ValueError, match="already has a conversion rule"):
-            register_module_rule(MyLinear, rule)
-    finally:
-        del registration.MODULE_RULES[MyLinear]

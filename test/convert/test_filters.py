@@ -80,20 +80,6 @@ def test_the_report_says_which_filter_left_a_layer_out_and_why(leaves_out, reaso
     assert model.float8_conversion.skipped["layers.0"] == reason
 
 
-def test_a_filter_is_called_once_per_layer():
-    calls = []
-
-    def only_the_first(module, fqn):
-        calls.append(fqn)
-        return len(calls) == 1
-
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
-    wanted = all_of(all_of(only_the_first), divisible_by(16))
-    convert_to_float8_training(model, module_filter_fn=wanted)
-    assert calls == ["0", "1"]
-    assert model.float8_conversion.skipped == {"1": "module_filter_fn returned False"}
-
-
 def test_the_report_tells_the_numbers_of_a_measurement():
     plain = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     found = compare(convert_to_float8_training(copy.deepcopy(plain)), torch.randn(16, 32))

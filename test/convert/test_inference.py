@@ -12,21 +12,16 @@ import weakref
 import oracle
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from assertions import assert_bitwise, assert_error_within_baseline, assert_sqnr_at_least
 from shapes import pairs
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from float8 import (
-    CastConfig,
-    DelayedScalingConfig,
     Float8Linear,
     Float8LinearConfig,
     ScalingType,
     convert_from_float8_training,
     convert_to_float8_training,
-    high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.convert.inference import convert_to_float8_inference, refuses_device
@@ -311,35 +306,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(recipe, change, words
     assert_bitwise(model(example()), before)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-@pytest.mark.parametrize("recipe", ["rowwise", "static"])
-def test_a_distributed_checkpoint_holds_the_same_plain_tensors(recipe, tmp_path):
-    def made(seed, *scales):
-        if recipe == "rowwise":
-            return convert_to_float8_inference(mlp(seed=seed), config=config_of("rowwise"))
-        return convert_to_float8_inference(mlp(seed=seed), dict(zip("02", scales, strict=True)))
-
-    model, other, x = made(0, 0.02, 0.005), made(5, 1.0, 1.0), example()
-    state = get_model_state_dict(model)
-    assert set(state) == set(model.state_dict())
-    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    into = get_model_state_dict(other)
-    dcp.load(into, checkpoint_id=tmp_path, no_dist=True)
-    set_model_state_dict(other, into)
-    assert_bitwise(other(x), model(x))
-
-
-def test_the_state_of_high_precision_is_plain():
-    model = resident()
-    with high_precision(model):
-        state, out = model.state_dict(), model[0](example())
-    plain = mlp(seed=9)
-    plain.load_state_dict(state)
-    assert_bitwise(plain[0](example()), out)
-    assert_bitwise(state["0.weight"], model[0].weight.dequantize())
-    assert_bitwise(convert_from_float8_training(model)[0].weight, state["0.weight"])
-
-
 def test_copies_and_dtypes_keep_the_bytes():
     model, x = resident("rowwise"), example()
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
@@ -398,20 +364,3 @@ def test_an_encoder_layer_s_fast_path_never_meets_float8():
             assert_sqnr_at_least(converted(x), model()(x), 20)
     finally:
         torch.backends.mha.set_fastpath_enabled(True)
-
-
-def test_static_inputs_need_no_settings_of_the_history_that_they_replace():
-    delayed = CastConfig(ScalingType.DELAYED)
-    config = Float8LinearConfig(
-        cast_config_input=delayed, delayed_scaling=DelayedScalingConfig(history_len=4)
-    )
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32)), config=config)
-    convert_to_float8_inference(model, {"0": 0.5})
-    assert model[0].cast_input.config == CastConfig(ScalingType.STATIC, static_scale=0.5)
-    assert model[0].config.delayed_scaling == DelayedScalingConfig()
-
-
-def test_what_never_trained_starts_from_no_scale_of_one():
-    te = Float8LinearConfig.from_te_recipe()  # whose trainings do
-    found = convert_to_float8_inference(mlp(), config=te)
-    assert torch.equal(found(example()), resident("delayed")(example()))

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from float8 import Float8Linear, Float8Tensor, sync_float8_amax_and_scale_history
+from float8 import Float8Linear, sync_float8_amax_and_scale_history
 from float8.config import RECIPES
-from float8.distributed.float8_gather import GatheredWeight, KnownAmax, cast_shard
+from float8.distributed.float8_gather import KnownAmax, cast_shard
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +43,3 @@ def test_what_is_not_finite_is_visible_in_the_values(bad):
         layer.weight[0, 0] = bad
     data, scale = cast_of(layer)
     assert not (data.float() * scale).isfinite().all()
-
-
-def test_a_parameter_of_a_gathered_weight_is_one():
-    whole = Float8Tensor.from_high_precision(torch.randn(48, 32), torch.float8_e4m3fn)
-    gathered = GatheredWeight(whole.float8_data, whole.scale, (-1, -1), torch.bfloat16)
-    parameter = nn.Parameter(torch.as_strided(gathered, (48, 32), (32, 1), 0))
-    assert isinstance(parameter, GatheredWeight) and isinstance(parameter, nn.Parameter)
-    assert parameter.dtype == torch.bfloat16
-    assert parameter.float8_data.data_ptr() == whole.float8_data.data_ptr()
-    assert type(torch.zeros_like(parameter)) is torch.Tensor
-    assert type(parameter.t()) is Float8Tensor
-    with pytest.raises(NotImplementedError, match="dequantize"):
-        torch.as_strided(gathered, (24, 32), (32, 1), 0)

@@ -3,9 +3,6 @@
 `test_parallel_training.py` has the bits of training.
 """
 
-import copy
-import pickle
-
 import one_process as one
 import pytest
 import torch
@@ -311,50 +308,6 @@ def test_bits_before_sharding_are_those_of_the_plain_recipe(recipe):
     assert set(reasons) == set([] if recipe in GATHERED else model.float8_conversion.converted)
 
 
-def test_data_gradients_and_attributes_are_shared():
-    plain = nn.Linear(32, 48)
-    plain.weight.grad, plain.weight.tag = torch.randn(48, 32), "tagged"
-    before = plain.weight
-    layer = one.convert(nn.Sequential(plain), "gathered tensorwise")[0]
-    assert isinstance(layer.weight, nn.Parameter)
-    assert layer.weight.plain.data_ptr() == before.data_ptr()
-    assert layer.weight.grad is before.grad and layer.weight.tag == "tagged"
-    assert not hasattr(layer.weight, "_float8_replaced_in")
-
-
-def test_a_model_converts_back():
-    model = make()
-    tied = one.convert(nn.Sequential(*[nn.Linear(16, 16)] * 2), "gathered tensorwise")
-    before = copy.deepcopy(model.state_dict())
-    for m in (model, tied):
-        convert_from_float8_training(m)
-        assert {type(p) for p in m.parameters()} == {nn.Parameter}
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_and_pickles_keep_the_type(duplicate):
-    model, x = make("delayed"), torch.randn(16, 32)
-    other = duplicate(model)
-    assert isinstance(other[0].weight, ShardedWeight) and torch.equal(model(x), other(x))
-    with torch.no_grad():
-        other[0].weight.zero_()
-    assert model[0].weight.any()
-
-
-def test_weights_load_plain_checkpoints_change_dtype_and_come_to_life():
-    saved = {name: value + 1 for name, value in one.make(None).state_dict().items()}
-    models = [make(), make(), make().to("meta").to_empty(device="cpu")]
-    for assign, model in zip((True, False, False), models, strict=True):
-        model.load_state_dict(saved, assign=assign)
-        assert isinstance(model[0].weight, ShardedWeight)
-        assert torch.equal(model[0].weight.plain, saved["0.weight"])
-    weight = models[0][0].weight
-    assert models[0].to(torch.bfloat16)[0].weight is weight
-    assert weight.plain.dtype == torch.bfloat16
-
-
 def test_an_optimizer_from_before_is_refused_at_its_first_step():
     model = one.make(None)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -363,8 +316,3 @@ def test_an_optimizer_from_before_is_refused_at_its_first_step():
     with pytest.raises(RuntimeError, match=r"0.*then build the optimizer"):
         optimizer.step()
     torch.optim.AdamW(model.parameters()).step()
-
-
-def test_precomputing_leaves_other_models_alone():
-    for model in (one.make(None), make(), nn.ReLU()):
-        precompute_float8_dynamic_scale_for_fsdp(model)

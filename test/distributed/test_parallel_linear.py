@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -23,7 +22,6 @@ from float8.distributed.parallel_linear import Float8ParallelLinear, ParallelLin
 from float8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
 )
 
 
@@ -88,22 +86,3 @@ def test_inputs_that_do_not_fit_are_refused_by_the_layers_name(mesh):
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
     with pytest.raises(ValueError, match="0: the input lies on"):
         model(DTensor.from_local(torch.randn(4, 32), other, [Replicate()], run_check=False))
-
-
-def test_in_high_precision_a_rowwise_layer_sends_its_output_alone(mesh):
-    model = _layer(mesh, Float8RowwiseParallel())
-    with CommDebugMode() as sent:
-        model(torch.randn(4, 8)).sum()  # which waits for the output
-    counts = {str(op).rpartition(".")[2]: n for op, n in sent.get_comm_counts().items()}
-    assert counts == {"all_reduce": 1}
-
-
-def test_readers_with_different_casts_are_named(mesh):
-    model = nn.ModuleDict({"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)})
-    for name, recipe in (("q", "tensorwise"), ("k", "rowwise")):
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        model[name] = Float8Linear.from_float(model[name], config, name)
-    style = PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    parallelize_module(model, mesh, style)
-    with pytest.raises(ValueError, match=r"\(q: dynamic tensorwise.*, k: dynamic rowwise"):
-        model(torch.randn(2, 4, 32))

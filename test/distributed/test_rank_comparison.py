@@ -26,8 +26,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.distributed import gathered_weights, rank_comparison
-from float8.distributed.rank_comparison import compare_ranks
+from float8.distributed import gathered_weights
 from float8.linear import delayed
 from float8.linear.scaling import max_over_ranks
 
@@ -140,51 +139,6 @@ def test_other_layers_are_an_error_before_anything_travels(rank):
     parallelize_module(model, mesh, {"layers.k": style})
     message = same_message_of(model, torch.randn(16, 32))
     assert "a layer: cast_config_input is dynamic tensorwise on rank 0" in message
-
-
-@pytest.mark.ranks(4)
-def test_all_ranks_of_a_mesh_get_the_error(rank):
-    """Rank 3 shares no group with rank 0."""
-    mesh = init_device_mesh("cpu", (2, 2), **PAIRS)
-    model = delayed_model(recipe="tensorwise" if rank == 3 else "delayed")
-    message = same_message_of(sync_float8_amax_and_scale_history, model, mesh)
-    assert "layers.a: cast_config_input is delayed tensorwise on rank 0" in message, message
-
-
-@pytest.mark.ranks(4)
-def test_every_rank_gets_the_error_that_one_found(rank):
-    groups = init_device_mesh("cpu", (2, 2)).get_all_groups()
-    own = "rank 2 is out of memory" if rank == 2 else None
-    assert message_of(compare_ranks, groups, {"0": {}}, "", own) == "rank 2 is out of memory"
-
-
-@pytest.mark.ranks(2)
-def test_a_model_is_compared_once(rank):
-    """Eager and compiled, and also a model whose parts are sharded by themselves."""
-    whole = convert_to_float8_training(
-        nn.ModuleList([Layers(), Layers()]),
-        config=replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True),
-    )
-    model, compiled = fully_shard(converted(gathers=True)), fully_shard(converted(gathers=True))
-    run = torch.compile(compiled, backend="eager")
-    parts = [fully_shard(part) for part in whole]
-    for step in range(3):
-        with mock.patch.object(rank_comparison, "compare_ranks") as compare:
-            for each in (model, run, *parts):
-                trained(each)
-            for each in (model, compiled):
-                with torch.no_grad():
-                    for p in each.parameters():
-                        p.mul_(0.5)
-                PRECOMPUTE(each)
-        # Each layer by its first gather, and two models by precompute.
-        assert compare.call_count == (4 * 3 + 2 if step == 0 else 0), step
-
-
-@pytest.mark.ranks(2)
-def test_models_without_float8_values_on_the_wire_may_differ(rank):
-    trained(converted(NAMES[: rank + 1], "rowwise" if rank else "tensorwise"))
-    trained(nn.parallel.DistributedDataParallel(converted(recipe=("rowwise", "unit")[rank])))
 
 
 def orders_of_registration_may_differ(rank):

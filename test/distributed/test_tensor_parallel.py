@@ -7,7 +7,6 @@ recipe and data parallelism around the layers: `test_compositions.py`.
 
 import contextlib
 import copy
-import functools
 from dataclasses import replace
 
 import faults
@@ -32,7 +31,6 @@ from float8 import (
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
-    sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
 from float8.distributed.tensor_parallel import (
@@ -288,33 +286,6 @@ def test_sequences_and_features_that_do_not_divide(rank, plan):
     assert_is_part_of((out, part(expected[1], mesh, 1), grads), expected, mesh, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("plan", ["sequence", "prepared"])
-def test_a_compiled_block_is_one_graph(rank, plan):
-    mesh = all_ranks()
-    x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
-    model = nn.Sequential(parallelized(make_model(), mesh, plan, EXACT["dynamic"]))
-    run = torch.compile(again := copy.deepcopy(model), backend="aot_eager", fullgraph=True)
-    assert_is_part_of(step(again, x, g, run), step(model, x, g), mesh, None)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_a_compiled_sync_is_one_graph(rank):
-    """After the first call, over a given group."""
-    mesh = all_ranks()
-    x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
-    sync, group = sync_float8_amax_and_scale_history, mesh.get_group()
-    model = parallelized(make_model(), mesh, "sequence", EXACT["delayed"])
-    fast, compiled = copy.deepcopy(model), torch.compile(sync, fullgraph=True, backend="aot_eager")
-    for factor, other in ((1, sync), (2, compiled), (3, compiled)):
-        for each, run in ((model, sync), (fast, other)):
-            step(each, factor * x, g)
-            run(each, group)
-        assert_same_buffers(model, fast)
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", ["sequence", "prepared", "prepared, local"])
 def test_in_high_precision_layers_equal_torchs_styles(rank, plan):
@@ -346,22 +317,6 @@ def test_an_input_is_cast_once_for_all_layers(rank, plan):
     found = found.to_local() if isinstance(found, DTensor) else found
     assert torch.equal(found.float8_data.view(torch.uint8), expected.float8_data.view(torch.uint8))
     assert torch.equal(found.scale, expected.scale.reshape(found.scale.shape))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("plan", ["prepared", "prepared, local"])
-def test_layers_in_high_precision_take_a_prepared_input(rank, plan):
-    """They read the dequantised input; its gradient is summed once."""
-    mesh = all_ranks()
-    convert = functools.partial(
-        convert_to_float8_training,
-        config=EXACT["dynamic"],
-        module_filter_fn=lambda m, name: name != "up",
-    )
-    x, g = integers(B, S, K, seed=1), integers(B, S, K, seed=2)
-    model = styled(make_model(), mesh, plan)
-    mine = step(convert(model), part(x, mesh, 1), part(g, mesh, 1))
-    assert_is_part_of(mine, step(convert(make_model()), x, g), mesh, 1)
 
 
 class TakesKeywords(GatedFeedForward):

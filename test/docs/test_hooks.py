@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -49,35 +48,3 @@ def test_a_picture_opens_alone():
 def test_code_is_left_alone():
     code = "```markdown\n[a](../setup.py) ![b](figures/x.png)\n```"
     assert _of(code) == code
-
-
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def accidental_items(markdown: str) -> list[str]:
-    """Lines that Markdown takes for list items: of a paragraph, as "512. ", or nested by 2 or 3.
-
-    GitHub takes items indented by two spaces for nested ones, the site those by four.
-    """
-    found, last = [], 0
-    for line in re.sub(r"^ *```.*?^ *```", "", markdown, flags=re.M | re.S).splitlines():
-        number = re.match(r" *(\d+)\. ", line)
-        is_stray = number is not None and int(number[1]) not in (1, last + 1)
-        if is_stray or re.match(r" {2,3}[-*+] ", line):
-            found.append(line)
-        last = int(number[1]) if number else last
-    return found
-
-
-def test_no_line_is_a_list_item_by_accident():
-    assert {
-        page.name: found for page in PAGES if (found := accidental_items(page.read_text("utf-8")))
-    } == {}
-    assert accidental_items("1. a\n2. b\n\n```\n9. c\n```\n") == []
-    assert accidental_items("- on\n  512. It\n  - b") == ["  512. It", "  - b"]
-
-
-def test_every_picture_of_a_page_has_a_text():
-    for page in PAGES:
-        for text, file in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", page.read_text("utf-8")):
-            assert len(text) > 10, (page, file)

@@ -20,10 +20,6 @@ def section(title: str) -> str:
     return README.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
-def test_it_is_read_in_two_minutes():
-    assert len(README.splitlines()) <= 220
-
-
 def test_every_link_of_this_repository_leads_to_a_file():
     own = [link for link in LINKS if "://" not in link]
     assert own

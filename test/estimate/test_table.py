@@ -8,45 +8,14 @@ import torch
 from torch import nn
 
 from float8.estimate import DEVICES, Figure, estimate
-from float8.estimate.table import MIB
 
 MEASURED = Figure(2e-6, "measured: here")
-
-
-def lines_of(result) -> list[list[str]]:
-    """The cells of the table's rows."""
-    head = str(result).split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in head]
 
 
 def transformer(layers: int) -> nn.Module:
     with torch.device("meta"):
         block = lambda: nn.ModuleDict({"up": nn.Linear(512, 2048), "down": nn.Linear(2048, 512)})  # noqa: E731
         return nn.ModuleDict({"layers": nn.ModuleList(block() for _ in range(layers))})
-
-
-def test_equal_layers_share_a_line():
-    result = estimate(transformer(3), 4096)
-    header, _, up, down, *totals = lines_of(result)
-    assert header[:4] == ["layer", "n", "M,K,N", "bf16 ms"]
-    assert up[:3] == ["layers.*.up", "3", "4096,512,2048"]
-    assert down[:3] == ["layers.*.down", "3", "4096,2048,512"]
-    assert [line[0] for line in totals] == ["all that run", "only those that gain"]
-    assert len(result.rows) == 6
-
-
-def test_numbers_of_a_line_are_those_of_its_row():
-    result = estimate([(8192,) * 3], recipes=["rowwise"])
-    (row,) = result.rows
-    prediction = row.recipes["rowwise"]
-    assert lines_of(result)[2] == [
-        "1",
-        "8192,8192,8192",
-        f"{row.bf16_s * 1e3:.3f}",
-        f"{prediction.seconds.total * 1e3:.3f}",
-        f"{row.bf16_s / prediction.seconds.total:.2f}x",
-        f"{prediction.saved_bytes / MIB:.1f}",
-    ]
 
 
 def test_totals_leave_refused_layers_as_they_are():

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, assert_sqnr_at_least
 from mixtures import EXPERTS, Experts, Mixture, model, tokens
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import float8
-from float8 import Float8LinearConfig, convert_from_float8_training, filters, high_precision
+from float8 import Float8LinearConfig, convert_from_float8_training, high_precision
 from float8.experts.modules import Float8Experts
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
@@ -279,37 +278,6 @@ def test_compiled_to_the_same_bits_whatever_the_routing():
 # --- which modules
 
 
-@pytest.mark.filterwarnings("ignore:.*converted no layer")
-def test_the_filter_is_asked_for_experts():
-    asked = []
-    convert(model(), module_filter_fn=lambda m, fqn: asked.append((type(m), fqn)))
-    assert asked == [(Experts, "0.experts"), (nn.Linear, "0.shared_expert")]
-    done = convert(model(), module_filter_fn=only_experts).float8_conversion
-    assert done.converted == ["0.experts"]
-
-
-@pytest.mark.parametrize(
-    ("chosen", "reason"),
-    [
-        (filters.skip_names("*.experts"), "skip_names"),
-        (filters.divisible_by(64), "in_features=32, out_features=96 and in_features=48"),
-        (filters.min_size(2000), "min_size is 2,000"),
-        (filters.min_features(40, 40), "in_features=32, out_features=96 and in_features=48"),
-        (filters.divisible_by(16), None),
-        (filters.min_size(1536), None),
-        (filters.min_features(32, 32), None),
-    ],
-)
-def test_the_library_s_filters_read_stacked_weights(chosen, reason):
-    wanted = filters.all_of(chosen, only_experts) if reason is None else chosen
-    plain = model()
-    plain[0].shared_expert = nn.Linear(2048, 2048)
-    done = convert(plain, module_filter_fn=wanted).float8_conversion
-    assert ("0.experts" in done.converted) == (reason is None)
-    assert reason is None or reason in done.skipped["0.experts"]
-    assert done.unmatched_patterns == []
-
-
 def test_a_delayed_recipe_leaves_experts_and_says_so():
     with pytest.warns(UserWarning, match=r"experts stay .*: \*\.experts \(2 layers\): delayed"):
         converted = convert(model(blocks=2), "delayed")
@@ -378,11 +346,3 @@ def test_what_replaces_weights_leaves_experts_and_says_so():
     assert why == "it is in float8 already; its weights stay in high precision"
     assert isinstance(frozen[0].experts, Float8Experts)
     assert frozen(x).isfinite().all()
-
-
-def test_fake_modules_are_converted():
-    with FakeTensorMode():
-        module = convert(Experts())
-        out = module(tokens().float(), torch.empty(EXPERTS, dtype=torch.int32))
-    assert isinstance(module, Float8Experts)
-    assert out.shape == tokens().shape

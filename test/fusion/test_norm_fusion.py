@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 from unittest import mock
 
@@ -29,7 +28,6 @@ from float8.config import RECIPES
 from float8.fusion import (
     LayerNormCast,
     RMSNormCast,
-    norm_fusion,
     register_norm,
     register_norm_pairs,
 )
@@ -238,25 +236,6 @@ def test_a_blocks_type_declares_for_every_model():
         in fuse(broken).skipped[""]
     )
     assert dict(fuse(converted(), {"norm1": "q"}).fused)["norm1"] == ["q"]
-
-
-def test_the_declarations_of_the_docstring_fuse_llama():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    example = norm_fusion.__doc__.split("a type of their own::\n", 1)[1].split("\n\nQwen2")[0]
-    torch.manual_seed(0)
-    size = {"hidden_size": D, "intermediate_size": 2 * D, "num_attention_heads": 2}
-    model = llama.LlamaModel(llama.LlamaConfig(num_hidden_layers=2, vocab_size=16, **size))
-    exact = copy.deepcopy(model).double()
-    apart = converted(copy.deepcopy(model))
-    together = copy.deepcopy(apart)
-    exec(inspect.cleandoc(example), vars(float8.fusion) | vars(llama))
-    try:
-        assert len(fuse(together).fused) == 4
-    finally:
-        del NORM_RULES[llama.LlamaRMSNorm], NORM_PAIRS[llama.LlamaDecoderLayer]
-    ids = torch.arange(16).reshape(2, 8)
-    found, baseline, want = (m(ids).last_hidden_state for m in (together, apart, exact))
-    assert_error_within_baseline(found, want, baseline, 1.05)
 
 
 def test_a_norm_that_is_declared_under_two_names_has_the_readers_of_both():

@@ -20,16 +20,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from assertions import assert_bitwise
 from frameworks import Case, adamw, by_accelerate, by_hand
 from fresh import example_of
 from torch import nn
 
-from float8 import Float8Linear, Float8LinearConfig
-from float8.checkpoints import save_pretrained
-from float8.checkpoints.source import Source
+from float8 import Float8LinearConfig
 from float8.config import RECIPES
-from float8.convert.filters import skip_names
 from float8.integrations import accelerate as integration
 from float8.integrations.accelerate import prepare_float8
 
@@ -105,47 +101,11 @@ def test_a_step_with_a_learning_rate_of_0_is_counted():
     assert model[0].cast_input.amax_history[0] > 0
 
 
-def test_what_is_frozen_stays_so_and_an_optimizer_may_hold_the_rest():
-    model = make()
-    model[0].requires_grad_(False)
-    before = model[0].weight.clone()
-    config = replace(RECIPES["delayed"], enable_fsdp_float8_all_gather=True)
-    optimizer = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-    accelerator = accelerator_of(mixed_precision="bf16")
-    model, optimizer = prepare_float8(accelerator, model, optimizer, config)
-    trained = model[2].weight.clone()
-    step(accelerator, model, optimizer)
-    assert torch.equal(model[0].weight, before)
-    assert not torch.equal(model[2].weight, trained)
-    assert [cast.history_ready for cast in model[0].casts] == [True, True, False]
-
-
-def test_a_prepared_model_is_saved_as_a_float8_checkpoint(tmp_path):
-    model, accelerator = make(), accelerator_of(mixed_precision="bf16")
-    model, optimizer = prepare_float8(accelerator, model, adamw(model), "delayed")
-    step(accelerator, model, optimizer)
-    save_pretrained(model, tmp_path / "float8")
-    source = Source(tmp_path / "float8")
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
-    assert set(source.layers) == set(layers)
-    for name, layer in layers.items():
-        found = source.layer(name, layer.weight.dtype)[0]
-        assert_bitwise(found.scale, layer.cast_weight.scale.reshape(1, 1))
-        assert_bitwise(found.dequantize(), layer.cast_weight(layer.weight.detach()).dequantize())
-
-
 def test_what_builds_an_optimizer_is_given_the_converted_parameters():
     model = make()
     build = functools.partial(torch.optim.SGD, lr=0.1)
     model, optimizer = prepare_float8(accelerator_of(), model, build, GATHERING)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
-
-
-def test_a_filter_leaves_layers_out():
-    model = make()
-    optimizer = adamw(model)
-    model, _ = prepare_float8(accelerator_of(), model, optimizer, module_filter_fn=skip_names("2"))
-    assert [type(model[i]) is nn.Linear for i in (0, 2)] == [False, True]
 
 
 def test_evaluates_as_te_recipe_kwargs_say(monkeypatch):

@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-import warnings
 from dataclasses import replace
-from importlib import metadata
 
 import pytest
 import torch
 from torch import nn
 
 from float8 import (
-    Float8LinearConfig,
-    RMSNormCast,
     convert_to_float8_training,
-    fuse_norms,
 )
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.integrations.conversion import Adapter, as_config, warn_of_version
+from float8.integrations.conversion import Adapter
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
 
 
 def make():
     return nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 16))
-
-
-def test_how_to_evaluate_is_no_part_of_a_config():
-    assert as_config(None) is None
-    assert as_config("rowwise") == RECIPES["rowwise"]
-    for wanted in (False, True):
-        adapter = Adapter({"use_autocast_during_eval": wanted})
-        assert adapter.config == Float8LinearConfig.from_te_recipe()
-        assert adapter.float8_in_evaluation == wanted
-    assert not any(Adapter(c).float8_in_evaluation for c in ({}, None, "delayed", GATHERING))
 
 
 def test_an_optimizer_follows_replaced_parameters_with_its_states():
@@ -63,33 +46,6 @@ def test_an_optimizer_follows_replaced_parameters_with_its_states():
     before = model[0].weight.plain.clone()
     optimizer.step()
     assert not torch.equal(model[0].weight.plain, before)
-
-
-# --- versions
-
-
-@pytest.mark.parametrize(
-    ("version", "warns"),
-    [
-        ("0.9.9", True),
-        ("1.2", False),
-        ("1.2.0", False),
-        ("1.10.3", False),
-        ("1.11.0", True),
-        ("1.11", True),
-        ("2.0.dev1", True),
-    ],
-)
-def test_a_version_outside_the_tested_range_is_named_with_it(monkeypatch, version, warns):
-    monkeypatch.setattr(metadata, "version", lambda package: version)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn_of_version("framework", "1.2", "1.11")
-    assert bool(caught) == warns
-    if warns:
-        text = str(caught[0].message)
-        assert ">= 1.2, < 1.11" in text
-        assert version in text
 
 
 # --- evaluation
@@ -132,16 +88,6 @@ def test_a_part_that_is_called_by_itself_evaluates_as_the_model_does(case):
     assert torch.equal(layer(x), quantised)
 
 
-def test_copies_and_pickles_evaluate_as_the_model_does(case):
-    model, x, plain, quantised = case
-    model.eval()
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(x), quantised)
-        with torch.no_grad():
-            assert torch.equal(copied(x), plain)
-            assert torch.equal(model(x), plain)
-
-
 def test_compiled_in_one_graph(case):
     model, x, plain, quantised = case
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -149,15 +95,3 @@ def test_compiled_in_one_graph(case):
         assert torch.equal(compiled.train()(x), quantised)
         with torch.no_grad():
             assert torch.equal(compiled.eval()(x), plain)
-
-
-def test_a_norm_that_is_fused_later_evaluates_as_its_consumers_do():
-    model = nn.Sequential(nn.RMSNorm(32), nn.Linear(32, 16)).eval()
-    x = torch.randn(16, 32)
-    plain = model(x)
-    convert_to_float8_training(model)
-    Adapter().convert(model)
-    fuse_norms(model)
-    assert isinstance(model[0], RMSNormCast)
-    with torch.no_grad():
-        assert torch.equal(model(x), plain)

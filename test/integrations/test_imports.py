@@ -45,14 +45,6 @@ def test_an_integration_imports_no_framework_but_its_own(name):
     assert imported_by(source) & set(FRAMEWORKS) == {name}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_integrations_do_not_import_each_other(path):
-    nodes = ast.walk(ast.parse(path.read_text()))
-    modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    others = {f"float8.integrations.{name}" for name in INTEGRATIONS}
-    assert modules & others == set()
-
-
 def test_every_extra_has_its_file_and_every_file_its_extra():
     # The file of torchao translates configs without importing it.
     assert extras() == {*INTEGRATIONS, "torchao"} == set(FRAMEWORKS)

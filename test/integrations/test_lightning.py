@@ -5,20 +5,14 @@
 
 from __future__ import annotations
 
-import pickle
-
 import pytest
 import torch
 from fresh import example_of
 from one_process import assert_same_model
 from torch import nn
 
-import float8
 from float8 import (
-    CastConfig,
-    Float8Linear,
     Float8LinearConfig,
-    ScalingType,
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
@@ -137,24 +131,6 @@ def test_bf16_true_equals_the_bare_loop_in_bfloat16():
     assert_same_model(model, expected, "Fabric")
 
 
-def test_the_filter_sees_names_and_the_config_is_taken():
-    config = Float8LinearConfig.from_recipe_name("rowwise")
-    module = Module()
-    fit(module, Float8Precision(config, module_filter_fn=lambda m, fqn: fqn != "model.2"))
-    assert type(module.model[0]) is Float8Linear
-    assert module.model[0].config is config
-    assert type(module.model[2]) is nn.Linear
-
-
-def test_a_plugin_can_be_pickled_for_spawned_processes():
-    plugin = Float8Precision("delayed", precision="bf16-true")
-    fit(Module(), plugin)
-    copied, module = pickle.loads(pickle.dumps(plugin)), Module()
-    fit(module, copied)
-    assert module.model[0].cast_input.history_ready
-    assert module.model[0].weight.dtype is torch.bfloat16
-
-
 def test_two_optimizers_each_move_the_histories_of_their_own_layers():
     class TakesTurns(Module):
         automatic_optimization = False
@@ -186,14 +162,6 @@ def test_evaluation_is_in_high_precision_unless_asked_otherwise(float8_in_evalua
         high, low = plain(x), low(x)
     assert not torch.equal(high, low)
     assert torch.equal(module.evaluated[0], low if float8_in_evaluation else high)
-
-
-def test_another_model_may_be_evaluated_after_training():
-    trainer = fit(Module(), Float8Precision("delayed"))  # whose optimizer the Trainer keeps
-    loaded = Module()
-    trainer.validate(loaded, data(3), verbose=False)
-    assert type(loaded.model[0]) is Float8Linear
-    assert len(loaded.evaluated) == len(batches(3))
 
 
 # --- checkpoints
@@ -248,56 +216,6 @@ def test_the_monitor_inspects_every_nth_batch_and_changes_nothing(tmp_path):
     again = Float8Monitor(n=4, path=file)  # a resumed run continues its file
     fit(Module(), Float8Precision("delayed"), tmp_path / "a.ckpt", max_epochs=2, callbacks=[again])
     assert [report.step for report in load_run(file)] == [0, 4, 8]
-
-
-def test_alarms_are_logged_and_may_stop_the_training(caplog):
-    config = Float8LinearConfig(
-        cast_config_input=CastConfig(ScalingType.STATIC, static_scale=2**-15)
-    )
-
-    class Alarmed(Exception):
-        pass
-
-    def stop(alarm):
-        raise Alarmed(str(alarm))
-
-    logger = Metrics()
-    options = {"logger": logger, "log_every_n_steps": 1}
-    fit(Module(), Float8Precision(config), callbacks=[Float8Monitor(n=1)], **options)
-    counts = [m["float8/alarms"] for m in logger.recorded.values() if "float8/alarms" in m]
-    assert counts[0] > 0
-    assert any("alarm at step 0: saturation: model.0" in line for line in caplog.messages)
-    monitor = Float8Monitor(n=1, on_alarm=stop)
-    with pytest.raises(Alarmed, match="saturation: model"):
-        fit(Module(), Float8Precision(config), callbacks=[monitor], **options)
-    assert monitor.alarms[0].started == 0
-
-
-def test_names_under_fabric_are_those_of_the_model():
-    fabric = Fabric(plugins=Float8Precision(), accelerator="cpu", devices=1)
-    model, x = fabric.setup(network()), batches(0)[0]
-    with float8.inspect(model) as report:
-        fabric.backward(loss_of(model, x))
-    layers = {n for n, m in model.module.named_modules() if isinstance(m, Float8Linear)}
-    assert {row["layer"] for row in report.rows()} == layers != set()
-    assert report.model == type(model.module).__name__
-    keep = float8.accurate_layers(report, min_sqnr=-100.0)
-    assert all(keep(None, prefix + fqn) for prefix in ("", "_forward_module.") for fqn in layers)
-
-
-def test_the_monitor_stops_where_a_batch_does_not_end():
-    class Stumbles(Module):
-        def training_step(self, batch, batch_idx):
-            super().training_step(batch, batch_idx)
-            raise KeyError("stumbled")
-
-    module, monitor = Stumbles(), Float8Monitor(n=1)
-    with pytest.raises(KeyError, match="stumbled"):
-        fit(module, Float8Precision(), callbacks=[monitor])
-    assert {row["operand"] for row in monitor.report.rows()} == {"input", "weight"}
-    before = monitor.report.rows()
-    module(batches(0)[0])
-    assert monitor.report.rows() == before
 
 
 # --- what cannot be

@@ -1,6 +1,6 @@
 """A torchao config arrives at casts that give torchao's own codes, products and gradients."""
 
-from dataclasses import field, fields, make_dataclass, replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -139,27 +139,6 @@ def test_a_layer_of_torchao_is_left_alone():
     ao.convert_to_float8_training(model)
     with pytest.warns(UserWarning, match="0: its type is Float8Linear, not nn.Linear"):
         convert_to_float8_training(model)
-
-
-def test_a_field_of_a_later_torchao_is_refused_where_it_is_set():
-    later = make_dataclass(
-        "Later",
-        [("sparsity", int, field(default=0))],
-        bases=(ao.Float8LinearConfig,),
-        frozen=True,
-    )
-    assert ours(later()) == ours(ao.Float8LinearConfig())
-    with pytest.raises(ValueError, match="torchao's sparsity=2 has no counterpart"):
-        ours(later(sparsity=2))
-
-
-@pytest.mark.parametrize("name", ["scaling_type", "scaling_granularity"])
-def test_a_kind_of_scaling_that_is_not_known_is_refused(name):
-    config = ao.Float8LinearConfig()
-    object.__setattr__(config, "cast_config_weight", AoCast())
-    object.__setattr__(config.cast_config_weight, name, "later")
-    with pytest.raises(ValueError, match=r"cast_config_weight.*='later' has no counterpart"):
-        ours(config)
 
 
 @pytest.mark.parametrize("config", [Float8LinearConfig(), "rowwise", None])

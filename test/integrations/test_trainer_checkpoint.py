@@ -43,18 +43,6 @@ def test_the_folder_has_the_weights_that_were_trained(recipe, layout, tmp_path, 
     assert not torch.equal(head, llama().lm_head.weight)
 
 
-def test_scales_of_inputs_are_those_of_the_training(tmp_path, capsys):
-    trainer = trained(tmp_path, "delayed", "modelopt")
-    assert main(["inspect", str(tmp_path / "float8")]) == 0
-    assert "ModelOpt()" in capsys.readouterr().out
-    from safetensors.torch import load_file
-
-    tensors = load_file(tmp_path / "float8" / "model.safetensors")
-    up = trainer.model.model.layers[0].mlp.up_proj
-    found = tensors["model.layers.0.mlp.up_proj.input_scale"]
-    assert torch.equal(found.reshape(()), up.cast_input.scale)
-
-
 def test_what_would_fail_after_the_training_fails_before_it(tmp_path):
     (tmp_path / "float8").mkdir()
     (tmp_path / "float8" / "notes").write_text("mine")

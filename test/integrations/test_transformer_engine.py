@@ -118,17 +118,6 @@ def test_the_block_of_an_accelerate_file_is_understood():
     assert te(ACCELERATE) == te(**ACCELERATE) == expected
 
 
-def test_accelerates_own_object_is_understood():
-    """Every field of the installed one, filled in: to make it asks for TransformerEngine."""
-    accelerate = pytest.importorskip("accelerate.utils.dataclasses")
-    kwargs = object.__new__(accelerate.TERecipeKwargs)
-    values = {**ACCELERATE, "amax_history_len": 32, "amax_compute_algo": "most_recent"}
-    for each in fields(kwargs):
-        setattr(kwargs, each.name, values.get(each.name, False))
-    block = {name: value for name, value in ACCELERATE.items() if name != "backend"}
-    assert te(kwargs) == te(block)
-
-
 def test_an_override_that_is_switched_off_is_none():
     assert te({"override_linear_precision": False}) == te()
 
@@ -340,13 +329,6 @@ REFUSED_RECIPES = [
 def test_another_recipe_is_refused_with_a_reason(recipe, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         te(recipe, **arguments)
-
-
-def test_a_field_that_is_not_known_is_refused():
-    recipe = DelayedScaling()
-    recipe.sparsity = 2
-    with pytest.raises(TypeError, match="unknown argument 'sparsity'"):
-        te(recipe)
 
 
 # --- what a layer computes

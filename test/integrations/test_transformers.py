@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,7 +15,6 @@ pytest.importorskip("transformers")
 import torch
 from fresh import example_of
 from one_process import assert_same_model
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from trainers import (  # noqa: F401
     LAYERS,
@@ -37,7 +35,7 @@ from float8.config import RECIPES, DelayedScalingConfig
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations import transformers as integration
 from float8.integrations.transformers import Float8Callback, convert
-from float8.numerics import load_alarms, load_run
+from float8.numerics import load_run
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
 DELAYED = DelayedScalingConfig(history_len=3, margin=1, interval=2)
@@ -98,21 +96,6 @@ def test_a_checkpoint_is_that_of_a_plain_model(tmp_path):
         assert torch.equal(trainer.model.eval()(tokens).logits, expected)
 
 
-@pytest.mark.slow
-def test_compiled(tmp_path):
-    def one(module, fqn):  # dynamo takes a second for each layer
-        return fqn.endswith("up_proj")
-
-    models = []
-    for options in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
-        trainer = trainer_of(
-            tmp_path, llama(), Float8Callback(module_filter_fn=one), max_steps=1, **options
-        )
-        trainer.train()
-        models.append(trainer.model)
-    assert_same_model(*models, "torch_compile")
-
-
 def test_evaluates_in_float8_if_asked(tmp_path):
     expected = trainer_of(tmp_path, llama(), Float8Callback("rowwise")).evaluate()["eval_loss"]
     callback = Float8Callback("rowwise", float8_in_evaluation=True)
@@ -137,21 +120,6 @@ def test_the_best_checkpoint_comes_back_with_its_histories(tmp_path):
     once = trainer_of(tmp_path / "b", llama(), Float8Callback("delayed"), max_steps=1)
     once.train()
     assert_same_model(trainer.model, once.model, "best")
-
-
-def test_a_run_without_float8_goes_on_with_it(tmp_path):
-    best = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "greater_is_better": True}
-    best = {**best, "load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    trainer_of(tmp_path, llama(), None, max_steps=2, **best).train()
-    for options, steps in (({"save_strategy": "no"}, 1), (best, 0)):
-        trainer = trainer_of(tmp_path, llama(1), Float8Callback("delayed"), max_steps=3, **options)
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-        assert trainer.state.global_step == 3
-        cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
-        assert int((cast.amax_history > 0).sum()) == steps
-    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")  # from before float8
-    weights = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
-    assert torch.equal(trainer.model.lm_head.weight, weights["lm_head.weight"])
 
 
 class TestConversion:
@@ -190,16 +158,6 @@ def saturating():
     return Float8LinearConfig(cast_config_input=CastConfig(ScalingType.STATIC, static_scale=2**-15))
 
 
-def test_alarms_are_in_the_log_and_in_the_trainers_logs(tmp_path, caplog):
-    callback = Float8Callback(saturating(), inspect_every=1, report_path=tmp_path / "run.json")
-    trainer = trainer_of(tmp_path, llama(), callback, logging_steps=1)
-    trainer.train()
-    assert any("alarm at step 0: saturation: model.layers.0" in line for line in caplog.messages)
-    counts = [e["float8/alarms"] for e in trainer.state.log_history if "loss" in e]
-    assert counts[0] > 0 and counts[2] >= 14
-    assert len(load_alarms(tmp_path / "run.json")) == counts[-1]
-
-
 @pytest.mark.parametrize("in_order", [False, True])
 def test_an_alarm_stops_the_training(in_order, tmp_path):
     def stop(alarm):
@@ -215,17 +173,6 @@ def test_an_alarm_stops_the_training(in_order, tmp_path):
         with pytest.raises(RuntimeError, match=r"saturation: model\.layers\.0"):
             trainer.train()
     assert trainer.state.global_step == 1
-
-
-def test_an_error_within_an_inspected_step_leaves_the_model_as_it_was(tmp_path):
-    callback = Float8Callback(inspect_every=1)
-    trainer = trainer_of(tmp_path, llama(), callback)
-    good, trainer.train_dataset = trainer.train_dataset, [{"input_ids": [99999], "labels": [0]}] * 8
-    with pytest.raises(IndexError):
-        trainer.train()
-    trainer.train_dataset = good
-    trainer.train()
-    assert callback.monitor.report.step == 3
 
 
 def test_accelerates_settings_mean_what_they_say():
@@ -297,30 +244,9 @@ class TestRefusals:
             )
 
 
-def test_corrupt_histories_change_nothing(tmp_path):
-    trainer = trainer_of(tmp_path, llama(), callback := Float8Callback("delayed"), max_steps=1)
-    trainer.train()
-    before = {n: b.clone() for n, b in trainer.model.named_buffers()}
-    state = callback.state()
-    state["attributes"]["histories"] = state["attributes"]["histories"][:-100]
-    with pytest.raises(SafetensorError):
-        callback._restore(state)
-    for n, buffer in trainer.model.named_buffers():
-        assert torch.equal(buffer, before[n])
-
-
 def test_accelerates_own_fp8_is_refused_before_a_layer_is_converted(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "TE")  # as accelerate launch does
     model = llama()
     with pytest.raises(ValueError, match=r"backend TE have Accelerate.*`mixed_precision: bf16`"):
         trainer_of(tmp_path, model, Float8Callback())
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
-
-
-def test_casts_that_a_checkpoint_does_not_have_start_anew_and_are_named(tmp_path, caplog):
-    trainer_of(tmp_path, llama(), Float8Callback("delayed"), max_steps=2).train()
-    everything = Float8Callback("delayed", module_filter_fn=lambda module, fqn: True)
-    trainer = trainer_of(tmp_path, llama(), everything, max_steps=3)
-    with caplog.at_level(logging.INFO, logger="float8"):
-        trainer.train(resume_from_checkpoint=True)
-    assert "3 delayed casts start a new history: ['lm_head.cast_grad_output'" in caplog.text

@@ -20,8 +20,6 @@ from trainers import (  # noqa: F401
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     T5Config,
@@ -49,24 +47,6 @@ def test_leaves_out_heads_tied_or_not_and_what_tensor_cores_refuse():
         assert "outside of the model's body" in done.skipped["classifier"]
         assert "too small to gain" in done.skipped["bert.pooler.dense"]
         assert len(done.converted) == 6 - (0 if pads else 2)
-
-
-def test_what_is_adapted_and_not_its_adapters():
-    class Adapted(nn.Module):  # as PEFT writes it
-        def __init__(self, base_layer):
-            super().__init__()
-            self.base_layer = base_layer
-            self.lora_A = nn.ModuleDict({"default": nn.Linear(32, 16, bias=False)})
-            self.lora_B = nn.ModuleDict({"default": nn.Linear(16, 32, bias=False)})
-
-    model = llama()
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = Adapted(attention.q_proj)
-    model.lm_head = Adapted(model.lm_head)
-    done = convert(model).float8_conversion
-    assert "model.layers.0.self_attn.q_proj.base_layer" in done.converted
-    assert len(done.converted) == LAYERS
-    assert "lm_head.base_layer" in done.skipped
 
 
 def test_an_encoder_generates_in_high_precision_too(tmp_path):
@@ -97,11 +77,3 @@ def test_an_encoder_generates_in_high_precision_too(tmp_path):
     assert torch.equal(scores(), expected)
     trainer.train()
     assert counts == [4, 4]
-
-
-def test_a_model_without_linear_layers_trains_as_it_is_after_a_warning(tmp_path):
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2))
-    with pytest.warns(UserWarning, match="converted no layer"):
-        trainer = trainer_of(tmp_path, model, Float8Callback(), max_steps=1, save_strategy="no")
-    with pytest.warns(UserWarning, match="converted no layer"):
-        trainer.train()

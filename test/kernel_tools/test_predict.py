@@ -77,18 +77,6 @@ def test_instructions_count_as_often_as_their_loops():
     assert clocks[ISSUE] == work.issued == 1 + 2 + 6 * 10 + 4
 
 
-def test_loads_before_their_first_use_are_one_wait():
-    loop = Loop(0, 10)
-    outside, inside = (w for w in work_of(SASS, [(loop,)]).waits)
-    assert (outside.bytes, outside.times) == (24, 1)
-    assert (inside.bytes, inside.times) == (4, 10)
-
-
-def test_other_loops_than_those_of_the_ir_are_refused():
-    with pytest.raises(ValueError, match="1 loops in the machine code, 0 in the IR"):
-        work_of(SASS, [])
-
-
 def meta(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype, device="meta")
 
@@ -122,15 +110,6 @@ def test_tokens_leave_programs_without_work():
     found = traffic_of(Launch(program, {"x": meta(64, 1024)}, 80, 8, 1 << 20))
     assert found.active == 0.8
     assert found.dram == 64 * 1024 * 2
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_constant_has_a_source(device):
-    figures = DEVICES[device]
-    names = {f for f in figures.__dataclass_fields__ if f not in ("arch", "sources")}
-    assert set(figures.sources) == names
-    for source in figures.sources.values():
-        assert source.partition(":")[0] in ("datasheet", "published", "seen", "assumed"), source
 
 
 def test_one_kernel_is_predicted():

@@ -16,21 +16,6 @@ ROW = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--arch", "sm_75"], "invalid choice: 'sm_75'"),
-        (["--only", "no such"], "--only 'no such' is part of no kernel's name; there are amax"),
-        (["--predict", "H200", "--sizes", "16384"], "a size is M,K, not '16384'"),
-    ],
-)
-def test_bad_options_end_before_compiling(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(report, "compile_for", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", *arguments])
-    assert said in capsys.readouterr().err + str(ended.value.code)
-
-
 def test_a_store_of_garbage_is_shown_and_fails(monkeypatch, capsys, tmp_path):
     way = "byte 0 of R8 may come from the stack pointer"
 

@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 from scripts.kernel_tools.__main__ import main
 from scripts.kernel_tools.sass.findings import Scan, scan
-from scripts.kernel_tools.sass.instructions import parse
 
 _, *parts = re.split(
     r"^== (.*)\n", Path(__file__).with_name("listings.txt").read_text(), flags=re.M
@@ -70,12 +69,6 @@ def test_an_unknown_instruction_is_named_and_hands_on_garbage():
 def test_what_cannot_be_followed_is_an_error(body, said):
     with pytest.raises(ValueError, match=said):
         scanned(body)
-
-
-def test_operands_and_predicates_are_told_apart():
-    found = parse(16, "@!P3 LOP3.LUT P4, R8, R6.reuse, 0xff, RZ, 0xc0, !PT")
-    assert (found.guard, found.name, found.predicates) == ("!P3", "LOP3", ("P4",))
-    assert found.operands == ("R8", "R6", "0xff", "RZ", "0xc0")
 
 
 def test_the_command_reads_files_and_directories(tmp_path, capsys):

@@ -24,13 +24,6 @@ def no_kernels_yet():
     casts.import_kernels.cache_clear()
 
 
-def test_only_cuda_tensors_that_are_not_emulated_take_kernels():
-    assert not runs_kernel(CPU, WHOLE, emulate=False)
-    assert not runs_kernel(torch.device("meta"), WHOLE, emulate=False)
-    assert not runs_kernel(CUDA, WHOLE, emulate=True)
-    assert not runs_kernel(CUDA, (3, 5), emulate=False)
-
-
 @pytest.mark.parametrize(
     ("arch", "error", "words"),
     [

@@ -176,19 +176,6 @@ def test_other_products_are_those_of_the_definition(bfloat16_products, options):
     assert_bitwise(out, definition.scaled_mm(*parts, *blocks, *rest), options)
 
 
-@pytest.mark.parametrize(
-    ("limit", "allowed"),
-    [(None, True), ("avx512_core_bf16", False), ("AVX512_CORE_AMX", True), ("ALL", True)],
-)
-def test_onednn_may_be_kept_from_amx(limit, allowed, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    assert cpu._has_matrix_units.__wrapped__() is allowed
-
-
 def dynamic(x, block, dtype, scale_format="float32"):
     scale = definition.scale_from_amax(plain.amax(x, block), torch.finfo(dtype).max, scale_format)
     return plain.cast(x, scale, block, dtype), e8m0.as_float32(scale)

@@ -128,15 +128,6 @@ def test_every_product_runs(arch, pair, by_tokens):
             multiply(arch, pair, *sizes, by_tokens=False, pad=True)
 
 
-def test_nothing_to_multiply_launches_nothing():
-    for K, tokens in ((0, T), (64, 0)):
-        with FakeTensorMode(), torch.no_grad(), Products() as products:
-            a, a_scale, b, b_scale, offs = operands((ROW, ROW), K, 48, False)
-            parts = (a.narrow(0, 0, tokens), a_scale.narrow(0, 0, tokens), b, b_scale, offs)
-            out = module.multiply_groups(BY_TRITON, *parts, ROW, (1, *ROW), BF16, 16)
-        assert out.shape == (tokens, 48) and products.names == []
-
-
 @pytest.mark.parametrize(
     ("arch", "pair", "is_e4m3", "out_dtype", "words"),
     [
@@ -269,12 +260,3 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
         out = module.multiply_groups(module.TORCH_MX.name, *pairs, offs, MX, b_block, BF16, 128)
     assert out.shape == ((E, N, K) if by_tokens else (T, N))
     assert products.names == [BY_TORCH]
-
-
-@pytest.mark.parametrize("built", [False, True])
-def test_mx_products_need_a_torch_with_mslk(built, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.__config__, "show", lambda: "USE_MSLK=1" if built else "USE_CUDA=1")
-    name, reason = module.grouped_gemm_for("sm_100", MX, (1, *MX), BF16)
-    assert (name == module.TORCH_MX.name) == built
-    assert built or "built with MSLK" in reason

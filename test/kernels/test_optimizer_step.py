@@ -10,7 +10,7 @@ import torch
 from assertions import assert_bitwise
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8.kernels import moments, optimizer_step, update_rules
+from float8.kernels import moments, optimizer_step
 from float8.kernels.moments import StateMatrix
 from float8.kernels.optimizer_step import Float8Weight, Step, refusal, takes_kernel
 from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
@@ -66,15 +66,6 @@ def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
     on_cpu = taken._replace(p=plain)
     assert "kernel for CUDA, and the parameter is on cpu" in str(refusal(on_cpu))
     assert not takes_kernel(None, on_cpu)
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
-def test_a_rule_survives_being_packed(rule):
-    name, numbers, lr = update_rules.packed(rule)
-    assert lr is None
-    assert update_rules.unpacked(name, numbers, lr) == rule
-    tensors = rule._replace(lr=torch.tensor(0.5))
-    assert update_rules.unpacked(*update_rules.packed(tensors)).lr is tensors.lr
 
 
 def test_fused_step_on_a_cpu_is_the_plain_step():

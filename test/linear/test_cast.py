@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8Linear, Float8LinearConfig, Float8Tensor, float8_linear
 from float8 import sync_float8_amax_and_scale_history as sync
-from float8.config import RECIPES, CastConfig, DelayedScalingConfig, ScalingType
+from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
 from float8.granularity import Blockwise
 
@@ -114,28 +114,11 @@ def test_constants_of_a_tracer_or_of_inference_mode_harm_no_later_step():
     assert_bitwise(out, expected)
 
 
-def test_a_disabled_cast_returns_the_tensor_itself():
-    off, x = CastConfig(ScalingType.DISABLED), torch.randn(3, 3)
-    assert Float8Linear(2, 2, config=Float8LinearConfig(off, off, off)).cast_input(x) is x
-
-
 def test_amd_s_twin_of_the_format_is_cast_there(monkeypatch):
     monkeypatch.setattr("float8.linear.scaling.on_device", lambda fmt, device: E4M3FNUZ)
     x = torch.randn(5, 123)
     expected = Float8Tensor.from_high_precision(x, E4M3FNUZ)
     assert_same_float8(layer_of(CastConfig()).cast_input(x), expected)
-
-
-def test_only_delayed_casts_have_state():
-    """So the others are no modules: hooks, styles and printing of torch see the layer alone."""
-    assert list(layer_of().cast_input.state_dict()) == list(BUFFERS)
-    assert list(layer_of(interval=2).cast_input.state_dict()) == [*BUFFERS, "scale_age"]
-    for config in (RECIPES["tensorwise"], RECIPES["unit"], RECIPES["rowwise_with_gw_hp"]):
-        layer = Float8Linear(16, 16, config=config)
-        for twin in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert list(twin.modules()) == [twin]
-            assert list(twin.state_dict()) == ["weight", "bias"]
-            assert [repr(c) for c in twin.casts] == [repr(c) for c in layer.casts]
 
 
 # --- the state of a delayed cast
@@ -159,14 +142,6 @@ def test_the_state_stays_float32_and_unrounded_and_a_copys_is_its_own(change):
         layer.cast_input.reset_parameters()
         assert_history(changed, is_kept=True)
         assert changed.cast_input.config == layer.cast_input.config
-
-
-def test_a_model_on_meta_comes_to_life_with_a_new_history():
-    new, used = layer_of(device="meta").to(torch.bfloat16), with_history().to("meta")
-    for layer in (new, used):
-        assert all(b.is_meta for b in layer.buffers())
-        assert_history(layer.to_empty(device="cpu"), is_kept=False)
-    assert new.weight.dtype == torch.bfloat16
 
 
 def test_without_amax_init_a_delayed_cast_starts_from_scale_one():
@@ -242,17 +217,6 @@ def test_a_resumed_training_finds_scales_when_the_other_one_does(saved_after):
             synced(layer, 2.0**step)
         if step >= saved_after:
             assert_bitwise(second.cast_input.scale, first.cast_input.scale, (saved_after, step))
-
-
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (3, 1), (9, 2)])
-def test_a_checkpoint_of_another_interval_loads_strictly(saved, loaded):
-    source, target = synced(layer_of(interval=saved), 7.0), layer_of(interval=loaded)
-    target.load_state_dict(source.state_dict(), strict=True)
-    assert_bitwise(target.cast_input.scale, source.cast_input.scale)
-    assert target.cast_input.history_ready
-    synced(target, 14.0)
-    is_new = saved == 1 or loaded == 1  # without an age, or without an interval
-    assert target.cast_input.scale.item() == pytest.approx((14.0 if is_new else 7.0) / E4M3.max)
 
 
 def test_the_age_of_a_scale_survives_what_befalls_a_module():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import random
 import warnings
 from contextlib import nullcontext
@@ -20,7 +19,6 @@ import pytest
 import shapes
 import torch
 from assertions import assert_all_bitwise
-from meter import CastMeter
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -136,25 +134,6 @@ def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
         out.backward(g)
 
 
-def test_the_number_of_kernels_does_not_grow_with_the_number_of_layers():
-    launches = []
-    for layers in (1, 8):
-        model = _model(layers)
-        _train(model, *_data())
-        with CastMeter() as meter:
-            sync_history(model)
-        launches.append(meter.launches)
-    assert launches[0] == launches[1]
-
-
-def test_a_model_converted_under_inference_mode_trains():
-    linear = nn.Linear(32, 32)
-    with torch.inference_mode():
-        model = convert_to_float8_training(nn.Sequential(linear), config=RECIPES["delayed"])
-    _train(model, *_data())
-    assert model[0].cast_input.history_ready
-
-
 @pytest.mark.parametrize(
     ("sync", "rates", "is_warned"),
     [(sync_history, (0.1, 0.1), 0), (None, (0.1, 0.1), 1), (None, (0.0, 0.0), 0), (None, (), 0)],
@@ -172,14 +151,6 @@ def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned
                 optimizer.step()
     words = "sync_float8_amax_and_scale_history(model)"
     assert [words in str(warning.message) for warning in caught] == [True] * is_warned
-
-
-def test_a_rate_on_a_device_is_not_read():
-    """That would wait for the device, and fail while a CUDA graph captures the step."""
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters())
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")  # reading it raises
-    optimizer.step()
 
 
 @pytest.mark.parametrize(("backend", "expected"), [("cuda", "cuda"), ("cpu cuda", "cpu")])
@@ -205,17 +176,6 @@ def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     assert asked == [[0], [0, 1]]
 
 
-@pytest.mark.parametrize("names", ["abc", "cab"])
-def test_modules_are_listed_by_name_whatever_their_order(names):
-    """Each once, under the first of its names, and without the names of wrappers."""
-    layers = {name: nn.Linear(8, 8) for name in sorted(names)}
-    model = nn.ModuleDict({name: layers[name] for name in names})
-    model["b"] = torch.compile(model["b"], backend="eager")
-    model["again"] = nn.ModuleDict({"c": layers["c"]})
-    found = delayed.modules_by_name(model, nn.Linear)
-    assert found == [("a", layers["a"]), ("again.c", layers["c"]), ("b", layers["b"])]
-
-
 def test_a_group_that_is_none_is_refused():
     with pytest.raises(TypeError, match="group must be a ProcessGroup"):
         sync_history(_model(1), "nccl")
@@ -237,16 +197,6 @@ def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale_and_counts_inter
         ready = [[c.history_ready for c in layer.casts] for layer in compiled]
         assert ready == [[True] * 3, [step >= 3] * 3, [True] * 3]
     assert graphs.frame_count == 2  # before any scale, and after; one graph each
-
-
-def test_copies_of_casts_are_marked_on_their_own():
-    model = _model(1)
-    _train(model, torch.randn(16, 32), torch.randn(16, 32), sync=False)
-    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for i, twin in enumerate(twins, 1):
-        sync_history(twin)
-        ready = [m[0].cast_input.history_ready for m in (model, *twins)]
-        assert ready == [False, True, i == 2]
 
 
 # --- the start of a training

@@ -19,8 +19,6 @@ from float8 import (
     Float8Tensor,
     Rowwise,
     ScalingType,
-    convert_from_float8_training,
-    convert_to_float8_inference,
     convert_to_float8_training,
     float8_linear,
     high_precision,
@@ -178,19 +176,6 @@ def test_what_a_call_does_not_take_is_refused_by_name(call, error, words):
         call()
 
 
-def test_what_is_refused_for_another_reason_alone_is_taken():
-    emulated = _layer(Float8LinearConfig(ODD, ODD, ODD, emulate=True))
-    assert emulated(X).shape == (4, 48)
-    frozen = _layer("rowwise").requires_grad_(False)
-    assert frozen(_x8(E4M3, Rowwise())).shape == (16, 48)
-    with torch.no_grad():
-        assert _layer("rowwise")(_x8(E4M3, Rowwise())).shape == (16, 48)
-    x, layer = torch.randn(4, 32, requires_grad=True), _layer()
-    with high_precision(layer):
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        grad.sum().backward()
-
-
 # --- transforms that do not see through a float8 layer
 
 
@@ -211,25 +196,3 @@ def test_a_transform_that_cannot_see_a_float8_layer_fails_and_runs_without_float
         transform(model, x)
     with high_precision(model):
         transform(model, x)
-
-
-def _add(data, delta):
-    data += delta
-    return data
-
-
-@pytest.mark.parametrize("copied", [torch.clone, lambda data: data], ids=["safe", "in place"])
-def test_adapters_merge_after_conversion_back(copied):
-    """What PEFT's merge_and_unload does to the weight of a base layer."""
-    model = convert_to_float8_inference(nn.Sequential(nn.Linear(32, 32)))
-    delta = torch.randn(32, 32)
-
-    def merge(layer):
-        layer.weight.data = _add(copied(layer.weight.data), delta)
-
-    with pytest.raises(NotImplementedError, match=r"merge_and_unload .*convert_from"):
-        merge(model[0])
-    before = model[0].weight.dequantize()
-    plain = convert_from_float8_training(model)
-    merge(plain[0])
-    assert torch.equal(plain[0].weight, before + delta)

@@ -94,17 +94,6 @@ def test_a_copy_that_is_made_inside_is_in_no_scope(case, copied):
         assert_bitwise(model(x), quantised)
 
 
-def test_replicas_of_data_parallel_follow_their_module(case):
-    model, x = case[:2]
-    first = model[0]
-    made = first._replicate_for_data_parallel()  # as torch.nn.parallel.replicate makes one
-    for name, parameter in first.named_parameters(recurse=False):
-        setattr(made, name, parameter)
-    with high_precision(model):
-        assert_bitwise(in_a_thread(lambda: made(x)), first(x))
-    assert_bitwise(made(x), first(x))
-
-
 # --- compiled code
 
 

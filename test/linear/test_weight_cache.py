@@ -11,7 +11,6 @@ import torch
 from assertions import assert_all_bitwise, assert_bitwise, assert_same_float8
 from shapes import pairs
 from torch import nn
-from torch._dynamo.testing import CompileCounter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -337,14 +336,6 @@ def test_autocast_is_that_of_the_entry():
         assert_bitwise(net(x), expected)
 
 
-def test_layers_that_stay_in_high_precision_are_left_alone():
-    off = float8.CastConfig(float8.ScalingType.DISABLED)
-    layer = Float8Linear(32, 16, config=Float8LinearConfig(off, off, off))
-    x = torch.randn(8, 32)
-    with cached_weights(layer):
-        assert_bitwise(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_refresh_between_forward_and_backward_keeps_the_weights_of_the_forward(in_place):
     """In place it is an error."""
@@ -358,17 +349,6 @@ def test_a_refresh_between_forward_and_backward_keeps_the_weights_of_the_forward
             return out
 
         assert_all_bitwise(microbatch(net, 1, run), microbatch(model(), 1))
-
-
-def test_a_step_in_place_of_one_layer_leaves_the_graph_of_another_alone():
-    net = model()
-    x, g = torch.randn(16, 32, dtype=torch.bfloat16), torch.randn(16, 16, dtype=torch.bfloat16)
-    inner = torch.randn(16, 48, dtype=torch.bfloat16, requires_grad=True)
-    with cached_weights(net, in_place=True):
-        out = net[2](inner)
-        net[0](x).sum().backward()
-        torch.optim.SGD(net[0].parameters(), lr=0.1).step()
-        out.backward(g)
 
 
 def sharded():
@@ -401,17 +381,3 @@ def test_refusals(call, error, words):
     is_warning = issubclass(error, Warning)
     with pytest.warns(error, match=words) if is_warning else pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.parametrize("make", [torch.optim.SGD, float8.optim.SGD])
-def test_a_compiled_step_does_not_trace_the_casts(make):
-    net = model()
-    optimizer = make(net.parameters(), lr=torch.tensor(0.1))
-    counter = CompileCounter()
-    optimizer.step = torch.compile(optimizer.step, backend=counter)
-    with cached_weights(net):
-        microbatch(net, 0)
-        optimizer.step()
-        assert casts_of_weights(net, optimizer.step) == 1
-        assert_all_bitwise(microbatch(net, 3), fresh(net))
-    assert counter.frame_count == 1

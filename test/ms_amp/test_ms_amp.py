@@ -16,15 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
     CastConfig,
-    Float8Linear,
     Float8LinearConfig,
     Float8Tensor,
     ScalingType,
-    convert_from_float8_training,
     convert_to_float8_training,
-    sync_float8_amax_and_scale_history,
 )
-from float8.convert.inference import convert_to_float8_inference, hide_from_ddp
+from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.ms_amp.levels import LEVELS, MsAmp
 from float8.ms_amp.ms_amp import ms_amp
@@ -267,23 +264,6 @@ def test_hyperparameters_groups_and_states_are_taken_over():
         old.step()
 
 
-def test_an_optimizer_of_this_library_and_a_converted_model_are_taken_too():
-    config = Float8LinearConfig.from_recipe_name("delayed")
-    model = convert_to_float8_training(model_of(), config=config)
-    old = AdamW(model.named_parameters(), lr=1e-3, group_size=32)
-    train(model, old, 1)
-    sync_float8_amax_and_scale_history(model)
-    model, new = ms_amp(model, old, "O3", stochastic_rounding=True)
-    assert model[0].config == config
-    assert type(new.state[model[0].weight]["exp_avg_sq"]) is Moment
-    assert new.param_groups[0]["group_size"] == 32
-    assert new.param_groups[0]["param_names"][0] == "0.weight"
-    train(model, new, 2)
-    plain = convert_from_float8_training(model)
-    assert type(plain[0]) is nn.Linear
-    assert plain[0].weight.dtype == torch.float32
-
-
 @LEVEL
 def test_updates_far_below_the_spacing_of_float16_are_not_lost(level):
     """At lr 1e-6 a weight of 0.1 moves by a 60th of float16's step: to nearest, never."""
@@ -303,26 +283,6 @@ def test_updates_far_below_the_spacing_of_float16_are_not_lost(level):
     assert moved[0] == pytest.approx(20e-6, rel=0.1)  # without bias
     if level != "O3":
         assert moved[1] < 0.25 * 20e-6  # which weights near zero make
-
-
-def test_what_stays_as_it_was_is_reported():
-    model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "head": nn.Linear(32, 64, bias=False)})
-    model["head"].weight = model["embed"].weight
-    model.update({name: nn.Linear(32, 32) for name in ("body", "frozen", "twin", "filtered")})
-    model["twin"].weight = model["body"].weight
-    model["frozen"].weight.requires_grad_(False)
-    trained = {p for n, p in model.named_parameters() if not n.startswith("frozen")}
-    optimizer = torch.optim.AdamW(trained)
-    model, new = ms_amp(model, optimizer, "O3", module_filter_fn=lambda _, n: n != "filtered")
-    report = model.ms_amp
-    assert report.weights == ["body", "twin"]
-    assert "also embed.weight" in report.left["head"]
-    assert report.left["frozen"] == "the optimizer does not hold its weight"
-    assert report.left["filtered"] == "module_filter_fn returned False"
-    assert model["body"].weight is model["twin"].weight
-    assert type(model["head"]) is Float8Linear  # it multiplies in float8 all the same
-    assert type(model["head"].weight) is nn.Parameter
-    assert sum(isinstance(p, Float8Tensor) for g in new.param_groups for p in g["params"]) == 1
 
 
 # --- refusals
@@ -417,14 +377,6 @@ def test_a_second_level_and_a_model_without_layers_are_refused():
         ms_amp(norm, optimizer_of(norm))
 
 
-def test_float16_weights_outside_autocast_are_refused_by_name():
-    model, _ = started("O1")
-    with pytest.raises(
-        TypeError, match=r"0: input is torch\.float32 and weight torch\.float16.*auto"
-    ):
-        model(torch.randn(4, WIDTHS[0]))
-
-
 # --- several processes
 
 
@@ -478,24 +430,6 @@ def test_fsdp2_joins_moments_and_communication(rank, level, gathered):
     weight = model[0].weight
     assert isinstance(weight.to_local(), ShardedWeight) == gathered
     assert isinstance(optimizer.state[weight]["exp_avg"], Moment) == (level == "O3")
-
-
-@pytest.mark.ranks(2)
-def test_adapters_over_frozen_float8_weights_train_under_ddp(rank):
-    def model():
-        base = convert_to_float8_inference(model_of())
-        return nn.Sequential(base, nn.Linear(WIDTHS[2], 8))
-
-    alone, shared = model(), model()
-    hide_from_ddp(shared)
-    x = torch.randn(2, 16, WIDTHS[0], generator=torch.Generator().manual_seed(2))
-    wrapped = DistributedDataParallel(shared)
-    wrapped(x[rank]).square().mean().backward()
-    for half in x:
-        (alone(half).square().mean() / 2).backward()
-    torch.testing.assert_close(shared[1].weight.grad, alone[1].weight.grad)
-    direct = convert_to_float8_inference(nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16)))
-    DistributedDataParallel(direct)  # conversion has hidden its weights already
 
 
 @pytest.mark.ranks(2)

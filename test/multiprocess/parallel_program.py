@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from wire import Wire
 
+from benchmarks.models import text as texts
 from scripts import train_gpt
 from scripts.train_gpt import Trainer
-from scripts.training import corpus
 from scripts.training.options import Options
 from scripts.training.sharded import Sharded
 
@@ -31,7 +31,7 @@ def options_of(recipe: str, folder: str, nproc: int = WORLD, **others: Any) -> O
 
 
 def trained(options: Options, data: str) -> Trainer:
-    trainer = Trainer(options, corpus.load(Path(data)))
+    trainer = Trainer(options, texts.load(Path(data)))
     assert trainer.fit()
     return trainer
 
@@ -69,7 +69,7 @@ def a_batch_that_is_not_divided_is_seen(rank, recipe, data, folder, bound):
 
 
 def stopped_by_one_rank_it_resumes_to_the_same_losses(rank, recipe, data, folder):
-    options, text = options_of(recipe, folder), corpus.load(Path(data))
+    options, text = options_of(recipe, folder), texts.load(Path(data))
     whole = trained(options, data).history
     options.checkpoint.unlink(missing_ok=True) if rank == 0 else None
     answers = iter([False] * 4 + [rank == 1])  # only one rank is told
@@ -87,7 +87,7 @@ def stopped_by_one_rank_it_resumes_to_the_same_losses(rank, recipe, data, folder
 def weights_travel_as_float8(rank, recipe, data, folder):
     sent = {}
     for name in ("bf16", recipe):
-        trainer = Trainer(options_of(name, folder), corpus.load(Path(data)))
+        trainer = Trainer(options_of(name, folder), texts.load(Path(data)))
         trainer._train_step()
         with Wire() as wire:
             trainer._train_step()
@@ -99,14 +99,14 @@ def weights_travel_as_float8(rank, recipe, data, folder):
 
 def the_unit_scaled_model_is_refused(rank, data, folder):
     with pytest.raises(ValueError, match="--nproc 1"):
-        Trainer(options_of("unit", folder), corpus.load(Path(data)))
+        Trainer(options_of("unit", folder), texts.load(Path(data)))
 
 
 def a_checkpoint_of_one_process_is_refused(rank, data, folder):
     options = options_of("bf16", folder, resume=True)
     options = replace(options, checkpoint=Path(folder, "bf16_1.pt"))
     with pytest.raises(ValueError, match="trained with --nproc 1, not 2"):
-        Trainer(options, corpus.load(Path(data)))
+        Trainer(options, texts.load(Path(data)))
 
 
 def bad_input_is_told_once(rank, data, folder):

@@ -7,14 +7,12 @@ import math
 import oracle
 import pytest
 import torch
-from assertions import assert_bitwise, sqnr
+from assertions import sqnr
 from shapes import FORMATS, Case, pairs
 from torch import Tensor, nn
 
-from float8.config import Float8LinearConfig, ScalingType
+from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import skip_names
-from float8.convert.inference import convert_to_float8_inference
 from float8.formats import E4M3, format_of
 from float8.numerics.calibration import Distribution, calibrate
 
@@ -48,17 +46,6 @@ def test_a_converted_model_gives_the_scales_of_the_plain_one(recipe):
     assert scales.keys() == expected.keys()
 
 
-def test_the_result_goes_into_the_conversion_with_the_same_filter():
-    model, keep = mlp(), skip_names("4")
-    found = calibrate(model, batches(), module_filter_fn=keep)
-    scales = found.static_scales()
-    convert_to_float8_inference(model, static_scales=scales, module_filter_fn=keep)
-    assert list(scales) == ["0"] == model.float8_conversion.converted
-    cast = model[0].config.cast_config_input
-    assert cast.scaling_type is ScalingType.STATIC
-    assert cast.static_scale == scales["0"]
-
-
 def test_the_model_itself_may_be_a_layer_and_a_shared_layer_sees_both_inputs():
     layer = nn.Linear(16, 16)
     x = torch.randn(4, 16)
@@ -87,14 +74,6 @@ class MergesInEval(nn.Linear):
         return super().train(mode)
 
 
-def test_a_train_method_of_its_own_is_not_called():
-    model = nn.Sequential(nn.Linear(16, 16), MergesInEval(16, 16))
-    before = model[1].weight.detach().clone()
-    calibrate(model, batches())
-    assert_bitwise(model[1].weight.detach(), before)
-    assert model[1].training
-
-
 def test_rows_say_what_each_scale_loses():
     found = calibrate(mlp(), batches())
     rows = {row["layer"]: row for row in found.rows()}
@@ -115,18 +94,6 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.used(x) + self.zero(0 * x.nan_to_num(0, 0, 0))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_layers_without_a_scale_are_all_named(value):
-    x = torch.randn(4, 16)
-    x[0, 0] = value
-    with pytest.raises(ValueError, match="module_filter_fn") as error:
-        calibrate(Experts(), [x]).static_scales()
-    text = str(error.value)
-    assert "used: 1 elements of its input were not finite" in text
-    assert "idle: no batch reached it" in text
-    assert "zero: its input was all zero" in text
 
 
 BFLOAT16 = torch.bfloat16

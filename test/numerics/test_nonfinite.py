@@ -127,15 +127,6 @@ def test_a_gradient_is_named_by_the_module_that_it_reaches_first(after, how, flo
     assert found.nan == 1
 
 
-def test_an_error_that_a_nan_leads_to_is_not_raised():
-    net = faulty("after up", math.nan, False, "plain", True)
-    expected = find_nan(net, batch())
-    net.head.register_forward_hook(lambda m, args, out: int(out.sum()))  # of a NaN it raises
-    assert find_nan(net, batch()) == expected
-    with pytest.raises(ValueError, match="NaN"):
-        net(batch())
-
-
 class Broken(nn.Module):
     """A module whose own backward is wrong."""
 
@@ -183,13 +174,6 @@ def test_a_broken_delayed_scale_is_the_origin(value):
     found = find_nan(net, batch())
     assert (found.module, found.tensor) == ("blocks.1.down.cast_grad_output", "buffer scale")
     assert "blocks.1.down (Float8Linear)" in found.led_to
-
-
-def test_what_a_step_recorded_is_no_fault():
-    net = delayed()
-    net.blocks[1].down.cast_grad_output.current_amax.fill_(math.nan)
-    net.blocks[1].down.cast_grad_output.amax_history.fill_(math.inf)
-    assert find_nan(net, batch()) is None
 
 
 @pytest.mark.parametrize("float8", [False, True])
@@ -268,16 +252,6 @@ class Mixed(nn.Module):
         with contextlib.suppress(RuntimeError, KeyError):
             x = self.narrow(x)
         return self.last(x * self.fault).square().mean() + sum(losses) / len(losses)
-
-
-def test_what_modules_write_to_their_arguments_return_and_raise():
-    healthy, faulty = nn.Sequential(Mixed(1.0)), nn.Sequential(Mixed(math.nan))
-    assert find_nan(healthy, batch()) is None
-    assert not healthy[0].scale.weight._backward_hooks
-    found = find_nan(faulty, batch())
-    assert (found.module, found.tensor, found.after) == ("0", "input of 0.last", "0.scale: output")
-    faulty[0].narrow.register_forward_pre_hook(lambda *_: {}["missing"])
-    assert find_nan(faulty, batch()) == found
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

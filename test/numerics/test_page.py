@@ -67,20 +67,6 @@ def test_rows_are_filtered(show):
     assert browser.value(LAYERS) == [EVIL, "blocks.2.ffn"]
 
 
-def test_links_open_the_row_and_the_keyboard_opens_the_next(show):
-    browser = show("#c1")
-    opened = "document.querySelectorAll('.cast[open]').length"
-    assert browser.value("byId('c1').open") and browser.value(opened) == 1
-    browser.press("Tab", times=2)
-    browser.press("Enter")
-    assert browser.value(opened) == 2
-    typed(browser, "filter", "exact")
-    browser.value("document.querySelector('#health a').click()")
-    browser.until("byId('c0').open && byId('c0').checkVisibility()")
-    title = browser.value("document.querySelector('#head .kurtosis').title")
-    assert title.startswith("KurtosisHow heavy the tails are")
-
-
 @pytest.mark.parametrize("width", [1280, 500, 380])
 @pytest.mark.parametrize("dark", [False, True])
 def test_no_part_is_wider_than_the_window_in_light_and_dark(show, width, dark):

@@ -5,7 +5,6 @@ The reference is one process that has the whole model and all data.
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from float8 import (
@@ -141,16 +140,6 @@ def test_smooth_channels_of_other_ranks_have_factors_too(rank):
     x = x * 2.0 ** torch.arange(K)
     found = report_of(layers, (x.chunk(2, 1)[rank], g)).gather()
     same(found, report_of(alone, (x, g)), "columns", ("input", "weight"))
-
-
-@pytest.mark.parametrize("smooth", [False, True])
-def test_a_layer_of_dtensors_is_measured_by_its_shards(rank, smooth):
-    config = replace(RECIPES["tensorwise"], smooth_input=smooth)
-    styles = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
-    layers = parallelize_module(copy.deepcopy(plain()), mesh(), styles)
-    layers = convert_to_float8_training(layers, config=config)
-    expected = report_of(model(smooth=smooth), batch(0))
-    same(report_of(layers, batch(0)).gather(), expected, smooth, ("weight",))
 
 
 def test_a_monitor_writes_on_one_rank_what_all_have_seen(rank, tmp_path):

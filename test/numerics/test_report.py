@@ -12,12 +12,10 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-from fresh import ROOT
 from runs import EVIL, HEALTHY, run
 
-from float8.numerics import alarms as problems
 from float8.numerics.alarms import AlarmWatch
-from float8.numerics.report import edges_of, histogram, lines, main, page
+from float8.numerics.report import edges_of, histogram, main, page
 from float8.numerics.snapshot import COLUMNS, Report
 from float8.numerics.statistics import Histogram
 
@@ -127,27 +125,6 @@ def test_the_verdict_comes_first_and_links_to_the_casts():
     assert set(links) <= {f"#{name}" for name in parsed.ids("c")}
 
 
-def test_one_snapshot_has_no_run_and_another_one_can_be_shown():
-    assert "SQNR over the run" not in said(run(steps=(7,)), ABOUT)
-    text = said(run(), ABOUT, step=50)
-    assert "Something is wrong at step 50" in text and "8.5" in text
-    with pytest.raises(ValueError, match="no snapshot of step 3"):
-        page(run(), ABOUT, step=3)
-
-
-def test_alarms_say_when_they_were_the_active_and_newest_first():
-    reports = run(steps=(0, 50, 100, 150))
-    active = AlarmWatch(reports).alarms
-    old = replace(active[0], rule="old", first=-9, started=-8, last=-9, ended=-6, layer="gone")
-    text = said(reports, ABOUT, [old, *active])
-    assert "4 alarms, 3 active" in text
-    assert "(step 100; wrong from step 0 to step 150, not ended)" in text
-    assert "(step -8; wrong at step -9, ended at step -6)" in text
-    assert text.index("ended at step -6") > text.index("saturation: blocks.2.ffn")
-    assert "and 900 more" in said(reports, ABOUT, [old] * 1000)
-    assert "alarms" not in said(reports[:1], ABOUT)
-
-
 # --- pictures
 
 
@@ -180,36 +157,6 @@ def test_a_histogram_has_a_bar_for_each_power_of_two_over_the_range_of_the_forma
         assert height == pytest.approx(max(share, 2), abs=0.6)
     assert bars[-1][1] + first == pytest.approx(math.log2(1.5), abs=0.06), "it ends at the amax"
     assert {"2⁰", "2⁻⁸"} < {text for _, text in picture.marks}
-
-
-def test_what_cannot_be_drawn_is_left_out():
-    nothing = replace(HEALTHY, histogram=Histogram(), scale_min=0.0)
-    assert histogram(nothing) is None
-    assert not any("zone" in n for n in histogram(replace(HEALTHY, scale_max=math.inf)).paths)
-    assert not any("bar" in n for n in histogram(replace(HEALTHY, histogram=Histogram())).paths)
-    assert lines({"cast": [1.0]}, ["step 0"]) is None
-    line = lines({"cast": [1.0, 2.0, None, 1.5]}, list("abcd"))
-    assert line.paths == {"line cast": "M0 95h0L1 5M3 50h0"}
-    assert lines({"cast": [None, math.inf]}, ["step 0", "step 1"]) is None
-
-
-# --- the documentation
-
-
-def test_the_documentation_has_the_columns_and_thresholds_of_the_page():
-    text = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
-    table = text[text.index("| column |") : text.index("A low SQNR of one cast")]
-    rows = {line.split("|")[1].strip(): line for line in table.splitlines()[2:] if line}
-    shown = set(re.findall(r"<dt>([^<]*)<dd>", page(run(), ABOUT)))
-    assert "Above 14 % wants a look, above 50 % is bad" in said(run(), ABOUT)
-    described = {"layer", "operand", "powers of two", "over the run"}  # no number to judge
-    names = {name.lower().removesuffix(" db") for name in shown}
-    assert {name.lower() for name in rows} == names - described
-    less, least = problems.MISSING_SQNR
-    assert f"below {32 - less:g} ({26 - less:g})" in rows["SQNR"]
-    assert f"below {32 - least:g} ({26 - least:g})" in rows["SQNR"]
-    assert f"below {100 * problems.FLUSHED[0]:g} %" in rows["flushed"]
-    assert f"below {problems.MANY_OUTLIERS:g}" in rows["kurtosis"]
 
 
 # --- the command

@@ -66,29 +66,3 @@ def test_a_cast_with_a_problem_comes_before_one_with_a_lower_sqnr():
     fine = replace(ROW, format="e5m2", sqnr=25.5, flushed=0.0, saturated=0.0, staleness=0.0)
     flushed = replace(fine, format="e4m3", sqnr=92.0, flushed=0.9999)  # one element has the power
     assert Report([fine, flushed]).casts == [flushed, fine]
-
-
-# --- tables
-
-LONG = replace(
-    ROW, layer="model.layers.11.self_attention.query_key_value_projection", operand="grad_output",
-    gemm="grad_weight", format="e5m2", amax=123456.0, scale_min=1.234e-05, scale_max=1.234e-05,
-    flushed=1.0, saturated=0.12345, sqnr=-12.34, kurtosis=12345.6, staleness=-12.3,
-)  # fmt: skip
-
-
-def test_a_table_has_a_row_for_each_cast_and_says_what_is_wrong():
-    healthy = {"flushed": 0.0, "saturated": 0.0, "sqnr": None, "staleness": -0.01}
-    rows = [LONG, replace(LONG, layer="model.layers.0.mlp.up", **healthy)]
-    text = Report(rows, skipped={"head": "it was not called"}).table()
-    lines = text.splitlines()
-    assert lines[2].split() == [
-        *("11.self_attention.query_key_value_projection", "grad_output.T", "e5m2"),
-        *("1.2e+05", "1.2e-05", "100.00", "12.35", "-12.3", "1.23e+04", "-12.3"),
-    ]
-    assert lines[3].split()[-5:] == ["0.00", "0.00", "-", "1.23e+04", "0.0"]
-    assert lines[4] == "layer names begin with 'model.layers.'"
-    assert lines[5].startswith("One cast saturates: model.layers.11.self_attention.")
-    assert lines[-1] == "not seen: head: it was not called"
-    assert max(map(len, lines[4:])) <= 100
-    assert Report(rows).table(top=1).splitlines()[3] == "and 1 more"

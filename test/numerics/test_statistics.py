@@ -156,29 +156,6 @@ def test_a_kurtosis_is_right_or_not_given(mean):
         assert found is None
 
 
-def test_codes_alone_have_values_and_no_error():
-    x = torch.randn(6, 40)
-    coded = cast(x, FORMATS[0], GRANULARITIES["rowwise"])
-    values = oracle.values(*coded[:3]).float()
-    found, same = row(None, coded), row(values, coded)
-    assert (found.flushed, found.saturated, found.sqnr) == (None, None, None)
-    assert found.amax == pytest.approx(same.amax)
-    assert found.kurtosis == pytest.approx(same.kurtosis)
-    assert found.histogram == same.histogram
-
-
-def test_empty_calls_count_and_say_nothing():
-    x = torch.zeros(0, 16)
-    found = row(x, cast(x, FORMATS[0], GRANULARITIES["tensorwise"]))
-    assert (found.elements, found.calls, found.amax, found.sqnr) == (0, 1, 0.0, None)
-    assert (found.scale_min, found.scale_max, found.range) == (0.0, 0.0, (0.0, 0.0))
-    assert found.histogram.counts == ()
-    y = torch.randn(4, 16)
-    full = row(y, cast(y, FORMATS[0], GRANULARITIES["tensorwise"]))
-    for both in (merged([found, full]), merged([full, found])):
-        assert (both[0].scale_min, both[0].scale_max) == (full.scale_min, full.scale_max)
-
-
 def test_a_wrong_cast_is_seen():
     """Planted: codes of an adjacent scale, of the other sign, and one element swapped."""
     x = torch.randn(64, 64)

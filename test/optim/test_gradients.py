@@ -102,20 +102,3 @@ def test_the_handle_ends_it_and_misuse_is_refused():
     assert not isinstance(model[0].weight.grad, Float8Tensor)
     with pytest.raises(TypeError, match=r"of shape \(3,\) must be a leaf"):
         hold_gradients_in_float8([torch.ones(3)])
-
-
-@pytest.mark.parametrize(
-    "copied", [torch.clone, copy.deepcopy, torch.detach, lambda g: g.to(torch.bfloat16).float()]
-)
-def test_a_copy_of_a_gradient_accumulates_as_the_first_did(copied):
-    model, twin = model_of(), model_of()
-    for m in (model, twin):
-        hold_gradients_in_float8(m.parameters())
-        backward(m)
-    weight = model[0].weight
-    aside = copied(weight.grad)
-    assert type(aside) is HeldGradient
-    weight.grad = aside
-    for m in (model, twin):
-        backward(m, seed=2)
-    assert_bitwise(weight.grad.dequantize(), twin[0].weight.grad.dequantize())

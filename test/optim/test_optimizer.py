@@ -36,43 +36,6 @@ def test_copies_and_pickles_go_on_alike(cls):
         assert_same_states(twin, optimizer)
 
 
-def test_groups_choose_how_their_states_are_kept():
-    model = make()
-    optimizer = AdamW(
-        [
-            {"params": model[0].parameters(), "second_moment": "float16", "group_size": 7},
-            {"params": model[2].parameters(), "lr": 0.5, "first_moment": "float32"},
-        ],
-        min_size=64,
-    )
-    optimizer.add_param_group({"params": model[3].parameters(), "second_moment": "float32"})
-    train(model, optimizer, 2)
-    state = optimizer.state[model[0].weight]
-    assert (state["exp_avg"].kind, state["exp_avg_sq"].kind) == ("float8", "float16")
-    assert state["exp_avg"].group == 7
-    state = optimizer.state[model[2].weight]
-    assert type(state["exp_avg"]) is torch.Tensor
-    assert state["exp_avg_sq"].kind == "float8_expanded"
-    assert type(optimizer.state[model[3].weight]["exp_avg_sq"]) is torch.Tensor
-    assert type(optimizer.state[model[3].bias]["exp_avg"]) is torch.Tensor  # 16 < min_size
-    assert optimizer.param_groups[1]["lr"] == 0.5
-
-
-def test_a_closure_computes_the_loss_anew():
-    model = make()
-    optimizer = AdamW(model.parameters(), **SMALL)
-    before = model[0].weight.detach().clone()
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, 0)
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).requires_grad
-    assert not torch.equal(model[0].weight, before)
-
-
 def test_a_scaler_skips_a_step_with_an_infinite_gradient():
     model = make()
     optimizer = AdamW(model.parameters(), **SMALL)

@@ -12,9 +12,7 @@ from checkpoint_program import load, save
 from processes import pool
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_state_dict,
-    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -143,23 +141,6 @@ def test_wrong_rows_are_seen(rank, saved):
             codes.copy_(codes.roll(1, 0))
     with pytest.raises(AssertionError, match="exp_avg"):
         assert_same_as_one_process(model, optimizer, after(BEFORE))
-
-
-@pytest.mark.ranks(2)
-def test_options_of_state_dicts(rank):
-    """Flat, whole and on the CPU give the same bits; a loaded state can be saved again."""
-    first = make(mesh_of_all())
-    train(*first, range(BEFORE))
-    expected = after(BEFORE)
-    for given in ("flatten_optimizer_state_dict", "full_state_dict", "cpu_offload"):
-        second, fresh = make(mesh_of_all()), make(mesh_of_all())
-        options = StateDictOptions(**{given: True})
-        for source, target in ((first, second), (second, fresh)):
-            weights, states = get_state_dict(*source, options=options)
-            set_state_dict(
-                *target, model_state_dict=weights, optim_state_dict=states, options=options
-            )
-            assert_same_as_one_process(*target, expected)
 
 
 @pytest.mark.ranks(4)

@@ -8,7 +8,6 @@ import torch
 from assertions import assert_bitwise, sqnr
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8 import E4M3, E5M2, Float8Tensor
 from float8.kernels import amax, cast, moments, optimizer_step, scale_from_amax
@@ -74,34 +73,8 @@ def test_every_path_of_a_step_gives_the_same_bits(case, path, monkeypatch):
         assert_bitwise(mine, theirs, (case, path))
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of a float32 tensor that is made inside."""
-
-    most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
-        for x in _tensors(result):
-            if x.dtype == torch.float32 and x.untyped_storage().data_ptr() not in given:
-                self.most = max(self.most, x.numel())
-        return result
-
-
 def _tensors(tree):
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
-
-
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_one_tile_is_in_float32_at_a_time(monkeypatch, rounding):
-    monkeypatch.setattr(moments, "TILE", 2**12)
-    p = nn.Parameter(torch.randn(256, 512))
-    optimizer = AdamW([p], min_size=0, state_rounding=rounding)
-    for _ in range(2):
-        p.grad = torch.randn(256, 512)
-        with Largest() as largest:
-            optimizer.step()
-    assert 2**11 < largest.most <= 2**12
 
 
 # --- parameters kept in float8

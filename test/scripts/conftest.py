@@ -22,6 +22,6 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("text")
-    for path in (SCRIPTS / "training/gpt.py", SCRIPTS / "training/corpus.py", SCRIPTS / "demo.py"):
+    for path in (SCRIPTS / "train_gpt.py", SCRIPTS / "training/curves.py", SCRIPTS / "demo.py"):
         (folder / path.name).write_bytes(path.read_bytes())
     return folder

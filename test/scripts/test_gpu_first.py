@@ -1,7 +1,6 @@
 """`scripts/gpu_first.py`, whose rows a GPU runs: here on a CPU, and with planted faults."""
 
 import pytest
-import torch
 
 from float8.config import RECIPES
 from scripts import gpu_first
@@ -19,13 +18,6 @@ def test_every_recipe_has_its_rows(monkeypatch):
     rows = list(gpu_first.rows())
     assert {row[1] for row in rows} == set(RECIPES) and len(set(rows)) == len(rows)
     assert {row[1] for row in rows if row[0] == "grouped"} == {*RECIPES} - {"delayed"}
-
-
-def test_right_numbers_pass(capsys):
-    assert gpu_first.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("pass     dense delayed eager: error 0.0e+00")
-    assert lines[-1] == "0 of 2 rows failed"
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -53,11 +45,3 @@ def test_an_error_fails_its_row_alone(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "FAIL     dense delayed eager: RuntimeError: no such kernel" in out
     assert "pass     grouped rowwise eager" in out
-
-
-def test_what_hopper_refuses_is_no_failure(monkeypatch, capsys):
-    monkeypatch.setattr(gpu_first, "rows", lambda: iter([("dense", "mxfp8", "eager")]))
-    monkeypatch.setattr(gpu_first, "family_of", lambda device: "sm_90")
-    assert gpu_first.main() == 0
-    assert "refused  dense mxfp8 eager: " in capsys.readouterr().out
-    assert gpu_first.gemms(("dense", "tensorwise", "eager"), torch.device("cpu")) != ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from contextlib import nullcontext
 
 import oracle
 import pytest
@@ -19,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shapes import Case
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import E4M3, E5M2, Float8Tensor, Rowwise
 
@@ -221,30 +219,6 @@ def test_a_module_may_hold_it():
     assert first is second
 
 
-def test_printing_shows_all_there_is_to_know():
-    text = repr(quantize(torch.tensor([[1.0, -2.0], [3.0, 448.0]], requires_grad=True), E4M3))
-    words = ("Float8Tensor(e4m3", "shape=(2, 2)", "block=(-1, -1)", "scale=tensor([[1.]])", "448.")
-    assert all(word in text for word in (*words, "torch.float32", "cpu", "requires_grad=True"))
-    with FakeTensorMode() as mode:
-        assert "block=(-1, -1)" in repr(mode.from_tensor(example("tensorwise")))
-
-
-@EVERY_GRANULARITY
-@pytest.mark.parametrize("device", ["meta", "fake cpu", "fake cuda"])
-def test_it_can_be_made_without_values(name, device):
-    """By a scale that is given, too."""
-    where = device.removeprefix("fake ")
-    with FakeTensorMode() if "fake" in device else nullcontext(), torch.no_grad():
-        x = torch.empty(6, 40, dtype=torch.bfloat16, device=where)
-        q = quantize(x, E5M2, shapes.GRANULARITIES[name])
-        assert q.scale.shape == oracle.scale_shape((6, 40), q.block)
-        again = quantize(x, E5M2, shapes.GRANULARITIES[name], torch.empty_like(q.scale))
-        for made in (q, again):
-            assert (made.device.type, made.scale.device.type) == (where, where)
-            assert (made.dtype, made.format) == (torch.bfloat16, E5M2)
-            assert made.dequantize().device.type == where
-
-
 # --- compiled
 
 
@@ -290,18 +264,6 @@ def test_one_compiled_graph_serves_every_batch_size():
         q = example(case=Case((2, rows, 40), torch.bfloat16))
         assert_bitwise(run(q), function(q), rows)
     assert len(graphs) == 1
-
-
-def test_another_kind_is_another_graph():
-    def function(q):
-        return q.dequantize(torch.float32)
-
-    run = compiled(function, backend="aot_eager")
-    kinds = [example(), example("tensorwise"), example(fmt=E4M3), example().float()]
-    for q in kinds:
-        assert_bitwise(run(q), function(q), repr(q))
-    assert len({q._stable_hash_for_caching() for q in kinds}) == len(kinds)
-    assert example()._stable_hash_for_caching() == example()._stable_hash_for_caching()
 
 
 def test_data_takes_the_codes_and_the_scale_of_another_float8_tensor_or_is_refused():

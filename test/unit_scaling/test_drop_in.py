@@ -184,11 +184,6 @@ def test_importing_is_quick_and_loads_no_compiler_no_plots_and_nothing_lazy(fres
     assert took < 0.3, f"import float8.unit_scaling takes {took:.2f} s more than import float8"
 
 
-def test_importing_the_analysis_imports_no_plotting_and_no_tables(fresh):
-    heavy = {"matplotlib", "pandas", "triton", "pygments", "torch._dynamo.convert_frame"}
-    assert heavy.isdisjoint(fresh["with_analysis"])
-
-
 def test_lazy_names_are_listed_and_there():
     assert set(uu.__all__) <= set(dir(uu)) and all(hasattr(uu, name) for name in uu.__all__)
     assert analyse_module is uu.utils.analyse_module is uu.analysis.analyse_module

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -88,31 +86,6 @@ def test_every_way_to_name_parameters_gives_each_once_with_its_learning_rate(way
     assert sum(len(g["params"]) for g in groups) == len(list(m.parameters()))
 
 
-def test_there_is_one_group_per_learning_rate_in_order_of_appearance():
-    m = layers()
-    groups = scaled(m)
-    assert [g["lr"] for g in groups] == [0.5, 2.0]
-    names = [["0.weight", "1.weight", "2.weight"], ["0.bias", "3.weight"]]
-    assert [[name for name, _ in g["params"]] for g in groups] == names
-    assert [tensors(g) for g in groups] == [[m.get_parameter(n) for n in ns] for ns in names]
-
-
-def test_groups_keep_their_own_options():
-    m = layers()
-    groups = scaled(
-        [
-            {"params": m[0].parameters(), "lr": 1.0, "betas": (0.5, 0.6)},
-            {"params": m[1].parameters(), "weight_decay": 0.5},
-        ],
-        weight_decay=0.25,
-    )
-    assert [(g["lr"], g["weight_decay"], g.get("betas")) for g in groups] == [
-        (0.25, 1.0, (0.5, 0.6)),
-        (1.0, 0.25, (0.5, 0.6)),
-        (0.5, 1.0, None),
-    ]
-
-
 @pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
 def test_independent_weight_decay_is_the_same_for_all_per_step(lr):
     for group in scaled(layers(), lr=lr, weight_decay=0.125):
@@ -166,16 +139,6 @@ def test_groups_added_later_are_scaled_too(optimizer):
     made.add_param_group({"params": late.named_parameters()})
     assert [g["lr"] for g in made.param_groups[before:]] == [0.0625, 0.5]
     assert [g["weight_decay"] for g in made.param_groups[before:]] == [4.0, 0.5]
-
-
-@every_optimizer
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
-def test_a_copied_optimizer_still_scales(optimizer, copied):
-    made = optimizer(model(), lr=0.5)
-    other = copied(made)
-    assert [g["lr"] for g in other.param_groups] == [g["lr"] for g in made.param_groups]
-    other.add_param_group({"params": uu.Linear(64, 4).named_parameters()})
-    assert other.param_groups[-1]["lr"] == 0.0625
 
 
 @every_optimizer

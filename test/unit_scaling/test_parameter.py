@@ -151,12 +151,3 @@ def test_fsdp2_takes_the_roles_of_a_transformed_model_and_the_optimizer_says_so(
     model = fully_shard(unit_scale(nn.Sequential(nn.Linear(7, 5))), mesh=one_process)
     with pytest.raises(ValueError, match="FSDP2 replaces the parameters that unit_scale has mark"):
         uu.optim.Adam(model, lr=1.0)
-
-
-def test_a_deleted_parameter_leaves_no_role_behind():
-    model = Mine()
-    del model.weight
-    model.weight = nn.Parameter(torch.zeros(1))
-    model.gain = None
-    model.gain = nn.Parameter(torch.zeros(1))
-    assert roles(copy.deepcopy(model)) == {"plain": None, "weight": None, "gain": None}

@@ -60,15 +60,6 @@ def test_mu_is_halved_on_saturation_and_grows_to_its_ceiling(mu, expected):
     assert mu == pytest.approx(expected, rel=1e-3)
 
 
-def test_mu_stays_the_same_tensor_and_a_saved_one_is_a_copy():
-    state = counted()
-    mu, saved = state.controller.mu, state.state_dict()
-    mu.fill_(3.0)
-    assert saved["mu"] == 1.0
-    state.load_state_dict(saved)
-    assert state.controller.mu is mu and mu == 1.0
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -50,16 +50,6 @@ def test_blocks_begin_where_branches_go():
     assert [len(block) for block in program.blocks] == [2, 2, 1]  # mov; add | add; bra | ret
 
 
-def test_what_a_kernel_says_of_itself():
-    text = assemble("\t.loc\t1 91 33  // cast.py:91:33\nadd.s32 %r1, %r0, 1;", ["u64", "f32"], 256)
-    program = parse(text)
-    assert (program.name, program.target, program.threads) == ("kernel", "sm_90a", 256)
-    assert [(p.name, p.type) for p in program.parameters] == [("p0", "u64"), ("p1", "f32")]
-    assert program.shared == {"smem": 0}
-    assert program.instructions[1].source == "cast.py:91"
-    assert str(program.instructions[1]) == "line 19, cast.py:91: add.s32"
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [

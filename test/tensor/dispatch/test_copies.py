@@ -49,17 +49,6 @@ def test_a_copy_shares_nothing(granularity, copied):
     assert_bitwise(twin.dequantize(), before)
 
 
-@pytest.mark.cuda
-@KINDS
-def test_to_a_gpu_and_back_changes_nothing(granularity):
-    q = example(granularity)
-    assert q.cuda().device.type == "cuda"
-    assert_same_float8(q.cuda().cpu(), q)
-    pinned = q.pin_memory()
-    assert pinned.is_pinned() and pinned.float8_data.is_pinned() and pinned.scale.is_pinned()
-    assert_same_float8(pinned, q)
-
-
 @KINDS
 def test_zeros_are_zeros_under_scales_of_one_of_their_own(granularity):
     q = example(granularity)

@@ -129,16 +129,6 @@ def test_a_scaler_unscales_and_sees_what_is_not_finite(bad):
     assert_bitwise(other.grad, torch.ones(3) / 1024)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-def test_zeroing(foreach):
-    leaf = torch.zeros(6, 24, requires_grad=True)
-    leaf.grad = example()
-    torch.optim.SGD([leaf], lr=1.0, foreach=foreach).zero_grad(set_to_none=False)
-    assert isinstance(leaf.grad, Float8Tensor)
-    assert not leaf.grad.dequantize().any()
-    assert leaf.grad.scale.item() == 1
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("granularity", KINDS, ids=str)
 def test_a_sum_is_that_of_the_values(granularity, dtype):

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, assert_error_within_baseline
 from shapes import Case
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
 
@@ -83,17 +82,6 @@ def test_a_product_compiles_to_its_eager_value(names):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")(a, w)
     for actual, expected in zip(compiled, function(a, w), strict=True):
         assert_bitwise(actual, expected, names)
-
-
-def test_a_product_has_a_shape_on_meta_and_on_fake_tensors():
-    a, w = operand((16, 32), "tensorwise"), operand((48, 32), "tensorwise", 2)
-    out = a.to("meta") @ w.to("meta").t()
-    assert (out.shape, out.dtype, out.device.type) == ((16, 48), torch.bfloat16, "meta")
-    with FakeTensorMode(), torch.no_grad():
-        x = torch.empty(16, 32, dtype=torch.bfloat16, device="cuda")
-        y = torch.empty(48, 32, dtype=torch.bfloat16, device="cuda")
-        out = quantize(x, E4M3) @ quantize(y, E4M3).t()
-        assert (out.shape, out.device.type) == ((16, 48), "cuda")
 
 
 BIAS = torch.ones(9).bfloat16()

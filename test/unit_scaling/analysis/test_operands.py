@@ -87,14 +87,6 @@ class Unit(nn.Module):
         return self.head(U.gelu(self.layer(x)))
 
 
-def test_unit_scaled_layers_are_products_and_their_gradients_the_ones_that_a_gemm_reads():
-    x = torch.randn(9, 16)
-    rows = operand_table(Unit(), x)
-    assert operands(rows)[::3] == [("layer", "input"), ("head", "input")]
-    # The readout divides its output by K = 32; the gradient that comes to it is not multiplied.
-    assert rows[5].std == pytest.approx(1, rel=0.3)
-
-
 class Pair(nn.Module):
     def __init__(self):
         super().__init__()

@@ -138,14 +138,3 @@ def test_parameters_start_at_unit_scale_with_a_role_on_meta_too(name):
         else:
             assert_unit_scaled(p)
             assert abs(float(p.detach().mean())) < 5 * p.numel() ** -0.5
-
-
-@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@pytest.mark.parametrize("padding", [0, 2, "same", "valid"])
-def test_a_convolution_pads_once_and_as_torch(mode, padding):
-    options = {"padding": padding, "padding_mode": mode, "dilation": 2, "bias": True}
-    layer, theirs = uu.Conv1d(4, 6, 3, **options), nn.Conv1d(4, 6, 3, **options)
-    nn.init.normal_(layer.bias)
-    theirs.load_state_dict(layer.state_dict())
-    x = torch.randn(2, 4, 13)
-    torch.testing.assert_close(layer(x), theirs(x) / 12**0.5)

@@ -158,19 +158,6 @@ def test_the_output_is_attention_times_a_scale(
     assert scale == pytest.approx(1) if attention == "sqrt_softmax" else scale > 1
 
 
-@pytest.mark.parametrize("attention", ["softmax", "sqrt_softmax"])
-def test_dropout_ends_with_training(attention):
-    # That of the package unit-scaling drops in evaluation too.
-    module = uu.MHSA(8, 2, is_causal=True, dropout_p=0.5, attention=attention)
-    x = torch.randn(2, 5, 8)
-    assert not torch.equal(module(x), module(x))
-    module.eval()
-    assert torch.equal(module(x), module(x))
-    plain = uu.MHSA(8, 2, is_causal=True, attention=attention)
-    plain.load_state_dict(module.state_dict())
-    assert torch.equal(module(x), plain(x))
-
-
 # --- rotary embedding
 
 
@@ -226,24 +213,3 @@ def test_a_parameter_without_a_role_is_named_and_nothing_is_set(stack):
     with pytest.raises(ValueError, match=r"weight of shape \(4, 4\) has no mup_type"):
         stack(*layers)
     assert depths(layers[0]) == [None]
-
-
-@EVERY
-def test_stacks_do_not_nest(stack):
-    inner, outer = uu.DepthSequential(uu.Linear(4, 4), uu.Linear(4, 4)), uu.Linear(4, 4)
-    with pytest.raises(ValueError, match="do not nest"):
-        stack(outer, inner)
-    assert (depths(outer), depths(inner)) == ([None], [2, 2])
-
-
-def test_slices_are_plain_and_keep_the_depth():
-    layers = three()
-    for model, plain in (
-        (uu.DepthSequential(*layers), nn.Sequential),
-        (uu.DepthModuleList(three()), nn.ModuleList),
-    ):
-        part = model[1:]
-        assert type(part) is plain
-        assert depths(part) == [3] * 4
-        assert part[0] is model[1]
-        assert model[-1] is model[2]

@@ -6,10 +6,8 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from float8.unit_scaling.registry import decomposition_of
 from float8.unit_scaling.transforms.transformed import Mode, Transform, transformed
 
 E, HEADS, B, T, S = 12, 3, 2, 5, 7
@@ -65,17 +63,3 @@ def test_masks_and_weights_are_torchs(case):
         assert_same(ours, torchs, inputs, **dict(zip(options, values, strict=True)))
     for given in (inputs, [x[0] for x in inputs]):  # the second without a batch
         assert_same(ours, torchs, given, average_attn_weights=False)
-
-
-def test_unflatten_is_torchs_in_eager_and_compiled_code():
-    class Model(nn.Module):
-        def forward(self, x):
-            y = x.sin()
-            return y.unflatten(-1, (2, -1)), torch.unflatten(y, 0, (-1, 1)), y.unflatten(1, [2, 2])
-
-    x = torch.randn(3, 4)
-    model = transformed(Model(), Opens())
-    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
-        for mine, theirs in zip(run(x), Model()(x), strict=True):
-            assert torch.equal(mine, theirs)
-    assert decomposition_of(F.linear) is None

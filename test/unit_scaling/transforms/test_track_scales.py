@@ -14,8 +14,6 @@ from float8 import E4M3, Float8Tensor, Tensorwise
 from float8.unit_scaling.transforms import (
     Metrics,
     prune_non_float_tensors,
-    prune_same_scale_tensors,
-    prune_selected_nodes,
     track_scales,
 )
 
@@ -183,29 +181,6 @@ def test_an_input_that_needs_no_gradient_is_left_as_it_is_and_still_written_to()
     assert nodes(model)["pair_0"].meta["metrics"].bwd is not None
 
 
-def test_tensors_of_unknown_origin_are_constants_and_their_gradients_are_recorded():
-    outside = torch.full((7, 6), 2.0)
-
-    class Doubles(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    plain = Calls(lambda m, x: Doubles.apply(m.w) * outside + m.scale)
-    plain.register_buffer("scale", torch.full((7, 6), 4.0))
-    model = track_scales(plain)
-    model(torch.ones(3)).backward(torch.ones(7, 6))
-    graph = nodes(model)
-    assert graph["_tensor_constant0"].meta["metrics"].fwd.mean_abs == 2.0
-    assert graph["scale"].target == "scale"
-    made = graph["mul_1"].args[0].meta["metrics"]
-    assert close(made.fwd, 2 * model.w) and close(made.bwd, outside)
-
-
 def test_decomposed_calls_do_not_end_the_graph():
     model = track_scales(Calls(lambda m, x: x.unflatten(-1, (2, 3)).sum(-1).exp()))
     model(torch.randn(4, 6))
@@ -297,19 +272,3 @@ def test_what_is_no_float_tensor_goes_and_its_users_read_its_float_input():
     assert left["embedding"].args[0] is None
     assert list(named(whole)) == before
     assert left["softmax"].meta["metrics"] is named(whole)["softmax"].meta["metrics"]
-
-
-def test_what_keeps_the_scale_goes_and_what_changes_it_stays():
-    left = named(prune_same_scale_tensors(prune_non_float_tensors(graph())))
-    assert "view" not in left
-    assert left["linear"].args[0] is left["flatten"]
-    # What is gathered or split has another scale; flatten has one of the embedding's four users.
-    assert {"embedding", "flatten", "linear", "softmax", "gather", "getitem", "cat"} <= set(left)
-
-
-def test_selected_functions_and_methods_go():
-    whole = graph()
-    left = named(prune_selected_nodes(whole, [F.softmax, torch.Tensor.flatten, "view"]))
-    assert not {"softmax", "flatten", "view"} & set(left)
-    assert left["linear"].args[0] is left["embedding"]
-    assert "softmax" in named(whole)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 
@@ -49,33 +48,3 @@ def test_types_are_those_of_u_mup():
     biases = {name for name in types if name.endswith("bias")}
     assert {types[name] for name in biases} == {"bias"}
     assert {types[name] for name in set(types) - biases} == {"weight"}
-
-
-@pytest.mark.parametrize("case", ["another name", "tied", "not the last"])
-def test_a_layer_that_may_not_be_the_last_has_the_type_weight(case):
-    model = Many()
-    if case == "another name":
-        model.project = nn.Linear(8, 5)
-    elif case == "tied":
-        model.head = nn.Linear(8, 11)
-        model.head.weight = model.embedding.weight
-    else:
-        model.after = nn.Sequential(nn.Linear(5, 5))
-    assert unit_init(model) == frozenset()
-
-
-def test_constant_empty_single_and_frozen_weights_stay():
-    model = nn.ModuleDict(
-        {
-            "zero": nn.Linear(3, 3, bias=False),
-            "single": nn.Linear(1, 1, bias=False),
-            "frozen": nn.Linear(3, 3).requires_grad_(False),
-            "filter": nn.Bilinear(2, 2, 2),
-        }
-    )
-    model["empty"] = nn.ParameterDict({"weight": nn.Parameter(torch.empty(0, 3))})
-    nn.init.zeros_(model["zero"].weight)
-    before = copy.deepcopy(model.state_dict())
-    unit_init(model)
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]) != name.startswith("filter"), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import random
 
 import pytest
@@ -147,25 +146,3 @@ def test_model_arguments_and_chance_are_as_after_one_forward():
     assert (random.random(), torch.rand(())) == expected
     assert len(model.seen) == len(box["states"]) == 1 and box["states"][0] is x
     assert model.norm.num_batches_tracked == 1
-
-
-def test_arguments_need_to_be_copied_the_first_time_only():
-    model, x = unit_scale(Draws()), torch.randn(3, 4)
-    with pytest.raises(TypeError, match="generator"):
-        model(x, (i for i in range(3)))
-    model(x)
-    model(x, (i for i in range(3)))
-
-
-def test_what_is_done_is_logged_with_the_models_lines(caplog):
-    caplog.set_level(logging.INFO, logger="float8")
-    unit_scale(Named())(torch.randn(2, 16))
-    for text in (
-        "unit scaling weight: a.weight",
-        "setting bias to zero: a.bias",
-        "residual-add, tau=1.414",
-        "unconstraining node: linear",
-        __file__,
-    ):
-        assert text in caplog.text
-    assert "(keep)" not in caplog.text

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.training import corpus
+from benchmarks.models import text
 
 NAMES = [f"{folder}/{i:02}.txt" for folder in ("a", "b") for i in range(15)]
 
@@ -22,40 +22,30 @@ def folder(tmp_path: Path) -> Path:
 def test_the_split_is_of_whole_files_without_overlap_in_any_order(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    split = corpus.load(folder)
-    assert len(split.val_files) == 3  # a tenth of 30
-    assert sorted(split.train_files + split.val_files) == NAMES
-    for names, tokens in ((split.train_files, split.train), (split.val_files, split.val)):
-        files = bytes(tokens.tolist()).split(corpus.END_OF_FILE)
-        assert files == [(folder / name).read_bytes() for name in names]
+    split = text.load(folder)
+    train, held_out = (
+        bytes(x.tolist()).split(text.SEPARATOR) for x in (split.train, split.held_out)
+    )
+    assert len(held_out) == 3  # a tenth of 30
+    assert sorted(train + held_out) == [(folder / name).read_bytes() for name in NAMES]
     walk = Path.rglob
     monkeypatch.setattr(Path, "rglob", lambda self, glob: reversed(list(walk(self, glob))))
-    assert corpus.load(folder).digest == split.digest
+    assert text.load(folder).digest == split.digest
     (folder / NAMES[0]).write_text("changed")
-    assert corpus.load(folder).digest != split.digest
+    assert text.load(folder).digest != split.digest
 
 
 def test_copies_empty_and_binary_files_are_left_out(folder: Path) -> None:
-    before = corpus.load(folder)
+    before = text.load(folder)
     for i in range(50):  # one of them would surely be held out, were copies kept
         (folder / f"copy{i}.txt").write_bytes((folder / NAMES[0]).read_bytes())
     (folder / "empty.txt").write_bytes(b"")
     (folder / "image.png").write_bytes(b"\x89PNG\0\0")
-    after = corpus.load(folder)
-    assert len(after.train_files + after.val_files) == len(before.train_files + before.val_files)
-
-
-def test_the_standard_library_is_read_without_its_tests() -> None:
-    library = corpus.load()
-    names = library.train_files + library.val_files
-    assert "json/decoder.py" in names
-    assert not [n for n in names if {"site-packages", "test", "tests"} & set(n.split("/"))]
-    assert len(library.train) > 3_000_000  # a few million bytes at least, in any Python
-    assert 0.04 < len(library.val) / len(library.train) < 0.25
+    assert text.load(folder).digest == before.digest
 
 
 def test_batches_are_named_by_seed_and_step_and_targets_are_successors(folder: Path) -> None:
-    split = corpus.load(folder)
+    split = text.load(folder)
     batches = [
         split.batch(step, seed=seed, batch=4, context=16)
         for step, seed in ((3, 0), (3, 0), (4, 0), (3, 1))
@@ -70,9 +60,9 @@ def test_batches_are_named_by_seed_and_step_and_targets_are_successors(folder: P
 
 
 def test_validation_covers_the_held_out_text_and_nothing_else(folder: Path) -> None:
-    split = corpus.load(folder)
-    batches = list(split.val_batches(3, batch=4, context=16))
-    val = bytes(split.val.tolist())
+    split = text.load(folder)
+    batches = list(split.held_out_batches(3, batch=4, context=16))
+    val = bytes(split.held_out.tolist())
     windows = [bytes(x) for x_BT, _ in batches for x in x_BT.tolist()]
     assert len(windows) == 12 and windows[0] == val[:16]
     assert bytes(batches[-1][1][-1].tolist()) == val[-16:]
