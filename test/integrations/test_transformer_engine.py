@@ -7,7 +7,7 @@ fields and defaults of its ``common/recipe/__init__.py`` (2.20.0.dev0). ``Delaye
 
 import copy
 import enum
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
