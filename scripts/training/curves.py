@@ -35,8 +35,9 @@ Lines = dict[str, tuple[list[int], Seeds]]  # name of a run -> steps, values
 SMOOTHING = 0.8  # of the training losses in the picture; the JSON has them as they are
 GREY, PALE, SKY = "#5f6368", "#e3e5e8", "#56B4E9"
 COLOURS = {
-    "bf16": "#000000", "tensorwise": "#0072B2", "delayed": "#E69F00", "rowwise": "#009E73",
-    "naive": "#D55E00", "unit_bf16": GREY, "unit": "#CC79A7",
+    "bf16": "#000000", "bf16_rounded": "#8c8c8c", "tensorwise": "#0072B2",
+    "delayed": "#E69F00", "rowwise": "#009E73", "naive": "#D55E00",
+    "unit_bf16": GREY, "unit": "#CC79A7",
 }  # fmt: skip
 PALETTE = 96  # colours of the PNG; a third of the bytes of full colour, with no visible difference
 FAR = 1.1  # a final loss of more than this times the least leaves the panels

@@ -34,7 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 VOCABULARY = 256
 INIT_STD = 0.02  # GPT-2's and Llama's; the last layer of each branch is divided by sqrt(2 layers)
 UNIT = ("unit_bf16", "unit")  # recipes of the unit-scaled model
-OWN = ("bf16", "naive", "unit_bf16")  # recipes that float8 does not know by name
+OWN = ("bf16", "bf16_rounded", "naive", "unit_bf16")  # recipes that float8 does not know by name
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,11 @@ def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
     Raises:
         ValueError: for an unknown recipe.
     """
-    if recipe == "bf16":
+    if recipe == "bf16_rounded":  # a control: bf16 again, from weights that differ by a rounding
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    if recipe in ("bf16", "bf16_rounded"):
         return model
     # Here, not at the top: the bf16 baseline then needs nothing but PyTorch.
     from float8 import Float8LinearConfig, convert_to_float8_training
