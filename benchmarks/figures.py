@@ -15,9 +15,10 @@ speed. Three aligned panels, a row per way of training; every number is read fro
              (`bench_quality.py`); CPU emulation
     memory   the peak of a training step of Llama-2-7B, traced without a GPU
     speed    the linear layers of a Llama-3-8B block, forward and backward, on an H100: a prediction
-             of `float8.estimate`, drawn hatched, since nothing of it is measured
+             with bf16 weights of `float8.estimate`, drawn hatched, since nothing of it is measured
 
-A way that a file does not have leaves its panel empty.
+The control's row shows how large noise is in the loss. A cell without a bar names the row whose
+arithmetic it shares (`SAME_AS`): float8 states and saved activations do not change linear layers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from benchmarks import bench_mup_transfer, bench_quality
 from benchmarks.measuring import picture
 from benchmarks.measuring.picture import BLUE, GREY, PALE
 from benchmarks.measuring.report import ROOT
-from benchmarks.quality.contenders import SAVING, UNIT_DYNAMIC
+from benchmarks.quality.contenders import CONTROLS, NOISE, SAVING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,13 +52,13 @@ FIGURES = ("overview", *STUDIES)
 # run -> name of its row, and what stands below the name
 WAYS = {
     "bf16": ("bf16", "the baseline, not in float8"),
+    NOISE: ("control", "bf16, with other rounding"),
     "tensorwise": ("tensorwise", "the default recipe"),
     "delayed": ("delayed", "scales of earlier steps"),
     "rowwise": ("rowwise", "a scale per row"),
-    UNIT_DYNAMIC: ("unit-scaled", "against it in bf16"),
     SAVING: ("tensorwise + memory", "activations, Adam in float8"),
 }
-LIMIT, HYPHEN = bench_quality.LIMIT, "\N{HYPHEN}"  # not a minus sign
+SAME_AS = {NOISE: "bf16", SAVING: "tensorwise"}
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,7 @@ class Way:
 
     Args:
         run: its name in the files.
-        gap: to bf16 (of a unit-scaled model: to itself in bf16) in per cent, and half of its 95 %
-            interval.
+        gap: to bf16 in per cent, and half of its 95 % interval.
         study: seeds and steps of the gap's runs.
         peak_gib: the most memory in a step.
         speedup: over bf16, of all layers together.
@@ -109,7 +109,7 @@ def overview() -> Figure:
     """Draw the rows."""
     found = ways()
     figure = picture.new(8, 4)
-    loss, memory, speed = panels = figure.subplots(1, 3, width_ratios=(1.25, 1, 1))
+    loss, memory, speed = panels = figure.subplots(1, 3, width_ratios=(1.3, 1, 1))
     for axes in panels:
         axes.set_ylim(len(found) - 0.5, -0.5)
         axes.set_xticks([])
@@ -117,20 +117,19 @@ def overview() -> Figure:
         picture.plain(axes)
         for edge in range(1, len(found)):
             axes.axhline(edge - 0.5, color=PALE, linewidth=0.8, zorder=0)
-    names = [(name.replace(" ", "~").replace("-", HYPHEN), below) for name, below in WAYS.values()]
-    labels = [
-        f"$\\bf{{{name.replace(' ', '~').replace('-', HYPHEN)}}}$\n{below}" for name, below in names
-    ]
+    labels = [f"$\\bf{{{name.replace(' ', '~')}}}$\n{below}" for name, below in WAYS.values()]
     loss.set_yticks(range(len(found)), labels, fontsize=8.5)
     loss.tick_params(axis="y", length=0)
     _draw_loss(loss, found)
     studies = " or ".join(dict.fromkeys(row.study for row in found if row.study))
-    _title(loss, "Loss, against bf16", f"small GPT on a CPU, {studies},\n95 % interval")
-    peaks, speedups = [row.peak_gib for row in found], [row.speedup for row in found]
-    _draw_bars(memory, peaks, "{:.0f} GiB", "not traced")
+    _title(loss, "Loss, against bf16", f"small GPT, {studies},\non a CPU, 95 % interval")
+    peaks = {row.run: row.peak_gib for row in found}
+    _draw_bars(memory, peaks, "{:.0f} GiB")
     _title(memory, "Memory", "peak of a Llama-2-7B step,\ntraced without a GPU")
-    _draw_bars(speed, speedups, "{:.2f}x", "not predicted")
-    _title(speed, "Speed, predicted", "not measured: H100,\nlinear layers of Llama-3-8B")
+    _draw_bars(speed, {row.run: row.speedup for row in found}, "{:.2f}x", hatch="////")
+    _title(
+        speed, "Speed, predicted", "linear layers of Llama-3-8B, bf16\nweights, H100, not measured"
+    )
     return figure
 
 
@@ -140,35 +139,32 @@ def _title(axes: Any, text: str, below: str) -> None:
 
 
 def _draw_loss(axes: Any, found: Sequence[Way]) -> None:
-    """Dots with their intervals; the band is the limit that an interval should lie in."""
-    ends = [LIMIT, *(sum(row.gap) for row in found if row.gap)]
-    axes.set_xlim(-1.5 * LIMIT, 1.8 * max(ends))  # room for the numbers
-    axes.axvspan(-LIMIT, LIMIT, color=PALE, linewidth=0, zorder=0)
+    """Dots with their intervals and numbers; what is not float8 is grey."""
+    gaps = [row.gap or (0.0, 0.0) for row in found]
+    axes.set_xlim(1.15 * min(gap - half for gap, half in gaps), 1.8 * max(map(sum, gaps)))
     axes.axvline(0, color=GREY, linewidth=1)
-    for y, row in enumerate(found):
-        gap, colour = row.gap or (0.0, 0.0), BLUE if row.gap else GREY
-        text = f"{gap[0]:+.2f} %".replace("-", "\N{MINUS SIGN}")
-        if row.gap is None:
-            text = f"grey: within {LIMIT} %" if row.run == "bf16" else "not in this study"
-        axes.errorbar(gap[0], y, xerr=gap[1], fmt="o", color=colour, markersize=7, linewidth=2)
-        axes.text(1.1 * max(LIMIT, sum(gap)), y, text, va="center", color=colour, fontsize=9.5)
+    for y, (row, (gap, half)) in enumerate(zip(found, gaps, strict=True)):
+        colour = GREY if row.run in CONTROLS or row.run == NOISE else BLUE
+        axes.errorbar(gap, y, xerr=half, fmt="o", color=colour, markersize=7, linewidth=2)
+        text = f" {gap:+.2f} %".replace("-", "\N{MINUS SIGN}") if row.gap else "  0, by definition"
+        axes.text(gap + half, y, text, va="center", color=colour, fontsize=9.5)
 
 
-def _draw_bars(axes: Any, values: Sequence[float | None], form: str, missing: str) -> None:
+def _draw_bars(axes: Any, values: Mapping[str, float | None], form: str, hatch: str = "") -> None:
     """Bars from zero with their numbers, the first grey; those that are predictions are hatched."""
-    top = max(value for value in values if value is not None)
+    top = max(value for value in values.values() if value is not None)
     axes.set_xlim(0, top * 1.02)
-    hatch = "////" if "predicted" in missing else ""
-    for y, value in enumerate(values):
+    for y, (run, value) in enumerate(values.items()):
+        if value is None:
+            text = f"as {SAME_AS[run]}"
+            axes.text(0.03 * top, y, text, va="center", fontsize=9.5, color=GREY)
+            continue
         colour = BLUE if y else GREY
         face = "white" if hatch else colour
-        axes.barh(y, value or 0.0, 0.5, color=face, edgecolor=colour, hatch=hatch)
+        axes.barh(y, value, 0.5, color=face, edgecolor=colour, hatch=hatch)
         style: Any = {"va": "center", "fontweight": "bold", "color": colour if hatch else "white"}
-        if value is None:
-            style = {"va": "center", "fontsize": 8.5, "color": GREY}
-        else:
-            style["bbox"] = {"facecolor": face, "linewidth": 0, "pad": 1.5}
-        axes.text(0.03 * top, y, missing if value is None else form.format(value), **style)
+        style["bbox"] = {"facecolor": face, "linewidth": 0, "pad": 1.5}
+        axes.text(0.03 * top, y, form.format(value), **style)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring.memory import bytes_of, state_tensors
 from benchmarks.models import text as texts
-from float8 import after_step, inspect_every, ms_amp, saved_activations
+from float8 import after_step, inspect_every, saved_activations
+from float8.ms_amp import ms_amp
 from scripts.training import gpt, savings
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
@@ -103,14 +104,23 @@ class Trainer:
     def step(self) -> int:
         return len(self.history.train_loss)
 
-    def fit(self, stop: Callable[[], bool] = lambda: False, until: int | None = None) -> bool:
-        """Train to the last step, or to step `until`; False, and a checkpoint, if `stop()`."""
+    def fit(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        until: int | None = None,
+        shared: "tqdm[Any] | None" = None,
+    ) -> bool:
+        """Train to the last step, or to step `until`; False, and a checkpoint, if `stop()`.
+
+        Args:
+            stop: asked before each step.
+            until: the step to end before.
+            shared: the `progress` of several trainers; None for one of this training.
+        """
         o, until = self.options, self.options.steps if until is None else until
-        name, often = f"{o.run:>12}", 0.5 if sys.stderr.isatty() else 10.0  # seconds
-        with tqdm(
-            total=o.steps, initial=self.step, desc=name, unit="step", mininterval=often,
-            disable=self.team.rank > 0,
-        ) as bar:  # fmt: skip
+        own = progress([self]) if shared is None else contextlib.nullcontext(shared)
+        with own as bar:
+            bar.set_description_str(f"{o.run:>12}", refresh=False)
             while self.step < until:
                 if self.team.any(stop()):
                     self.save()
@@ -123,8 +133,9 @@ class Trainer:
                 if self.step % o.eval_interval == 0 or self.step == o.steps:
                     self.history.val_loss.append((self.step, self.validate()))
                     self.save()
-                speed = f"{self.tokens_per_second():,.0f} tokens/s"
-                bar.set_postfix_str(f"loss {loss:.3f}, {speed}", refresh=False)
+                on_gpu = torch.device(o.device).type != "cpu"  # a CPU emulates float8 products
+                speed = f", {self.tokens_per_second():,.0f} tokens/s" if on_gpu else ""
+                bar.set_postfix_str(f"loss {loss:.3f}{speed}", refresh=False)
                 bar.update()
         return True
 
@@ -275,6 +286,18 @@ class Trainer:
         return loss
 
 
+def progress(trainers: Sequence[Trainer]) -> "tqdm[Any]":
+    """The bar of all steps of several trainings, from those that they have taken."""
+    return tqdm(
+        total=sum(trainer.options.steps for trainer in trainers),
+        initial=sum(trainer.step for trainer in trainers),
+        unit="step",
+        mininterval=0.5 if sys.stderr.isatty() else 10.0,  # seconds
+        smoothing=0,  # recipes differ in speed: the mean of all of them tells when it ends
+        disable=trainers[0].team.rank > 0,
+    )
+
+
 def multiplies_slowly(options: Options) -> bool:
     """Whether bf16 products gain from the detour of `HalfProducts`; tiny ones would lose."""
     large = options.batch * options.context * options.width >= 2**16
@@ -293,7 +316,7 @@ def schedule(step: int, steps: int) -> float:
 def main(argv: list[str] | None = None) -> int:
     p = parser((__doc__ or "").partition("\n")[0])
     p.epilog = EPILOG
-    p.add_argument("--recipe", help="bf16 (default), naive, unit_bf16, or one of float8's")
+    p.add_argument("--recipe", help=f"{', '.join(gpt.OWN)}, or one of float8's (bf16)")
     p.add_argument("--optimizer", choices=savings.OPTIMIZERS, help="how AdamW keeps its moments")
     p.add_argument("--saved-activations", action="store_true", help="for backward, in float8")
     p.add_argument("--ms-amp", choices=savings.LEVELS, help="an MS-AMP level (float8.ms_amp)")

@@ -28,6 +28,7 @@ Lines = dict[str, tuple[list[int], Seeds]]  # name of a run -> steps, values
 SMOOTHING = 0.8  # of the training losses in the picture; the JSON has them as they are
 COLOURS = {
     "bf16": picture.BLACK,
+    "bf16_rounded": "#8c8c8c",
     "tensorwise": picture.BLUE,
     "delayed": picture.ORANGE,
     "rowwise": picture.GREEN,

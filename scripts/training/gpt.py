@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from benchmarks.models.transformer import GPT, Sizes
@@ -24,7 +25,7 @@ __all__ = ["GPT", "OWN", "UNIT", "Sizes", "in_recipe", "is_body"]
 M = TypeVar("M", bound=nn.Module)
 
 UNIT = ("unit_bf16", "unit")  # recipes of the unit-scaled model
-OWN = ("bf16", "naive", "unit_bf16")  # recipes that float8 does not know by name
+OWN = ("bf16", "bf16_rounded", "naive", "unit_bf16")  # recipes that float8 does not know by name
 
 
 def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
@@ -36,7 +37,11 @@ def in_recipe(model: M, recipe: str, gathers: bool = False) -> M:
     Raises:
         ValueError: for an unknown recipe.
     """
-    if recipe == "bf16":
+    if recipe == "bf16_rounded":  # a control: bf16 again, from weights that differ by a rounding
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.bfloat16())
+    if recipe in ("bf16", "bf16_rounded"):
         return model
     if recipe in UNIT:
         model = unit_scale(model)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import bench_quality, figures
 from benchmarks.measuring.shapes import LLAMA3_8B
-from benchmarks.quality.contenders import SAVING, UNIT_DYNAMIC
+from benchmarks.quality.contenders import NOISE, SAVING
 from float8.config import RECIPES
 from float8.estimate import estimate
 
@@ -29,17 +31,33 @@ def test_the_overview_has_the_numbers_of_its_files():
     for run in ("tensorwise", "delayed", "rowwise"):
         ours = sum(layer["bf16_s"] / layer[run]["speedup"] for layer in layers)
         assert ways[run].speedup == pytest.approx(sum(la["bf16_s"] for la in layers) / ours)
-    assert ways[SAVING].speedup is ways[UNIT_DYNAMIC].speedup is None
+    assert [run for run, way in ways.items() if way.speedup is None] == [NOISE, SAVING]
     loss, memory, speed = figures.overview().axes
     shown = [
         f"{way.gap[0]:+.2f} %".replace("-", "\N{MINUS SIGN}") for way in ways.values() if way.gap
     ]
-    assert set(shown) <= {text.get_text() for text in loss.texts}
+    assert set(shown) <= {text.get_text().strip() for text in loss.texts}
     bars = [patch.get_width() for patch in memory.patches]
-    assert bars == [way.peak_gib or 0 for way in ways.values()]
+    assert bars == [way.peak_gib for run, way in ways.items() if run != NOISE]
     assert not any(patch.get_hatch() for patch in memory.patches)
     assert all(patch.get_hatch() for patch in speed.patches)
     assert any("not measured" in text.get_text() for text in speed.texts)
+
+
+def test_the_speed_up_is_of_bf16_weights_and_the_pages_have_that_of_float32():
+    shapes = [(shape.N, shape.K) for shape in LLAMA3_8B]
+    assert {shape.M for shape in LLAMA3_8B} == {16384}
+    with torch.device("meta"):
+        block = nn.ModuleList(nn.Linear(k, n, bias=False) for n, k in shapes)
+    speedups = []
+    for dtype in (torch.bfloat16, torch.float32):
+        found = estimate(block.to(dtype), tokens=16384, device="H100", recipes="tensorwise")
+        speedups.append(found.total("tensorwise").speedup)
+    in_bf16, in_float32 = (f"{speedup:.2f}x" for speedup in speedups)
+    assert in_bf16 == f"{next(w for w in figures.ways() if w.run == 'tensorwise').speedup:.2f}x"
+    for page in ("README.md", "docs/speed.md"):
+        text = " ".join((figures.ROOT / page).read_text(encoding="utf-8").split())
+        assert f"float32 weights under autocast: {in_float32}" in text, page
 
 
 def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():

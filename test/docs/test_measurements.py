@@ -16,6 +16,7 @@ from benchmarks import bench_alarms, bench_bert, bench_quality, bench_unit_gpt
 from benchmarks.bench_alarms import HEALTHY
 from benchmarks.quality.contenders import SAVING
 from float8.config import RECIPES
+from scripts import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -328,6 +329,15 @@ def test_sentences_quote_the_result_files():
     runs = result("cpu_noamx_demo")["runs"]
     naive = statistics.fmean(x["gap_to_base_percent"] for x in runs if x["recipe"] == "naive")
     assert f"With scale 1 for all casts +{naive:.0f} %" in quality
+    control = [
+        abs(run["gap_to_bf16_percent"])
+        for run in result("cpu_noamx_demo_control")["runs"]
+        if run["recipe"] == demo.CONTROL
+    ]
+    assert len(control) == 8
+    apart, most = f"{statistics.fmean(control):.1f} %", f"{max(control):.1f} %"
+    assert f"ends {apart} away in the mean of eight seeds and [up to {most}]" in quality
+    assert f"ended {apart} apart in the mean and up to {most}" in demo.USUAL_NOISE
     gpt = {x["layer"]: x for x in bench_unit_gpt.lines(result("cpu_unit_gpt")["rows"])}
     plain, unit, itself = (
         gpt[name][gap].lstrip("+")

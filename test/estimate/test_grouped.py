@@ -16,6 +16,7 @@ from float8.estimate.roofline import (
     cast_seconds,
     gemm_bytes,
     gemm_seconds,
+    layer_seconds,
     saved_bytes,
 )
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups

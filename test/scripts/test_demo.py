@@ -42,7 +42,14 @@ def test_an_interrupted_demo_resumes_every_recipe_and_reports_it(
     )
     assert [r["train_loss"] for r in resumed["runs"]] == [r["train_loss"] for r in report["runs"]]
 
-    table = capsys.readouterr().out
+    table, progress = capsys.readouterr()
+    assert f"{5 * everyone}/{5 * everyone}" in progress
+    assert progress.count(" 0%|") == 1  # one bar, which starts once
+    assert [line.partition(":")[0] for line in table.splitlines()[-3:]] == [
+        "naive",
+        "noise",
+        "next",
+    ]
     assert [run["recipe"] for run in report["runs"]] == list(demo.RECIPES)
     assert {"command", "seed", "git_commit", "torch", "machine", "options"} <= report.keys()
     told = {name: report["options"][name] for name in ("device", "compile", "width", "steps")}
@@ -85,14 +92,29 @@ def test_gaps_are_to_runs_of_the_same_seed_and_of_as_many_processes() -> None:
     }
     assert gaps["unit", 1] == [pytest.approx(5), pytest.approx(5), None]
     assert gaps["unit", 2] == [pytest.approx(5), None, pytest.approx(10)]  # no unit_bf16 x2
-    assert "gap to 1 process" not in demo.table(RUNS[:4])
-    header, _, *rows = demo.table(RUNS).splitlines()
+    assert "gap to 1 process" not in demo.table(RUNS[:4], "cpu")
+    header, _, *rows = demo.table(RUNS, "cpu").splitlines()
     assert "gap to 1 process" in header
+    assert "tokens/s" not in header  # of emulated products
+    assert "tokens/s" in demo.table(RUNS, "cuda:0")
     names = [*("bf16", "unit", "naive", "bf16 x2", "unit x2", "unit_bf16")]
     assert [line.split("  ")[0] for line in rows] == names
     steps, (first, second) = curves.gaps_of(RUNS)["unit"]
     assert steps == [2, 3]
     assert first == pytest.approx([100 * (3.1 / 3 - 1), 5]) and len(second) == 2
+
+
+def test_the_noise_is_the_mean_distance_of_the_control_from_bf16_over_the_seeds() -> None:
+    losses = {("bf16", 0): 2.0, ("bf16_rounded", 0): 2.02, ("bf16", 1): 2.0}
+    losses[("bf16_rounded", 1)] = 1.94
+    runs: list[dict] = [
+        {"recipe": recipe, "processes": 1, "seed": seed, "final_val_loss": loss}
+        for (recipe, seed), loss in losses.items()
+    ]
+    demo.add_gaps(runs)
+    noise, after = demo.remarks(runs).splitlines()
+    assert "2.00 % from bf16 in the mean of 2 pairs" in noise
+    assert demo.remarks(runs[:1]) == after  # without a control, and without naive
 
 
 def test_every_run_has_a_line_and_what_ends_far_above_leaves_the_panel() -> None:
