@@ -164,6 +164,25 @@ def test_inspect_names_tied_weights_and_numbers_computed_ones():
     assert {row.layer for row in report._rows} == {""}
 
 
+class Fused(nn.Module):
+    """Two products multiply by parts of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(96, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.weight[:32]).sum() + F.linear(x, self.weight[32:]).sum()
+
+
+def test_inspect_tells_the_parts_of_one_parameter_apart():
+    with inspect(model := float8(Fused())) as report:
+        model(torch.randn(16, 32)).backward()
+    names = {f"product {i}, weight ({rows}, 32)" for i, rows in enumerate((32, 64))}
+    assert {row.layer for row in report._rows} == names
+    assert {row.calls for row in report._rows} == {1}
+
+
 def test_inspect_says_what_it_did_not_measure():
     model, tokens = nn.Sequential(float8(Tied())), torch.randint(48, (16,))
     with inspect(model) as report, high_precision(model):
