@@ -170,10 +170,13 @@ def _files_of(path: Path) -> set[str]:
         files = files or [*path.glob("*" + SUFFIX)]
     names: set[str] = set()
     for file in files:
-        is_index = file.name.endswith(INDEX_SUFFIX)
-        names |= set(
-            json.loads(file.read_bytes())["weight_map"].values() if is_index else [file.name]
-        )
+        if not file.name.endswith(INDEX_SUFFIX):
+            names.add(file.name)
+            continue
+        try:
+            names |= {str(name) for name in json.loads(file.read_bytes())["weight_map"].values()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{file}: it is no index of safetensors files: {error!r}") from error
     if not names:
         raise ValueError(f"{path}: it has no {SUFFIX} file, and pickled files are not read")
     return names

@@ -240,13 +240,15 @@ Tensors = dict[Any, list[Tensor]]
 def sqnr_of(exact: Tensors, found: Tensors, keys: Iterable[Any]) -> float | None:
     """The SQNR in dB of the tensors of these keys as one vector; those of no key are zeros.
 
-    None without an exact value that is finite and not zero, and where the shapes differ, as of
-    tokens that were routed differently.
+    None without an exact value that is finite and not zero, and where the shapes or the calls
+    of a layer differ, as of tokens that were routed differently.
     """
     signal = noise = 0.0
     for key in keys:
-        pairs = zip_longest(exact.get(key, ()), found.get(key, ()))
-        for reference, other in pairs:
+        pairs = exact.get(key, ()), found.get(key, ())
+        if isinstance(key, tuple) and len(pairs[0]) != len(pairs[1]):
+            return None  # other calls of a layer
+        for reference, other in zip_longest(*pairs):
             if reference is None or other is None:
                 lost = power(other if reference is None else reference)
                 signal, noise = signal + (0.0 if reference is None else lost), noise + lost

@@ -153,7 +153,10 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     hooks = [p._post_accumulate_grad_hooks or {} for p, _ in gradients]
     saved_hooks = [dict(own) for own in hooks]
-    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    modules = [
+        (m, m.training, dict(m._buffers), set(m._non_persistent_buffers_set))
+        for m in model.modules()
+    ]
     states = [(restore, read()) for read, restore, _ in _random_sources(model)]
     copies: dict[int, Tensor] = {}  # two names of one buffer get one copy
     with runs_eagerly():
@@ -163,15 +166,17 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
                 own.clear()
             # Copies replace the buffers, because restoring the bits in place would disturb a graph
             # that has saved the buffers for a backward.
-            for module, _, buffers in modules:
+            for module, _, buffers, _ in modules:
                 for name, buffer in buffers.items():
                     if buffer is not None:
                         own_copy = copies.setdefault(id(buffer), buffer.detach().clone())
                         module._buffers[name] = own_copy
             yield
         finally:
-            for module, training, buffers in modules:
+            for module, training, buffers, not_persistent in modules:
                 module.training = training
+                module._non_persistent_buffers_set.clear()
+                module._non_persistent_buffers_set.update(not_persistent)
                 module._buffers.clear()  # those that a forward added, too
                 module._buffers.update(buffers)
             for (parameter, gradient), own, saved in zip(

@@ -117,6 +117,10 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
+def with_index(text):
+    return lambda folder: (folder / INDEX).write_text(text)
+
+
 def damaged(change):
     data = save({"x": torch.ones(4), "y": torch.ones(3)})
     return lambda folder: (folder / "model.safetensors").write_bytes(change(data))
@@ -127,6 +131,9 @@ UNREADABLE = [
     (damaged(lambda data: data[:-3]), DAMAGED),
     (damaged(lambda data: b""), DAMAGED),
     (without_a_shard, r"model-00002-of"),
+    (with_index('{"weight_map": '), "index.json: it is no index"),
+    (with_index('{"metadata": {}}'), "index.json: it is no index"),
+    (with_index("[]"), "index.json: it is no index"),
     (ambiguous, "both have a; give the path of one"),
     (lambda folder: torch.save({}, folder / "pytorch_model.bin"), "pickled files are not read"),
 ]

@@ -246,3 +246,29 @@ def test_a_layer_that_was_not_measured_is_an_error_or_what_one_says(made, name):
 def test_prefixes_of_wrappers_do_not_matter(there, here):
     keep = accurate_layers(report(there), 20)
     assert [keep(None, here + name) for name in ("good", "bad")] == [True, False]
+
+
+class Restless(nn.Module):
+    """Its forward calls its layer once or twice, by turns, and registers its buffer again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(32, 32), 0
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, x):
+        self.register_buffer("mean", x.detach().mean(0), persistent=False)
+        self.calls += 1
+        for _ in range(1 + self.calls % 2):
+            x = self.layer(x)
+        return x
+
+
+def test_other_calls_of_a_layer_are_not_compared_and_buffers_stay_in_the_state_dict():
+    model = convert_to_float8_training(
+        Restless(), config=Float8LinearConfig.from_recipe_name("rowwise")
+    )
+    keys = [*model.state_dict()]
+    (layer,) = compare(model, torch.randn(16, 32), alone=False).layers
+    assert layer.output is None and layer.grad_input is None
+    assert [*model.state_dict()] == keys

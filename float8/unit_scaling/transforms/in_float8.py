@@ -108,8 +108,9 @@ class Float8Products(OnProducts):
         call = Call(plan, factors=factors, saves=torch.is_grad_enabled())
         output = linear_in_float8(input, weight, bias, call)
         for watcher in self.watchers:
-            name = parameter_of(model, weight)
-            if name is None:
+            name, whole = parameter_of(model, weight), weight._base
+            # Parts of one parameter are weights of their own.
+            if name is None or (whole is not None and whole.numel() != weight.numel()):
                 name = f"product {next(unnamed)}, weight {tuple(weight.shape)}"
             watcher(
                 "" if name == "weight" else name.removesuffix(".weight"),

@@ -125,6 +125,25 @@ def test_inspect_names_tied_weights_and_numbers_computed_ones():
     assert {row.layer for row in report._rows} == {""}
 
 
+class Fused(nn.Module):
+    """Two products multiply by parts of one parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(96, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.weight[:32]).sum() + F.linear(x, self.weight[32:]).sum()
+
+
+def test_inspect_tells_the_parts_of_one_parameter_apart():
+    with inspect(model := float8(Fused())) as report:
+        model(torch.randn(16, 32)).backward()
+    names = {f"product {i}, weight ({rows}, 32)" for i, rows in enumerate((32, 64))}
+    assert {row.layer for row in report._rows} == names
+    assert {row.calls for row in report._rows} == {1}
+
+
 @pytest.mark.parametrize("recipe", ["unit", "rowwise", "mxfp8"])
 def test_an_outer_transform_does_not_let_casts_write_into_their_input(recipe):
     model, x = nn.Sequential(float8(Net(), RECIPES[recipe])), torch.randn(16, 32)
