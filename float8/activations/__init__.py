@@ -1,7 +1,7 @@
 """`saved_activations`: ops save what their backward reads as float8 copies.
 
-Float8 layers save their inputs in float8 already. The other half of a LLaMA block's saved bytes,
-and more, is what norms, activations and products of two tensors save. Inside ::
+Float8 layers save their inputs in float8 already. More than half of the bytes that a LLaMA block
+saves are those of norms, activations and products of two tensors. Inside ::
 
     with float8.saved_activations(model):
         loss = model(batch)

@@ -22,16 +22,16 @@ class saved_activations:
 
     Only the forward must run inside the scope; backward may run outside. A whole training loop may
     run inside, and a scope may be entered again. Deep copies and pickles of the model made inside
-    are plain. `torch.compile` works around, outside and inside of the scope. Scopes nest: the inner
-    one is asked first, and the outer one may save an op that the inner one skips.
+    are plain. `torch.compile` works around, outside and inside of the scope. Scopes nest: an outer
+    scope may save an op that the inner scope skips.
 
     `float8.activations` says how exact gradients are, and where no memory is saved. An inf or
     NaN in a copied tensor makes the gradients of its whole group NaN, also where torch's would be
     finite (``sigmoid`` of scores masked by -inf): skip that op there.
 
     Args:
-        model: only the calls in this module's forward; neither its other methods nor calls of its
-            submodules alone. None: every op in the ``with`` block.
+        model: the scope covers the forward of this module. It does not cover other methods, or
+            calls of a submodule alone. None covers every op in the ``with`` block.
         group: elements that share a scale, along the last dimension: 128 (one Triton kernel per
             tensor on CUDA) or, for example, 16 (plain PyTorch, several passes in eager mode).
         fmt: `E4M3` or `E5M2`, or their dtypes.

@@ -245,7 +245,7 @@ def powers_of_two(scale: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class FineGrained(Layout):
-    """One scale per 128x128 block of a weight, as DeepSeek-V3; inputs are cast while serving.
+    """Store one scale per 128x128 block of a weight, as DeepSeek-V3; engines cast the inputs.
 
     Args:
         block: the rows and columns that share a scale, integers >= 1.

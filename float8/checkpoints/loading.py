@@ -85,17 +85,19 @@ def load(
     """Load a float8 checkpoint, or a plain one, into a model, in place.
 
     Args:
-        model: with the names and shapes of the checkpoint, as `published` has them; plain, or
-            converted for training. Its parameters may be on the meta device. ``fully_shard`` may
-            have sharded them, but not for ``weights="float8"``: each rank reads its part.
+        model: with the names and shapes of the checkpoint, plain or converted for training. Its
+            parameters may be on the meta device. ``fully_shard`` may have sharded them, except for
+            ``weights="float8"``: each rank then reads its part.
         path: a folder of safetensors files with ``config.json``, or one file beside it.
-        weights: ``"high_precision"``, ``"float8"`` or ``"training"``: what becomes of layers in
-            float8, as the docstring of this file says.
-        config: with ``weights="training"`` and a plain model: converts the layers that the
-            checkpoint has in float8. A model for ``fully_shard`` is converted before it instead.
-        ignore: patterns such as ``"*.k_scale"``, of keys that only the files or only the model
-            have, and of keys to leave as they are in the model.
-        device: of parameters that are on the meta device.
+        weights: what the layers become that the files have in float8. ``"high_precision"``: the
+            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers with
+            the files' float8 weights, frozen. ``"training"``: dequantised weights, and delayed
+            casts start with the scales of the files.
+        config: for ``weights="training"`` and a plain model: converts the layers that the
+            checkpoint has in float8. Convert a model for ``fully_shard`` before it instead.
+        ignore: patterns of keys to leave out, such as ``"*.k_scale"``: keys that only the files or
+            only the model have, and keys whose values in the model stay.
+        device: where parameters on the meta device get their memory.
 
     Returns:
         ``model``, or the new layer if ``model`` itself was one and was converted.
@@ -356,7 +358,7 @@ def _start_casts(model: nn.Module, source: Source, stored: Mapping[str, str]) ->
 
 # A tensor of a file goes to a `Slot` of a parameter: all of it, or one expert's part of a stack. A
 # parameter that FSDP2 has sharded has a box of the whole on this rank; `write` copies what the two
-# have in common. No rank reads more than that, but for float8 blocks that the border of a shard
+# have in common. No rank reads more, except float8 blocks that the border of a shard
 # splits.
 
 

@@ -43,7 +43,7 @@ FUSED = (
 class SavePlan:
     """What a checkpoint will have. ``print(plan)`` shows it as a table.
 
-    Layers whose names differ in numbers alone share a line of the table.
+    Layers share a line of the table if their names differ only in numbers.
 
     Attributes:
         layout: how layers in float8 are stored; None if the whole checkpoint is in high precision.

@@ -101,41 +101,43 @@ def save_pretrained(
 ) -> SavePlan:
     """Write a model as a float8 checkpoint that other libraries load.
 
-    Layers that are in float8 in the model are in float8 in the file; all else keeps its dtype. A
-    weight is written as the bits that the layer has or would cast for its next forward, if the
-    layout has scales of that granularity, and is cast once from high precision otherwise. Weights
-    are cast in their own dtype: under autocast a forward rounds them to the compute dtype first.
+    Layers that are in float8 in the model are in float8 in the file. All other tensors keep their
+    dtype. If the layout has scales of the layer's granularity, the file has the bits that the layer
+    stores or would cast for its next forward. Otherwise the weight is cast once from high
+    precision. Weights are cast in their own dtype. (Under autocast a forward rounds them to the
+    compute dtype first.)
 
-    The folder has the tensors, in the shards and with the index of HuggingFace, and
-    ``config.json`` with ``quantization_config``; of a model of Transformers its own config, and
+    The folder has the tensors in files named as HuggingFace names them, and ``config.json`` with
+    ``quantization_config``. For a model of Transformers it also has the model's own config and
     ``generation_config.json``. Tokenizers are not part of a model: save them beside it.
 
     Args:
         model: converted; it may be compiled, in wrappers, or sharded by FSDP2 (then all ranks
             call this).
         folder: absent or empty. It appears when all of it is on the disk.
-        layout: how layers are stored: `FineGrained`, `CompressedTensors`, `ModelOpt`, or the name
-            of one, in the variant of the model's recipe. None takes the one of the recipe.
-        input_scales: layer -> the static scale of its input, for layouts that store it, as from
+        layout: how layers are stored: a `FineGrained`, `CompressedTensors` or `ModelOpt`; or a
+            layout's name, for the variant that fits the model's recipe. None takes the layout that
+            stores the scales of the recipe.
+        input_scales: layer -> the static scale of its input, for layouts that store it:
             ``float8.calibrate(model, batches).static_scales()``. Layers whose inputs are cast with
-            a constant or a delayed scale have their own.
+            a constant or a delayed scale need no entry.
         recast: dequantise and cast again float8 weights of another granularity than the layout's.
-        max_shard_bytes: a file has no more bytes of tensors, unless it has one tensor alone. So
-            much memory is needed beside the model.
-        overwrite: replace the checkpoint in an existing folder once the new one is complete. Files
-            of other names stay.
+        max_shard_bytes: the largest size of a file, except of a file with a single tensor. Saving
+            needs this much memory beside the model.
+        overwrite: replace the checkpoint in an existing folder when the new checkpoint is complete.
+            Files of other names stay.
 
     Returns:
         what was written.
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: the layout cannot store a layer; the message names all of them. Or the scale of
-            a weight is not finite, as with a NaN in it. Nothing was written.
-        FileExistsError: the folder is neither absent nor empty, and ``overwrite`` is False; or it
-            cannot be replaced, as the current folder and mount points.
-        OSError: the disk is full, or cannot be written to; the folder is as it was before.
-        RuntimeError: of a sharded model, on every rank: the error of any rank.
+        ValueError: the layout cannot store some layers, which the message names; or the scale of a
+            weight is not finite, because the weight has a NaN. Nothing was written.
+        FileExistsError: the folder has files and ``overwrite`` is False; or the folder cannot be
+            replaced, because it is a mount point or has the current folder in it.
+        OSError: the disk is full or cannot be written to. The folder is as it was before.
+        RuntimeError: the model is sharded and a rank has an error. All ranks raise it.
     """
     check_bool(overwrite, "save_pretrained: overwrite")
     ranks, groups = sharing(model)
@@ -227,14 +229,13 @@ def weight_updates(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model as a float8 checkpoint has them, one tensor at a time.
 
-    The names, tensors and bits are those that `save_pretrained` writes, each scale after its
-    weight. Data and scales are those that the trainer multiplies. Weights that are in float8
-    already, resident or by `float8.cached_weights`, are not cast again. One parameter is gathered
-    at a time, and its matrices are cast one after the other.
+    `save_pretrained` writes the same names, tensors and bits. Each scale follows its weight.
+    Weights that are in float8 already, resident or by `float8.cached_weights`, are not cast again.
+    One parameter is gathered at a time, and its matrices are cast one after the other.
 
     Args:
-        model: a converted model; it may be compiled, or sharded by FSDP2. Then all ranks call this
-            and iterate to the end, in step with each other, and each gets whole tensors.
+        model: a converted model, compiled or not. If FSDP2 has sharded it, all ranks call this and
+            iterate to the end, in step with each other. Every rank gets whole tensors.
         layout: how layers are stored, as in `save_pretrained`.
         input_scales: layer -> the static scale of its input, as in `save_pretrained`.
         recast: cast float8 weights of another granularity again, as in `save_pretrained`.
@@ -246,8 +247,9 @@ def weight_updates(
     Raises:
         TypeError: an argument has another type.
         ValueError: the layout cannot store a layer.
-        RuntimeError: of a sharded model, on every rank: the error of any rank. While iterating: a
-            parameter was written to since the call, so an engine would have weights of two steps.
+        RuntimeError: the model is sharded and a rank has an error. All ranks raise it. While
+            iterating: a parameter was written to since the call, so that an engine would have
+            weights of two steps.
     """
     (_, groups), plan, error = sharing(model), None, None
     try:

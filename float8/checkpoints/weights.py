@@ -10,9 +10,10 @@ norms, biases, routers, and layers that were not converted. So does a layer whos
 module reads in high precision, as an embedding that is tied to the head; whose config multiplies
 the weight in high precision; or whose weight files do not have as a matrix ``NAME.weight``.
 
-The static scale of a layer's input, for layouts that store one, is what the user gives by the
-layer's name; the constant of a static cast; or the scale in use of a delayed one, but for
-``smooth_input=True``, where it is that of the input times factors that a file has no place for.
+The static scale of a layer's input, for layouts that store it, is the first of these: the number
+that the user gives by the layer's name, the constant of a static cast, or the current scale of a
+delayed cast. With ``smooth_input=True`` a delayed scale is not stored: it is the scale of the input
+times factors, for which a file has no place.
 """
 
 from __future__ import annotations

@@ -48,10 +48,10 @@ class Float8LinearConfig:
             (Smooth-SwiGLU, arXiv 2409.12517, section 4.4): ``Q(x * s) @ Q(w / s).T``. The gradients
             are ``(g @ Q(w / s)) * s`` and ``(g.T @ Q(x * s)) / s``. s_k is the power of two that
             brings the amax of the channel, in this call, into (0.5, 1]. For layers that read a
-            gate, such as ``down_proj``. Input and weight are cast by tensor or row; the weight,
-            whose columns change with each input, dynamically. A step then moves, in bfloat16 on a
-            GPU, 6 more bytes per element of the input (none behind a `SwiGLUCast`) and 4 per
-            element of its gradient; 8 more per weight and 4 per element of its gradient.
+            gate, such as ``down_proj``. Input and weight are cast by tensor or row. The weight's
+            cast is dynamic, because its columns change with each input. In bfloat16 on a GPU, a
+            step moves more bytes per element: 6 of the input (none behind a `SwiGLUCast`), 4 of
+            the input's gradient, 8 of the weight and 4 of the weight's gradient.
         dequantize_in_backward: backward multiplies in high precision: grad_output, which is not
             cast, by the input and the weight that the output's GEMM multiplied, dequantised to the
             compute dtype. ``cast_config_grad_output`` is not used. The input is saved in float8.

@@ -58,7 +58,7 @@ class Conversion:
             gathered in high precision.
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
-        recipe: of the converted layers, and the flags beside it; several where they differ.
+        recipe: the recipe of the converted layers and its flags; several if layers differ.
     """
 
     converted: list[str] = field(default_factory=list)

@@ -69,12 +69,12 @@ def convert_to_float8_training(
 
     Experts are modules that multiply by stacked weights with ``grouped_mm``: those of Transformers
     and torchtitan, and types given to `float8.register_experts`. Routers stay in high precision.
-    Parameters stay the same objects; mode, hooks, dtype and device stay; a layer registered under
-    two names stays one layer. Layers whose in_features or out_features are no multiples of 16 (of
-    32: experts of recipe ``mxfp8``), which no GPU multiplies, are left alone unless the config has
-    ``pad_inner_dim`` or ``emulate``. Convert before building the optimizer where a distributed
-    wrapper replaces parameters, as ``enable_fsdp_float8_all_gather`` does with weights. Converting
-    again changes nothing. Call `float8.after_step` once per optimizer step, for delayed recipes.
+    Parameters stay the same objects. Mode, hooks, dtype and device stay. A layer that is registered
+    under two names stays one layer. GPUs multiply only in_features and out_features that are
+    multiples of 16 (of 32 for experts in recipe ``mxfp8``). Other layers are left alone unless the
+    config has ``pad_inner_dim`` or ``emulate``. Build the optimizer after the conversion if a
+    distributed wrapper or ``enable_fsdp_float8_all_gather`` replaces parameters. Converting again
+    changes nothing. With delayed recipes, call `float8.after_step` once per optimizer step.
 
     Args:
         module: the model; it may itself be an ``nn.Linear``.
@@ -132,14 +132,15 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def high_precision(model: M) -> Iterator[M]:
-    """Run a converted model without float8, as for evaluation; training state is untouched.
+    """Run a converted model without float8, for example in an evaluation.
 
-    Within it a ``state_dict()`` has the keys of the plain model. A weight that FSDP2 has gathered
-    in float8 is multiplied in high precision as it came: rounded to float8.
+    Training state does not change. Inside the context a ``state_dict()`` has the keys of the plain
+    model. A weight that FSDP2 has gathered in float8 keeps its float8 values and is multiplied in
+    high precision.
 
-    It applies to the modules that the model has then, in all threads; contexts may nest and
-    overlap. The backward of a forward within it is in high precision too. With activation
-    checkpointing, which runs the forward again, call backward within it.
+    The context applies to the modules that the model has when it opens, in all threads. Contexts
+    may nest and overlap. The backward of a forward inside is in high precision too. With activation
+    checkpointing, which runs the forward again, call backward inside.
 
     Args:
         model: a converted model, or any module.

@@ -53,13 +53,15 @@ class Float8ExpertParallel(ParallelStyle):
     For ``parallelize_module``, before ``fully_shard`` and before or after conversion. The module's
     own parameters have the experts as their first dimension, and become DTensors sharded along it.
 
-    Dispatched are, in float8: the input in forward, and the gradient of the output in backward.
-    Results and the gradient of the input are combined in the compute dtype. An operand of which the
-    config multiplies any use in high precision is dispatched in high precision.
+    The input in forward and the gradient of the output in backward are dispatched in float8.
+    Results and the gradient of the input are combined in the compute dtype. If the config
+    multiplies an operand in high precision in any product, the operand is dispatched in high
+    precision.
 
     Args:
-        config: says how tokens are cast. By default that of the converted module; one that is not
-            converted, or under `float8.high_precision`, sends tokens in high precision.
+        config: says how tokens are cast. The default is the config of the converted module. A
+            module that is not converted, or is under `float8.high_precision`, sends tokens in high
+            precision.
 
     Raises:
         RuntimeError: on every rank, if ranks have other experts, or a rank none.

@@ -109,9 +109,9 @@ def _parallelized(module: Any, is_colwise: bool, style: Any, mesh: DeviceMesh) -
 class PrepareFloat8ModuleInput(PrepareModuleInput):
     """``PrepareModuleInput`` for float8: an input is cast once and gathered as float8.
 
-    Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as float8, if the layers
-    cast inputs with one dynamic or static scale. All others, and those for layers with other
-    recipes or under `float8.high_precision`, are prepared as torch does.
+    Tensors whose layout goes from ``Shard`` to ``Replicate`` are gathered as float8 if the layers
+    cast inputs with one dynamic or static scale. Other tensors are prepared as torch does, and so
+    are all tensors under `float8.high_precision`.
 
     The prepared tensor is an input of `Float8ColwiseParallel` layers. It is a DTensor that holds a
     `Float8Tensor`: gradients are summed over layers first, and then over ranks in one

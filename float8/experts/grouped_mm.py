@@ -34,20 +34,20 @@ def grouped_mm(
     The semantics are those of ``torch.nn.functional.grouped_mm(x, w, offs=offs)``.
 
     Args:
-        x: (T, K), the tokens sorted by expert; float32, bfloat16 or float16; or a `Float8Tensor`
-            in the config's format and granularity. A weight that needs its gradient takes such an
-            x in tensorwise granularity only.
+        x: (T, K), the tokens sorted by expert: float32, bfloat16 or float16, or a `Float8Tensor`
+            in the config's format and granularity. If the weight needs its gradient, a
+            `Float8Tensor` must be tensorwise.
         w: (E, K, N) of the same dtype, any strides; usually ``weight.mT`` of an (E, N, K) weight.
             FSDP2 may have gathered it in float8; it is not cast then.
         offs: (E,) int32, the end of each expert's tokens among the T rows, ascending. A group may
-            be empty. Rows at or beyond ``offs[-1]`` are in no group and never read. On a CPU the
-            values are checked; on a GPU that would wait for it, so there they are not.
+            be empty. Rows at or beyond ``offs[-1]`` are in no group and never read. The values are
+            checked on a CPU only, because the check would wait for a GPU.
         config: a config or the name of a recipe; dynamic tensorwise by default. A delayed config is
             refused.
 
     Returns:
-        (T, N). Rows of no group are zero on a CPU and unspecified on a GPU; so are those of the
-        gradient of x. The gradient of the weight of an expert without tokens is zero.
+        (T, N). Rows of no group are zero on a CPU and unspecified on a GPU, in the result and in
+        the gradient of x. The gradient of the weight of an expert without tokens is zero.
 
     Raises:
         TypeError: an argument has another type or dtype.

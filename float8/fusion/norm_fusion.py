@@ -27,12 +27,12 @@ float8 layer with the same input cast.
 Every reader has to be a `Float8Linear`, all with one tensorwise input cast. Fused are modules whose
 type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered (`register_norm`).
 
-Values and gradients are those of the norm and layers apart, but for float32's rounding within the
-norm. Parameters and their names stay, so plain checkpoints load; `convert_from_float8_training`
-makes the norms plain again. Under delayed scaling the layers' ``cast_input`` becomes one module,
-with the largest amaxes and scale of the layers' histories, and the norm casts with it. So
-checkpoints of the fused and of the converted model load into each other, and no history is left
-without amaxes.
+Values and gradients are equal to those of norm and layers without fusion, except for the rounding
+of float32 within the norm. Parameters and their names stay, so plain checkpoints load;
+`convert_from_float8_training` makes the norms plain again. Under delayed scaling the layers'
+``cast_input`` becomes one module, with the largest amaxes and scale of the layers' histories, and
+the norm casts with it. So checkpoints of the fused and of the converted model load into each other,
+and no history is left without amaxes.
 
 Fuse after converting and before wrapping, compiling and ``fully_shard``; compile a norm and its
 readers in one graph.

@@ -88,9 +88,10 @@ def prepare_float8(
             ``AORecipeKwargs``, or the ``fp8_config`` of its file as a mapping; dynamic tensorwise
             by default.
         others: dataloaders, schedulers and whatever else ``accelerator.prepare`` takes.
-        module_filter_fn: as in `float8.convert_to_float8_training`; by default all layers, and
-            under ``AORecipeKwargs`` its own, or what it documents: neither the first nor the last,
-            nor layers with a dimension that is no multiple of 16.
+        module_filter_fn: as in `float8.convert_to_float8_training`. By default all layers are
+            converted. Under ``AORecipeKwargs`` the default is the filter of these settings; without
+            a filter it leaves out the first layer, the last layer and layers with a dimension that
+            is no multiple of 16.
         float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
             what Accelerate's settings say as ``use_autocast_during_eval``, or False.
 

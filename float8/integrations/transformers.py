@@ -166,15 +166,15 @@ class Float8Callback(TrainerCallback, ExportableState):
             keeps its layers; a config that is given must then be theirs.
         float8_in_evaluation: keep float8 in eval mode where gradients are disabled; by default
             what ``TERecipeKwargs`` says as ``use_autocast_during_eval``, or False.
-        inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`); 0
-            does not.
+        inspect_every: look at the casts of every n-th step (`float8.numerics.inspect_every`), or
+            of no step: 0.
         report_path: where these reports go, for ``python -m float8.numerics.report``.
         on_alarm: called with each alarm that starts (`float8.numerics.inspect_every`).
         writer: a ``SummaryWriter`` for the numbers of these reports. The callbacks of ``report_to``
             run before this one, and do not see what it adds to the Trainer's logs.
         save_float8: a folder, absent or empty, for the trained model as a float8 checkpoint.
-        layout: of that checkpoint, as ``"fine_grained"`` or ``"compressed_tensors"``; by default
-            the one that stores the scales of the recipe.
+        layout: of the float8 checkpoint, such as ``"fine_grained"`` or ``"compressed_tensors"``. By
+            default the layout that stores the scales of the recipe.
 
     Attributes:
         monitor: of ``inspect_every``; its ``report`` is the last one.

@@ -22,8 +22,8 @@ whole tensor    (1, 1)                the data's transpose, the same scale
 32x32, E8M0     (N / 32, K / 32)      the data's transpose, the scale's transpose
 row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, times the data's
                 contraction           transpose with a scale of 1
-1x32, E8M0      (N, K / 32)           the dequantised weight is cast along N: exactly, but for
-                                      values far below the largest of the new block
+1x32, E8M0      (N, K / 32)           the dequantised weight is cast along N: exact except
+                                      for values far below the largest of the new block
 =============== ===================== ==========================================================
 
 On a CPU the transpose is a view. On a GPU, GEMMs read row-major operands only, so the transpose is

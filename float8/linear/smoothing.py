@@ -19,7 +19,7 @@ computes what ``nn.Linear`` does. Nothing is kept between calls: recomputation f
 
 In float8 before the call, such an input has one scale per channel, ``c_k = t / s_k``, with t the
 scale of the cast: `channel_scales`. Every c_k has the mantissa of t, so that `split` recovers
-t and s, but for one power of two that both share and that no code depends on.
+t and s, except for one power of two that both share and that no code depends on.
 """
 
 from __future__ import annotations

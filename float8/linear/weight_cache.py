@@ -131,7 +131,7 @@ def cached_weights(
     """Cast the weights of ``model`` when they change instead of when they are used.
 
     Args:
-        model: a converted model; the weights of its `Float8Linear` layers are cached, but those of
+        model: a converted model. The weights of its `Float8Linear` layers are cached, except in
             layers with ``smooth_input=True``, which cast their weights in every call.
         in_place: write new data into the old memory, at one more copy per step. A CUDA graph that
             is captured by hand inside the context needs it, because it always reads that memory.

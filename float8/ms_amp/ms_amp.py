@@ -103,11 +103,11 @@ def ms_amp(
 ) -> tuple[nn.Module, AdamW]:
     """Store a model's weights, gradients and moments as a level of MS-AMP does, in place.
 
-    Linear layers are converted first, as by `convert_to_float8_training`; converted ones keep their
-    config. Replaced weights are new Parameters: use the optimizer that is returned, and drop the
-    old one, which refers to the old weights. Build LR schedulers and ``torch.compile`` after this
-    call. Existing gradients are dropped. A deep copy is for evaluation: hooks are not copied, so
-    that its gradients would be plain ones, in the weights' dtypes.
+    Linear layers are converted first, as by `convert_to_float8_training`. Converted layers keep
+    their config. Replaced weights are new Parameters: use the optimizer that is returned, and drop
+    the old optimizer, which refers to the old weights. Build LR schedulers and call
+    ``torch.compile`` after this call. Existing gradients are dropped. A deep copy is for evaluation
+    only: hooks are not copied, so the gradients of the copy would not be in float8.
 
     Args:
         model: on one process; or a `DistributedDataParallel`, or one that `fully_shard` has taken,

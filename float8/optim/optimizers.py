@@ -102,7 +102,7 @@ class SGD(QuantizedOptimizer):
         dampening: of the gradient that enters the momentum, from the second step on.
         weight_decay: times the parameter is added to the gradient.
         nesterov: look ahead by one momentum; needs ``dampening=0``.
-        given: see `float8.optim.options.Options`; all but second_moment.
+        given: see `float8.optim.options.Options`; all options except second_moment.
 
     Raises:
         ValueError, TypeError: for values and parameters that are not supported.
@@ -142,7 +142,7 @@ class Lion(QuantizedOptimizer):
         lr: learning rate, a float or a tensor with one element; 3 to 10 times less than AdamW's.
         betas: of the direction and of the momentum, in [0, 1).
         weight_decay: decoupled; 3 to 10 times AdamW's.
-        given: see `float8.optim.options.Options`; all but second_moment.
+        given: see `float8.optim.options.Options`; all options except second_moment.
 
     Raises:
         ValueError, TypeError: for values and parameters that are not supported.

@@ -177,8 +177,8 @@ def published_launches():
     errors = [error for each in found.values() for error in each]
     return (
         f"off by {100 * min(medians):+.0f} to {100 * max(medians):+.0f} % in the median and by "
-        f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} % at most, and that of a GEMM by "
-        f"{100 * gemm:+.0f} %"
+        f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} % at most. "
+        f"The time of a GEMM is off by {100 * gemm:+.0f} %"
     )
 
 
@@ -280,7 +280,8 @@ def communication():
 
 def rollout():
     cells = "{weights}|{inputs}|{logp_difference:.4f}|{largest:.4f}|{kl:.4f}"
-    body = [cells.format(**row).split("|") for row in result("cpu_rollout")["rows"]]
+    measured = result("cpu_rollout")["rows"]
+    body = [cells.format(**x).split("|") for x in measured if x["inputs"] == "float8 1x128"]
     header = "weights of the engine | its inputs | mean difference of log p | largest | KL"
     return markdown(header, body)
 

@@ -42,9 +42,9 @@ def float8_gradients(
 ) -> Float8Gradients:
     """Send gradients between ranks as float8 instead of in their own precision.
 
-    Half the bytes of a bfloat16 reduction (0.502 from 65536 elements on, 0.506 of 2048), a quarter
-    of a float32 one; one scale per tile of gradient, shared by all ranks; sums in float32. After
-    FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
+    A reduction then sends half the bytes of bfloat16 (0.502 from 65536 elements on, 0.506 of 2048)
+    and a quarter of float32. All ranks share one scale per tile of gradient. Sums are in float32.
+    After FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
     ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
     the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
 
@@ -80,7 +80,7 @@ def float8_gradients(
         ``state_dict()`` in the checkpoint.
 
     Raises:
-        TypeError: the model is neither.
+        TypeError: ``model`` is not wrapped by DDP and has no FSDP2 units.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
     """
     check_module(model, "float8_gradients")

@@ -262,7 +262,7 @@ class Dropout(nn.Dropout):
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """A unit-scaled ``nn.CrossEntropyLoss``: the gradient of the logits has unit scale.
 
-    All arguments but ``mult`` are ``nn.CrossEntropyLoss``'s.
+    All arguments except ``mult`` are ``nn.CrossEntropyLoss``'s.
     """
 
     def __init__(

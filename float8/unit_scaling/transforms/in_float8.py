@@ -13,8 +13,8 @@ SwiGLU do, and recipe ``unit`` then cuts them (``benchmarks/bench_quality.py``).
 state will do; delayed scaling keeps a history per layer, which functions cannot keep.
 
 ``with float8.high_precision(model):`` turns the transform off, as it does converted layers.
-`float8.inspect` and `inspect_every` measure its casts. A product has the name of its weight; one
-whose weight is computed has a number, its place among those of a forward.
+`float8.inspect` and `inspect_every` measure its casts. Reports name a product after its weight. If
+the weight is computed, they number the product in the order of the forward.
 
 Contractions of two activations stay in high precision: ``F.scaled_dot_product_attention``,
 ``torch.matmul``, ``@``, ``torch.bmm``. Tensor cores multiply matrices, not batches of them: in

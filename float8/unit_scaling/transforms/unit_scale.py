@@ -108,7 +108,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
         TypeError: ``module`` is not a module.
         ValueError: the module is unit-scaled or compiled already, or has meta parameters; or a
             key of ``replace`` is a function whose calls a transform cannot see. While running: a
-                model.
+            function without a unit-scaled version multiplies by a trained weight.
     """
     functions = dict(replace or {})
     for function, other in functions.items():
