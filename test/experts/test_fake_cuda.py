@@ -12,6 +12,13 @@ import fake_cuda
 import pytest
 import torch
 from fake_cuda import empty
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -25,10 +32,9 @@ TORCH, TRITON, PLAIN = "aten::_scaled_grouped_mm", "float8::grouped_mm_gpu", "at
 BY_TRITON, BY_TORCH = (TRITON,) * 3, (TORCH,) * 3
 # Of the output, grad_input and grad_weight.
 RUNS = {
-    ("rowwise", "sm_90"): (TORCH, TORCH, TRITON),
     ("mxfp8", "sm_100"): BY_TORCH,
     ("rowwise_with_gw_hp", "sm_89"): (TRITON, TRITON, PLAIN),
-    ("rowwise_with_gw_hp", "sm_90"): (TORCH, TORCH, PLAIN),
+    ("rowwise_with_gw_hp", "sm_90"): (TRITON, TRITON, PLAIN),
     ("rowwise_with_gw_hp", "sm_100"): (TRITON, TRITON, PLAIN),
 }
 for recipe in ("tensorwise", "unit", "blockwise", "rowwise"):
@@ -99,3 +105,18 @@ def test_the_layout_of_transposed_tokens_is_that_of_the_gemm_that_reads_it(first
 def test_what_no_gpu_runs_is_refused_with_the_way_out(recipe, arch):
     with pytest.raises(ValueError, match=f"grouped_mm: {arch} does not run .* emulate=True"):
         gemms_of(RECIPES[recipe], arch)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+def test_no_number_of_tokens_is_compiled_in(recipe, arch):
+    """With a symbolic T, a step leaves no condition on it but that there are tokens."""
+    env, example = ShapeEnv(), torch.empty(T, 0)
+    with FakeTensorMode(shape_env=env) as mode:
+        dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC, DimDynamic.STATIC])
+        tokens = mode.from_tensor(example, symbolic_context=dynamic).shape[0]
+    with enable_python_dispatcher():
+        assert gemms_of(RECIPES[recipe], arch, tokens=tokens, mode=mode) == RUNS[recipe, arch]
+    symbol = tokens.node.expr
+    for guard in env.guards:
+        assert all(guard.expr.subs(symbol, other) for other in (2, 17, 4096, 100_003)), guard.expr

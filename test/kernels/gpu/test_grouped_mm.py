@@ -23,6 +23,7 @@ from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
+from float8.kernels.gpu.blockwise_mm import TILES
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
@@ -41,7 +42,7 @@ EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 # Tokens of each expert: nothing a multiple of a tile, empty groups at both ends and inside, several
 # tiles and steps of 128 in one group, one expert, no token at all.
 SIZES = ((0, 5, 130, 0, 17, 0), (1,), (64, 128, 16))
-TILE = module.TILES[-1]
+TILE = TILES[-1]
 
 
 @dataclass
@@ -158,7 +159,7 @@ BUILD = {"experts": by_experts, "tokens": by_tokens}
     blocks=list(BLOCKS),
     formats=FORMATS,
     shape=[(123, 7), (144, 70), (66, 24)],
-    tile=[None, *module.TILES],
+    tile=[None, *TILES],
     how=[(None, False), (torch.bfloat16, True), *((dtype, False) for dtype in HIGH_PRECISION)],
 )
 def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
@@ -177,7 +178,7 @@ def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
 def test_every_way_to_multiply_has_the_same_bits(by, sizes, shape, fast):
     """Ranks measure which of them is the fastest, and may choose differently."""
     product = BUILD[by](sizes, *shape, BLOCKS["rowwise"])
-    ways = [*module.TILES, module.WIDE] if fast else [*module.TILES, module.TORCH]
+    ways = [*TILES, module.WIDE] if fast else [*TILES, module.TORCH]
     if not fast and torch.cuda.get_device_capability() != (9, 0):
         ways.remove(module.TORCH)
     results = []
