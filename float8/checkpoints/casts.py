@@ -71,12 +71,14 @@ class StoredLayer:
     def tensors(self, weight: Tensor, scale: Tensor | None = None) -> dict[str, Tensor]:
         """The tensors of the file by key; ``weight`` is in high precision or a `Float8Tensor`.
 
-        ``scale`` is the one that it shares with other layers. Raises ValueError if it is cast to
-        scales that no layout stores, as with a NaN in the weight.
+        ``scale`` is the one that it shares with other layers. Raises ValueError if a weight that is
+        cast is not finite.
         """
         found: Tensor | None = weight if self.cached is None else self.cached
         if self.how != STORED:
             plain = weight.dequantize(torch.float32) if is_resident(weight) else weight
+            if not bool(plain.isfinite().all()):  # a given scale would make an inf finite
+                raise ValueError(f"{self.name}: its weight has NaN or inf, which no cast may hide")
             scale = self.known if scale is None else scale
             scale = None if scale is None else scale.to(plain.device)
             block = self.layout.block

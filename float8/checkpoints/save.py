@@ -132,8 +132,8 @@ def save_pretrained(
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: the layout cannot store some layers, which the message names; or the scale of a
-            weight is not finite, because the weight has a NaN. Nothing was written.
+        ValueError: the layout cannot store some layers, which the message names; or a weight that
+            is cast has NaN or inf. Nothing was written.
         FileExistsError: the folder has files and ``overwrite`` is False; or the folder cannot be
             replaced, because it is a mount point or has the current folder in it.
         OSError: the disk is full or cannot be written to. The folder is as it was before.

@@ -256,7 +256,9 @@ def test_values_that_are_not_finite_and_a_full_disk_leave_nothing(tmp_path, caps
     tensors = tensors_of("plain")
     tensors[f"{Q}.weight"][3, 4] = torch.inf
     bad, out = write(tmp_path / "bad", "plain", tensors), str(tmp_path / "out")
-    assert_refused(capsys, ("convert", bad, out, "--layout", "fine_grained"), f"{Q}: the scale")
+    assert_refused(
+        capsys, ("convert", bad, out, "--layout", "fine_grained"), f"{Q}: its weight has NaN"
+    )
     large = tensors_of("plain") | {"model.norm.weight": torch.full((160,), 1e30)}
     shutil.rmtree(bad)
     write(tmp_path / "bad", "plain", large)

@@ -310,11 +310,14 @@ def test_input_scales_come_from_the_user_or_from_constants(tmp_path):
 # --- refusals
 
 
-def test_a_weight_without_a_scale_leaves_nothing(tmp_path):
-    model = model_of("tensorwise")
+@pytest.mark.parametrize("recipe", ["tensorwise", "unit", "mxfp8"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_leaves_nothing(recipe, bad, tmp_path):
+    """A given scale of 1, or one of E8M0, would make an inf a finite number."""
+    model = model_of(recipe)
     with torch.no_grad():
-        model.first.weight[3, 4] = torch.nan
-    with pytest.raises(ValueError, match="first: the scale of its weight holds nan"):
+        model.first.weight[3, 4] = bad
+    with pytest.raises(ValueError, match="first: its weight has NaN or inf"):
         save_pretrained(model, tmp_path / "it")
     assert entries(tmp_path) == []
 
