@@ -217,7 +217,10 @@ CALLS = {
     "load_run": [(f.numerics.load_run, {}, "-:s")],
     "load_alarms": [(f.numerics.load_alarms, {}, "-:s")],
     # float8.optim
-    **{name: [(getattr(f.optim, name), {}, "-")] for name in ("AdamW", "Adam", "SGD", "Lion")},
+    **{
+        name: [(getattr(f.optim, name), {}, "-")]
+        for name in ("AdamW", "Adam", "SGD", "Lion", "Muon")
+    },
     "float32_state_dict": [(f.optim.float32_state_dict, {}, "-:o")],
     "report": [(f.optim.report, {}, "-")],
 }

@@ -31,7 +31,7 @@ def test_compositions_equal_one_process():
 
 @pytest.mark.slow
 def test_faults_are_found():
-    planted = [("finds", "no_group", 36), ("finds", "missing_all_reduce", 15)]
+    planted = [("finds", "no_group", 43), ("finds", "missing_all_reduce", 10)]
     assert failures("composition_program", planted) == {}
 
 

@@ -48,7 +48,7 @@ def assert_same(found, expected, replay, names=None):
 # --- numbers
 
 
-INVARIANT = {"rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "unit", "delayed"}
+INVARIANT = {"rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit", "delayed"}
 
 
 @EVERY_RECIPE

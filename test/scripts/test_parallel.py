@@ -34,8 +34,8 @@ def test_two_processes_train_as_one(
 ) -> None:
     """The bound for bf16 is twice bf16's own error: one process with float32 products in its place.
 
-    Two runs that round differently have it once each. A float8 recipe has an error of its own, its
-    distance to bf16, and two runs have it twice.
+    Two runs that round differently have it once each. A float8 recipe has an error of its own. Its
+    distance to bf16 estimates it: the bound is three times that.
     """
     folder, text = str(tmp_path), str(data)
     found = {}
@@ -49,7 +49,7 @@ def test_two_processes_train_as_one(
         patch.setattr(torch, "autocast", lambda kind, _: plain(kind, enabled=False))
         exact = losses(trained(options_of("bf16", folder + "/exact", nproc=1), text))
     own = 2 * (found["bf16"] - exact).abs().max().item()
-    bounds = {r: own + 2 * (found[r] - found["bf16"]).abs().max().item() for r in RECIPES}
+    bounds = {r: own + 3 * (found[r] - found["bf16"]).abs().max().item() for r in RECIPES}
     resumes, resumed = (
         "stopped_by_one_rank_it_resumes_to_the_same_losses",
         str(tmp_path / "resumed"),

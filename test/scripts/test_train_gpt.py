@@ -94,7 +94,7 @@ def test_a_watched_training_has_the_same_losses_and_goes_on_with_its_file(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recipe", "float9"], "unknown recipe 'float9'.*bf16, naive, unit_bf16, .*delayed"),
+        (["--recipe", "float9"], "unknown recipe 'float9'.*bf16, bf16_rounded, .*delayed"),
         (["--resume"], "no checkpoint at .*leave out --resume"),
         (["--checkpoint", "DIR/file", "--resume"], "file is not a whole checkpoint"),
         (["--checkpoint", "DIR/file/x"], "take another --checkpoint"),

@@ -211,7 +211,8 @@ def _launch(
         sizes = (M, N, a.shape[1], experts)
         by_rule = tile_of(rows, N, experts)
         tiles = tiles_for(rows, N)
-        if fast and N > 128 and rows > 64 and _fits(WIDE, a.device):
+        is_near = b.stride(-2) * WIDE.N < 2**31  # its offsets in a tile have 32 bits
+        if fast and is_near and N > 128 and rows > 64 and _fits(WIDE, a.device):
             tiles.insert(0, WIDE)
         if not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype):
             tiles.append(TORCH)
@@ -268,8 +269,8 @@ def _check(
     wrong = None
     if pair not in PAIRS or (by_tokens and 128 in (pair[0][0], pair[1][0])):
         wrong = f"scales of {pair[0]} by {pair[1]}"
-    elif max(a.stride(0), b.stride(-2)) * WIDE.N >= 2**31:  # the kernel's offsets in a tile
-        wrong = f"rows of 2^23 elements or more: strides {a.stride()} and {b.stride()}"
+    elif max(a.stride(0), b.stride(-2)) * 128 >= 2**31:  # the kernel's offsets in a tile
+        wrong = f"rows of 2^24 elements or more: strides {a.stride()} and {b.stride()}"
     elif offs.dtype != torch.int32 or offs.dim() != 1 or not (by_tokens or b.shape[0] == E):
         wrong = f"offs of {offs.dtype} {tuple(offs.shape)} for b {tuple(b.shape)}"
     if wrong is not None:

@@ -42,6 +42,15 @@ def updated(saturated, *, nonfinite=0, mu=1.0, steps=1, ranks=64, **options):
     return controller.mu.item()
 
 
+def test_mu_stays_the_same_tensor_and_a_saved_one_is_a_copy():
+    state = counted()
+    mu, saved = state.controller.mu, state.state_dict()
+    mu.fill_(3.0)
+    assert saved["mu"] == 1.0
+    state.load_state_dict(saved)
+    assert state.controller.mu is mu and mu == 1.0
+
+
 @pytest.mark.parametrize(
     ("mu", "expected"),
     [
