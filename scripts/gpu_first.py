@@ -125,7 +125,8 @@ def main() -> int:
             result = f"error {found:.1e}"
             good = found <= LIMIT
         except Exception as e:  # the other rows are wanted too
-            good, result = False, f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+            first, _, _ = str(e).partition("\n")
+            good, result = False, f"{type(e).__name__}: {first[:200]}"
         failed += not good
         seconds = time.monotonic() - begin
         name = f"{'pass' if good else 'FAIL'}     {' '.join(row)}"

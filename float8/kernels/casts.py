@@ -39,9 +39,9 @@ class Orientations(NamedTuple):
     scale_t: Tensor
 
 
+_CAST = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32), (32, 32))
 # device family (`family_of`) -> block of a matrix in GEMM-operand orientation -> the op, a file of
 # gpu/, that casts it. All other casts are plain PyTorch.
-_CAST = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32), (32, 32))
 KERNELS: dict[str, dict[Block, str]] = {
     family: dict.fromkeys(_CAST, "cast") for family in SUPPORT if family.startswith("sm_")
 }
@@ -173,7 +173,7 @@ def cast_operand(
             blocks always: that needs no second read, and gives the same scales again.
         row_major, transposed: whether to write the row-major and the transposed orientation.
         amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
-        swizzled: write scales of 1x32 blocks as `cublas.swizzled` does, for the GEMM alone.
+        swizzled: write E8M0 scales as `cublas.mx_scales` does, for the GEMM alone.
     """
     wanted = (row_major, transposed)
     if kernel is None:

@@ -180,6 +180,11 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
             f"{scale.dtype}; cast with ScaleFormat.E8M0, or set emulate=True"
         )
     if block[-2:] == MX_SQUARE:
+        if scale.shape[-2] != ceil_div(rows, 32):  # those of 1x32 would be taken for others
+            raise ValueError(
+                f"scaled_mm: {rows} rows in blocks of 32x32 have {ceil_div(rows, 32)} rows of "
+                f"scales, got {scale.shape[-2]}"
+            )
         of_rows = scale.view(torch.uint8).repeat_interleave(32, -2).narrow(-2, 0, rows)
         scale = of_rows.view(scale.dtype)
     return swizzled(scale)

@@ -249,8 +249,7 @@ TORCH_MX = GroupedCandidate(
     "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
 )
 TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
-# product -> its candidates, the presumably fastest first (not measured); the first that does not
-# refuse runs it
+# product -> its candidates; the first that does not refuse runs it
 CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
     TENSORWISE: (TRITON,),
     ROWWISE: (TRITON,),

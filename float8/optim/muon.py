@@ -95,9 +95,11 @@ class Muon(QuantizedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, with checks."""
-        if param_group.get("kind") == "adamw":
+        is_adamw = param_group.get("kind") == "adamw"
+        if is_adamw:
             param_group = {**_OF_ADAMW, **param_group}
-        if foreign := param_group.keys() & {"use_muon", "beta2"}:
+        unread = {"use_muon", "beta2"} | (set() if is_adamw else {"betas"})
+        if foreign := param_group.keys() & unread:
             raise TypeError(
                 f"a group of Muon has {', '.join(foreign)}, which would change nothing: groups "
                 'are of kind "muon" or "adamw", and there is no second moment of Muon'

@@ -15,6 +15,7 @@ from pretend import (
     E5M2,
     EVERY_PRODUCT,
     MX,
+    MX_SQUARE,
     PRODUCTS,
     ROW,
     TENSOR,
@@ -159,6 +160,12 @@ def test_swizzled_scales_multiply_as_plain_ones(hardware, sizes):
     assert_bitwise(actual, multiply(parts, MX, MX, bias, pad=True), sizes)
     assert bool(hardware) == (0 not in sizes)
     assert not hardware or hardware[0].scale_a.data_ptr() == ready[1].data_ptr()
+
+
+def test_scales_of_1x32_are_not_read_as_those_of_32x32(hardware):
+    a, a_scale, b, b_scale = operands(16, 64, 48, MX, MX)
+    with pytest.raises(ValueError, match=r"48 rows in blocks of 32x32 have 2 rows.*got 48"):
+        multiply([a, a_scale, b, b_scale], MX, MX_SQUARE)
 
 
 def test_float32_scales_of_1x32_blocks_are_refused(hardware):

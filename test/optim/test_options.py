@@ -42,6 +42,7 @@ ROWS = [
     (ValueError, Muon, {"params": [{"params": [], "kind": "sgd"}]}, "muon, adamw, got 'sgd'"),
     (ValueError, Muon, {"adjust_lr_fn": "rms"}, "original, match_rms_adamw, got 'rms'"),
     (TypeError, Muon, {"params": [{"params": [], "use_muon": False}]}, "has use_muon, which"),
+    (TypeError, Muon, {"params": [{"params": [], "betas": (0.9, 0.95)}]}, "has betas, which"),
     (
         TypeError,
         AdamW,

@@ -69,8 +69,9 @@ FUSION = {"enable_fp_fusion": True}
 class Tile(NamedTuple):
     """The tile that one program computes, and its launch options.
 
-    ``M`` rows and ``N`` columns of the output, both divisors of 128, by ``warps`` of 32 threads;
-    ``stages`` steps of the operands are on their way or in shared memory at once.
+    ``M`` rows and ``N`` columns of the output, by ``warps`` of 32 threads; ``stages`` steps of the
+    operands are on their way or in shared memory at once. Where scales are of blocks, M and N are
+    divisors of 128.
     """
 
     M: int

@@ -2,11 +2,13 @@
 
 The fastest tile depends on the GPU, its caches and the sizes. Predictions from machine code do not
 decide between tiles that are within a fifth of each other. So the first product of a class runs in
-every tile of a committed list (`blockwise_mm.TILES`) on its own operands, and the fastest one runs
-all later products of that class. A class holds the sizes that have as many binary digits.
+every tile of a committed list (`blockwise_mm.TILES`, and two more of `grouped_mm`) on its own
+operands, and the fastest one runs all later products of that class. A class holds the sizes that
+have as many binary digits.
 
 Every tile gives the same bits: tiles divide rows and columns, and each element is summed over the
-contraction in the same order. So ranks of a job may choose differently.
+contraction in the same order. Torch's kernel of `grouped_mm` does so too: a test compares its bits
+on a GPU. So ranks of a job may choose differently.
 
 Nothing is measured, and the tile is that of a rule, while a CUDA graph is captured, on FakeTensors
 (the op's fake runs instead) and on CPU tensors (which are interpreted). Under torch.compile the ops

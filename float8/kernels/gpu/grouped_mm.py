@@ -207,14 +207,16 @@ def _launch(
 
     if tile is None:
         rows = M if by_tokens else ceil_div(M, experts)
-        form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, a.dtype, b.dtype, out_dtype)
+        by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
+        kinds = a.dtype, b.dtype, out_dtype, by_torch
+        form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, *kinds)
         sizes = (M, N, a.shape[1], experts)
         by_rule = tile_of(rows, N, experts)
         tiles = tiles_for(rows, N)
         is_near = b.stride(-2) * WIDE.N < 2**31  # its offsets in a tile have 32 bits
         if fast and is_near and N > 128 and rows > 64 and _fits(WIDE, a.device):
             tiles.insert(0, WIDE)
-        if not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype):
+        if by_torch:
             tiles.append(TORCH)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
     return run(tile)
@@ -228,7 +230,7 @@ def _by_torch(
     if b.dim() == 2:
         a_scale, b_scale, offs = a_scale.flatten(), b_scale.flatten(), padded_ends(offs, align)
     else:
-        a_scale, b_scale = a_scale.squeeze(-1), b_scale.squeeze(-1)
+        a_scale, b_scale = a_scale.squeeze(-1), b_scale.expand(len(b), -1, -1).squeeze(-1)
     return torch._scaled_grouped_mm(
         a, b.mT, a_scale.contiguous(), b_scale.contiguous(), offs=offs, out_dtype=out_dtype
     )
@@ -245,9 +247,15 @@ def _fits(tile: Tile, device: torch.device) -> bool:
 def _torch_multiplies(
     a: Tensor, b: Tensor, a_rows: int, b_rows: int, blocks: bool, out_dtype: torch.dtype
 ) -> bool:
+    """Whether torch's kernel runs a product, and writes its result contiguous, as `_fake` says.
+
+    It refuses rows of operands that start at no multiple of 16 bytes, and pads those of results
+    (create_grouped_gemm_output_tensor of ATen/native/cuda/GroupedMMUtils.h).
+    """
+    is_aligned = a.stride(0) % 16 == b.stride(-2) % 16 == b.shape[-2] % 16 == 0
     is_row_by_row = a_rows == b_rows == 1 and not blocks
     is_bf16 = a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
-    return is_row_by_row and is_bf16 and family_of(a.device) == "sm_90"
+    return is_aligned and is_row_by_row and is_bf16 and family_of(a.device) == "sm_90"
 
 
 def _strides(scale: Tensor, by_tokens: bool, blocks: bool) -> tuple[int, int, int]:

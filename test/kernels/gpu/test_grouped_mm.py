@@ -274,6 +274,48 @@ def test_empty(shape, by, device):
     assert not product.multiply(device).any()
 
 
+# --- torch's kernel
+
+
+@pytest.mark.parametrize(
+    ("by", "shape", "is_tried"),
+    [
+        ("experts", (144, 48), True),
+        ("experts", (123, 48), False),
+        ("tokens", (20, 48), True),
+        ("tokens", (48, 20), False),
+    ],
+)
+def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(by, shape, is_tried, monkeypatch):
+    """It raises for other operands, and pads the rows of other results: not what `_fake` says."""
+    seen = []
+
+    def fastest(form, x, sizes, tiles, by_rule, run):
+        seen.extend(tiles)
+        return TILE
+
+    monkeypatch.setattr(module, "fastest", fastest)
+    monkeypatch.setattr(module, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
+    product = BUILD[by]((35, 0, 19), *shape, BLOCKS["rowwise"])
+    module._launch(*product.arguments, product.offs, *product.blocks, torch.bfloat16, ALIGN, False)
+    assert seen and (module.TORCH in seen) == is_tried
+
+
+def test_torch_gets_a_scale_for_each_row_of_each_expert(monkeypatch):
+    """Where all experts share the scales of rows too."""
+
+    def scales_of_b(a, b, a_scale, b_scale, **options):
+        return b_scale
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scales_of_b)
+    product = BUILD["experts"]((35, 0, 19), 144, 48, BLOCKS["rowwise"])
+    a, a_scale, b, b_scale = product.arguments
+    arguments = a, a_scale, b, b_scale[:1], product.offs, *product.blocks, torch.bfloat16
+    found = module._launch(*arguments, ALIGN, False, tile=module.TORCH)
+    assert_bitwise(found, b_scale[:1].expand(3, 48, 1).squeeze(-1).contiguous())
+
+
 # --- refusals and the op
 
 
