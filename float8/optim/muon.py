@@ -203,7 +203,7 @@ class _Matrix(NamedTuple):
         rows, columns = self.p.shape
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
-        return math.sqrt(max(1, rows / columns))
+        return math.sqrt(max(1, rows / max(columns, 1)))
 
 
 def _ranks_of_rows(p: Tensor) -> dist.ProcessGroup | None:
