@@ -303,6 +303,10 @@ class SwiGLUCast(_Producer):
         self.limit = limit
         self._set_up(config, device)
 
+    def extra_repr(self) -> str:
+        """The limit, in ``print(model)``."""
+        return "" if self.limit is None else f"limit={self.limit}"
+
     def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
         """``silu(gate) * up``: two (..., F), or one (..., 2 F) -> a `Float8Tensor` (..., F).
 
