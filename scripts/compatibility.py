@@ -44,6 +44,8 @@ GPUS = {
 }
 # Where float8's tests and benchmarks have run.
 HAS_RUN = (CPU, "sm_90")
+# MX products: torch's tests run there, and TransformerEngine's check_mxfp8_support refuses >= 12.0.
+DOUBTFUL = ("sm_120", "sm_121")
 CUDA_VERSIONS = ("12.8", "12.9")  # before and since cuBLASLt takes scales of rows and blocks
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 TITLES = {
@@ -152,6 +154,12 @@ def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = 
         names = dict.fromkeys(gemm.name for gemm in plan.gemms if gemm.a is not None)
         runs.setdefault(" and ".join(names), []).append(SHORT[dtype])
     parts = [f"{name}: {_all(dtypes)}" for name, dtypes in runs.items()] or ["refused"]
+    if (
+        family in DOUBTFUL
+        and config.plan.w.first is not None
+        and config.plan.w.first.block[1] == 32
+    ):
+        parts = [part if part == "refused" else f"{part}, doubtful" for part in parts]
     numbers = ", ".join(str(number) for number in sorted(reasons))
     return "; ".join(parts).replace("the Triton ", "Triton ").replace("Triton GEMM", "Triton") + (
         f" ({numbers})" if reasons else ""
