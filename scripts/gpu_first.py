@@ -46,20 +46,13 @@ def rows() -> Iterator[Row]:
             yield form, recipe, mode
 
 
-def refusal(row: Row, device: torch.device) -> str | None:
-    """Why this device does not multiply what a row asks for, or None."""
+def products_of(row: Row, device: torch.device) -> tuple[str | None, str]:
+    """Why this device does not multiply what a row asks for, or None; and what multiplies."""
     form, recipe, _ = row
     plan = bind(RECIPES[recipe].plan, family_of(device), torch.bfloat16, grouped=form == "grouped")
-    reasons = (each.refusal for each in (plan.output, plan.grad_input, plan.grad_weight))
-    return next((reason for reason in reasons if reason), None)
-
-
-def gemms(row: Row, device: torch.device) -> str:
-    """What multiplies in a row: of the output, and of the gradients if others do."""
-    form, recipe, _ = row
-    plan = bind(RECIPES[recipe].plan, family_of(device), torch.bfloat16, grouped=form == "grouped")
-    names = (each.name for each in (plan.output, plan.grad_input, plan.grad_weight))
-    return ", ".join(dict.fromkeys(name or "high precision" for name in names))
+    refusal = next((gemm.refusal for gemm in plan.gemms if gemm.refusal), None)
+    names = dict.fromkeys(gemm.name or "high precision" for gemm in plan.gemms)
+    return refusal, ", ".join(names)
 
 
 def error(row: Row, device: torch.device) -> float:
@@ -117,8 +110,9 @@ def main() -> int:
     failed = 0
     for row in rows():
         begin = time.monotonic()
-        if (reason := refusal(row, device)) is not None:
-            print(f"refused  {' '.join(row)}: {reason}", flush=True)
+        refusal, gemms = products_of(row, device)
+        if refusal is not None:
+            print(f"refused  {' '.join(row)}: {refusal}", flush=True)
             continue
         try:
             found = error(row, device)
@@ -130,7 +124,7 @@ def main() -> int:
         failed += not good
         seconds = time.monotonic() - begin
         name = f"{'pass' if good else 'FAIL'}     {' '.join(row)}"
-        print(f"{name}: {result}, {seconds:.1f} s, by {gemms(row, device)}", flush=True)
+        print(f"{name}: {result}, {seconds:.1f} s, by {gemms}", flush=True)
     print(f"{failed} of {len(list(rows()))} rows failed")
     return int(failed > 0)
 

@@ -81,6 +81,7 @@ from math import prod
 from typing import NamedTuple
 
 from float8.config import LinearPlan, OperandCast, ScalingType
+from float8.config.plan import GEMM_NAMES
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
@@ -312,8 +313,7 @@ def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") 
     else:
         launches, part = 2, shape.M / (shape.M + shape.padding(TILE))
         is_blackwell = kind == BF16 and device.arch.startswith("sm_10")
-        of_dense = GROUPED[MX if is_blackwell else kind]
-        part *= of_dense[list(gemm_sizes(shape)).index(name)]
+        part *= dict(zip(GEMM_NAMES, GROUPED[MX if is_blackwell else kind], strict=True))[name]
     computing = device.products[kind].seconds(2 * shape.M * shape.K * shape.N / part)
     writing = RESULT_BYTES * shape.elements[name] / device.bytes_per_second
     moving = gemm_bytes(kind, shape, name) / device.bytes_per_second

@@ -26,7 +26,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import MX_SQUARE, contraction_last, mx_scales, pad_codes
-from float8.kernels.groups import ends_of, padded_ends, spans_of
+from float8.kernels.groups import ends_of, padded_sizes, spans_of
 from float8.kernels.scaled_mm import (
     ALIGNMENT,
     BLOCKWISE,
@@ -146,14 +146,12 @@ torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY
 # --- the candidates
 
 
-def _triton_refuses(
-    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
-) -> str | None:
+def _triton_refuses(family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool) -> str | None:
     return triton_refuses(family, product, out_dtype)
 
 
 def _torch_refuses_mx(
-    family: str, product: str, out_dtype: torch.dtype, by_tokens: bool, is_e4m3: bool
+    family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool
 ) -> str | None:
     """What ``torch._scaled_grouped_mm`` does not run in MX formats, in torch 2.11 and 2.13.
 
@@ -194,19 +192,17 @@ def _torch_multiply_mx(
     inner, rows = -contraction % 32 if of_experts else 0, -columns % ALIGNMENT
     if inner or rows:
         a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
-    ends = offs if of_experts else padded_ends(offs, align)
+    sizes = None if of_experts else padded_sizes(offs, align)
     out = torch._scaled_grouped_mm(
         contraction_last(a),
         contraction_last(b).mT,
         _contiguous(a_scale),
         _contiguous(b_scale),
-        offs=ends,
+        offs=offs if sizes is None else sizes.cumsum(0, dtype=torch.int32),
         out_dtype=out_dtype,
     )
-    if not of_experts:  # it writes nothing for a group without tokens
-        is_empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
-        out = out.masked_fill(is_empty.view(-1, 1, 1), 0)
-    return out
+    # It writes nothing for a group without tokens.
+    return out if sizes is None else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -233,14 +229,14 @@ _load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class GroupedCandidate(NamedTuple):
     """One way to run a grouped product on a GPU.
 
-    ``refuses(architecture, product, out_dtype, by_tokens, is_e4m3)`` returns the reason why it does
-    not run, or None; a message puts it after ``name``. ``multiply`` takes the arguments of
-    `grouped_mm`, and ``use_fast_accum``. ``align``: what it needs of groups in the transposed
-    layout. Every candidate needs K and N that are multiples of 16.
+    ``refuses(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not run,
+    or None; a message puts it after ``name``. ``multiply`` takes the arguments of `grouped_mm`, and
+    ``use_fast_accum``. ``align``: what it needs of groups in the transposed layout. Every candidate
+    needs K and N that are multiples of 16.
     """
 
     name: str
-    refuses: Callable[[str, str, torch.dtype, bool, bool], str | None]
+    refuses: Callable[[str, str, torch.dtype, bool], str | None]
     multiply: Callable[..., Tensor]
     align: int = ALIGNMENT
 
@@ -275,13 +271,13 @@ def grouped_gemm_for(
     """
     if family == CPU or emulate:
         return PLAIN, None
-    by_tokens, b_block = len(b_block) == 2, b_block[-2:]
+    b_block = b_block[-2:]
     product = product_of(a_block, b_block)
     if product is None or family not in SUPPORT:
         return "", refuses_device(family, a_block, b_block, out_dtype)
     reasons = []
     for candidate in CANDIDATES[product]:
-        reason = candidate.refuses(family, product, out_dtype, by_tokens, is_e4m3)
+        reason = candidate.refuses(family, product, out_dtype, is_e4m3)
         if reason is None:
             return candidate.name, None
         reasons.append(f"{candidate.name} {reason}")

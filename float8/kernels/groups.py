@@ -78,10 +78,10 @@ def spans_of(ends: Sequence[int], align: int = 1) -> list[tuple[int, int, int]]:
     return spans
 
 
-def padded_ends(offs: Tensor, align: int) -> Tensor:
-    """The ends of groups in a transposed operand, padding included, on the device of ``offs``."""
+def padded_sizes(offs: Tensor, align: int) -> Tensor:
+    """The columns of each group in a transposed operand, padding included, on ``offs``' device."""
     sizes = torch.diff(offs, prepend=offs.new_zeros(1))
-    return ((sizes + (align - 1)) // align * align).cumsum(0).to(torch.int32)
+    return (sizes + (align - 1)) // align * align
 
 
 def cast_groups(

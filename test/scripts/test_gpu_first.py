@@ -46,3 +46,10 @@ def test_an_error_fails_its_row_alone(message, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"FAIL     dense delayed eager: RuntimeError: {message}" in out
     assert "pass     grouped rowwise eager" in out
+
+
+def test_what_hopper_refuses_is_no_failure(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_first, "rows", lambda: iter([("dense", "mxfp8", "eager")]))
+    monkeypatch.setattr(gpu_first, "family_of", lambda device: "sm_90")
+    assert gpu_first.main() == 0
+    assert "refused  dense mxfp8 eager: sm_90 does not run" in capsys.readouterr().out

@@ -71,7 +71,7 @@ from float8.kernels.gpu.blockwise_mm import (
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import check_device, launch, register
-from float8.kernels.groups import padded_ends
+from float8.kernels.groups import padded_sizes
 from float8.kernels.scaled_mm import family_of
 
 WIDE = Tile(128, 256, 8, 3)
@@ -228,7 +228,8 @@ def _by_torch(
 ) -> Tensor:  # fmt: skip
     """`TORCH`. It takes scales (T,) and (E, N), or (E * M,) and (E * N,), and columns as padded."""
     if b.dim() == 2:
-        a_scale, b_scale, offs = a_scale.flatten(), b_scale.flatten(), padded_ends(offs, align)
+        a_scale, b_scale = a_scale.flatten(), b_scale.flatten()
+        offs = padded_sizes(offs, align).cumsum(0, dtype=torch.int32)
     else:
         a_scale, b_scale = a_scale.squeeze(-1), b_scale.expand(len(b), -1, -1).squeeze(-1)
     return torch._scaled_grouped_mm(
