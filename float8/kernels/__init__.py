@@ -31,7 +31,15 @@ from float8.kernels.grouped_mm import (
     multiply_groups_plainly,
 )
 from float8.kernels.plain import amax, cast, column_amaxes, dequantize
-from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
+from float8.kernels.scaled_mm import (
+    PLAIN,
+    family_of,
+    gemm_for,
+    is_aligned,
+    multiply,
+    scaled_mm,
+    takes_powers,
+)
 
 __all__ = [
     "MIN_SCALE",
@@ -59,4 +67,5 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm",
     "smoothing_factors",
+    "takes_powers",
 ]
