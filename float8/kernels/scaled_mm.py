@@ -330,7 +330,8 @@ def gemm_for(
 ) -> tuple[str, str | None]:
     """The GEMM that multiplies operands of two granularities, as `multiply` takes it.
 
-    ``has_powers`` says whether the scales of both are powers of two by their format. Returns its name in `GEMMS` and None; or "" and the reason why there is none.
+    ``has_powers`` says whether the scales of both are powers of two by their format. Returns its
+    name in `GEMMS` and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None

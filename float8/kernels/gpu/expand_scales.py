@@ -2,8 +2,8 @@
 
 A scale of a row, a tensor or 128 columns serves whole squares of 4 blocks of 1x32, so an MX operand
 with that scale repeated has the same values. The bytes are laid out as MX products read them
-(`float8.kernels.cublas.swizzled`): an int32 has the 4 blocks of a row, and consecutive ones have the
-rows r, r + 32, r + 64 and r + 96 of a square of 128. Bytes outside of the matrix are 0.
+(`float8.kernels.cublas.swizzled`): an int32 has the 4 blocks of a row, and 4 consecutive ones have
+the rows r, r + 32, r + 64 and r + 96 of a square of 128. Bytes outside of the matrix are 0.
 
 E8M0 holds 2^-126 to 2^127 exactly, which are all scales that casts compute. Any other number
 becomes 255, NaN, and so does its product: infinity, NaN, 0, and what is no power of two.
