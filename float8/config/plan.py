@@ -13,7 +13,7 @@ import torch
 
 from float8.arguments import check_bool
 from float8.config.casts import OperandCast
-from float8.formats import E5M2, Format
+from float8.formats import E5M2, Format, ScaleFormat
 from float8.granularity import WHOLE
 
 
@@ -46,6 +46,9 @@ class Gemm:
         out_dtype: the dtype of the result.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
         pad: see `LinearPlan`.
+
+    Attributes:
+        has_powers: whether the scales of both operands are float32 powers of two, by their format.
     """
 
     a: OperandCast | None
@@ -56,6 +59,12 @@ class Gemm:
     out_dtype: torch.dtype = field(default=torch.float32, repr=False)
     align: int = field(default=1, repr=False)
     pad: bool = field(default=False, repr=False)
+
+    @property
+    def has_powers(self) -> bool:
+        """See the class."""
+        formats = {cast.scale_format for cast in (self.a, self.b) if cast is not None}
+        return formats == {ScaleFormat.POWER_OF_TWO}
 
 
 @dataclass(slots=True, unsafe_hash=True)

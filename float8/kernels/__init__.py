@@ -29,6 +29,7 @@ from float8.kernels.grouped_mm import (
     grouped_gemm_for,
     multiply_groups,
     multiply_groups_plainly,
+    takes_powers,
 )
 from float8.kernels.plain import amax, cast, column_amaxes, dequantize
 from float8.kernels.scaled_mm import (
@@ -38,7 +39,6 @@ from float8.kernels.scaled_mm import (
     is_aligned,
     multiply,
     scaled_mm,
-    takes_powers,
 )
 
 __all__ = [

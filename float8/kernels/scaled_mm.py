@@ -202,7 +202,7 @@ def _triton_multiply(
 
     A contraction that is not a multiple of 16 is padded: without that, loads would be single bytes.
     """
-    _load_kernel("blockwise_mm")
+    load_kernel("blockwise_mm")
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = (cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK))
     a_MK, b_NK = cublas.contraction_last(a_MK), cublas.contraction_last(b_NK)
@@ -211,11 +211,12 @@ def _triton_multiply(
     )
 
 
-def _load_kernel(name: str) -> None:
+def load_kernel(name: str) -> None:
+    """Import a file of gpu/, which registers its op; torch.compile runs this while tracing."""
     importlib.import_module(f"float8.kernels.gpu.{name}")
 
 
-_load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _mx_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
@@ -243,7 +244,7 @@ def _multiply_as_mx(
         return other.multiply(
             a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
         )
-    _load_kernel("expand_scales")
+    load_kernel("expand_scales")
     expand, mx = torch.ops.float8.expand_scales.default, (1, 32)
     a_scale, b_scale = expand(a_scale, a_block, *a_MK.shape), expand(b_scale, b_block, *b_NK.shape)
     return cublas.multiply(a_MK, a_scale, b_NK, b_scale, mx, mx, bias_N, out_dtype, False)
@@ -369,11 +370,6 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
     return gemm in GEMMS and GEMMS[gemm].is_aligned
-
-
-def takes_powers(gemm: str) -> bool:
-    """Whether a GEMM reads scales as powers of two, so that no other factor fits into them."""
-    return gemm in GEMMS and GEMMS[gemm].takes_powers
 
 
 def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
-from float8.formats import ScaleFormat, on_family
+from float8.formats import on_family
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU
 
@@ -90,10 +90,9 @@ def bind(
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
             is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
-            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3)
+            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, gemm.has_powers)
         else:
-            has_powers = a.scale_format == b.scale_format == ScaleFormat.POWER_OF_TWO
-            name, refusal = kernels.gemm_for(*what, has_powers)
+            name, refusal = kernels.gemm_for(*what, gemm.has_powers)
         align = kernels.group_alignment(name) if grouped else 1
         on_gpu = name not in ("", kernels.PLAIN)
         if grouped and on_gpu and plan.dequantizes and a.scale_format.is_e8m0:

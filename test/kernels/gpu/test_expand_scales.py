@@ -14,6 +14,7 @@ from shapes import DEVICES, pairs
 from torch import Tensor
 
 from float8.kernels.gpu.expand_scales import expand_scales
+from float8.kernels.groups import padded_tokens
 
 TENSOR, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
 # Beside powers of two: what E8M0 does not hold, of which a cast computes the first two.
@@ -76,6 +77,52 @@ def test_a_stack_is_expanded_matrix_by_matrix(block, device):
         for each, scale in zip(found, stack, strict=True):
             expected = expand_scales(scale, block, *matrix)
             assert torch.equal(each.view(torch.uint8), expected.view(torch.uint8)), block
+
+
+# Sizes of groups, and rows of none.
+GROUPS = (((5, 0, 130, 16, 257), 9), ((128, 64), 0), ((0, 3), 200))
+
+
+def check_groups(groups, width, block, by_columns, device) -> None:
+    """The squares of each group are those of a matrix, one group after another."""
+    (sizes, rest), E = groups, len(groups[0])
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    T = sum(sizes) + rest
+    padded, P = [-(-size // 128) * 128 for size in sizes], padded_tokens(T, E, 128)
+    starts = [sum(padded[:group]) for group in range(E)]
+    if by_columns:  # (E, width), or each group's columns beside each other
+        shape = (E, width) if block == ROW else (width, P // 128 + E)
+    else:
+        shape = oracle.scale_shape((T, width), block)
+    scale = torch.ones(1, 1) if block == TENSOR else scales(shape, (1, 1))
+    arguments = (offs.to(device), by_columns)
+    sizes_of = (width, P) if by_columns else (T, width)
+    for run in (launcher("expand_scales", "_launch", device), expand_scales):
+        found = run(scale.to(device), block, *sizes_of, *arguments).cpu()
+        assert found.is_contiguous()
+        for group, (end, size, start) in enumerate(zip(offs.tolist(), sizes, starts, strict=True)):
+            if not size:
+                continue
+            if by_columns:
+                part, first = scale, start // 128 + group
+                if block != TENSOR:
+                    part = scale[group][:, None] if block == ROW else scale[:, first:]
+                    part = part[:, : padded[group] // 128]
+                expected = expand_scales(part, block, width, padded[group])
+                place = start // 32 * found.shape[0]
+            else:
+                part = scale if block == TENSOR else scale[end - size : end]
+                expected = expand_scales(part, block, size, width)
+                place = start * found.shape[1]
+            own = found.flatten()[place : place + len(expected)]
+            replay = (groups, width, block, by_columns, group)
+            assert torch.equal(own.view(torch.uint8), expected.view(torch.uint8)), replay
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(groups=GROUPS, width=[272, 144, 16], block=[TENSOR, ROW, BY_128], by_columns=[False, True])
+def test_groups_follow_each_other(groups, width, block, by_columns, device):
+    check_groups(groups, width, block, by_columns, device)
 
 
 @pytest.mark.parametrize("block", [ROW, BY_128], ids=str)
