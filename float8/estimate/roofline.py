@@ -90,14 +90,7 @@ from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX, grouped_gemm_for, takes_powers
 from float8.kernels.groups import padded_tokens
-from float8.kernels.scaled_mm import (
-    BLOCKWISE,
-    MX,
-    ROWWISE,
-    TENSORWISE,
-    gemm_for,
-    product_of,
-)
+from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, gemm_for, product_of
 
 # --- a layer's sizes, and how it is used
 

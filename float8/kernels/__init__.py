@@ -32,14 +32,7 @@ from float8.kernels.grouped_mm import (
     takes_powers,
 )
 from float8.kernels.plain import amax, cast, column_amaxes, dequantize
-from float8.kernels.scaled_mm import (
-    PLAIN,
-    family_of,
-    gemm_for,
-    is_aligned,
-    multiply,
-    scaled_mm,
-)
+from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
     "MIN_SCALE",

@@ -210,23 +210,12 @@ def _torch_multiply_mx(
 
 
 def _multiply_as_mx(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    align: int,
-    use_fast_accum: bool,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *others: Any
 ) -> Tensor:
     """Multiply powers of two as an MX product; by Triton if experts lack whole blocks of 1x32."""
-    by_tokens = b.dim() == 2
+    (a_block, b_block, *options), by_tokens = others, b.dim() == 2
     if not by_tokens and b.shape[-1] % 32:
-        return _triton_multiply(
-            a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
-        )
+        return _triton_multiply(a, a_scale, b, b_scale, offs, *others)
     load_kernel("expand_scales")
     expand = torch.ops.float8.expand_scales.default
     a_scale = expand(a_scale, a_block, *a.shape, offs, by_tokens)
@@ -234,8 +223,7 @@ def _multiply_as_mx(
         b_scale = expand(b_scale, b_block, *b.shape, offs, True)
     else:
         b_scale = expand(b_scale.expand(len(b), -1, -1), b_block, *b.shape[-2:])
-    blocks = _MX_BLOCK, _MX_BLOCK
-    return _torch_multiply_mx(a, a_scale, b, b_scale, offs, *blocks, out_dtype, align, False)
+    return _torch_multiply_mx(a, a_scale, b, b_scale, offs, _MX_BLOCK, _MX_BLOCK, *options)
 
 
 def _contiguous(x: Tensor) -> Tensor:

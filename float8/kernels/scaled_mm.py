@@ -35,7 +35,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -224,26 +224,17 @@ def _mx_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
 
 
 def _multiply_as_mx(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
+    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, *others: Any
 ) -> Tensor:
     """Multiply by torch as an MX product; odd blocks and DTensors by the last candidate."""
+    a_block, b_block, bias_N, out_dtype, _ = others
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
     other, (columns, contraction) = CANDIDATES[product][-1], b_NK.shape
     is_odd = not other.is_aligned and (columns % ALIGNMENT or contraction % ALIGNMENT)
     if is_odd or cublas.is_sharded(a_MK) or cublas.is_sharded(b_NK):
         if reason := other.refuses(family_of(a_MK.device), product, out_dtype):
             raise ValueError(f"scaled_mm: {other.name} {reason}")
-        return other.multiply(
-            a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
-        )
+        return other.multiply(a_MK, a_scale, b_NK, b_scale, *others)
     load_kernel("expand_scales")
     expand, mx = torch.ops.float8.expand_scales.default, (1, 32)
     a_scale, b_scale = expand(a_scale, a_block, *a_MK.shape), expand(b_scale, b_block, *b_NK.shape)

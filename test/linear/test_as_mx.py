@@ -61,6 +61,7 @@ def _(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum):
 @pytest.fixture(params=["sm_100", "sm_103"])
 def calls(request, monkeypatch):
     """The calls of ``torch._scaled_mm`` on a Blackwell GPU."""
+    importlib.import_module("torch._inductor.pattern_matcher")  # keeps torch's own product
     found = install_torch_scaled_mm(monkeypatch)
     documented.append(torch._scaled_mm)
     monkeypatch.setattr(

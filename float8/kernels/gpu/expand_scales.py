@@ -31,7 +31,16 @@ from torch import Tensor
 from float8.granularity import WHOLE, ceil_div
 from float8.kernels import cublas, definition, groups
 from float8.kernels.gpu.jit import group_of_tile
-from float8.kernels.gpu.launch import check_device, groups_constant, launch, pointer, register
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    check_device,
+    count_of,
+    groups_constant,
+    launch,
+    pointer,
+    register,
+    strides_of,
+)
 
 _WIDTH = 8
 
@@ -75,11 +84,8 @@ def _expand_kernel(
         square = start // 128 * downs + lane * tl.cdiv(size, 128) + first // 128
     else:  # squares side by side
         if GROUPS:
-            origin, height, down = (
-                (begin + first) * stride_row,
-                size - first,
-                (start + first) // 128,
-            )
+            origin, height = (begin + first) * stride_row, size - first
+            down = (start + first) // 128
         else:
             e = tl.program_id(1).to(tl.int64)
             origin, height = e * stride_e + line.to(tl.int64) * stride_down, rows - line * 128
@@ -105,9 +111,7 @@ def _launch(
     check_device("expand_scales", scale, offs=offs)
     out = _fake(scale, block, rows, columns, offs, by_columns)
     blocks, down, P, E = ceil_div(columns, 32), ceil_div(rows, 128), 0, 0
-    lines, count = down, len(scale) if scale.dim() == 3 else 1
-    stride_e = scale.stride(0) if scale.dim() == 3 else 0
-    stride_row, stride_across = scale.stride()[-2:]
+    lines, (stride_e, stride_row, stride_across) = down, strides_of(scale)
     if offs is not None:
         P, E = columns if by_columns else len(out), offs.numel()
         lines = (P if by_columns else rows) // 128 + E
@@ -115,11 +119,12 @@ def _launch(
         stride_e, stride_row = scale.stride() if block[-1] == WHOLE else scale.stride()[::-1]
     tiles = ceil_div(down if by_columns else ceil_div(blocks, 4), _WIDTH)
     launch(
-        _expand_kernel, (lines * tiles, count), scale, offs, pointer(out, packed=True),
+        _expand_kernel, (lines * tiles, count_of(scale)), scale, offs, pointer(out, packed=True),
         rows, blocks, P, E, stride_e,
         {1: 128 * stride_row, 128: stride_row, WHOLE: 0}[block[-2]],
         stride_row if block[-2] == 1 else 0, 0 if block[-1] == WHOLE else stride_across,
         WIDTH=_WIDTH, GROUPS=groups_constant(offs), BY_COLUMNS=by_columns, num_warps=4,
+        **NO_FUSION,
     )  # fmt: skip
     return out
 
@@ -134,7 +139,7 @@ def _definition(
         codes = torch.where(is_power, bits >> 23, 255).to(torch.uint8)
         shape = torch.Size((*scale.shape[:-2], rows, ceil_div(columns, 32)))
         across = WHOLE if block[-1] == WHOLE else block[-1] // 32
-        of_32 = (*[1] * (scale.dim() - 2), block[-2], across)
+        of_32 = (1, block[-2], across)[-scale.dim() :]
         codes = definition.per_element(codes, shape, of_32).expand(shape)
         return cublas.swizzled(codes.view(torch.float8_e8m0fnu))
     out = _fake(scale, block, rows, columns, offs, by_columns).view(torch.uint8).zero_()

@@ -16,7 +16,7 @@ from torch import Tensor
 from float8.kernels.gpu.expand_scales import expand_scales
 from float8.kernels.groups import padded_tokens
 
-TENSOR, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
+BLOCKS = TENSOR, ROW, BY_128, SQUARE = (-1, -1), (1, -1), (1, 128), (128, 128)
 # Beside powers of two: what E8M0 does not hold, of which a cast computes the first two.
 SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -1.0, 3.0, 2.0**-127, 2.0**-149, 1 + 2.0**-23)
 
@@ -60,7 +60,7 @@ def check(matrix, block, device, strided=False) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pairs(
     matrix=[(256, 512), (1, 16), (130, 208), (128, 1264), (5, 4112)],
-    block=[TENSOR, ROW, BY_128, SQUARE],
+    block=BLOCKS,
     strided=[False, True],
 )
 def test_every_element_has_its_scale(matrix, block, strided, device):
