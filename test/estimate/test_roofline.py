@@ -148,6 +148,19 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
     assert speedup(M * times, device) >= speedup(M, device) * 0.97, "waves of tiles cost up to 2 %"
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_powers_of_two_cost_what_mx_products_do_where_they_run_so(recipe):
+    plan, names = RECIPES[recipe].plan, ("output", "grad_input", "grad_weight")
+    for device, kind, beside in (
+        (B200, "mx", 3 * (2 * ELEMENTS / 16 / 7.7e12 / 0.83 + 2 * 2e-6)),
+        (H100, recipe, 0.0),
+    ):
+        found = layer_seconds(device, CUBE, plan, Use())
+        assert found.gemms == sum(gemm_seconds(device, kind, CUBE, name) for name in names)
+        casts = roofline.cast_seconds(device, CUBE, plan, Use())
+        assert found.casts - casts == pytest.approx(beside)
+
+
 def test_a_config_without_float8_is_nn_linear():
     off = CastConfig(ScalingType.DISABLED)
     plan = Float8LinearConfig(off, off, off).plan
