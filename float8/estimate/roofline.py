@@ -70,9 +70,8 @@ Every pass is one launch. Column amaxes are accumulated atomically into zeros th
 writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
 under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Scales count in
 blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
-one byte (E8M0) per 32. Where powers of two run as MX products, a launch expands the scales of each
-operand before the GEMM, which moves another 1/16 byte per element. Other scales, reads of scales by
-GEMMs, and launches that fill or repeat a scale are ignored.
+one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill, repeat or
+expand a scale (`float8.kernels.gpu.expand_scales`) are ignored.
 """
 
 from __future__ import annotations
@@ -87,10 +86,11 @@ from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.config.plan import GEMM_NAMES
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
+from float8.kernels import gemm_for, grouped_gemm_for
 from float8.kernels.cublas import ALIGNMENT
-from float8.kernels.grouped_mm import TORCH_MX, grouped_gemm_for, takes_powers
+from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
-from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, gemm_for, product_of
+from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product_of, takes_powers
 
 # --- a layer's sizes, and how it is used
 
@@ -190,7 +190,6 @@ READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
 CONVERT = MemoryPass("convert", 4 + 2)  # float32, rounded to bfloat16
 FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
-EXPAND = MemoryPass("expand scales", 1 / 16)  # of both operands: two launches
 DEQUANTIZE = MemoryPass("dequantize", WRITE + READ)
 GIVEN = "given"  # the scale is known before the cast: delayed and static
 TRANSPOSED = " transposed"
@@ -352,14 +351,7 @@ def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Us
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
     kinds = kinds_of_plan(plan, use, device.arch, shape.E is not None)
     gemms = sum(gemm_seconds(device, kind, shape, name) for name, kind in kinds.items())
-    if plan is None:
-        return Seconds(gemms)
-    expands = sum(
-        device.seconds_of((EXPAND, FILL), sum(shape.elements.values()) - shape.elements[name])
-        for name, kind in kinds.items()
-        if kind == MX and getattr(plan, name).has_powers
-    )
-    return Seconds(gemms, cast_seconds(device, shape, plan, use) + expands)
+    return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 
 
 def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:

@@ -29,7 +29,6 @@ from float8.kernels.grouped_mm import (
     grouped_gemm_for,
     multiply_groups,
     multiply_groups_plainly,
-    takes_powers,
 )
 from float8.kernels.plain import amax, cast, column_amaxes, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
@@ -60,5 +59,4 @@ __all__ = [
     "scale_from_amax",
     "scaled_mm",
     "smoothing_factors",
-    "takes_powers",
 ]

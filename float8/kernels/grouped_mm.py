@@ -33,6 +33,7 @@ from float8.kernels.scaled_mm import (
     CPU,
     MX,
     PLAIN,
+    ROWS_AS_MX,
     ROWWISE,
     SUPPORT,
     TENSORWISE,
@@ -41,9 +42,6 @@ from float8.kernels.scaled_mm import (
     product_of,
     refuses_device,
     triton_refuses,
-)
-from float8.kernels.scaled_mm import (
-    GEMMS as DENSE_GEMMS,
 )
 
 _MX_BLOCK = (1, 32)
@@ -259,9 +257,7 @@ class GroupedCandidate(NamedTuple):
 TORCH_MX = GroupedCandidate(
     "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
 )
-AS_MX = GroupedCandidate(
-    "torch._scaled_grouped_mm as MX", _torch_refuses_mx, _multiply_as_mx, 128, takes_powers=True
-)
+AS_MX = TORCH_MX._replace(name=ROWS_AS_MX.name, multiply=_multiply_as_mx, takes_powers=True)
 TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
 # product -> its candidates; the first that does not refuse runs it
 CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
@@ -307,11 +303,6 @@ def grouped_gemm_for(
         f"{'; '.join(reasons) or 'no GEMM is written for it, use the recipe blockwise'}. "
         f"Or {_EMULATE}"
     )
-
-
-def takes_powers(gemm: str) -> bool:
-    """Whether a GEMM, grouped or not, reads scales as powers of two: no factor fits into them."""
-    return any(gemm in table and table[gemm].takes_powers for table in (GEMMS, DENSE_GEMMS))
 
 
 def group_alignment(gemm: str) -> int:

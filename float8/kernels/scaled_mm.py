@@ -260,10 +260,8 @@ class Candidate(NamedTuple):
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
 TRITON = Candidate("the Triton GEMM", triton_refuses, False, _triton_multiply)
-ROWS_AS_MX = Candidate("torch._scaled_mm as MX", _mx_refuses, True, _multiply_as_mx, True)
-BLOCKS_AS_MX = ROWS_AS_MX._replace(
-    name="torch._scaled_mm as MX, or the Triton GEMM for odd sizes", is_aligned=False
-)
+ROWS_AS_MX = Candidate("torch as MX", _mx_refuses, True, _multiply_as_mx, True)
+BLOCKS_AS_MX = ROWS_AS_MX._replace(name="torch as MX, odd sizes Triton", is_aligned=False)
 # product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
 # does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
@@ -361,6 +359,11 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
     return gemm in GEMMS and GEMMS[gemm].is_aligned
+
+
+def takes_powers(gemm: str) -> bool:
+    """Whether a GEMM, grouped or not, reads scales as powers of two: no factor fits into them."""
+    return gemm in GEMMS and GEMMS[gemm].takes_powers
 
 
 def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:

@@ -151,14 +151,10 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_powers_of_two_cost_what_mx_products_do_where_they_run_so(recipe):
     plan, names = RECIPES[recipe].plan, ("output", "grad_input", "grad_weight")
-    for device, kind, beside in (
-        (B200, "mx", 3 * (2 * ELEMENTS / 16 / 7.7e12 / 0.83 + 2 * 2e-6)),
-        (H100, recipe, 0.0),
-    ):
-        found = layer_seconds(device, CUBE, plan, Use())
-        assert found.gemms == sum(gemm_seconds(device, kind, CUBE, name) for name in names)
-        casts = roofline.cast_seconds(device, CUBE, plan, Use())
-        assert found.casts - casts == pytest.approx(beside)
+    for device, kind in ((B200, "mx"), (H100, recipe)):
+        for shape in (CUBE, replace(CUBE, E=8)):
+            gemms = sum(gemm_seconds(device, kind, shape, name) for name in names)
+            assert layer_seconds(device, shape, plan, Use()).gemms == gemms
 
 
 def test_a_config_without_float8_is_nn_linear():

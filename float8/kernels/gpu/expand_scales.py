@@ -95,9 +95,7 @@ def _expand_kernel(
         square = down * across + lane
     bits = tl.load(scale_ptr + at, inside, 0.0).to(tl.int32, bitcast=True)
     code = tl.where((bits & 0x7FFFFF == 0) & (bits > 0), bits >> 23, 255)
-    code = tl.where(inside, code, 0)
-    code |= code << 8
-    code |= code << 16
+    code = tl.where(inside, code, 0) * 0x01010101
     if not BY_COLUMNS:
         left = (blocks - lane * 4).to(tl.int32)
         code = tl.where(left < 4, code & ((1 << left * 8) - 1), code)
