@@ -115,6 +115,8 @@ class LinearPlan:
         dtype: the compute dtype, of the operands before their casts and of the results.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
         on_gpu: whether tensor cores multiply.
+        given: the plan of a call with an operand that is in float8 already, whose scales may be any
+            numbers, where its products are others; else None.
 
     Attributes:
         gemms: the three GEMMs, in the order of `GEMM_NAMES`.
@@ -133,6 +135,7 @@ class LinearPlan:
     dtype: torch.dtype = field(default=torch.float32, repr=False)
     is_grouped: bool = field(default=False, repr=False)
     on_gpu: bool = field(default=False, repr=False)
+    given: LinearPlan | None = field(default=None, repr=False, compare=False)
     gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
     x: Operand = field(init=False, repr=False, compare=False)
     w: Operand = field(init=False, repr=False, compare=False)

@@ -24,7 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from float8 import Float8Linear, Float8Tensor, cached_weights, convert_to_float8_training
+from float8 import (
+    Float8Linear,
+    Float8Tensor,
+    cached_weights,
+    convert_to_float8_inference,
+    convert_to_float8_training,
+)
 from float8 import unit_scaling as uu
 from float8.config import RECIPES, CastConfig, Float8LinearConfig
 from float8.formats import E4M3, ScaleFormat
@@ -45,7 +51,6 @@ def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None,
     out_dtype: torch.dtype, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    assert scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu
     out: Tensor = documented[-1](
         a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
@@ -119,6 +124,7 @@ def test_a_layer_has_the_bits_of_the_emulation(calls, name, sizes, dtype, how):
     assert_all_bitwise(found, expected, (name, sizes, dtype, how))
     products = sum(gemm.a is not None for gemm in config.plan.gemms)
     assert [call.fast for call in calls] == [False] * products
+    assert {call.scale_a.dtype for call in calls} == {torch.float8_e8m0fnu}
 
 
 @pytest.mark.parametrize("recipe", POWERS)
@@ -141,19 +147,26 @@ def test_zeros_infinities_and_nans_end_where_they_do_in_the_emulation(calls):
 
 
 def test_scales_that_are_no_powers_of_two_are_never_rounded(calls):
-    """By their format they take another product; in a Float8Tensor they make NaN."""
+    """By their format, and in a `Float8Tensor`, they take the products of other GPUs."""
     exact = [Float8LinearConfig(c, c, c) for c in (CastConfig(granularity=Rowwise()),)]
     for config in exact:
         assert not any("MX" in gemm.name for gemm in bind(config.plan, "sm_100", BF16).gemms)
     layer = Float8Linear(128, 48, False, dtype=BF16, config="blockwise").requires_grad_(False)
     x = torch.randn(32, 128, dtype=BF16)
     x8 = Float8Tensor.from_high_precision(x, E4M3, Blockwise(1, 128))
-    powers = x8.scale.log2().round() == x8.scale.log2()
-    assert not powers.any() and layer(x8).isnan().all()
-    x8 = Float8Tensor.from_high_precision(
-        x, E4M3, Blockwise(1, 128), scale_format=ScaleFormat.POWER_OF_TWO
-    )
-    assert_bitwise(layer(x8), layer(x))
+    assert not (x8.scale.log2().round() == x8.scale.log2()).any()
+    emulated = Float8Linear.from_float(layer.to_float(), replace(layer.config, emulate=True))
+    assert_bitwise(layer(x8), emulated(x8))
+    assert not calls
+    layer(x)
+    assert len(calls) == 1
+    resident = convert_to_float8_inference(nn.Sequential(layer.to_float()), config="rowwise")
+    resident[0].weight.copy_(torch.randn(48, 128))  # computes scales of its own
+    out = resident(x)
+    resident[0].config = replace(resident[0].config, emulate=True)
+    # The scales are applied before the only rounding: an ulp apart.
+    torch.testing.assert_close(out, resident(x), rtol=2.0**-7, atol=0.0)
+    assert calls[-1].scale_a.dtype == torch.float32
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
