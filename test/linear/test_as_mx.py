@@ -127,6 +127,21 @@ def test_a_layer_has_the_bits_of_the_emulation(calls, name, sizes, dtype, how):
     assert {call.scale_a.dtype for call in calls} == {torch.float8_e8m0fnu}
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_one_graph_serves_batches_of_any_size(calls, recipe):
+    layer = Float8Linear(160, 96, False, dtype=BF16, config=recipe)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for tokens in (272, 144, 400):
+        x, g = integers(tokens, 160, dtype=BF16), integers(tokens, 96, dtype=BF16)
+        with torch._dynamo.config.patch(error_on_recompile=tokens != 272):
+            found = results(layer, x, g, run)
+        layer.zero_grad()
+        expected = results(layer, x, g)
+        layer.zero_grad()
+        assert_all_bitwise(found, expected, (recipe, tokens))
+    assert len(calls) == 18
+
+
 @pytest.mark.parametrize("recipe", POWERS)
 @pytest.mark.parametrize("shape", [(48, 160, 96), (144, 272, 400)], ids=str)
 def test_random_operands_agree_with_float64(calls, recipe, shape):
