@@ -21,6 +21,7 @@ The amax is kept until the weight is written to, as `KnownAmax`. Writes are foun
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,6 @@ from float8.distributed.rank_comparison import compare_layer, weights_of
 from float8.formats import on_device
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.float8_weight import version_of
-from float8.linear.layer import Float8Linear
-from float8.linear.plan import EXPERTS
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 
@@ -103,16 +102,13 @@ class KnownAmax:
         return self.amax if self.versions == versions else None
 
 
-def weight_cast(layer: Any) -> tuple[OperandCast, DelayedState | None]:
-    """The cast of a layer's gathered weights for its output, and the state of a delayed one."""
+def weight_cast(layer: Any, weight: Tensor) -> tuple[OperandCast, DelayedState | None]:
+    """The cast of a layer's gathered weight for its output, and the state of a delayed one."""
     cast = own_config(layer).plan.output.b  # type: ignore[union-attr]
     assert cast is not None
-    return cast, layer.casts[1].state if isinstance(layer, Float8Linear) else None
-
-
-def block_of(cast: OperandCast, weight: Tensor) -> Block:
-    """The block of a weight (N, K) or (E, N, K); experts share no scale."""
-    return cast.block if weight.dim() == 2 else (1, *cast.block)
+    if weight.dim() == 3:  # experts share no scale
+        return replace(cast, block=(1, *cast.block)), None
+    return cast, layer.casts[1].state
 
 
 class Part(NamedTuple):
@@ -165,27 +161,26 @@ def cast_shard(
     Returns the data of the shard and the scales of the whole weight.
     """
     compare_layer(layer, group)
-    cast, state = weight_cast(layer)
+    cast, state = weight_cast(layer, shard)
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
-    scale, block = known_scale(cast, state, rounded), block_of(cast, shard)
+    scale = known_scale(cast, state, rounded)
     if scale is None:
         fmt, owners = on_device(cast.format, shard.device), weights_of(layer).values()
         if (amax := known.of(owners)) is None:
             amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
             known.remember(amax, shard, owners)
         amax = amax.to(dtype).float()
-        scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
-    scale = scale.expand(scale_shape(size, block))  # static: one per expert, all equal
+        scale = kernels.scale_from_amax(amax, fmt.max, cast.scales)
+    scale = scale.expand(scale_shape(size, cast.block))  # static: one per expert, all equal
     if state is not None and layer.training:
-        kernels.record_amax(state.current_amax, kernels.amax(rounded, block))
-    part = part_of(shard, size, block, group)
+        kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))
+    part = part_of(shard, size, cast.block, group)
     data, _ = bind_and_cast(
         part.aligned(rounded),
         cast,
         scale=part.of(scale),
         # Kernels compute the scales of blocks again, from the elements of this rank alone.
         emulate=own_config(layer).emulate or part.is_cut,  # type: ignore[union-attr]
-        groups=EXPERTS if shard.dim() == 3 else "",
     )
     data = data.narrow(part.dim, part.before, shard.shape[part.dim]).contiguous()
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
@@ -194,8 +189,7 @@ def cast_shard(
 
 def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any) -> Tensor:
     """This rank's part of the amaxes of a whole weight; 0 for blocks of other ranks alone."""
-    block = block_of(cast, shard)
-    part = part_of(shard, size, block, group)
-    whole = shard.new_zeros(scale_shape(size, block), dtype=torch.float32)
-    part.of(whole).copy_(kernels.amax(part.aligned(shard), block))
+    part = part_of(shard, size, cast.block, group)
+    whole = shard.new_zeros(scale_shape(size, cast.block), dtype=torch.float32)
+    part.of(whole).copy_(kernels.amax(part.aligned(shard), cast.block))
     return whole

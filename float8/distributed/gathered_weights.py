@@ -96,7 +96,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             shard = getattr(weight, "_local_tensor", None)
             if not isinstance(shard, ShardedWeight):
                 continue
-            cast, state = weight_cast(layer)
+            cast, state = weight_cast(layer, shard)
             is_here = shard.device.type == weight.device_mesh.device_type
             if is_here and known_scale(cast, state, shard.plain) is None:
                 (group,) = sharding_groups(weight)
@@ -142,12 +142,10 @@ def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
 def _stays_plain(
     layer: nn.Module, weight: Tensor, places: list[tuple[nn.Module, str]]
 ) -> str | None:
-    config = own_config(layer)
-    assert config is not None
-    plan, cast = config.plan, config.plan.output.b
+    plan = own_config(layer).plan  # type: ignore[union-attr]
     if is_sharded(weight):
         return "it is a DTensor already, as expert parallelism makes it"
-    if cast is None or plan.grad_input.b is None:
+    if plan.output.b is None or plan.grad_input.b is None:
         return "a product with it runs in high precision"
     if not plan.w.is_shared:
         return "its two GEMMs need casts along different dimensions, so they cannot share data"

@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.distributed.float8_gather import (
     GatheredWeight,
     KnownAmax,
-    block_of,
     cast_shard,
     weight_cast,
 )
@@ -99,7 +98,7 @@ class ShardedWeight(Tensor):
         missing = -(-outer_size[0] // mesh.size()) - sent.shape[0]
         if missing > 0:
             sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, missing))
-        return (sent,), (outer_size, scale, data.dtype, block_of(weight_cast(module)[0], self))
+        return (sent,), (outer_size, scale, data.dtype, weight_cast(module, self)[0].block)
 
     def fsdp_post_all_gather(
         self,
