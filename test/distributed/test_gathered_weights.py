@@ -211,9 +211,11 @@ def test_checkpoints_are_plain_and_load(rank, recipe):
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_and_high_precision(rank):
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8_2d"])
+def test_evaluation_and_high_precision(rank, recipe):
     """Without gradients; and in high precision, with the gathered weights."""
-    plain, single, model = one.make(None), one.make("tensorwise"), sharded()
+    plain, single, model = one.make(None), one.make(recipe), sharded(recipe)
+    cast = RECIPES[recipe].cast_config_weight
     x = one.batch(0, rank)[0]
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -223,7 +225,8 @@ def test_evaluation_and_high_precision(rank):
         out.backward(torch.randn_like(out))
     for p in plain.parameters():
         if p.dim() == 2:
-            p.data = Float8Tensor.from_high_precision(p.data, torch.float8_e4m3fn).dequantize()
+            how = torch.float8_e4m3fn, cast.granularity, None, cast.scale_format
+            p.data = Float8Tensor.from_high_precision(p.data, *how).dequantize()
     assert torch.equal(out, plain(x))
     assert torch.equal(model.eval()(x), single.eval()(x))
 
