@@ -316,7 +316,8 @@ def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
     """Kernels that cast operands; of tokens, in groups of 128 on average."""
     for row in result["rows"]:
         name, _, where = row["cast"].rpartition(" ")
-        if row["contender"] == "kernel" and name in CAST_OF and "gbps" in row:
+        is_ours = name in CAST_OF and where in ("rows", "both", "tokens")
+        if is_ours and row["contender"] == "kernel" and "gbps" in row:
             recipe, operand = CAST_OF[name]
             cast = getattr(RECIPES[recipe].plan.output, operand)
             M, K = _sizes(row)

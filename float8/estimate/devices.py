@@ -158,7 +158,7 @@ GROUPED = {
     MX: (0.45, 0.45, 0.45),
 }
 
-# Dense peaks from data sheets: half of what NVIDIA's print "with sparsity"; AMD's prints both. NVIDIA
+# Dense peaks from data sheets: half of what NVIDIA prints "with sparsity"; AMD prints both. NVIDIA
 # prints HGX B200's bandwidth for eight GPUs, 62 TB/s. A row is: name, arch; peaks of bf16 and of
 # float8 in 10^12 operations, and the parts of them that large bf16 and tensorwise GEMMs reach with
 # random numbers (stas00/ml-engineering, compute/accelerator/README.md, "Maximum Achievable Matmul
