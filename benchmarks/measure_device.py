@@ -141,7 +141,6 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device to measure; DEVICES of float8.estimate lists datasheets")
     device = measure(torch.device("cuda", 0))
-    options.save.parent.mkdir(parents=True, exist_ok=True)
     device.save(options.save)
     print("\n".join([f"{device.name}: wrote {options.save}", *device.sources]))
     return 0

@@ -9,9 +9,9 @@ The time of a GEMM of F floating-point operations follows from two numbers (`Gem
 Computers 2", 1988, section 1.3.2, there n_1/2 / r_inf).
 
 `Device.sources` says where all numbers are from. Each line starts with one word that says how
-reliable they are: ``datasheet``, ``measured`` (on the machine at hand), ``fitted``, ``published``
-(measured by others, or by this project in ``benchmarks/results/``), ``predicted`` (from a kernel's
-machine code), or ``assumed``. Every printed prediction says which of them it is made of.
+reliable they are: ``datasheet``, ``measured`` (on the machine at hand), ``published`` (measured by
+others, or by this project in ``benchmarks/results/``), ``predicted`` (from a kernel's machine code)
+or ``assumed``. Every printed prediction says whether any of them was measured.
 `benchmarks/published.json` holds the measurements from which numbers were read, and those that
 test them.
 """
@@ -183,7 +183,10 @@ SOURCES = (
     "published: torchao, pull request 940: other rowwise GEMMs, seconds to fill and drain",
     "published: torchao, roofline_utils.py and blockwise casts: launches, copies, other casts",
     "published: this project's H100 (gemms.txt), torchao's moe_training: grouped GEMMs",
-    "predicted: machine code of cast kernels, scripts.kernel_tools report --predict",
+)
+KERNELS_SOURCE = "predicted: machine code of cast kernels, scripts.kernel_tools report --predict"
+AMD_SOURCE = (
+    "assumed: float8 GEMMs reach bf16's part of the peak; the bytes of plain casts are counted"
 )
 
 
@@ -203,7 +206,7 @@ def _device(
         name, arch, bandwidth * copied, LAUNCH_S, processors,
         {kind: GemmSpeed(rate, RAMP_S, *grouped[kind]) for kind, rate in rates.items()},
         {each: part * bandwidth for each, part in (casts | {ANY_PASS: CAST_RATE}).items()},
-        (f"datasheet: {name}", *SOURCES),
+        (f"datasheet: {name}", *SOURCES, AMD_SOURCE if column is None else KERNELS_SOURCE),
     )  # fmt: skip
 
 

@@ -370,24 +370,23 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
     layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
-    M, K, N, E, kept = shape.M, shape.K, shape.N, shape.E or 1, 0
-    if plan is not None and use.caches_weight(plan):
-        kept = 2 * WRITE * E * N * K
-    dequantizes = plan is not None and plan.dequantizes
-    keeps_scale = plan is not None and (plan.w.is_shared or dequantizes)
-    if plan is not None and keeps_scale and plan.output.b is not None and use.training:
-        scales = E * prod(scale_shape((N, K), plan.output.b.block))
-        kept += scales * plan.output.b.scale_format.dtype.itemsize
-    cast = None if plan is None else plan.output.a if dequantizes else plan.grad_weight.b
-    if "grad_weight" not in use.gemms:
+    M, K, N, E = shape.M, shape.K, shape.N, shape.E or 1
+    cast = None if plan is None else plan.output.a if plan.dequantizes else plan.grad_weight.b
+    trains = "grad_weight" in use.gemms
+    kept = READ * M * K if trains and cast is None else 0
+    if plan is None:
         return kept
-    if cast is None:
-        return kept + READ * M * K
-    if dequantizes:  # as forward multiplied it, without padding
-        scales = prod(scale_shape((M, K), cast.block))
-        return kept + WRITE * M * K + cast.scale_format.dtype.itemsize * scales
-    block, tokens, scales = cast.block, M, prod(scale_shape((K, M), cast.block))
-    if shape.E is not None:
+    if use.caches_weight(plan):
+        kept += 2 * WRITE * E * N * K
+    w, keeps_scale = plan.output.b, plan.w.is_shared or plan.dequantizes
+    if w is not None and keeps_scale and use.training:
+        kept += E * prod(scale_shape((N, K), w.block)) * w.scale_format.dtype.itemsize
+    if cast is None or not trains:
+        return kept
+    # When dequantised, as forward multiplied it, without padding.
+    tokens, block = M, cast.block
+    scales = prod(scale_shape((M, K) if plan.dequantizes else (K, M), block))
+    if shape.E is not None and not plan.dequantizes:
         tokens = padded_tokens(M, E, tokens_aligned(cast))
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])

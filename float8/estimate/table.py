@@ -76,7 +76,8 @@ class Estimate:
 
         Args:
             recipe: its name in the table.
-            only_gains: convert only layers predicted to gain, as `faster_layers` does.
+            only_gains: convert only layers predicted to gain, as `faster_layers` does. (It takes all
+                stacks of weights of a module of experts, or none.)
 
         Returns:
             Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds.total``, the times
@@ -128,12 +129,9 @@ class Estimate:
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         what = "Forward and backward" if self.use.training else "Forward"
         autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
-        kinds = {source.partition(":")[0] for source in self.device.sources}
-        sources = "measured or fitted figures"
-        if not kinds & {"measured", "fitted"}:
-            sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
-        elif kinds & {"assumed", "published", "predicted"}:
-            sources += " and published or assumed ones"
+        sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
+        if any(source.startswith("measured: ") for source in self.device.sources):
+            sources = "what was measured here, and published or assumed figures"
         casts = "in plain PyTorch" if self.device.arch not in KERNELS else "by fused kernels"
         notes.append(
             f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts "

@@ -50,7 +50,7 @@ def test_a_measured_device_says_that_some_figures_are_assumed():
     sources = (*DEVICES["H100"].sources, "measured: here: the bandwidth")
     mixed = replace(DEVICES["H100"], sources=sources)
     text = str(estimate([(8192,) * 3], device=mixed, training=False))
-    assert "NOTHING HERE" not in text and "published or assumed ones" in text
+    assert "NOTHING HERE" not in text and "measured here, and published or assumed" in text
     assert "Forward of one batch" in text
 
 
