@@ -77,7 +77,7 @@ class Estimate:
         Args:
             recipe: its name in the table.
             only_gains: convert only layers predicted to gain, as `faster_layers` does
-                (which takes all stacks of a module of experts, or none)
+                (which takes all stacks of a module of experts, or none).
 
         Returns:
             Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds.total``, the times

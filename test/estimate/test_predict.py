@@ -247,3 +247,10 @@ def test_a_rowwise_product_is_written_in_float16_on_hopper_alone():
 def test_a_device_that_lacks_figures_says_so():
     poor = replace(H100, products={BF16: H100.products[BF16]})
     assert refuses(CUBE, TENSORWISE, poor, Use()) == "H100 SXM has no figures for tensorwise GEMMs"
+
+
+def test_casts_on_an_amd_gpu_are_priced_as_plain_pytorch():
+    """The bytes of `test_roofline`'s meter: 53 of an operand cast both ways, the weight twice 51."""
+    (row,) = estimate([(8192,) * 3], device="MI300X", recipes="tensorwise").rows
+    moved = (53 + 2 * 51 + 53) * 8192**2
+    assert row.recipes["tensorwise"].seconds.casts == pytest.approx(moved / 5.3e12 / 0.83, rel=0.05)
