@@ -292,3 +292,21 @@ def test_a_step_launches_what_the_layer_launches(recipe):
 
     operands = passes_of_layer(RECIPES[recipe].plan, Use())
     assert sum(len(passes) for passes in operands) == COSTS[recipe][-1]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", "unit", "rowwise", "rowwise_with_gw_hp"]
+)
+def test_plain_casts_move_what_the_ops_on_an_amd_gpu_move(recipe):
+    """Against the meter, which adds the bytes of every op that runs."""
+    from fake_cuda import empty, fake_cuda, step
+    from meter import CastMeter
+
+    M, K, N = 1024, 512, 256
+    with fake_cuda("gfx94"), CastMeter() as meter:
+        step(RECIPES[recipe], empty(M, K), empty(N, K), empty(M, N))
+    operands = passes_of_layer(RECIPES[recipe].plan, Use(plain_casts=True))
+    for size, passes in zip((M * K, N * K, M * N), operands, strict=True):
+        predicted = sum(each.bytes_per_element for each in passes)
+        assert predicted == pytest.approx(meter.bytes_by_numel[size] / size, rel=0.1)
+    assert sum(map(len, operands)) == pytest.approx(meter.launches - 3, rel=0.25)
