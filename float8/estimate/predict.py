@@ -191,7 +191,8 @@ def estimate(
             each its name in the table.
         training: False predicts forward alone.
         weights_cached: the weight is cast once per step, not in every forward and backward; the
-            2 bytes per weight element of the cache are subtracted from the memory saved.
+            2 bytes per weight element of the cache (1 under ``dequantize_in_backward``) are
+            subtracted from the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
         experts_per_token: how many experts of a mixture read each token.
 

@@ -151,7 +151,8 @@ class Use:
         training: forward and backward; False is forward alone.
         weight_trains: the weight gradient is computed.
         weights_cached: the weight is cast once per step, in both orientations, instead of in every
-            forward and every backward; the casts stay in memory, 2 bytes per element.
+            forward and every backward; the casts stay in memory, 2 bytes per element. Under
+            ``dequantize_in_backward`` there is one, which every backward dequantises.
         gradient_accumulation: microbatches per step, which share a cached cast.
         converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
 
@@ -175,8 +176,8 @@ class Use:
         return names[: 1 + self.training + (self.training and self.weight_trains)]
 
     def caches_weight(self, plan: LinearPlan) -> bool:
-        """Whether the weight is cached: only if both of its GEMMs are in float8."""
-        both = plan.output.b is not None and plan.grad_input.b is not None
+        """Whether the weight is cached: only if both of its GEMMs read it in float8."""
+        both = plan.output.b is not None and (plan.grad_input.b is not None or plan.dequantizes)
         return self.weights_cached and both
 
 
@@ -204,11 +205,12 @@ _SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     """The passes over input, weight and grad_output of one layer for one batch of tokens.
 
-    Those over a weight that is cached are made once per step.
+    Those over a weight that is cached are made once per step, except those of backward
+    (`cast_seconds`).
     """
     trains = "grad_weight" in use.gemms
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _casts(plan.output.a, second_x)
+    x = _casts(plan.output.a, second_x) + [DEQUANTIZE] * (plan.dequantizes and trains)
     g = _casts(plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
@@ -216,7 +218,6 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     w = convert + _passes(plan.output.b)
     if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
         w += [*convert, _passes(plan.output.b)[-1], DEQUANTIZE]
-        x = x + [DEQUANTIZE] * trains
     elif use.training:
         backward = _passes(plan.grad_input.b, 1, TRANSPOSED)
         w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
@@ -347,6 +348,8 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
     passes = passes_of_layer(plan, use)
     x, w, g = map(device.seconds_of, passes, shape.elements.values())
     seconds = x + w / (use.gradient_accumulation if use.caches_weight(plan) else 1) + g
+    if plan.dequantizes and use.caches_weight(plan) and use.training:
+        seconds += device.seconds_of([DEQUANTIZE], shape.elements["grad_weight"])
     if shape.E is not None and "grad_weight" in use.gemms:  # the padding of its operands
         for cast, width in (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K):
             if cast is not None:
@@ -369,7 +372,7 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     """
     M, K, N, E, kept = shape.M, shape.K, shape.N, shape.E or 1, 0
     if plan is not None and use.caches_weight(plan):
-        kept = 2 * WRITE * E * N * K
+        kept = (1 if plan.dequantizes else 2) * WRITE * E * N * K
     dequantizes = plan is not None and plan.dequantizes
     keeps_scale = plan is not None and (plan.w.is_shared or dequantizes)
     if plan is not None and keeps_scale and plan.output.b is not None and use.training:

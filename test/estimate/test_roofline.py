@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from float8 import Float8Linear, cached_weights
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate import roofline
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device
@@ -113,6 +114,17 @@ def test_microbatches_share_the_cast_of_a_cached_weight():
     assert alone - shared == pytest.approx(once * 7 / 8)
 
 
+def test_every_backward_dequantises_a_cached_weight():
+    plan = replace(RECIPES["blockwise"], dequantize_in_backward=True).plan
+    cached = Use(weights_cached=True)
+    shared = replace(cached, gradient_accumulation=8)
+    by_use = [layer_seconds(H100, CUBE, plan, use).casts for use in (Use(), cached, shared)]
+    # Casts of x and of w, and both dequantised: each moves 3 bytes per element (x has scales too).
+    once = 3 * ELEMENTS / 3.35e12 / 0.83 + 2e-6
+    scales = S * ELEMENTS / 3.35e12 / 0.83
+    assert by_use == pytest.approx([n * once + scales for n in (5, 4, 3 + 1 / 8)])
+
+
 def test_shapes_are_not_mixed_up():
     # output 2*M*K*N each; only the casts and bytes tell M, K and N apart: x M*K, w N*K, g M*N.
     shape, plan = Shape(4096, 1024, 16384), RECIPES["tensorwise"].plan
@@ -168,6 +180,22 @@ def test_saved_memory_by_hand():
     assert saved_bytes(shape, RECIPES["rowwise"].plan, Use(training=False)) == 0
     mx = 2048 * 1024 + 2048 * 1024 // 32  # a byte for each 32 tokens
     assert saved_bytes(shape, RECIPES["mxfp8"].plan, Use()) == mx
+
+
+def test_a_cache_takes_the_memory_that_is_predicted():
+    for dequantizes in (False, True):
+        config = replace(RECIPES["blockwise"], dequantize_in_backward=dequantizes)
+        layer = Float8Linear(256, 384, bias=False, config=config)
+        with cached_weights(layer):
+            stores = {x.untyped_storage() for x in layer.cached_weight.tensors()}
+        kept = sum({x.data_ptr(): x.nbytes() for x in stores}.values())
+        if not dequantizes:  # on a GPU; on a CPU the transposed copy is a view
+            kept += 256 * 384
+        shape, plan = Shape(512, 256, 384), config.plan
+        uses = Use(weights_cached=True, weight_trains=False), Use(weight_trains=False)
+        scales = saved_bytes(shape, plan, uses[1])  # forward's, which backward reads
+        assert saved_bytes(shape, plan, uses[0]) == kept, dequantizes
+        assert scales == 3 * 2 * 4
 
 
 # The file is older than mxfp8.
