@@ -57,7 +57,9 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import WHOLE, ceil_div, scale_shape
+from float8.kernels.gpu import deep_gemm
 from float8.kernels.gpu.blockwise_mm import (
+    DEEPGEMM,
     FUSION,
     GROUP,
     STEP,
@@ -191,6 +193,8 @@ def _launch(
     def run(tile: Tile) -> Tensor:
         if tile == TORCH:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
+        if tile == DEEPGEMM:
+            return deep_gemm.multiply_groups(a, a_scale, b, b_scale, offs)
         out = _fake(*arguments)
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
         launch(
@@ -208,7 +212,12 @@ def _launch(
     if tile is None:
         rows = M if by_tokens else ceil_div(M, experts)
         by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
-        kinds = a.dtype, b.dtype, out_dtype, by_torch
+        by_deep_gemm = (
+            2 * deep_gemm.BLOCK * experts < M  # else it multiplies half of the rows twice
+            and not by_tokens
+            and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype)
+        )
+        kinds = a.dtype, b.dtype, out_dtype, by_torch, by_deep_gemm
         form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, *kinds)
         sizes = (M, N, a.shape[1], experts)
         by_rule = tile_of(rows, N, experts)
@@ -218,6 +227,8 @@ def _launch(
             tiles.insert(0, WIDE)
         if by_torch:
             tiles.append(TORCH)
+        if by_deep_gemm:
+            tiles.append(DEEPGEMM)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
     return run(tile)
 
