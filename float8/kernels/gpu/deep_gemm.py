@@ -8,9 +8,9 @@ adds it (sm90_fp8_gemm_1d2d.cuh). Two other forms stay with Triton: 1x128 by 1x1
 float32 result there, and the grouped weight gradient, for which the host would have to know sizes.
 
 Groups: DeepGEMM reads one expert per block of 128 rows, and groups begin anywhere. So it multiplies
-each block by the expert of the block's first row. A second product multiplies the first rows of
-each group, from a copy of E * 128 rows, and replaces what the first product made of them. No size
-is read on the host.
+each block by the expert of the block's first row. A second product multiplies the first 128 rows
+of each group, from a copy of E * 128 rows, and replaces what the first product made of them. No
+size is read on the host.
 
 It compiles its kernels with nvcc when they are first needed. If that fails it is not used.
 """
@@ -81,20 +81,16 @@ def multiply_groups(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs
     """Tokens by experts as `grouped_mm`: (T, K) by (E, N, K) -> (T, N) in bfloat16."""
     T, E, N = len(a), len(offs), b.shape[1]
     weights = b, _rows_of(b_scale)
-    out = a.new_empty((T + 1, N), dtype=BF16)  # what is no first row goes to row T
+    out = a.new_empty((T + 1, N), dtype=BF16)  # row T: for what is beyond the end of a group
     offs = offs.clamp(0, T)
     # The group of each block's first row. The kernel reads those of a last block that is not whole.
     block = torch.arange(ceil_div(T, BLOCK), dtype=torch.int32, device=a.device) * BLOCK
     group = torch.searchsorted(offs, block, right=True, out_int32=True)
     group = group.masked_fill(group == E, -1).repeat_interleave(BLOCK)[:T]
 
-    begins = F.pad(offs[:-1], (1, 0))
-    ends = torch.minimum((begins + BLOCK - 1) // BLOCK * BLOCK, offs)
-    rows = begins[:, None] + torch.arange(BLOCK, device=a.device)
-    is_first = rows < ends[:, None]
-    places = torch.where(is_first, rows, T).flatten()
-    expert = torch.arange(E, dtype=torch.int32, device=a.device)
-    expert = expert.masked_fill(~is_first[:, 0], -1).repeat_interleave(BLOCK)
+    rows = F.pad(offs[:-1], (1, 0))[:, None] + torch.arange(BLOCK, device=a.device)
+    places = torch.where(rows < offs[:, None], rows, T).flatten()
+    expert = torch.arange(E, dtype=torch.int32, device=a.device).repeat_interleave(BLOCK)
     rows = places.clamp(max=T - 1)
     firsts = a.view(torch.int64)[rows].view(E4M3), a_scale.t()[:, rows].t()
     part = a.new_empty((E * BLOCK, N), dtype=BF16)

@@ -204,10 +204,14 @@ def try_groups(tokens=600, K=144, N=48, a_dtype=E4M3, out_dtype=BF16, change=Non
     grouped_mm._launch(*arguments, *BLOCKS, out_dtype, 16, False)
 
 
-def unaligned(a):
-    wide = torch.zeros(len(a), a.shape[1] + 32, dtype=torch.uint8)
-    wide[:, 8:-24] = a.view(torch.uint8)
-    return wide.view(a.dtype)[:, 8:-24]
+def view_of_wider(first, width):
+    def view(a):
+        wide = torch.zeros(len(a), a.shape[1] + width, dtype=torch.uint8).view(a.dtype)
+        part = wide[:, first : first + a.shape[1]]
+        part.view(torch.uint8).copy_(a.view(torch.uint8))
+        return part
+
+    return view
 
 
 @pytest.mark.parametrize(
@@ -219,7 +223,9 @@ def unaligned(a):
         ({"N": 40}, False),
         ({"a_dtype": E5M2}, False),
         ({"out_dtype": torch.float32}, False),
-        ({"change": unaligned}, False),
+        ({"change": view_of_wider(16, 32)}, True),
+        ({"change": view_of_wider(8, 32)}, False),
+        ({"change": view_of_wider(16, 40)}, False),
     ],
     ids=str,
 )
