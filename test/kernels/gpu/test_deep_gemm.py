@@ -162,6 +162,19 @@ def test_a_dense_product(shape, transposed, installed):
     assert stand_in.calls == ["dense", "dense"]  # the first one asks whether it runs
 
 
+@pytest.mark.parametrize("is_faster", [False, True])
+@pytest.mark.parametrize("rows", [(1, 128), (1, 1), (128, 1)], ids=str)
+def test_a_dense_product_beside_cublas(rows, is_faster, installed, monkeypatch):
+    a, a_scale, b, b_scale = operands(132, 256, 48)
+    stand_in, other = installed(), torch.zeros(132, 48, dtype=BF16)
+    chosen = "deep_gemm" if is_faster else "other"
+    monkeypatch.setattr(deep_gemm, "fastest", lambda *arguments: chosen)
+    out = deep_gemm.or_faster(lambda: other, a, a_scale, b, b_scale, *rows, BF16)
+    is_used = is_faster and rows == (1, 128)
+    assert_bitwise(out, multiplied(a, a_scale, b, b_scale) if is_used else other)
+    assert ("dense" in stand_in.calls[1:]) == is_used
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("spare", [0, 200], ids="spare={}".format)
 @pytest.mark.parametrize(
