@@ -17,7 +17,9 @@ from unittest import mock
 import pytest
 import torch
 from assertions import assert_all_bitwise
+from functorch.compile import make_boxed_func
 from layer_check import skip_if_refused
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
@@ -34,7 +36,7 @@ from float8.kernels import casts
 from float8.kernels.casts import GROUP_KERNELS, KERNELS
 from float8.kernels.grouped_mm import grouped_gemm_for
 from float8.kernels.scaled_mm import CPU
-from float8.linear.plan import BOUND
+from float8.linear.plan import BOUND, plan_for
 
 for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):
     importlib.import_module(f"float8.kernels.gpu.{file}")
@@ -168,6 +170,33 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
         ops = [str(node.target) for node in graphs[0].graph.nodes]
         opaque_casts = ("float8.cast.default", "float8.cast_default")
         assert sum(any(cast in op for cast in opaque_casts) for op in ops) == opaque, name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_compiler_sees_the_amaxes_of_a_dynamic_tensorwise_input_and_gradient(name):
+    """Inductor fuses them with the ops that make both. No op makes a weight."""
+    seen = {"fw": [], "bw": []}
+
+    def compiler(which):
+        def compile_(graph, _inputs):
+            seen[which] += graph.graph.nodes
+            return make_boxed_func(graph.forward)
+
+        return compile_
+
+    backend = aot_autograd(fw_compiler=compiler("fw"), bw_compiler=compiler("bw"))
+    layer, x = layer_of(name), torch.randn(32, 48, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.reset()
+    with kernel_path():
+        torch.compile(layer, backend=backend, fullgraph=True)(x).sum().backward()
+    is_read = name == "tensorwise"
+    for which, casts_of in (("fw", {"x": is_read, "weight": False}), ("bw", {"g": is_read})):
+        amaxes = [node for node in seen[which] if node.target is torch.ops.float8.amax.default]
+        assert len(amaxes) == sum(casts_of.values()), (which, amaxes)
+        for amax in amaxes:
+            assert amax.args[0].meta["val"].shape == ((32, 48) if which == "fw" else (32, 32))
+    with kernel_path():  # eager mode keeps the op of one launch less
+        assert not plan_for(layer.config, x.device, x.dtype).x.first.amax_apart
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])

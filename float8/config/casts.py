@@ -148,8 +148,8 @@ class OperandCast:
 
     Nothing changes it after its construction.
 
-    `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
-    twin on AMD gfx94x, and the block of experts.
+    `float8.linear.plan.bind` completes it for a device: ``kernel``, ``swizzled`` and
+    ``amax_apart``, the format's twin on AMD gfx94x, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.
@@ -161,6 +161,7 @@ class OperandCast:
             that it meets where shapes are dynamic, which in a backward it cannot (torch 2.13).
         kernel: the Triton kernel, a file of `float8.kernels.gpu`; None for plain PyTorch.
         swizzled: whether tensor cores read the scales, for which E8M0 ones are swizzled.
+        amax_apart: whether the amax is found before the cast, by an op that a compiler fuses.
 
     Attributes:
         dtype, largest: of the format, its dtype and largest finite value.
@@ -178,6 +179,7 @@ class OperandCast:
     # Two casts of one operand may differ in these, and write the same bytes.
     kernel: str | None = field(default=None, repr=False, compare=False)
     swizzled: bool = field(default=False, repr=False, compare=False)
+    amax_apart: bool = field(default=False, repr=False, compare=False)
     # Read at each call, so computed once.
     dtype: torch.dtype = field(init=False, repr=False, compare=False)
     largest: float = field(init=False, repr=False, compare=False)

@@ -30,7 +30,7 @@ from float8.kernels.grouped_mm import (
     multiply_groups,
     multiply_groups_plainly,
 )
-from float8.kernels.plain import amax, cast, column_amaxes, dequantize
+from float8.kernels.plain import amax, amax_by_rows, cast, column_amaxes, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "PLAIN",
     "Orientations",
     "amax",
+    "amax_by_rows",
     "cast",
     "cast_operand",
     "cast_tokens",

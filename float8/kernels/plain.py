@@ -96,6 +96,18 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     return definition.dequantize(data, scale, block, dtype)
 
 
+def amax_by_rows(x_MK: Tensor) -> Tensor:
+    """The largest magnitude of a matrix, float32 (1, 1), from those of its rows.
+
+    Inductor computes amaxes of rows in the kernel that writes x, be it elementwise or a norm. It
+    rounds them to x's dtype, and the amax of rounded values is the rounded amax of all values.
+    """
+    if x_MK.device.type == "cpu" or x_MK.numel() == 0:
+        return amax(x_MK, (WHOLE, WHOLE))
+    rows_M = torch.linalg.vector_norm(x_MK, math.inf, 1)
+    return torch.linalg.vector_norm(rows_M, math.inf).float().reshape(1, 1)
+
+
 def column_amaxes(x_MK: Tensor) -> Tensor:
     """The largest magnitude of each column: float32 (1, K), 0 without rows."""
     if x_MK.device.type == "cpu" or x_MK.numel() == 0:

@@ -129,7 +129,11 @@ def bind_cast(
         # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and
         # read (2), and both orientations are written (1 + 1): 6 bytes. No op makes a weight.
         kernel = None
-    return replace(cast, format=on_family(cast.format, family), block=block, kernel=kernel)
+    # So does a read for the amax: 2 of the 6 bytes per element of a dynamic cast.
+    is_dynamic = cast.is_whole and cast.static is None and not cast.is_delayed
+    apart = fuses and is_dynamic and kernel is not None
+    fmt = on_family(cast.format, family)
+    return replace(cast, format=fmt, block=block, kernel=kernel, amax_apart=apart)
 
 
 def load_kernels(*casts: OperandCast | None) -> None:

@@ -202,12 +202,15 @@ def cast_both(
     is_recorded = record and how.is_delayed and state is not None
     amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
     scale = known_scale(how, state, x) if scale is None else scale
-    if scale is None and how.is_whole and state is not None and state.group is not None:
-        found = kernels.amax(x, how.block)
+    group = None if state is None else state.group
+    is_apart = how.amax_apart and kernel is not None
+    if scale is None and how.is_whole and (group is not None or is_apart):
+        found = kernels.amax_by_rows(x) if is_apart else kernels.amax(x, how.block)
         if amax is not None:
             kernels.record_amax(amax, found)
             amax = None
-        found = max_over_ranks(found, state.group)
+        if group is not None:
+            found = max_over_ranks(found, group)
         scale = kernels.scale_from_amax(found, how.largest, how.scales)
     return kernels.cast_operand(
         kernel,
