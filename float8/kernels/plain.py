@@ -99,10 +99,11 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
 def amax_by_rows(x_MK: Tensor) -> Tensor:
     """The largest magnitude of a matrix, float32 (1, 1), from those of its rows.
 
-    Inductor computes amaxes of rows in the kernel that writes x, be it elementwise or a norm. It
-    rounds them to x's dtype, and the amax of rounded values is the rounded amax of all values.
+    Inductor finds those in the kernel that writes x, elementwise or a norm, from values before
+    their rounding to x's dtype. It stores them in that dtype: rounding keeps the order of numbers,
+    so they are the amaxes of what it writes.
     """
-    if x_MK.device.type == "cpu" or x_MK.numel() == 0:
+    if x_MK.numel() == 0:
         return amax(x_MK, (WHOLE, WHOLE))
     rows_M = torch.linalg.vector_norm(x_MK, math.inf, 1)
     return torch.linalg.vector_norm(rows_M, math.inf).float().reshape(1, 1)

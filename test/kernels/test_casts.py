@@ -3,14 +3,18 @@
 That it costs nothing until it is needed is claimed in ``test_architecture.py``.
 """
 
+import math
 from unittest import mock
 
 import oracle
 import pytest
 import torch
+import torch.nn.functional as F
+from assertions import assert_bitwise
+from shapes import DEVICES, Case
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8.kernels import casts
+from float8.kernels import amax_by_rows, casts
 from float8.kernels.casts import KERNELS, cast_operand, kernel_for, runs_kernel
 
 WHOLE = (-1, -1)
@@ -58,3 +62,44 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     ):
         assert data.shape == (shape if wanted else (0, 0))
         assert not wanted or scale.shape == oracle.scale_shape(shape, block)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((5, 123), torch.bfloat16, fill="wide", layout="transposed"),
+        Case((1, 7), torch.float32, exponent=-140),
+        Case((3, 16), torch.float16, fill="zeros"),
+        *(
+            Case((33, 40), torch.bfloat16, specials=(name,))
+            for name in ("nan", "inf", "negative_inf")
+        ),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_amax_by_rows_is_that_of_the_matrix(device, case):
+    x = case.make(device)
+    magnitudes = x.double().abs().flatten().tolist()
+    expected = math.nan if any(map(math.isnan, magnitudes)) else max(magnitudes)
+    found = amax_by_rows(x).cpu()
+    assert (found.dtype, found.shape) == (torch.float32, (1, 1))
+    assert_bitwise(found, torch.tensor([[expected]]), repr(case))
+    assert float(amax_by_rows(x[:0])) == float(amax_by_rows(x[:, :0])) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_norm", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_amax_that_inductor_fuses_is_that_of_what_it_writes(device, is_norm):
+    """Inductor keeps values in float32 within a kernel: only some maxima would be rounded alike."""
+
+    def produced(x, weight):
+        y = F.rms_norm(x, x.shape[1:], weight) if is_norm else F.silu(x) * weight
+        return y, amax_by_rows(y)
+
+    run = torch.compile(produced, fullgraph=True)
+    for seed in range(50):
+        torch.manual_seed(seed)
+        y, amax = run(*(torch.randn(shape).bfloat16().to(device) for shape in ((16, 96), (96,))))
+        assert_bitwise(amax, y.abs().max().float().reshape(1, 1), f"seed {seed}")
