@@ -7,7 +7,8 @@ device family; every other cast is plain PyTorch (``plain.py``). AMD GPUs are no
 kernels are untested there.
 
 To torch.compile a cast is one op, on every device. On a GPU it may fuse a cast that no kernel runs
-with the op that produced the operand; `compiler_may_cast` says on which devices it must not.
+with the op that produced the operand; `compiler_may_cast` says on which devices it must not. It may
+fuse the amax of a dynamic tensorwise cast everywhere (`float8.linear.plan.bind_cast`).
 """
 
 from __future__ import annotations

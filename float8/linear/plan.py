@@ -129,7 +129,8 @@ def bind_cast(
         # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and
         # read (2), and both orientations are written (1 + 1): 6 bytes. No op makes a weight.
         kernel = None
-    # So does a read for the amax: 2 of the 6 bytes per element of a dynamic cast.
+    # A dynamic cast of a whole tensor reads it twice, first for the amax. The compiler can fuse
+    # that read: 4 bytes per element in place of 6.
     is_dynamic = cast.is_whole and cast.static is None and not cast.is_delayed
     apart = fuses and is_dynamic and kernel is not None
     fmt = on_family(cast.format, family)
