@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from assertions import assert_all_bitwise
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layer_check import skip_if_refused
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -191,6 +191,25 @@ def test_the_compiler_sees_the_amax_of_a_dynamic_tensorwise_input_and_gradient(n
         assert not plan_for(layer.config, x.device, x.dtype).x.first.amax_apart
     is_dynamic = name == "tensorwise"
     assert seen == [[(24, 48), (24,)], [(24, 32), (24,)]] if is_dynamic else [[], []]
+
+
+@pytest.mark.parametrize(("name", "casts"), [("tensorwise", 4), ("rowwise", 4), ("delayed", 6)])
+def test_compiled_layers_that_read_one_tensor_share_its_cast(name, casts):
+    """Three weights, and one input or three."""
+    q, k, v = (layer_of(name) for _ in range(3))
+    counts = []
+
+    def compiler(graph, _inputs):
+        op = torch.ops.float8.cast.default
+        counts.append(sum(op in (node.target, *node.args[:1]) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
+    x = torch.randn(24, 48, dtype=torch.bfloat16, requires_grad=True)
+    with kernel_path():
+        torch.compile(lambda x: q(x) + k(x) * v(x), backend=backend, fullgraph=True)(x)
+    assert counts == [casts]
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "rowwise"])
