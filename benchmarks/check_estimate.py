@@ -1,9 +1,10 @@
-"""Compare predictions of `float8.estimate` with measurements: others' (`published.json`), or ours.
+"""Compare predictions of `float8.estimate` with measurements: others' and ours.
 
-Without a file, the measurements that others published. A row is
+Without a file, the rows of `published.json`, and the files of `MEASURED`. A row is
 
     layer            forward and backward of a linear layer, with the ops that are timed beside it
-    gemm             one GEMM
+    gemm             one GEMM, grouped where its shape has experts
+    step             forward and backward of a grouped GEMM
     separate GEMMs   the GEMMs of a transformer layer, each with casts of its own operands
     training step    tokens per second of a model, of which linear layers are a part
     cast             the rate of one cast
@@ -14,16 +15,16 @@ the compiler where torchao's were timed, and of a training step only linear laye
     step = 1 / (1 - share + share / speedup)      share = linear layers' time in bf16 / step's
 
 A **board** is a row of `DEVICES` with the memory that the published hardware has, and with the
-rates that its GEMMs reach at its own power limit. These rates are the only fitted numbers: each is
-the one at which the rows that say ``fits`` have no error on average. The median
-error is that of all other rows.
+rates that the engine that ran its GEMMs reaches at its own power limit: that of DeepGEMM is
+another board than that of torch. These rates are the only fitted numbers: each is the one at which
+the rows that say ``fits`` have no error on average. Rows that fitted a constant of the model say so
+too. Median errors, by kind, are of all other rows.
 
-With result files of bench_linear or bench_matmul: predicted times
-beside measured ones. The device is the row of `DEVICES` that a file names, if none is given: a
-prediction made before anything was measured.
+With result files of `READERS`: the same table of their rows. The device is the row of `DEVICES`
+that a file names, if none is given.
 
-python benchmarks/check_estimate.py                                        # published
-python benchmarks/check_estimate.py OUT/bench_{linear,matmul}.json
+python benchmarks/check_estimate.py                                        # published and ours
+python benchmarks/check_estimate.py OUT/bench_{linear,matmul,casts,grouped_mm,model}.json
 python benchmarks/check_estimate.py bench_linear.json --device here.json   # by measure_device.py
 """
 
@@ -45,18 +46,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measure_device import measure
+from benchmarks.measuring.contenders import BASELINE
 from benchmarks.measuring.report import columns, table
+from benchmarks.models.transformer import LLAMA, Stack
 from float8.config import RECIPES
 from float8.estimate.devices import (
     ANY_PASS,
     BF16,
     DEVICES,
+    RAMP_S,
     Device,
-    Figure,
     GemmSpeed,
     MemoryPass,
     find_device,
 )
+from float8.estimate.predict import estimate
 from float8.estimate.roofline import (
     FILL,
     READ,
@@ -67,88 +71,95 @@ from float8.estimate.roofline import (
     gemm_sizes,
     kinds_of_plan,
     layer_seconds,
+    passes_of_cast,
     passes_of_layer,
 )
 
-COLUMNS = columns("source board what predicted published off fits", off="error")
-BESIDE = columns("predicted measured off what", off="error")
+COLUMNS = columns("source board kind what predicted measured off fits", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
+RESULTS = FILE.parent / "results" / "h100_2026-11-27"
+NAMES = ("linear", "casts", "matmul", "model", "grouped_mm", "grouped_mm_mixtral")
+MEASURED = tuple(RESULTS / f"bench_{name}.json" for name in NAMES)
+DENSE, CASTS, LAYERS, GROUPED, MODELS = "dense GEMMs", "casts", "layers", "grouped GEMMs", "models"
 Row = dict[str, Any]
+Pair = tuple[str, str, float, float]  # kind, what, predicted, measured
 
 
 @dataclass(frozen=True)
-class PublishedRow:
-    """One measurement: what it is, and its value predicted and published, larger being faster."""
+class Compared:
+    """One measurement: what it is, and its value predicted and measured, larger being faster."""
 
     source: str
     board: str
+    kind: str
     what: str
     predicted: float
-    published: float
-    fits: str
+    measured: float
+    fits: str = ""
 
     @property
     def error(self) -> float:
-        """0.1 is predicted 10 % faster than published."""
-        return self.predicted / self.published - 1
+        """0.1 is predicted 10 % faster than measured."""
+        return self.predicted / self.measured - 1
 
 
 @dataclass(frozen=True)
-class PublishedCheck:
+class Check:
     """All rows; ``str`` is the table."""
 
-    rows: Sequence[PublishedRow]
+    rows: Sequence[Compared]
 
     @property
-    def tests(self) -> list[PublishedRow]:
+    def tests(self) -> list[Compared]:
         """The rows that determined no rate."""
         return [row for row in self.rows if not row.fits]
 
-    @property
-    def median_error(self) -> float:
-        """The median magnitude of the relative errors of the tests."""
-        return median(abs(row.error) for row in self.tests)
+    def errors(self, kind: str | None = None) -> list[float]:
+        """The magnitudes of the relative errors of the tests, of one kind or of all, sorted."""
+        return sorted(abs(row.error) for row in self.tests if kind in (None, row.kind))
 
     def __str__(self) -> str:
         rows = [vars(row) | {"off": f"{row.error:+.0%}"} for row in self.rows]
-        fitted = len(self.rows) - len(self.tests)
-        return (
-            f"{table(rows, COLUMNS)}\n\nMedian error: {self.median_error:.1%} of {len(self.tests)} "
-            f"rows; {fitted} others determined a rate. x is a speed-up over bfloat16."
-        )
+        lines = [table(rows, COLUMNS), "x is a speed-up over bfloat16.", ""]
+        for kind in (*dict.fromkeys(row.kind for row in self.tests), None):
+            errors = self.errors(kind)
+            lines.append(
+                f"{kind or 'all'}: median error {median(errors or [0]):.1%} of {len(errors)} rows, "
+                f"largest {max(errors, default=0):.0%}"
+            )
+        return "\n".join([*lines, f"{len(self.rows) - len(self.tests)} rows determined a rate"])
 
 
-def predicted_against_published(file: str | Path = FILE) -> PublishedCheck:
-    """Every published row with its prediction."""
+def predicted_against_published(file: str | Path = FILE) -> Check:
+    """Every published row with its prediction, and those of `MEASURED`."""
     published = json.loads(Path(file).read_text(encoding="utf-8"))
-    boards = {name: board_of(name, published["boards"]) for name in _boards(published["rows"])}
-    return PublishedCheck([_predicted(row, boards[row["board"]]) for row in published["rows"]])
+    boards = {row["board"]: board_of(row["board"]) for row in published["rows"]}
+    rows = [
+        Compared(
+            row["source"],
+            row["board"],
+            *PREDICTIONS[row["what"]](row, boards[row["board"]]),
+            row.get("fits", ""),
+        )
+        for row in published["rows"]
+    ]
+    return Check([*rows, *(row for each in MEASURED for row in of_file(each))])
 
 
-def _boards(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(row["board"] for row in rows))
-
-
-def board_of(name: str, boards: dict[str, Row] | None = None) -> Device:
+def board_of(name: str) -> Device:
     """The device of a board: a row of `DEVICES`, with what the file says of the board."""
-    if boards is None:
-        boards = json.loads(FILE.read_text(encoding="utf-8"))["boards"]
+    boards = json.loads(FILE.read_text(encoding="utf-8"))["boards"]
     if name not in boards:
         return DEVICES[name]
     board = boards[name]
     base = DEVICES[board["base"]]
     products = dict(base.products)
     for kind, rate in board["rates"].items():
-        products[kind] = _at_rate(products[kind], rate * 1e12, f"fitted: {name}, rows with fits")
-    source = board["source"]
-    changed = replace(
-        base,
-        name=name,
-        bandwidth=Figure(board["terabytes"] * 1e12, source),
-        bandwidth_best=Figure(board["bandwidth_best"], source),
-        products=products,
-        passes={},
-    )
+        known = products.get(kind, GemmSpeed(0, RAMP_S))[2:]
+        parts = board.get("grouped", {}).get(kind, known)
+        products[kind] = GemmSpeed(rate * 1e12, RAMP_S, *parts)
+    bandwidth = board["terabytes"] * 1e12 * board["bandwidth_best"]
+    changed = replace(base, name=name, bandwidth=bandwidth, products=products, passes={})
     return CompiledCasts(**vars(changed)) if board["compiled_casts"] else changed
 
 
@@ -159,7 +170,7 @@ class CompiledCasts(Device):
     transposed in bfloat16. torchao's own cost model counts the same (its roofline_utils.py).
     """
 
-    def seconds_of(self, passes: Iterable[MemoryPass], elements: int) -> float:
+    def seconds_of(self, passes: Iterable[MemoryPass], elements: float) -> float:
         own: list[MemoryPass] = []
         for each in passes:
             if each.name.startswith("amax rowwise"):
@@ -169,30 +180,13 @@ class CompiledCasts(Device):
         return super().seconds_of(own, elements)
 
 
-def _at_rate(speed: GemmSpeed, rate: float, source: str) -> GemmSpeed:
-    ramp_s = speed.half_size.value / (speed.peak.value * speed.best.value)
-    return replace(
-        speed,
-        best=Figure(rate / speed.peak.value, source),
-        half_size=Figure(rate * ramp_s, speed.half_size.source),
-    )
+# --- what each kind of row is predicted as
 
 
-def _predicted(row: Row, device: Device) -> PublishedRow:
-    predict = PREDICTIONS[row["what"]]
-    what, predicted, published = predict(row, device)
-    return PublishedRow(
-        row["source"], row["board"], what, predicted, published, row.get("fits", "")
-    )
-
-
-# --- what each kind of row is predicted as: its name, predicted, published
-
-
-def _layer(row: Row, device: Device) -> tuple[str, float, float]:
+def _layer(row: Row, device: Device) -> Pair:
     shape, plan = Shape(*row["shape"]), RECIPES[row["recipe"]].plan
     beside = _beside(row, shape)
-    bf16 = layer_seconds(device, shape, None, Use()).total + beside / device.bytes_per_second
+    bf16 = layer_seconds(device, shape, None, Use()).total + beside / device.bandwidth
     float8 = layer_seconds(device, shape, plan, Use()).total
     if row.get("constant_gradient"):
         # Nothing reads a gradient that is a constant: only its float8 copies are written, instead
@@ -200,8 +194,8 @@ def _layer(row: Row, device: Device) -> tuple[str, float, float]:
         g = passes_of_layer(plan, Use())[2]
         read = sum(each.bytes_per_element for each in g) - 2 * WRITE
         beside -= (read + READ) * shape.M * shape.N
-    float8 += beside / device.bytes_per_second
-    return f"layer {shape} {row['recipe']}, x", bf16 / float8, row["speedup"]
+    float8 += beside / device.bandwidth
+    return LAYERS, f"layer {shape} {row['recipe']}, x", bf16 / float8, row["speedup"]
 
 
 def _beside(row: Row, shape: Shape) -> float:
@@ -210,14 +204,23 @@ def _beside(row: Row, shape: Shape) -> float:
     return float(sum(each * elements[name] for name, each in row["beside"].items()))
 
 
-def _gemm(row: Row, device: Device) -> tuple[str, float, float]:
-    M, K, N = row["shape"]
-    flops = 2 * M * K * N / 1e12
-    predicted = flops / gemm_seconds(device, row["kind"], Shape(M, K, N))
-    return f"GEMM {M},{K},{N} {row['kind']}, TFLOP/s", predicted, flops / (row["us"] / 1e6)
+def _gemm(row: Row, device: Device) -> Pair:
+    shape, name = Shape(*row["shape"]), row.get("gemm", "output")
+    flops = 2 * shape.M * shape.K * shape.N / 1e12
+    predicted = flops / gemm_seconds(device, row["kind"], shape, name)
+    what = f"{name} {shape} {row['kind']}, TFLOP/s"
+    return GROUPED if shape.E else DENSE, what, predicted, flops / (row["us"] / 1e6)
 
 
-def _separate_gemms(row: Row, device: Device) -> tuple[str, float, float]:
+def _step(row: Row, device: Device) -> Pair:
+    shape, recipe = Shape(*row["shape"]), row["recipe"]
+    plan = None if recipe == BF16 else RECIPES[recipe].plan
+    flops = 6 * shape.M * shape.K * shape.N / 1e12
+    predicted = flops / layer_seconds(device, shape, plan, Use()).total
+    return GROUPED, f"step {shape} {recipe}, TFLOP/s", predicted, flops / (row["us"] / 1e6)
+
+
+def _separate_gemms(row: Row, device: Device) -> Pair:
     bf16 = float8 = 0.0
     for layer in row["layers"]:
         for rows, cols, contraction in gemm_sizes(Shape(*layer)).values():
@@ -229,11 +232,12 @@ def _separate_gemms(row: Row, device: Device) -> tuple[str, float, float]:
             float8 += device.pass_seconds(ANY_PASS, moved) if moved else 0.0
     if row["kind"] == BF16:
         flops = sum(6 * prod(layer) for layer in row["layers"]) / 1e12
-        return "12 GEMMs bf16, TFLOP/s", flops / bf16, flops / (row["bf16_ms"] / 1e3)
-    return f"12 GEMMs {row['recipe']}, x", bf16 / float8, row["bf16_ms"] / row["float8_ms"]
+        return LAYERS, "12 GEMMs bf16, TFLOP/s", flops / bf16, flops / (row["bf16_ms"] / 1e3)
+    what = f"12 GEMMs {row['recipe']}, x"
+    return LAYERS, what, bf16 / float8, row["bf16_ms"] / row["float8_ms"]
 
 
-def _training_step(row: Row, device: Device) -> tuple[str, float, float]:
+def _training_step(row: Row, device: Device) -> Pair:
     plan, tokens = RECIPES[row["recipe"]].plan, row["tokens"]
     bf16 = float8 = 0.0
     for K, N, count in row["linears"]:
@@ -244,19 +248,20 @@ def _training_step(row: Row, device: Device) -> tuple[str, float, float]:
     share = bf16 / (tokens / row["bf16_tokens_per_s"])
     predicted = 1 / (1 - share + share * float8 / bf16)
     published = row["float8_tokens_per_s"] / row["bf16_tokens_per_s"]
-    return f"{row['model']} {row['recipe']}, x", predicted, published
+    return MODELS, f"{row['model']} {row['recipe']}, x", predicted, published
 
 
-def _cast(row: Row, device: Device) -> tuple[str, float, float]:
+def _cast(row: Row, device: Device) -> Pair:
     M, K = row["shape"]
     moved = 3 * M * K
-    predicted = moved / device.pass_seconds(ANY_PASS, moved) / 1e9
-    return f"{row['kernel']} {M},{K}, GB/s", predicted, row["gb_per_s"]
+    predicted = moved / device.pass_seconds(row.get("pass", ANY_PASS), moved) / 1e9
+    return CASTS, f"{row['kernel']} {M},{K}, GB/s", predicted, row["gb_per_s"]
 
 
 PREDICTIONS = {
     "layer": _layer,
     "gemm": _gemm,
+    "step": _step,
     "separate GEMMs": _separate_gemms,
     "training step": _training_step,
     "cast": _cast,
@@ -266,57 +271,91 @@ PREDICTIONS = {
 # --- result files of this project
 
 
-@dataclass(frozen=True)
-class Beside:
-    """One row of a file: what was timed, predicted and measured."""
-
-    what: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """0.1 is predicted 10 % slower than measured."""
-        return self.predicted / self.measured - 1
-
-
 def _sizes(row: Row) -> tuple[int, ...]:
     """The numbers in brackets at the end of a row's shape."""
-    (numbers,) = re.findall(r"\(([\d,]+)\)$", row["shape"])
+    (numbers,) = re.findall(r"\(([\d, ]+)\)$", row["shape"])
     return tuple(map(int, numbers.split(",")))
 
 
-def _able(device: Device, recipe: str | None) -> bool:
-    plan = None if recipe is None else RECIPES[recipe].plan
-    return set(kinds_of_plan(plan, Use()).values()) <= set(device.products)
+def _able(device: Device, recipe: str) -> bool:
+    return set(kinds_of_plan(RECIPES[recipe].plan, Use()).values()) <= set(device.products)
 
 
-def _of_linear(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
-    """Steps as fractions of nn.Linear's; compiled ones where there are any."""
-    modes = {row.get("mode", "eager") for row in rows}
-    for row in rows:
+def _of_linear(result: Row, device: Device) -> Iterator[Pair]:
+    """Speed-ups over nn.Linear, or over bfloat16's grouped GEMM."""
+    for row in result["rows"]:
         name, mode = row["layer"], row.get("mode", "eager")
-        if name in RECIPES and _able(device, name) and (mode == "compiled" or len(modes) == 1):
+        if name in RECIPES and "ratio" in row and _able(device, name):
             shape = Shape(*_sizes(row))
             plain = layer_seconds(device, shape, None, Use()).total
             own = layer_seconds(device, shape, RECIPES[name].plan, Use()).total
-            yield Beside(f"{row['shape']} {mode} {name}", own / plain, row["ratio"])
+            kind = GROUPED if shape.E else LAYERS
+            yield kind, f"{row['shape']} {mode} {name}, x", plain / own, 1 / row["ratio"]
 
 
-def _of_matmul(rows: Sequence[Row], device: Device) -> Iterator[Beside]:
-    for row in rows:
-        M, K, N = _sizes(row)
+def _of_matmul(result: Row, device: Device) -> Iterator[Pair]:
+    for row in result["rows"]:
         for kind, ms in ((BF16, "baseline_ms"), (row["granularity"], "ms")):
-            if kind in device.products:
-                seconds = gemm_seconds(device, kind, Shape(M, K, N))
-                yield Beside(f"{M},{K},{N} {kind}, ms", seconds * 1e3, row[ms])
+            if kind in device.products and ms in row:
+                gemm = {"shape": _sizes(row), "kind": kind, "us": row[ms] * 1e3}
+                yield _gemm(gemm, device)
 
 
-READERS = {"bench_linear": _of_linear, "bench_matmul": _of_matmul}
+# casts of bench_casts -> a recipe, and an operand of its output, that is cast so
+CAST_OF = {
+    "dynamic": ("tensorwise", "a"),
+    "static": ("unit", "a"),
+    "delayed": ("delayed", "a"),
+    "rowwise": ("rowwise", "a"),
+    "1x128": ("blockwise", "a"),
+    "128x128": ("blockwise", "b"),
+    "1x32": ("mxfp8", "a"),
+}
 
 
-def beside(file: Path, device: str | Device | None = None) -> tuple[Device, list[Beside]]:
-    """The device, and every timed row of a result file that it runs.
+def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
+    """Kernels that cast operands; of tokens, in groups of 128 on average."""
+    for row in result["rows"]:
+        name, _, where = row["cast"].rpartition(" ")
+        is_ours = name in CAST_OF and where in ("rows", "both", "tokens")
+        if is_ours and row["contender"] == "kernel" and "gbps" in row:
+            recipe, operand = CAST_OF[name]
+            cast = getattr(RECIPES[recipe].plan.output, operand)
+            M, K = _sizes(row)
+            filled = Shape(M, K, K, M // 128 + 1).filled if where == "tokens" else 1.0
+            passes = passes_of_cast(Use(), cast, 1 if where == "rows" else 2)
+            moved = row["bytes_per_element"] * M * K
+            predicted = moved / device.seconds_of(passes, M * K * filled) / 1e9
+            yield CASTS, f"{row['cast']} {M},{K}, GB/s", predicted, row["gbps"]
+
+
+def _of_model(result: Row, device: Device) -> Iterator[Pair]:
+    """Speed-ups of a stack of blocks, whose other ops take the same time in float8."""
+    options, rows = result["options"], result["rows"]
+    sizes = replace(LLAMA[options["size"]], layers=int(options["blocks"]))
+    with torch.device("meta"):
+        model = Stack(sizes).bfloat16()
+    plain_s = {row["mode"]: row["ms"] / 1e3 for row in rows if row["layer"] == BASELINE}
+    for row in rows:
+        name, mode = row["layer"], row["mode"]
+        if name in RECIPES and "ratio" in row and _able(device, name):
+            total = estimate(model, sizes.batch * sizes.context, device, name).total(name)
+            share = total.bf16_s / plain_s[mode]
+            predicted = 1 / (1 - share + share / total.speedup)
+            yield MODELS, f"{options['size']} {mode} {name}, x", predicted, 1 / row["ratio"]
+
+
+READERS = {
+    "bench_linear": _of_linear,
+    "bench_grouped_mm": _of_linear,
+    "bench_matmul": _of_matmul,
+    "bench_casts": _of_casts,
+    "bench_model": _of_model,
+}
+
+
+def of_file(file: Path, device: str | Device | None = None) -> list[Compared]:
+    """Every timed row of a result file that the device runs.
 
     Raises:
         ValueError: a file of another benchmark, or of a device that has no datasheet.
@@ -332,21 +371,7 @@ def beside(file: Path, device: str | Device | None = None) -> tuple[Device, list
         raise ValueError(f"{file}: there is no datasheet for {hardware!r}, give --device")
     found = sheet if device is None else find_device(device)
     assert found is not None
-    timed = [row for row in result["rows"] if "error" not in row]
-    return found, list(READERS[name](timed, found))
-
-
-def tables(files: Sequence[Path], device: str | Device | None = None) -> str:
-    """The table of each file, and its median error."""
-    lines: list[str] = []
-    for file in files:
-        found, rows = beside(file, device)
-        lines.append(f"{file.name}, predicted for {found.name}")
-        if rows:
-            lines.append(table([vars(row) | {"off": f"{row.error:+.0%}"} for row in rows], BESIDE))
-            error = median(abs(row.error) for row in rows)
-            lines.append(f"Median error: {error:.0%} of {len(rows)} rows")
-    return "\n".join(lines)
+    return [Compared(file.name, found.name, *pair) for pair in READERS[name](result, found)]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -363,7 +388,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         is_here = options.device == "measured"
         device = measure(torch.device("cuda", 0)) if is_here else options.device
-        print(tables(options.results, device))
+        print(Check([row for file in options.results for row in of_file(file, device)]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

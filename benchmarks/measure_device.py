@@ -3,10 +3,10 @@
 Timed are a copy of memory, a launch, and the three GEMMs of a linear layer, in bfloat16 and under
 each scale granularity, at four sizes. The seconds of a GEMM of F operations follow
 
-    seconds - launch - writing the result = (F + half_size) / (peak * best)
+    seconds - launch - writing the result = F / rate + ramp_s
 
-(`float8/estimate/devices.py`), and least squares of the relative errors give the rate and
-half_size of each kind. Candidates take turns and the fastest round of each counts: other load on
+(`float8/estimate/devices.py`), and least squares of the relative errors give the rate and ramp_s of
+each kind. Candidates take turns and the fastest round of each counts: other load on
 the machine only adds time. Casts are assumed to run at the bandwidth of a copy, as fused kernels
 do.
 
@@ -29,8 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import harness
 from float8.config import RECIPES
-from float8.estimate.devices import BF16, DEVICES, FLOAT8, ROWWISE_BY_CUTLASS, Device, Figure
-from float8.estimate.devices import GemmSpeed as Speed
+from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device, GemmSpeed
 from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
 from float8.linear.scaling import bind_and_cast
@@ -49,7 +48,6 @@ def measure(where: torch.device, sizes: Sequence[Size] = SIZES, copied: int = CO
         sizes: (M, K, N) of the layers whose GEMMs are timed.
         copied: bytes of the buffer that is copied.
     """
-    source = f"measured: here, torch {torch.__version__}"
     memory, one = torch.zeros(copied, dtype=torch.uint8, device=where), torch.zeros(1, device=where)
     target = torch.empty_like(memory)
     copy_s, launch_s = best(where, [lambda: target.copy_(memory), lambda: one.add_(1)])
@@ -58,18 +56,15 @@ def measure(where: torch.device, sizes: Sequence[Size] = SIZES, copied: int = CO
         name, arch = torch.cuda.get_device_name(where), architecture(where.index)
         count = torch.cuda.get_device_properties(where).multi_processor_count
     sheet = next((own for key, own in DEVICES.items() if key in name.split()), None)
-    known = dict(sheet.products) if sheet else {BF16: _speed(1.0, 0.0, None, source)}
-    known.pop(ROWWISE_BY_CUTLASS, None)  # whatever runs here is timed as rowwise
-    device = Device(
-        name, arch, Figure(2 * copied / copy_s, source), Figure(1.0, "exact: of a copy"),
-        Figure(launch_s, source), Figure(count, f"exact: multiprocessors of {name}"), known,
-    )  # fmt: skip
-    products = {
-        kind: _speed(*fitted(points), known.get(kind), source)
-        for kind, points in timed_gemms(device, where, sizes).items()
-        if points
-    }
-    return replace(device, products=known | products)
+    known = dict(sheet.products) if sheet else {BF16: GemmSpeed(1.0, 0.0)}
+    device = Device(name, arch, 2 * copied / copy_s, launch_s, count, known)
+    for kind, points in timed_gemms(device, where, sizes).items():
+        if points:
+            parts = known.get(kind, known[BF16])[2:]  # of grouped GEMMs, which are not timed
+            known[kind] = GemmSpeed(*fitted(points), *parts)
+    sources = [f"measured: here, torch {torch.__version__}: bandwidth, launch, dense GEMMs"]
+    sources += [f"published: {sheet.name}: GEMMs that were not timed"] if sheet else []
+    return replace(device, sources=tuple(sources))
 
 
 def best(where: torch.device, candidates: Sequence[Callable[[], object]]) -> list[float]:
@@ -95,12 +90,12 @@ def timed_gemms(
             calls = {kind: _call(kind, gemm, device.arch, a, b) for kind in found}
             able = {kind: call for kind, call in calls.items() if call is not None}
             sides = a.shape[0], b.shape[0]
-            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.processors.value)
+            flops = 2 * a.shape[1] * sides[0] * sides[1] / busy(*sides, device.processors)
             written = RESULT_BYTES * sides[0] * sides[1]
             for kind, seconds in zip(able, best(where, list(able.values())), strict=True):
-                own = seconds - device.launch.value
-                moving = gemm_bytes(kind, Shape(M, K, N), gemm) / device.bytes_per_second
-                own_s = own - written / device.bytes_per_second
+                own = seconds - device.launch
+                moving = gemm_bytes(kind, Shape(M, K, N), gemm) / device.bandwidth
+                own_s = own - written / device.bandwidth
                 if moving < 0.9 * own and own_s > 0:
                     found[kind].append((flops, own_s))
     return found
@@ -124,23 +119,17 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Operations per second, and half_size, of the least relative errors; both at least 0."""
+    """Operations per second, and ramp_s, of the least relative errors; both at least 0."""
     flops, seconds = torch.tensor(points, dtype=torch.float64).unbind(1)
     matrix = torch.stack((flops / seconds, 1 / seconds), 1)
     ones = torch.ones(len(points), 1, dtype=torch.float64)
-    for columns in (matrix, matrix[:, :1]):  # with half_size, and without
+    for columns in (matrix, matrix[:, :1]):  # with ramp_s, and without
         if len(points) < columns.shape[1]:
             continue
         costs = torch.linalg.lstsq(columns, ones, driver="gelsd").solution.flatten().tolist()
         if min(costs) > 0:
             break
-    return 1 / costs[0], costs[1] / costs[0] if len(costs) > 1 else 0.0
-
-
-def _speed(rate: float, half_size: float, known: Speed | None, source: str) -> Speed:
-    """A kind of GEMM that reaches a rate; a peak that is known stays."""
-    peak = known.peak if known else Figure(rate, source)
-    return Speed(peak, Figure(rate / peak.value, source), Figure(half_size, source))
+    return 1 / costs[0], costs[1] if len(costs) > 1 else 0.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -152,9 +141,8 @@ def main(argv: Sequence[str]) -> int:
     if not torch.cuda.is_available():
         parser.error("no CUDA device to measure; DEVICES of float8.estimate lists datasheets")
     device = measure(torch.device("cuda", 0))
-    options.save.parent.mkdir(parents=True, exist_ok=True)
     device.save(options.save)
-    print("\n".join([f"{device.name}: wrote {options.save}", *device.provenance()]))
+    print("\n".join([f"{device.name}: wrote {options.save}", *device.sources]))
     return 0
 
 

@@ -15,10 +15,12 @@ from float8.estimate.roofline import (
     saved_bytes,
 )
 
+H100 = "NVIDIA H100 80GB HBM3"
 
-def write(path: Path, benchmark: str, rows: list[dict], device: str = "NVIDIA H100 80GB HBM3"):
+
+def write(path: Path, benchmark: str, rows: list[dict], device=H100, **fields):
     environment = {"device": device, "capability": None if "Xeon" in device else [9, 0]}
-    fields = {"benchmark": benchmark, "command": "", "environment": environment, "rows": rows}
+    fields |= {"benchmark": benchmark, "command": "", "environment": environment, "rows": rows}
     path.write_text(json.dumps(fields))
     return path
 

@@ -228,7 +228,7 @@ CALLS = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
-    *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate", "Figure"),
+    *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate"),
     *("Finding", "ModuleFilter", "SavePlan"),
     "ScaleFormat",
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor", "Alarm"),

@@ -84,9 +84,12 @@ def dequantize(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torc
     Data times a power of two is exact in bfloat16; in float16 it could overflow.
     """
     data, scale = copy
+    dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     if scale.dtype == torch.uint8:
         scale = (scale.to(torch.int32) << 23).view(torch.float32)
-    dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        if not data.is_cpu and data.shape[1] % group == 0:  # the same products, in fewer passes
+            blocks = data.to(dtype).unflatten(1, (-1, group)) * scale.to(dtype).unsqueeze(2)
+            return blocks.reshape(shape)
     return kernels.dequantize(data, scale, (1, group), dtype).reshape(shape)
 
 

@@ -34,13 +34,13 @@ Left out on purpose:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._decomp import get_decompositions
 
 from float8.activations.autograd import (
     CopyOp,
@@ -159,30 +159,28 @@ def _norm_gradient(
     """Gradients of x, weight and bias; saved are x and the weight, if there is one.
 
     ``y = (x - mean) rstd w + b``, ``rstd = 1 / sqrt(var + eps)`` (arXiv 1607.06450, 3); without the
-    mean if not ``centred`` (arXiv 1910.07467, equation 4). Without eps torch takes float32's
-    epsilon for every dtype, since it normalises in float32.
+    mean if not ``centred`` (arXiv 1910.07467, equation 4). Torch's kernels compute mean, rstd and
+    the gradients. On a CPU they would round mean and rstd to the inputs' dtype, which is float32
+    there. Without eps torch takes float32's epsilon for every dtype, since it normalises in
+    float32.
     """
+    dtypes = (g.dtype, *(each.dtype for each in saved))
+    dtype = functools.reduce(torch.promote_types, dtypes if g.is_cuda else (torch.float32,))
+    g, x, *rest = (each.to(dtype) for each in (g, *saved))
+    weight, shape = rest[0] if rest else None, list(normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
-    x_MK, g_MK = (  # K: the elements that are normalised together
-        x.to(torch.float32).reshape(-1, math.prod(normalized_shape)) for x in (saved[0], g)
-    )
-    if centred:
-        x_MK = x_MK - x_MK.mean(1, keepdim=True)
-    rstd = torch.rsqrt(x_MK.square().mean(1, keepdim=True) + eps)
-    normed_MK = x_MK * rstd
-    grads: list[Tensor | None] = [None] * len(needs)
-    if needs[0]:
-        gw = g_MK * saved[1].to(torch.float32).flatten() if len(saved) > 1 else g_MK
-        along = (gw * normed_MK).mean(1, keepdim=True)
-        grad_MK = rstd * (gw - normed_MK * along)
-        if centred:
-            grad_MK = grad_MK - grad_MK.mean(1, keepdim=True)
-        grads[0] = grad_MK.reshape(g.shape)
-    if needs[1]:
-        grads[1] = (g_MK * normed_MK).sum(0).reshape(normalized_shape)
-    if centred and needs[2]:
-        grads[2] = g_MK.sum(0).reshape(normalized_shape)
-    return tuple(grads)
+    if not centred:
+        _, rstd = aten._fused_rms_norm(x, shape, weight, eps)
+        backward: Any = aten._fused_rms_norm_backward.default
+        if g.is_cpu:  # torch has its definition alone there
+            backward = get_decompositions([backward])[backward]
+        grads: Grads = backward(g, x, shape, rstd, weight, list(needs))
+        return grads
+    _, mean, rstd = aten.native_layer_norm(x, shape, weight, None, eps)
+    asked = [needs[0], needs[1], False]
+    found = aten.native_layer_norm_backward(g, x, shape, mean, rstd, weight, None, asked)
+    of_bias = g.reshape(-1, *shape).sum(0, dtype=torch.float32) if needs[2] else None
+    return found[0], found[1], of_bias
 
 
 # --- softmax, relu, dropout

@@ -41,8 +41,8 @@ class Float8LinearConfig:
             weight's gradient.
         gemm_config_output, gemm_config_grad_input, gemm_config_grad_weight: the GEMMs.
         delayed_scaling: for operands with ``ScalingType.DELAYED``.
-        enable_fsdp_float8_all_gather: under FSDP2, gather weights as float8 where they have one
-            scale per tensor; the report of the conversion names the others.
+        enable_fsdp_float8_all_gather: under FSDP2, gather weights as float8 where both GEMMs read
+            one cast of them; the report of the conversion names the others.
         smooth_input: multiply channel k of the input by s_k before its cast, and column k of the
             weight by ``1 / s_k``, so that channels with outliers take no precision from the others
             (Smooth-SwiGLU, arXiv 2409.12517, section 4.4): ``Q(x * s) @ Q(w / s).T``. The gradients

@@ -1,10 +1,12 @@
 """The cast of a shard before FSDP2 gathers it, and the gathered result, `GatheredWeight`.
 
 The bits are those of a single process: a shard is rounded to the compute dtype and cast with the
-scale of the whole weight. A static or delayed scale is known without communication. For a dynamic
-scale, the ranks reduce the largest magnitude of the weight: one MAX all-reduce of one number. The
-weights of experts (E, N, K) have a number per expert, or per block of one. A rank fills in those of
-its own experts, so uneven and empty shards are no special case.
+scales of the whole weight. A static or delayed scale is known without communication. For dynamic
+scales, the ranks reduce the largest magnitudes of the weight, one float32 number per block: one MAX
+all-reduce. A rank fills in the numbers of the blocks that its shard has elements of (`Part`), and
+leaves the others 0. So a block may lie on several ranks, and uneven or empty shards are no special
+case. Scales are not gathered beside the data: torch's ``FSDPParam.all_gather_inputs`` refuses
+tensors of a second size where a shard is padded.
 
 The amax is kept until the weight is written to, as `KnownAmax`. Writes are found in three ways:
 
@@ -19,9 +21,11 @@ The amax is kept until the weight is written to, as `KnownAmax`. Writes are foun
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
@@ -29,10 +33,8 @@ from float8.config import OperandCast
 from float8.convert.conversion import own_config
 from float8.distributed.rank_comparison import compare_layer, weights_of
 from float8.formats import on_device
-from float8.granularity import Block, scale_shape
+from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.float8_weight import version_of
-from float8.linear.layer import Float8Linear
-from float8.linear.plan import EXPERTS
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 
@@ -100,67 +102,94 @@ class KnownAmax:
         return self.amax if self.versions == versions else None
 
 
-def weight_cast(layer: Any) -> tuple[OperandCast, DelayedState | None]:
-    """The cast of a layer's gathered weights for its output, and the state of a delayed one."""
+def weight_cast(layer: Any, weight: Tensor) -> tuple[OperandCast, DelayedState | None]:
+    """The cast of a layer's gathered weight for its output, and the state of a delayed one."""
     cast = own_config(layer).plan.output.b  # type: ignore[union-attr]
     assert cast is not None
-    return cast, layer.casts[1].state if isinstance(layer, Float8Linear) else None
+    if weight.dim() == 3:  # experts share no scale
+        return replace(cast, block=(1, *cast.block)), None
+    return cast, layer.casts[1].state
 
 
-def block_of(cast: OperandCast, weight: Tensor) -> Block:
-    """The block of a weight (N, K) or (E, N, K); experts share no scale."""
-    return cast.block if weight.dim() == 2 else (1, *cast.block)
+class Part(NamedTuple):
+    """The blocks of a whole weight that a rank's shard has elements of, along dimension ``dim``.
+
+    Args:
+        dim: the dimension that is sharded.
+        first, blocks: the first of them, and their number.
+        before: the elements of the first block that precede the shard.
+        is_cut: whether a block may have elements in two shards.
+    """
+
+    dim: int
+    first: int = 0
+    blocks: int = 1
+    before: int = 0
+    is_cut: bool = False
+
+    def of(self, scales: Tensor) -> Tensor:
+        """The scales, or amaxes, of these blocks: a view of those of the whole weight."""
+        return scales.narrow(self.dim, self.first, self.blocks)
+
+    def aligned(self, shard: Tensor) -> Tensor:
+        """The shard after as many zeros as make it begin with a block."""
+        zeros = (0, 0) * (shard.dim() - 1 - self.dim) + (self.before, 0)
+        return F.pad(shard, zeros) if self.before else shard
+
+
+def part_of(shard: Tensor, size: torch.Size, block: Block, group: Any) -> Part:
+    """The place of this rank's shard in a weight of this size; shards are as FSDP2 makes them."""
+    dim = next((d for d, extent in enumerate(shard.shape) if extent != size[d]), 0)
+    length, extent = ceil_div(size[dim], group.size()), block[dim]
+    if extent == WHOLE:
+        return Part(dim)
+    first, before = divmod(min(group.rank() * length, size[dim]), extent)
+    blocks = ceil_div(before + shard.shape[dim], extent)
+    return Part(dim, first, blocks, before, length % extent > 0)
 
 
 def cast_shard(
     shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, dtype: torch.dtype, group: Any
 ) -> Pair:
-    """Cast a shard of a layer's weight to float8, with the scale of the whole weight.
+    """Cast a shard of a layer's weight to float8, with the scales of the whole weight.
 
     The shard is in high precision and may be empty. ``known`` has the amax of the whole weight,
     which is computed and kept if it is unknown. ``size`` is that of the whole weight, ``dtype`` the
     compute dtype, and ``group`` the ranks of the shards. In training a delayed cast records the
     shard's amax; `sync` reduces the amaxes over ranks.
+
+    Returns the data of the shard and the scales of the whole weight.
     """
     compare_layer(layer, group)
-    (cast, state), is_stack = weight_cast(layer), shard.dim() == 3
+    cast, state = weight_cast(layer, shard)
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
-    scale, block = known_scale(cast, state, rounded), block_of(cast, shard)
+    scale = known_scale(cast, state, rounded)
     if scale is None:
         fmt, owners = on_device(cast.format, shard.device), weights_of(layer).values()
         if (amax := known.of(owners)) is None:
             amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
             known.remember(amax, shard, owners)
         amax = amax.to(dtype).float()
-        scale = kernels.scale_from_amax(amax, fmt.max, cast.scale_format.value)
-    elif is_stack:  # static: one per expert, all equal
-        scale = scale.expand(scale_shape(size, block))
+        scale = kernels.scale_from_amax(amax, fmt.max, cast.scales)
+    scale = scale.expand(scale_shape(size, cast.block))  # static: one per expert, all equal
     if state is not None and layer.training:
-        kernels.record_amax(state.current_amax, kernels.amax(rounded, block))
+        kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))
+    part = part_of(shard, size, cast.block, group)
     data, _ = bind_and_cast(
-        rounded,
+        part.aligned(rounded),
         cast,
-        scale=scale[experts_here(shard, size, group)] if is_stack else scale,
-        emulate=own_config(layer).emulate,  # type: ignore[union-attr]
-        groups=EXPERTS if is_stack else "",
+        scale=part.of(scale),
+        # Kernels compute the scales of blocks again, from the elements of this rank alone.
+        emulate=own_config(layer).emulate or part.is_cut,  # type: ignore[union-attr]
     )
+    data = data.narrow(part.dim, part.before, shard.shape[part.dim]).contiguous()
     # A delayed scale is a view of its buffer, which the next `sync` writes to.
     return data, scale if state is None else scale.clone()
 
 
 def amax_of_shard(shard: Tensor, cast: OperandCast, size: torch.Size, group: Any) -> Tensor:
-    """This rank's part of the amax of a whole weight; 0 for the experts of other ranks."""
-    amax = kernels.amax(shard, block_of(cast, shard))
-    if shard.dim() == 2:
-        return amax
-    whole = amax.new_zeros(scale_shape(size, block_of(cast, shard)))
-    whole[experts_here(shard, size, group)] = amax
+    """This rank's part of the amaxes of a whole weight; 0 for blocks of other ranks alone."""
+    part = part_of(shard, size, cast.block, group)
+    whole = shard.new_zeros(scale_shape(size, cast.block), dtype=torch.float32)
+    part.of(whole).copy_(kernels.amax(part.aligned(shard), cast.block))
     return whole
-
-
-def experts_here(shard: Tensor, size: torch.Size, group: Any) -> slice:
-    """The experts that a rank's shard has, of all; all of them if another dimension is sharded."""
-    if shard.shape[0] == size[0]:
-        return slice(None)
-    start = min(group.rank() * -(-size[0] // group.size()), size[0])
-    return slice(start, start + shard.shape[0])

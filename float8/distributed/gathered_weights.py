@@ -17,21 +17,16 @@
 Conversion replaces the weight of each layer by a Parameter of type `ShardedWeight` that shares the
 data. The bits are those of a single process.
 
-*Tensorwise* weights whose two GEMMs read the same data are gathered in float8: those of the recipes
-``tensorwise``, ``delayed`` and ``unit``. All others are gathered in high precision, as without the
-option, and the conversion's report gives the reason:
+Weights whose two GEMMs read the same data are gathered in float8: those of the recipes
+``tensorwise``, ``delayed``, ``unit``, ``blockwise`` and ``mxfp8_2d``, and those of experts
+(E, N, K) too. Shards may cut blocks of one scale: see `float8.distributed.float8_gather`. All
+others are gathered in high precision, as without the option, and the conversion's report gives the
+reason:
 
-- ``rowwise`` and ``rowwise_with_gw_hp`` cast a weight twice, along K for the output and along N for
-  grad_input. The two results have as many bytes as bfloat16, and the scales along N need the rows
-  of all shards.
-- ``blockwise`` has one scale per 128 rows, and shards may split such a block.
+- ``rowwise``, ``rowwise_with_gw_hp`` and ``mxfp8`` cast a weight twice, along K for the output and
+  along N for grad_input. The two results have as many bytes as bfloat16, and recomputation reads
+  both.
 - A weight that another module reads too, such as a tied embedding, cannot be float8.
-
-The weights of experts (E, N, K) are sharded between experts, so no shard splits a block of one
-scale: they are gathered in float8 under ``blockwise`` and ``mxfp8_2d`` too. Their scales need a
-number per expert or block in the all-reduce. The two orientations that ``rowwise`` and ``mxfp8``
-cast have as many bytes as bfloat16; each phase could gather its own, but recomputation reads both,
-so these are gathered in high precision.
 
 torch cannot reshard weights gathered in float8 to a smaller mesh. With an integer
 ``reshard_after_forward`` it fails after the first forward ("only Tensors of floating point dtype
@@ -63,7 +58,7 @@ from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
-from float8.linear.float8_weight import TENSORWISE, as_parameter
+from float8.linear.float8_weight import as_parameter
 from float8.linear.registration import WeightRule, register_weight_rule
 from float8.linear.scaling import known_scale, max_over_ranks
 
@@ -101,7 +96,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             shard = getattr(weight, "_local_tensor", None)
             if not isinstance(shard, ShardedWeight):
                 continue
-            cast, state = weight_cast(layer)
+            cast, state = weight_cast(layer, shard)
             is_here = shard.device.type == weight.device_mesh.device_type
             if is_here and known_scale(cast, state, shard.plain) is None:
                 (group,) = sharding_groups(weight)
@@ -147,17 +142,13 @@ def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
 def _stays_plain(
     layer: nn.Module, weight: Tensor, places: list[tuple[nn.Module, str]]
 ) -> str | None:
-    config = own_config(layer)
-    assert config is not None
-    plan, cast = config.plan, config.plan.output.b
+    plan = own_config(layer).plan  # type: ignore[union-attr]
     if is_sharded(weight):
         return "it is a DTensor already, as expert parallelism makes it"
-    if cast is None or plan.grad_input.b is None:
+    if plan.output.b is None or plan.grad_input.b is None:
         return "a product with it runs in high precision"
     if not plan.w.is_shared:
         return "its two GEMMs need casts along different dimensions, so they cannot share data"
-    if cast.block != TENSORWISE and weight.dim() == 2:
-        return f"shards may split its blocks of one scale, {cast.block}"
     others = [type(module).__name__ for module, _ in places if not isinstance(module, LAYERS)]
     return f"it is tied to a {others[0]}, which does not read float8" if others else None
 

@@ -6,9 +6,9 @@ compute dtype, two bytes per element, and the layer casts the whole weight to fl
 shard to float8, so that one byte per element is sent. Its ``fsdp_post_all_gather`` makes a
 `GatheredWeight` of the result, which the layer does not cast again. FSDP2 calls both.
 
-A dynamic scale depends on the largest magnitude of the whole weight, which takes an all-reduce. It
-is kept until the weight is written to (see `float8.distributed.float8_gather`), so that backward's
-gather does not repeat the all-reduce. `precompute_float8_dynamic_scale_for_fsdp` computes it for
+A dynamic scale depends on elements of several shards, and takes an all-reduce of amaxes. They are
+kept until the weight is written to (see `float8.distributed.float8_gather`), so that backward's
+gather does not repeat the all-reduce. `precompute_float8_dynamic_scale_for_fsdp` computes them for
 all weights of a model at once. All ranks must write to their shards in the same steps, which FSDP2
 requires too: a rank that wrote alone would wait alone in its all-reduce.
 """
@@ -27,11 +27,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from float8.distributed.float8_gather import (
     GatheredWeight,
     KnownAmax,
-    block_of,
     cast_shard,
     weight_cast,
 )
-from float8.granularity import WHOLE, Block
+from float8.granularity import Block
 
 aten = torch.ops.aten
 _Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype of the data, block
@@ -92,12 +91,6 @@ class ShardedWeight(Tensor):
         K) or (E, N, K). ``module`` is the float8 layer that owns it. The compute dtype is
         ``mp_policy.param_dtype``.
         """
-        block = block_of(weight_cast(module)[0], self)
-        if set(block) - {1, WHOLE} and self.shape[1:] != outer_size[1:]:
-            raise ValueError(
-                f"{type(module).__name__}: its weights are gathered in float8, and a shard may "
-                f"split their blocks {block}: shard along dimension 0"
-            )
         dtype, group = mp_policy.param_dtype or self.dtype, mesh.get_group()
         data, scale = cast_shard(self.plain, self.known, module, outer_size, dtype, group)
         sent = data.view(torch.uint8)  # gloo cannot send float8; NCCL sends either as bytes
@@ -105,7 +98,7 @@ class ShardedWeight(Tensor):
         missing = -(-outer_size[0] // mesh.size()) - sent.shape[0]
         if missing > 0:
             sent = F.pad(sent, (0, 0) * (sent.dim() - 1) + (0, missing))
-        return (sent,), (outer_size, scale, data.dtype, block)
+        return (sent,), (outer_size, scale, data.dtype, weight_cast(module, self)[0].block)
 
     def fsdp_post_all_gather(
         self,

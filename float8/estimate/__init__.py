@@ -1,6 +1,6 @@
 """The cost model: predicts whether float8 is faster on a device, by how much, for which layers.
 
-- `devices.py`: what a device can do, figure by figure, each with its source; a device by its name
+- `devices.py`: what a device can do, with sources; a device by its name
 - `roofline.py`: the time of a layer, its GEMMs and casts together, and the memory that it saves
 - `predict.py`: `estimate` and `faster_layers`, for models and for shapes
 - `table.py`: the result, and how it is printed
@@ -14,8 +14,8 @@ others published (`benchmarks/published.json`).
 works, and ``from float8.estimate import ...`` imports from the package.
 """
 
-from float8.estimate.devices import DEVICES, Device, Figure, GemmSpeed
+from float8.estimate.devices import DEVICES, Device, GemmSpeed
 from float8.estimate.predict import estimate, faster_layers
 from float8.estimate.table import Estimate
 
-__all__ = ["DEVICES", "Device", "Estimate", "Figure", "GemmSpeed", "estimate", "faster_layers"]
+__all__ = ["DEVICES", "Device", "Estimate", "GemmSpeed", "estimate", "faster_layers"]

@@ -65,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     print(result)
     if options.sources:
-        print(*result.device.provenance(), sep="\n")
+        print(*result.device.sources, sep="\n")
     if options.output:
         options.output.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0

@@ -1,23 +1,19 @@
-"""What a device can do: the figures of the cost model, each with its source; finding a device.
+"""What a device can do: the rates of the cost model, with their sources; finding a device.
 
-The time of a GEMM of F floating-point operations follows from three numbers (`GemmSpeed`)::
+The time of a GEMM of F floating-point operations follows from two numbers (`GemmSpeed`)::
 
-    efficiency(F) = best * F / (F + half_size)              a fraction of the peak
-    seconds(F)    = F / (peak * efficiency(F)) = (F + half_size) / (peak * best)
+    seconds(F) = F / rate + ramp_s
 
-``best`` is the fraction of the peak that very large GEMMs reach, at the clock that the board's
-power limit leaves them. ``half_size`` is the number of operations at which half of that is reached:
-filling and draining the pipeline costs as much time as ``half_size`` operations (Hockney and
-Jesshope, "Parallel Computers 2", 1988, section 1.3.2, there r_inf and n_1/2).
+``rate`` is what very large GEMMs reach at the clock that the board's power limit leaves them.
+``ramp_s`` is the time of filling and draining the pipeline (Hockney and Jesshope, "Parallel
+Computers 2", 1988, section 1.3.2, there n_1/2 / r_inf).
 
-Every number is a `Figure`: a value and its source. The source starts with one word that says how
-reliable it is: ``datasheet``, ``measured``, ``fitted`` (to a result file), ``published`` (measured
-by others), ``predicted`` (from a kernel's machine code), ``assumed``, or ``exact``. No row of
-`DEVICES` has been measured by this project: all are datasheet peaks under efficiencies that others
-published and cast rates that are predicted, and every printed prediction says so.
-
-Rowwise GEMMs have two rows: ``rowwise`` is what torch built with CUDA 12.9 or later runs (cuBLASLt
-on Hopper), ``rowwise by CUTLASS`` what older ones run; `Device.with_cutlass` takes the latter.
+`Device.sources` says where all numbers are from. Each line starts with one word that says how
+reliable they are: ``datasheet``, ``measured`` (on the machine at hand), ``published`` (measured by
+others, or by this project in ``benchmarks/results/``), ``predicted`` (from a kernel's machine code)
+or ``assumed``. Every printed prediction says whether any of them was measured.
+`benchmarks/published.json` holds the measurements from which numbers were read, and those that
+test them.
 """
 
 from __future__ import annotations
@@ -28,36 +24,13 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
 FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
-ROWWISE_BY_CUTLASS = "rowwise by CUTLASS"
 ANY_PASS = "any"
-SOURCES = ("datasheet", "measured", "fitted", "published", "predicted", "assumed", "exact")
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A number and where it comes from.
-
-    Args:
-        value: the number, at least 0.
-        source: starts with one word that says how reliable the number is: ``datasheet``,
-            ``measured``, ``fitted`` (to a result file), ``published`` (measured by others),
-            ``predicted`` (from machine code), ``assumed`` or ``exact``; then a colon and what the
-            source is.
-    """
-
-    value: float
-    source: str
-
-    @property
-    def kind(self) -> str:
-        """How reliable it is: the first word of the source."""
-        return self.source.partition(":")[0]
 
 
 class MemoryPass(NamedTuple):
@@ -67,87 +40,57 @@ class MemoryPass(NamedTuple):
     bytes_per_element: float
 
 
-@dataclass(frozen=True)
-class GemmSpeed:
-    """How fast a device runs one kind of GEMM.
-
-    A GEMM of F operations takes ``(F + half_size) / (peak * best)`` seconds (Hockney and Jesshope,
-    "Parallel Computers 2", 1988, section 1.3.2).
+class GemmSpeed(NamedTuple):
+    """How fast a device runs one kind of GEMM: F operations take ``F / rate + ramp_s`` seconds.
 
     Args:
-        peak: operations per second (a multiplication and an addition are two).
-        best: the fraction of the peak that very large GEMMs reach.
-        half_size: the operations at which half of that is reached.
+        rate: operations per second (a multiplication and an addition are two) of large GEMMs.
+        ramp_s: seconds of filling and draining the pipeline.
+        output: the part of ``rate`` that the grouped GEMM of the output reaches.
+        grad_input: the same of grad_input.
+        grad_weight: the same of grad_weight.
     """
 
-    peak: Figure
-    best: Figure
-    half_size: Figure
-
-    def seconds(self, flops: float) -> float:
-        """Time of computing, as if memory were infinitely fast."""
-        return (flops + self.half_size.value) / (self.peak.value * self.best.value)
+    rate: float
+    ramp_s: float
+    output: float = 1.0
+    grad_input: float = 1.0
+    grad_weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of one device, each with its source.
+    """The rates of one device.
 
     Args:
         name: as the table shows it.
         arch: such as ``"sm_90"`` or ``"gfx94"``.
-        bandwidth: bytes per second between chip and memory.
-        bandwidth_best: the fraction of it that a large copy reaches.
+        bandwidth: bytes per second that a large copy moves between chip and memory.
         launch: seconds that every kernel costs in addition to its work.
         processors: that each compute one tile of a GEMM's result at a time.
         products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
         passes: name of a pass over memory, or "any" -> bytes per second. A pass that is not listed
-            runs at the bandwidth, as a fused kernel does.
+            runs at the bandwidth.
+        sources: lines ``"kind: source: which numbers"``.
     """
 
     name: str
     arch: str
-    bandwidth: Figure
-    bandwidth_best: Figure
-    launch: Figure
-    processors: Figure
+    bandwidth: float
+    launch: float
+    processors: int
     products: Mapping[str, GemmSpeed]
-    passes: Mapping[str, Figure] = field(default_factory=dict)
+    passes: Mapping[str, float] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
 
-    @property
-    def bytes_per_second(self) -> float:
-        """The bandwidth that a large copy reaches."""
-        return self.bandwidth.value * self.bandwidth_best.value
-
-    def with_cutlass(self) -> Device:
-        """The device with rowwise GEMMs by CUTLASS, as torch runs them with cuBLAS before 12.9."""
-        rowwise = {ROWWISE: self.products[ROWWISE_BY_CUTLASS]}
-        return dataclasses.replace(self, products={**self.products, **rowwise})
-
-    def seconds_of(self, passes: Iterable[MemoryPass], elements: int) -> float:
+    def seconds_of(self, passes: Iterable[MemoryPass], elements: float) -> float:
         """Time of passes over the memory of an operand with so many elements."""
         return sum(self.pass_seconds(name, moved * elements) for name, moved in passes)
 
     def pass_seconds(self, name: str, moved: float) -> float:
         """Time of one pass over memory that moves this many bytes."""
-        rate = self.passes.get(name) or self.passes.get(ANY_PASS)
-        return moved / (rate.value if rate else self.bytes_per_second) + self.launch.value
-
-    def figures(self) -> dict[str, Figure]:
-        """Every figure under a readable name, such as ``bf16 peak`` or ``launch``."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, Figure)}
-        for kind, product in self.products.items():
-            own |= {f"{kind} {part}": figure for part, figure in vars(product).items()}
-        return own | dict(self.passes)
-
-    def provenance(self) -> list[str]:
-        """One line per source, with the figures that come from it."""
-        by_source: dict[str, list[str]] = {}
-        for name, figure in self.figures().items():
-            if figure.kind != "exact":
-                by_source.setdefault(figure.source, []).append(name)
-        ranked = sorted(by_source, key=lambda source: SOURCES.index(source.partition(":")[0]))
-        return [f"{source}: {', '.join(by_source[source])}" for source in ranked]
+        any_rate = self.passes.get(ANY_PASS, self.bandwidth)
+        return moved / self.passes.get(name, any_rate) + self.launch
 
     def save(self, path: str | Path) -> None:
         """Write the device as JSON, sources included; `load` reads it.
@@ -166,28 +109,18 @@ class Device:
         Args:
             path: of the file.
         """
-        device: Device = cls(**json.loads(Path(path).read_text(), object_hook=_from_json))
-        return device
+        fields = json.loads(Path(path).read_text())
+        fields["products"] = {kind: GemmSpeed(*of) for kind, of in fields["products"].items()}
+        return cls(**fields | {"sources": tuple(fields["sources"])})
 
 
-def _from_json(fields: dict[str, Any]) -> Any:
-    """Figures and speeds of their fields; the device, and its mappings, stay as they are."""
-    if fields.keys() == {"value", "source"}:
-        return Figure(**fields)
-    return GemmSpeed(**fields) if "half_size" in fields else fields
-
-
-# What GEMMs reach of the peaks: published measurements of large GEMMs on random numbers, at the
-# clock that the board's power limit leaves (stas00/ml-engineering, compute/accelerator/README.md,
-# "Maximum Achievable Matmul FLOPS"). Other kinds of GEMM follow by the ratios below.
-# `benchmarks/published.json` holds what each ratio was read from, and what else it predicts.
-MAMF = "published: ml-engineering, maximum achievable matmul FLOPS"
-LAUNCH = Figure(2e-6, "published: torchao's roofline_utils.py, a kernel of one element")
-BANDWIDTH_BEST = 0.92  # pointwise kernels on an H100 by torchao's roofline_utils.py
+LAUNCH_S = 2e-6  # a kernel of one element by torchao's roofline_utils.py
+RAMP_S = 2e-6  # a GEMM of 256 by 256 by 256 takes 4 us on an H100, of which a launch is 2
+COPY = 0.92  # of the bandwidth: pointwise kernels on an H100 by torchao's roofline_utils.py
 CAST_RATE = 0.83  # torchao's blockwise casts on an H100 with HBM3 reach 0.79 to 0.87 of the peak
 # The parts of the bandwidth at which this library's kernels are predicted to run, from their
 # machine code: python -m scripts.kernel_tools report --predict H100 H200 B200 --sizes 16384,8192
-# (Triton 3.9). Published casts of other libraries reach similar ones. Others run at CAST_RATE.
+# (Triton 3.9). Those measured on an H100 are 1 to 12 % lower. Others run at CAST_RATE.
 KERNEL_RATES = {
     # pass: (H100, H200, B200)
     "amax tensorwise": (0.87, 0.81, 0.71),
@@ -206,67 +139,78 @@ KERNEL_RATES = {
     "cast 1x32": (0.78, 0.67, 0.56),
     "cast 1x32 transposed": (0.79, 0.67, 0.56),
 }
-RAMP_S = 2e-6  # a GEMM of 256 by 256 by 256 takes 4 us on an H100, of which a launch is 2
 
-# Speed of a kind of GEMM as a fraction of the tensorwise one by cuBLASLt.
-CUBLAS_ROWWISE = Figure(0.99, "published: NVIDIA, cuBLAS 12.9 on Hopper: 1.75x of bfloat16")
-CUTLASS_ROWWISE = Figure(
-    0.773, "published: torchao pull request 940 on an H100, rowwise against tensorwise"
-)
-BLOCKS = Figure(
-    0.803, "published: TransformerEngine on an H200 NVL, ratio of blocks and tensorwise"
-)
-MX_BLOCKS = Figure(0.95, "published: TransformerEngine on a B300, mxfp8 against tensorwise")
+# Speed of a kind of GEMM as a part of the tensorwise one by cuBLASLt. Rowwise GEMMs on Hopper:
+# NVIDIA's 1.75x of bfloat16 (cuBLAS 12.9); the three of a layer took 0.97 to 1.04 times as long as
+# predicted on this project's H100, and CUTLASS is about as fast (pytorch#157905). On other GPUs:
+# torchao pull request 940, CUTLASS of October 2024 on an H100. Blocks and MX: TransformerEngine on
+# an H200 NVL and a B300.
+RATIOS = {"sm_90": 0.99, ROWWISE: 0.773, BLOCKWISE: 0.803, MX: 0.95}
+# The part of a dense GEMM's rate that a grouped one reaches: output, grad_input, grad_weight.
+# 8 experts of 4,096 tokens on the H100, and assumed elsewhere. Gradients sum in float32 every 128
+# of the contraction, by Triton's kernel or, rowwise, by torch's. MX, and bfloat16 on Blackwell:
+# medians of torchao's table for a B200 (torchao/prototype/moe_training/README.md).
+GROUPED = {
+    BF16: (0.80, 0.80, 0.80),
+    TENSORWISE: (0.93, 0.53, 0.43),
+    ROWWISE: (0.94, 0.70, 0.69),
+    BLOCKWISE: (0.70, 0.70, 0.43),
+    MX: (0.45, 0.45, 0.45),
+}
 
-
-# Dense peaks: half of what NVIDIA's sheets print "with sparsity"; AMD's sheet prints both. NVIDIA
+# Dense peaks from data sheets: half of what NVIDIA prints "with sparsity"; AMD prints both. NVIDIA
 # prints HGX B200's bandwidth for eight GPUs, 62 TB/s. A row is: name, arch; peaks of bf16 and of
-# float8 in 10^12 operations, and the parts of them that bf16 and tensorwise GEMMs reach (0: as
-# bf16); bandwidth in 10^12 bytes, and the part of it that large copies reach; processors; the
-# column of `KERNEL_RATES`; the data sheet.
-_SHEETS = {
-    "H100": ("H100 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.709), (3.35, BANDWIDTH_BEST), 132, 0,
-             "NVIDIA H100 (SXM)"),
-    "H200": ("H200 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.734), (4.8, BANDWIDTH_BEST), 132, 1,
-             "NVIDIA H200 (SXM)"),
-    "B200": ("B200", "sm_100", (2250, 4500), (0.776, 0.763), (7.7, BANDWIDTH_BEST), 148, 2,
-             "NVIDIA Blackwell (HGX B200)"),
-    "B300": ("B300", "sm_103", (2250, 4500), (0.786, 0.745), (8.0, 0.84), 148, 2,
-             "NVIDIA Blackwell Ultra (HGX B300)"),
-    "MI300X": ("MI300X", "gfx94", (1307.4, 2614.9), (0.511, 0), (5.3, BANDWIDTH_BEST), 304, None,
-               "AMD Instinct MI300X"),
-}  # fmt: skip
+# float8 in 10^12 operations, and the parts of them that large bf16 and tensorwise GEMMs reach with
+# random numbers (stas00/ml-engineering, compute/accelerator/README.md, "Maximum Achievable Matmul
+# FLOPS"; of MI300X's float8: assumed as bf16); bandwidth in 10^12 bytes, and the part of it that
+# large copies reach; processors; the column of `KERNEL_RATES`.
+SHEETS = {
+    "H100": ("H100 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.709), 3.35, COPY, 132, 0),
+    "H200": ("H200 SXM", "sm_90", (989.4, 1978.9), (0.803, 0.734), 4.8, COPY, 132, 1),
+    "B200": ("B200", "sm_100", (2250, 4500), (0.776, 0.763), 7.7, COPY, 148, 2),
+    "B300": ("B300", "sm_103", (2250, 4500), (0.786, 0.745), 8.0, 0.84, 148, 2),
+    "MI300X": ("MI300X", "gfx94", (1307.4, 2614.9), (0.511, 0.511), 5.3, COPY, 304, None),
+}
 
 
-def _device(row: tuple[Any, ...]) -> Device:
-    name, arch, peaks, parts, (terabytes, copied), processors, column, sheet = row
-    sheet, bandwidth = f"datasheet: {sheet}", terabytes * 1e12
-    ramp = f"published: torchao pull request 940 on an H100, {RAMP_S * 1e6:g} us to fill, drain"
-    float8 = Figure(parts[1] or parts[0], MAMF if parts[1] else "assumed: as bfloat16")
-    parts_of_kinds = {BF16: Figure(parts[0], MAMF), TENSORWISE: float8}
-    for kind, ratio in {
-        ROWWISE: CUBLAS_ROWWISE if arch == "sm_90" else CUTLASS_ROWWISE,
-        ROWWISE_BY_CUTLASS: CUTLASS_ROWWISE,
-        BLOCKWISE: BLOCKS,
-        **({MX: MX_BLOCKS} if SUPPORT[arch][MX] is None else {}),
-    }.items():
-        parts_of_kinds[kind] = Figure(float8.value * ratio.value, ratio.source)
-    products = {}
-    for kind, best in parts_of_kinds.items():
-        peak = peaks[kind != BF16] * 1e12
-        ramped = Figure(peak * best.value * RAMP_S, ramp)
-        products[kind] = GemmSpeed(Figure(peak, sheet), best, ramped)
-    any_cast = f"published: torchao's blockwise casts on an H100, {CAST_RATE:g} of the bandwidth"
-    casts = {ANY_PASS: Figure(CAST_RATE * bandwidth, any_cast)}
-    predicted = "predicted: the kernels' machine code, scripts.kernel_tools report --predict"
-    for each, rates in KERNEL_RATES.items() if column is not None else ():
-        casts[each] = Figure(rates[column] * bandwidth, predicted)
-    copies = Figure(copied, "published: torchao's roofline_utils.py, pointwise kernels")
-    rest = copies, LAUNCH, Figure(processors, sheet), products, casts
-    return Device(name, arch, Figure(bandwidth, sheet), *rest)
+# Median errors of predictions by `benchmarks/check_estimate.py`, without the rows that determined a
+# rate. The table says so where one is above 25 %.
+ERRORS = {"dense GEMMs": 0.09, "grouped GEMMs": 0.11, "casts": 0.03, "layers": 0.06, "models": 0.04}
+SOURCES = (
+    "published: ml-engineering, maximum achievable matmul FLOPS: bf16 and tensorwise GEMMs",
+    "published: NVIDIA, cuBLAS 12.9: rowwise GEMMs on Hopper",
+    "published: TransformerEngine, GEMM profiling: blockwise and mx GEMMs",
+    "published: torchao, pull request 940: other rowwise GEMMs, seconds to fill and drain",
+    "published: torchao, roofline_utils.py and blockwise casts: launches, copies, other casts",
+    "published: this project's H100 (gemms.txt), torchao's moe_training: grouped GEMMs",
+)
+KERNELS_SOURCE = "predicted: machine code of cast kernels, scripts.kernel_tools report --predict"
+AMD_SOURCE = (
+    "assumed: float8 GEMMs reach bf16's part of the peak; the bytes of plain casts are counted"
+)
 
 
-DEVICES: dict[str, Device] = {name: _device(row) for name, row in _SHEETS.items()}
+def _device(
+    name: str, arch: str, peaks: tuple[float, float], parts: tuple[float, float],
+    terabytes: float, copied: float, processors: int, column: int | None,
+) -> Device:  # fmt: skip
+    bandwidth = terabytes * 1e12
+    best = [peak * part * 1e12 for peak, part in zip(peaks, parts, strict=True)]
+    rates = dict(zip((BF16, TENSORWISE), best, strict=True))
+    rates[ROWWISE] = rates[TENSORWISE] * RATIOS.get(arch, RATIOS[ROWWISE])
+    for kind in (BLOCKWISE, MX) if SUPPORT[arch][MX] is None else (BLOCKWISE,):
+        rates[kind] = rates[TENSORWISE] * RATIOS[kind]
+    grouped = GROUPED | ({BF16: GROUPED[MX]} if arch.startswith("sm_10") else {})
+    casts = {each: of[column] for each, of in KERNEL_RATES.items() if column is not None}
+    return Device(
+        name, arch, bandwidth * copied, LAUNCH_S, processors,
+        {kind: GemmSpeed(rate, RAMP_S, *grouped[kind]) for kind, rate in rates.items()},
+        {each: part * bandwidth for each, part in (casts | {ANY_PASS: CAST_RATE}).items()},
+        (f"datasheet: {name}", *SOURCES, AMD_SOURCE if column is None else KERNELS_SOURCE),
+    )  # fmt: skip
+
+
+DEVICES: dict[str, Device] = {key: _device(*row) for key, row in SHEETS.items()}
 """Devices by name: peaks from datasheets, the parts of them that others measured."""
 
 

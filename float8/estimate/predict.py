@@ -36,6 +36,7 @@ from float8.estimate.roofline import (
 )
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
+from float8.kernels.casts import KERNELS
 from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import bind
@@ -138,7 +139,7 @@ def row_of(
     layer: Layer, configs: Mapping[str, Float8LinearConfig], device: Device, use: Use
 ) -> LayerEstimate:
     """The time of a layer in bfloat16, and its predictions by each config."""
-    use = replace(use, weight_trains=layer.trains)
+    use = replace(use, weight_trains=layer.trains, plain_casts=device.arch not in KERNELS)
     plain = layer_seconds(device, layer.shape, None, use).total
     recipes = {name: predict(layer, config, device, use) for name, config in configs.items()}
     return LayerEstimate(layer.name, layer.shape, plain, recipes, layer.dtype == torch.float32)
@@ -192,7 +193,8 @@ def estimate(
             each its name in the table.
         training: False predicts forward alone.
         weights_cached: the weight is cast once per step, not in every forward and backward; the
-            2 bytes per weight element of the cache are subtracted from the memory saved.
+            2 bytes per weight element of the cache (1 under ``dequantize_in_backward``) are
+            subtracted from the memory saved.
         gradient_accumulation: microbatches per step, which share a cached cast.
         experts_per_token: how many experts of a mixture read each token.
 

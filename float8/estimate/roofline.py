@@ -6,9 +6,7 @@ modelled: the host (eager mode waits for Python on small layers), caches, and co
 whose gradient takes 1/16 byte per element of grad_output and two launches where the cast adds its
 columns, and another read in bfloat16; amaxes of weights that an optimizer has recorded.
 
-Float8 copies of an expert's operands for grad_weight are padded to multiples of 16 tokens per group
-(128 for mx). Grouped GEMMs reach a part of the rate of dense ones (`GROUPED`). torchao's, on a B200
-(torchao/prototype/moe_training/README.md), take 0.9 to 1.25 times as long as predicted.
+Grouped GEMMs reach a part of the rate of dense ones (`float8.estimate.devices.GROUPED`).
 
 **GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
 
@@ -42,10 +40,12 @@ A grouped GEMM multiplies each group of tokens by its expert's weight. It is pri
 these differences, for T tokens in E groups:
 
 - Weights, and their gradients, have E matrices; every operand is read once.
-- Each group's tokens fill whole tiles of 128, along the rows of output and grad_input and along the
-  contraction of grad_weight. Both count as expected values (`Shape.padding`): the router is not
-  known, so a group's size is taken to be any number from 0 to twice the mean, with equal
-  probability. Waves are not counted.
+- Each group's tokens fill whole tiles of 128, along the rows of output and grad_input, along the
+  contraction of grad_weight, and in the casts of input and grad_output. They count as expected
+  values (`Shape.padding`): the router is not known, so a group's size is taken to be any number
+  from 0 to twice the mean, with equal probability. Waves are not counted.
+- Rowwise gradients of less than `FEW` tokens per group run as fast as tensorwise ones, on the same
+  kernel; of more, torch's kernel is faster.
 - Two launches instead of one: torch's kernels first compute the address of each group.
 
 **Casts.** Each operand enters two GEMMs, once row-major and once transposed, because tensor cores
@@ -72,6 +72,9 @@ under autocast to bfloat16; each cast of it first converts it, 6 bytes per eleme
 blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
 one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill, repeat or
 expand a scale (`float8.kernels.gpu.expand_scales`) are ignored.
+
+On AMD GPUs casts run op by op in plain PyTorch, and move 48 to 94 bytes per element (`PLAIN`);
+torch.compile fuses them, which is not predicted.
 """
 
 from __future__ import annotations
@@ -83,7 +86,6 @@ from typing import NamedTuple
 import torch
 
 from float8.config import LinearPlan, OperandCast, ScalingType
-from float8.config.plan import GEMM_NAMES
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import gemm_for, grouped_gemm_for
@@ -95,6 +97,7 @@ from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product
 # --- a layer's sizes, and how it is used
 
 
+TILE = 128  # tokens of a group that one program of a grouped GEMM or a cast takes
 LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
 
 
@@ -131,6 +134,11 @@ class Shape:
     def __str__(self) -> str:
         return ",".join(str(size) for size in vars(self).values() if size is not None)
 
+    @property
+    def filled(self) -> float:
+        """The tokens of all groups, each group's filled up to whole tiles, per token."""
+        return 1 if self.E is None else 1 + self.padding(TILE) / self.M
+
     def padding(self, multiple: int) -> float:
         """The expected tokens that fill all groups up to multiples of ``multiple``.
 
@@ -154,9 +162,11 @@ class Use:
         training: forward and backward; False is forward alone.
         weight_trains: the weight gradient is computed.
         weights_cached: the weight is cast once per step, in both orientations, instead of in every
-            forward and every backward; the casts stay in memory, 2 bytes per element.
+            forward and every backward; the casts stay in memory, 2 bytes per element. Under
+            ``dequantize_in_backward`` there is one, which every backward dequantises.
         gradient_accumulation: microbatches per step, which share a cached cast.
         converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
+        plain_casts: casts run in plain PyTorch, op by op, as on AMD GPUs.
 
     Raises:
         ValueError: gradient_accumulation is not an integer from 1 to `LARGEST`.
@@ -167,6 +177,7 @@ class Use:
     weights_cached: bool = False
     gradient_accumulation: int = 1
     converts_weight: bool = False
+    plain_casts: bool = False
 
     def __post_init__(self) -> None:
         check_count(self.gradient_accumulation, "gradient_accumulation")
@@ -178,8 +189,8 @@ class Use:
         return names[: 1 + self.training + (self.training and self.weight_trains)]
 
     def caches_weight(self, plan: LinearPlan) -> bool:
-        """Whether the weight is cached: only if both of its GEMMs are in float8."""
-        both = plan.output.b is not None and plan.grad_input.b is not None
+        """Whether the weight is cached: only if both of its GEMMs read it in float8."""
+        both = plan.output.b is not None and (plan.grad_input.b is not None or plan.dequantizes)
         return self.weights_cached and both
 
 
@@ -201,43 +212,52 @@ _KINDS: dict[Block, str] = {
     (32, 32): "128x128",  # as few scales, and the same passes
     (1, 32): MX_BLOCKS,
 }
+# In plain PyTorch: bytes per element of one orientation, and of the other beside it, as the meter
+# of the tests counts them: for scales of columns the cast is made again. A launch moves about 3.
+PLAIN = {TENSORWISE: (51, 2), GIVEN: (48, 2), ROWWISE: (51, 43)}
 _SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 
 def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     """The passes over input, weight and grad_output of one layer for one batch of tokens.
 
-    Those over a weight that is cached are made once per step.
+    Those over a weight that is cached are made once per step, except those of backward
+    (`cast_seconds`).
     """
     trains = "grad_weight" in use.gemms
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _casts(plan.output.a, second_x)
-    g = _casts(plan.grad_input.a, second_g) if use.training else []
+    x = _casts(use, plan.output.a, second_x) + [DEQUANTIZE] * (plan.dequantizes and trains)
+    g = _casts(use, plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
-        return x, convert + _casts(plan.output.b, plan.grad_input.b), g
-    w = convert + _passes(plan.output.b)
+        return x, convert + _casts(use, plan.output.b, plan.grad_input.b), g
+    w = convert + passes_of_cast(use, plan.output.b)
     if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
-        w += [*convert, _passes(plan.output.b)[-1], DEQUANTIZE]
-        x = x + [DEQUANTIZE] * trains
+        w += [*convert, passes_of_cast(use, plan.output.b)[-1], DEQUANTIZE]
     elif use.training:
-        backward = _passes(plan.grad_input.b, 1, TRANSPOSED)
+        backward = passes_of_cast(use, plan.grad_input.b, 1, TRANSPOSED)
         w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
     return x, w, g
 
 
-def _casts(first: OperandCast | None, second: OperandCast | None) -> list[MemoryPass]:
+def _casts(use: Use, first: OperandCast | None, second: OperandCast | None) -> list[MemoryPass]:
     """The passes of one call: the row-major copy by ``first``, the transposed one by ``second``."""
     if first is not None and second is not None and _kind(first) == _kind(second):
-        return _passes(first, 2)
-    return _passes(first) + _passes(second, 1, TRANSPOSED)
+        return passes_of_cast(use, first, 2)
+    return passes_of_cast(use, first) + passes_of_cast(use, second, 1, TRANSPOSED)
 
 
-def _passes(cast: OperandCast | None, copies: int = 1, place: str = "") -> list[MemoryPass]:
+def passes_of_cast(
+    use: Use, cast: OperandCast | None, copies: int = 1, place: str = ""
+) -> list[MemoryPass]:
     """One entry of the table of this file; names are keys of `Device.passes`."""
     if cast is None:
         return []
     kind = _kind(cast)
+    if use.plain_casts:
+        first, other = PLAIN.get(kind, PLAIN[ROWWISE])
+        moved = first + (copies - 1) * other
+        return [FILL] * (moved // 3 - 1) + [MemoryPass("plain", moved)]
     amax = MemoryPass(f"amax {kind}{place}", READ)
     copy = MemoryPass(f"cast {kind}{place}", READ + copies * (WRITE + _SCALES.get(kind, 0)))
     if kind == ROWWISE and (copies, place) != (1, ""):
@@ -255,21 +275,9 @@ def _kind(cast: OperandCast) -> str:
 
 
 RESULT_BYTES = 2
-TILE = 128  # tokens of a group that a grouped GEMM multiplies at a time
 TILES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
-# The part of a dense GEMM's rate that a grouped one reaches: output, grad_input, grad_weight.
-# Measured on an H100, 8 experts of 4,096 tokens (benchmarks/results/h100_2026-11-27/gemms.txt), and
-# assumed elsewhere. Gradients sum in float32 every 128 of the contraction, by Triton's kernel or,
-# rowwise, by torch's. MX and Blackwell's bfloat16: medians of torchao's table for a B200
-# (torchao/prototype/moe_training/README.md).
-GROUPED = {
-    BF16: (0.80, 0.80, 0.80),
-    MX: (0.45, 0.45, 0.45),
-    TENSORWISE: (0.93, 0.53, 0.43),
-    ROWWISE: (0.94, 0.70, 0.69),
-    BLOCKWISE: (0.70, 0.70, 0.43),
-}
+FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
 
 def kinds_of_plan(
@@ -319,17 +327,18 @@ def busy(rows: int, columns: int, processors: float) -> float:
 
 def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") -> float:
     """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`), grouped where the shape has E."""
-    rows, columns, _ = gemm_sizes(shape)[name]
+    speed = device.products[kind]
+    computing = 2 * shape.M * shape.K * shape.N / speed.rate
     if shape.E is None:
-        launches, part = 1, busy(rows, columns, device.processors.value)
+        rows, columns, _ = gemm_sizes(shape)[name]
+        launches, computing = 1, computing / busy(rows, columns, device.processors)
     else:
-        launches, part = 2, shape.M / (shape.M + shape.padding(TILE))
-        is_blackwell = kind == BF16 and device.arch.startswith("sm_10")
-        part *= dict(zip(GEMM_NAMES, GROUPED[MX if is_blackwell else kind], strict=True))[name]
-    computing = device.products[kind].seconds(2 * shape.M * shape.K * shape.N / part)
-    writing = RESULT_BYTES * shape.elements[name] / device.bytes_per_second
-    moving = gemm_bytes(kind, shape, name) / device.bytes_per_second
-    return max(computing + writing, moving) + launches * device.launch.value
+        is_small = kind == ROWWISE and shape.M < FEW * shape.E
+        parts = device.products[TENSORWISE] if is_small else speed
+        launches, computing = 2, computing * shape.filled / getattr(parts, name)
+    writing = RESULT_BYTES * shape.elements[name] / device.bandwidth
+    moving = gemm_bytes(kind, shape, name) / device.bandwidth
+    return max(computing + speed.ramp_s + writing, moving) + launches * device.launch
 
 
 # --- layers
@@ -357,13 +366,11 @@ def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Us
 def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> float:
     """Time of all casts of one layer for one batch."""
     passes = passes_of_layer(plan, use)
-    x, w, g = map(device.seconds_of, passes, shape.elements.values())
+    M, K, N, E = shape.M * shape.filled, shape.K, shape.N, shape.E or 1
+    x, w, g = map(device.seconds_of, passes, (M * K, E * N * K, M * N))
     seconds = x + w / (use.gradient_accumulation if use.caches_weight(plan) else 1) + g
-    if shape.E is not None and "grad_weight" in use.gemms:  # the padding of its operands
-        for cast, width in (plan.grad_weight.a, shape.N), (plan.grad_weight.b, shape.K):
-            if cast is not None:
-                padding = WRITE * width * shape.padding(tokens_aligned(cast))
-                seconds += padding / device.bytes_per_second
+    if plan.dequantizes and use.caches_weight(plan) and use.training:
+        seconds += device.seconds_of([DEQUANTIZE], E * N * K)
     return seconds
 
 
@@ -379,24 +386,23 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     ``nn.Linear``'s copy but not the float8 copies: for them the saving is less than the sum over
     layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
-    M, K, N, E, kept = shape.M, shape.K, shape.N, shape.E or 1, 0
-    if plan is not None and use.caches_weight(plan):
-        kept = 2 * WRITE * E * N * K
-    dequantizes = plan is not None and plan.dequantizes
-    keeps_scale = plan is not None and (plan.w.is_shared or dequantizes)
-    if plan is not None and keeps_scale and plan.output.b is not None and use.training:
-        scales = E * prod(scale_shape((N, K), plan.output.b.block))
-        kept += scales * plan.output.b.scale_format.dtype.itemsize
-    cast = None if plan is None else plan.output.a if dequantizes else plan.grad_weight.b
-    if "grad_weight" not in use.gemms:
+    M, K, N, E = shape.M, shape.K, shape.N, shape.E or 1
+    cast = None if plan is None else plan.output.a if plan.dequantizes else plan.grad_weight.b
+    trains = "grad_weight" in use.gemms
+    kept = READ * M * K if trains and cast is None else 0
+    if plan is None:
         return kept
-    if cast is None:
-        return kept + READ * M * K
-    if dequantizes:  # as forward multiplied it, without padding
-        scales = prod(scale_shape((M, K), cast.block))
-        return kept + WRITE * M * K + cast.scale_format.dtype.itemsize * scales
-    block, tokens, scales = cast.block, M, prod(scale_shape((K, M), cast.block))
-    if shape.E is not None:
+    if use.caches_weight(plan):
+        kept += (1 if plan.dequantizes else 2) * WRITE * E * N * K
+    w, keeps_scale = plan.output.b, plan.w.is_shared or plan.dequantizes
+    if w is not None and keeps_scale and use.training:
+        kept += E * prod(scale_shape((N, K), w.block)) * w.scale_format.dtype.itemsize
+    if cast is None or not trains:
+        return kept
+    # When dequantised, as forward multiplied it, without padding.
+    tokens, block = M, cast.block
+    scales = prod(scale_shape((M, K) if plan.dequantizes else (K, M), block))
+    if shape.E is not None and not plan.dequantizes:
         tokens = padded_tokens(M, E, tokens_aligned(cast))
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])

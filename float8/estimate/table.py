@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from float8.convert.folding import pattern_of
-from float8.estimate.devices import Device
+from float8.estimate.devices import ERRORS, Device
 from float8.estimate.roofline import Seconds, Shape, Use
+from float8.kernels.casts import KERNELS
 
 MIB = 2**20
 
@@ -56,7 +57,7 @@ class Estimate:
     """What `float8.estimate` predicts; printed, or shown by a REPL, it is the table.
 
     Args:
-        device: the device whose figures were used; ``device.provenance()`` has their sources.
+        device: the device whose rates were used; ``device.sources`` says where they are from.
         use: how the model is run: training or not, cached weights, microbatches.
         rows: one `LayerEstimate` per layer.
     """
@@ -75,7 +76,8 @@ class Estimate:
 
         Args:
             recipe: its name in the table.
-            only_gains: convert only layers predicted to gain, as `faster_layers` does.
+            only_gains: convert only layers predicted to gain, as `faster_layers` does
+                (which takes all stacks of a module of experts, or none).
 
         Returns:
             Its ``speedup``, and what that is made of: ``bf16_s`` and ``seconds.total``, the times
@@ -93,13 +95,13 @@ class Estimate:
         return Prediction(plain, Seconds(seconds), saved)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: the rows with seconds and bytes, and the sources of the device's figures."""
+        """For JSON: the rows with seconds and bytes, and their sources."""
         rows = [
             {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
             | {name: _as_dict(prediction) for name, prediction in row.recipes.items()}
             for row in self.rows
         ]
-        return {"device": self.device.name, "sources": self.device.provenance(), "rows": rows}
+        return {"device": self.device.name, "sources": list(self.device.sources), "rows": rows}
 
     def __repr__(self) -> str:
         from tabulate import tabulate
@@ -127,16 +129,16 @@ class Estimate:
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         what = "Forward and backward" if self.use.training else "Forward"
         autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
-        kinds = {figure.kind for figure in self.device.figures().values()}
-        sources = "measured or fitted figures"
-        if not kinds & {"measured", "fitted"}:
-            sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
-        elif kinds & {"assumed", "published", "predicted"}:
-            sources += " and published or assumed ones"
+        sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
+        if any(source.startswith("measured: ") for source in self.device.sources):
+            sources = "what was measured here, and published or assumed figures"
+        casts = "in plain PyTorch" if self.device.arch not in KERNELS else "by fused kernels"
         notes.append(
-            f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts by "
-            f"fused kernels, predicted from {sources}."
+            f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts "
+            f"{casts}, predicted from {sources}."
         )
+        if poor := [f"{kind} {error:.0%}" for kind, error in ERRORS.items() if error > 0.25]:
+            notes.append(f"Median errors above 25 % against measurements: {', '.join(poor)}.")
         return "\n".join([table, "", *notes])
 
 

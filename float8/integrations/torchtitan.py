@@ -193,8 +193,9 @@ class Float8Converter(QuantizationConverter):
             config: a configuration in place of a recipe.
             filter_fqns: layers and experts whose name contains one of these stay in high precision;
                 an entry that matches none raises a warning.
-            enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where there is one scale
-                per weight (``tensorwise``, ``delayed``, ``unit``) and no tensor parallelism.
+            enable_fsdp_float8_all_gather: FSDP2 sends weights in float8, where both products read
+                one cast of them (``tensorwise``, ``delayed``, ``unit``, ``blockwise``,
+                ``mxfp8_2d``), without tensor parallelism.
             faster_layers_tokens: tokens that a layer sees at once (local batch size times sequence
                 length): convert only what `float8.faster_layers` predicts to gain.
             device: for that prediction.

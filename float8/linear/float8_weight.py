@@ -337,8 +337,8 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
 
 
 def refuses_training(weight: Float8Tensor) -> str | None:
-    """The reason why this weight can get no gradient, or None."""
-    if weight.block == TENSORWISE or not weight.requires_grad:
+    """The reason why this weight can get no gradient, or None; one that is gathered can."""
+    if weight.block == TENSORWISE or not (is_resident(weight) and weight.requires_grad):
         return None
     return (
         f"its weight is stored in float8 with one scale for each block {tuple(weight.block)} and "

@@ -112,10 +112,9 @@ def bind_and_cast(
     record: bool = False,
     scale: Tensor | None = None,
     emulate: bool = False,
-    groups: str = "",
 ) -> Pair:
     """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
-    how = bind_cast(cast, kernels.family_of(x.device), emulate, groups)
+    how = bind_cast(cast, kernels.family_of(x.device), emulate)
     load_kernels(how)
     return cast_matrix(x, how, state, record, scale)
 

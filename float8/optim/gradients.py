@@ -21,6 +21,7 @@ stay in high precision. (They may be sent in float8: `float8.distributed.gradien
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.formats import E4M3, Format, format_of, on_device
 from float8.granularity import WHOLE, Block
+from float8.kernels.scaled_mm import SUPPORT
 from float8.tensor import Float8Tensor
 
 __all__ = ["HeldGradient", "HeldGradients", "hold_gradients_in_float8"]
@@ -84,9 +86,13 @@ def _plain(x: Tensor | float) -> Tensor | float:
 
 
 def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
-    finite = torch.where(x.isfinite(), x, 0.0)
-    scale = kernels.scale_from_amax(kernels.amax(finite, block), fmt.max)
-    return kernels.cast(x, scale, block, fmt.dtype), scale
+    matrix, whole = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1), (WHOLE, WHOLE)
+    family = kernels.family_of(x.device)  # one without float8 conversions casts in plain PyTorch
+    kernel = kernels.kernel_for(family, whole, emulate=family not in SUPPORT)
+    cast = functools.partial(kernels.cast_operand, kernel, block=whole, dtype=fmt.dtype)
+    scale = cast(matrix.nan_to_num(0.0, 0.0, 0.0)).scale
+    data = cast(matrix, scale=scale).data
+    return data.reshape(x.shape), scale.reshape((1,) * len(block))
 
 
 class HeldGradients:

@@ -8,8 +8,8 @@ NCCL (CUDA), and the model is sharded by FSDP2:
 
 * What the blocks multiply by, their attention and feed-forward, is one group per block: gathered
   before its forward and again before its backward, in bf16, which is what autocast rounds these
-  weights to anyway; or as float8, one byte per element, where the recipe casts a weight by one
-  scale (`GATHERED`). Gradients are summed in float32.
+  weights to anyway; or as float8, one byte per element, where both GEMMs of the recipe read one
+  cast of a weight (`GATHERED`). Gradients are summed in float32.
 * All else (embedding, norms, head) is a group of the root, in float32.
 
 The global batch stays that of one process: of the batch of a step, each process takes its equal

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from scripts.training import gpt
 from scripts.training.parallel import Alone
 
-GATHERED = ("tensorwise", "delayed")  # recipes whose weights are gathered as float8
+# recipes whose weights are gathered as float8
+GATHERED = ("tensorwise", "delayed", "blockwise", "mxfp8_2d")
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8.activations import copies, saved_activations
-from float8.activations.copies import cast
+from float8.activations.copies import CopyFormat, cast
 from float8.activations.ops import OPS, OPTIONAL
 
 ELEMENTS = gradient_error.ROWS * gradient_error.COLS
@@ -121,6 +121,35 @@ def leaves_of_copies(name, inputs, group, power_of_two):
         for i, x in enumerate(inputs)
     ]
     return [x.requires_grad_() for x in exact]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", sorted(set(gradient_error.CASES) - {"dropout", "softmax"}))
+def test_the_gradient_on_cuda_is_that_of_the_copy(name, dtype):
+    case = gradient_error.CASES[name]
+    inputs = gradient_error.inputs_of(case, dtype=dtype)
+    exact = gradient_error.gradients(case, leaves_of_copies(name, inputs, 128, True))
+    leaves = [x.detach().cuda().requires_grad_() for x in inputs]
+    with scope():
+        out = case.function(*leaves)
+    g = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = torch.autograd.grad(out, leaves, g.cuda())
+    for mine, wanted in zip(found, exact, strict=True):
+        error = (mine.cpu().double() - wanted).norm() / wanted.norm()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02), (name, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_copy_has_the_same_values_on_cuda(dtype):
+    x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 1e-3
+    x[0, 0], x[1, 200], x[2] = torch.inf, torch.nan, 0
+    cpu, cuda = (
+        copies.dequantize(cast(x.to(device, dtype), CopyFormat()), 128, x.shape, dtype).cpu()
+        for device in ("cpu", "cuda")
+    )
+    torch.testing.assert_close(cuda, cpu, rtol=0, atol=0, equal_nan=True)
 
 
 def softmax_gradient(x, group, power_of_two):

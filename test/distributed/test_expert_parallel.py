@@ -204,8 +204,8 @@ def test_planted_faults_are_found(rank):
     fails = pytest.raises(AssertionError)
     with mock.patch.object(expert_parallel, "find_route", unsorted), fails:
         equals_one_process(rank, None)
-    every = lambda shard, *_: slice(shard.shape[0])  # noqa: E731
-    with mock.patch.object(float8_gather, "experts_here", every), pytest.raises(AssertionError):
+    every = lambda shard, *_: float8_gather.Part(0, 0, len(shard))  # noqa: E731
+    with mock.patch.object(float8_gather, "part_of", every), pytest.raises(AssertionError):
         fsdp2_equals_one_process(rank, "tensorwise")
 
 
@@ -321,6 +321,8 @@ def sharded(model, by_columns=False, **options):
         ("tensorwise", 1, False),
         ("tensorwise", E, True),
         ("unit", E, True),
+        ("blockwise", E, True),
+        ("mxfp8_2d", 1, True),
     ],
 )
 def test_experts_of_fsdp2_have_the_bits_of_one_process(rank, recipe, experts, by_columns):
@@ -335,13 +337,6 @@ def fsdp2_equals_one_process(rank, recipe, experts=E, by_columns=False):
     steps = [[[(x * (1 + step), x.flip(0))] * 2] * 1 for step in range(2)]
     one.assert_same_training(0, single, model, steps, recipe, end_step=after_step)
     assert {type(whole(value)) for value in model.state_dict().values()} == {torch.Tensor}
-
-
-@pytest.mark.ranks(2)
-def test_blocks_that_columns_would_cut_are_refused(rank):
-    model = sharded(converted("blockwise", True), by_columns=True)
-    with pytest.raises(ValueError, match="shard along dimension 0"):
-        model(torch.randn(8, D))
 
 
 @pytest.mark.ranks(2)

@@ -30,7 +30,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.distributed.sharded_weight import ShardedWeight
 
-GATHERED = ("tensorwise", "delayed", "unit")
+GATHERED = ("tensorwise", "delayed", "unit", "blockwise", "mxfp8_2d")
 ODD = {"width": 7, "hidden": 5}  # which make uneven shards
 WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -57,9 +57,11 @@ def amax_of(weight):
 @pytest.mark.ranks(2)
 def test_one_byte_per_element_travels(rank):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    sent = []
-    for recipe in ("tensorwise", "gathered tensorwise"):
-        model = fsdp2(one.make(recipe), mp_policy=policy)
+    # The amaxes of weights (48, 32) and (32, 48): one number per block.
+    reduced = {None: [], "tensorwise": [4, 4], "blockwise": [4, 4], "mxfp8_2d": [8, 8]}
+    elements, biases = 2 * 32 * 48, 32 + 48  # half of them, twice
+    for recipe, amaxes in reduced.items():
+        model = fsdp2(make(recipe) if recipe else one.make("rowwise"), mp_policy=policy)
         step(model)  # the first gather compares the ranks
         with torch.no_grad():
             for p in model.parameters():
@@ -67,18 +69,24 @@ def test_one_byte_per_element_travels(rank):
         with Wire() as wire:
             step(model)
         assert wire.count("all_gather") == 4  # each layer, forward and backward
-        assert [e.bytes for e in wire.sent if e.kind == "all_reduce"] == [4.0] * len(sent) * 2
-        sent.append(wire.bytes("all_gather"))
-    elements, biases = 2 * 32 * 48, 32 + 48  # half of them, twice
-    assert sent == [2 * elements + 2 * biases, elements + 2 * biases]
+        assert [e.bytes for e in wire.sent if e.kind == "all_reduce"] == amaxes, recipe
+        sent = (1 if recipe else 2) * elements + 2 * biases
+        assert wire.bytes("all_gather") == sent, recipe
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("recipe", "first", "after"),
-    [("tensorwise", 1, 1), ("delayed", 1, 1), ("unit", 0, 0), ("rowwise", 0, 0)],
+    ("recipe", "numbers", "after"),
+    [
+        ("tensorwise", 2, 1),
+        ("delayed", 2, 1),
+        ("unit", 0, 0),
+        ("rowwise", 0, 0),
+        ("blockwise", 2, 1),
+        ("mxfp8_2d", 4, 1),
+    ],
 )
-def test_a_step_takes_one_all_reduce_at_most(rank, recipe, first, after):
+def test_a_step_takes_one_all_reduce_at_most(rank, recipe, numbers, after):
     """For the histories or the dynamic scales, before the first step too."""
     model = sharded(recipe)
     optimizer = one.adamw(model)
@@ -86,7 +94,7 @@ def test_a_step_takes_one_all_reduce_at_most(rank, recipe, first, after):
         precompute_float8_dynamic_scale_for_fsdp(model)
         step(model)
     reduced = [each.bytes for each in wire.sent if each.kind == "all_reduce"]
-    assert reduced == [2 * 4] * first  # of both scales
+    assert reduced == [numbers * 4] * (numbers > 0)  # of both weights
     for number in range(2):
         optimizer.step()
         optimizer.zero_grad()
@@ -173,7 +181,7 @@ def test_a_compiled_step_forgets_the_amax(rank):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_checkpoints_are_plain_and_load(rank, recipe):
     """Whole and sharded, with and without assign, into a model on the meta device too."""
     model = sharded(recipe, **ODD)
@@ -203,9 +211,11 @@ def test_checkpoints_are_plain_and_load(rank, recipe):
 
 
 @pytest.mark.ranks(2)
-def test_evaluation_and_high_precision(rank):
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8_2d"])
+def test_evaluation_and_high_precision(rank, recipe):
     """Without gradients; and in high precision, with the gathered weights."""
-    plain, single, model = one.make(None), one.make("tensorwise"), sharded()
+    plain, single, model = one.make(None), one.make(recipe), sharded(recipe)
+    cast = RECIPES[recipe].cast_config_weight
     x = one.batch(0, rank)[0]
     for context in (torch.no_grad, torch.inference_mode):
         with context():
@@ -215,7 +225,8 @@ def test_evaluation_and_high_precision(rank):
         out.backward(torch.randn_like(out))
     for p in plain.parameters():
         if p.dim() == 2:
-            p.data = Float8Tensor.from_high_precision(p.data, torch.float8_e4m3fn).dequantize()
+            how = torch.float8_e4m3fn, cast.granularity, None, cast.scale_format
+            p.data = Float8Tensor.from_high_precision(p.data, *how).dequantize()
     assert torch.equal(out, plain(x))
     assert torch.equal(model.eval()(x), single.eval()(x))
 

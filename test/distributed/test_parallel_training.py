@@ -32,6 +32,10 @@ GATHERED = [
     *(("FSDP2" + name, "gathered tensorwise") for name in ("", ", foreach", ", mixed")),
     ("FSDP2, float8.optim", "gathered tensorwise"),
     ("FSDP2", "gathered unit"),
+    # A block is cut in most of these: a weight is (48, 32) or (32, 48).
+    *((name, "gathered blockwise") for name in ("FSDP2, foreach", "FSDP2, compiled")),
+    *(("FSDP2, " + name, "gathered mxfp8_2d") for name in ("mixed", "kept", "columns", "on CPUs")),
+    ("FSDP2, selective", "gathered mxfp8_2d"),
 ]
 OTHERS = [
     ("DDP, static", "unit"),
@@ -57,7 +61,10 @@ def test_every_form_trains(rank, form, recipe):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("form", "recipe"),
-    [("FSDP1", "delayed"), ("HSDP", "tensorwise"), ("HSDP", "gathered delayed")],
+    [
+        ("FSDP1", "delayed"),
+        *(("HSDP", name) for name in ("tensorwise", "gathered delayed", "gathered blockwise")),
+    ],
 )
 def test_four_ranks_train(rank, form, recipe):
     trains(rank, recipe, **FORMS[form])
@@ -71,6 +78,8 @@ def test_four_ranks_train(rank, form, recipe):
         ("fsdp2", "tensorwise", 1),
         ("fsdp2", "gathered tensorwise", 1),
         ("fsdp2", "gathered delayed", 3),
+        ("fsdp2", "gathered blockwise", 3),
+        ("fsdp2", "gathered mxfp8_2d", 150),
     ],
 )
 def test_uneven_shards_train(rank, kind, recipe, hidden):
@@ -88,12 +97,29 @@ def test_uneven_shards_train(rank, kind, recipe, hidden):
     trains(rank, recipe, wrap, single=single, parallel=parallel, steps=steps)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("recipe", "width", "hidden"), [("blockwise", 256, 512), ("mxfp8_2d", 64, 128)]
+)
+def test_shards_of_whole_blocks_train(rank, recipe, width, hidden):
+    single, parallel = (
+        one.make(name, width=width, hidden=hidden) for name in (recipe, one.GATHERED + recipe)
+    )
+    steps = [[[one.batch(step, r, width=width)] for r in range(WORLD)] for step in range(2)]
+    trains(rank, recipe, fsdp2, single=single, parallel=parallel, steps=steps)
+
+
 alone = lambda amax, group: amax  # noqa: E731
+zeros_after = lambda part, x: nn.functional.pad(x, (0, 0, 0, part.before))  # noqa: E731
 FAULTS = {
     "scales of single ranks": ("delayed", faults.missing_all_reduce),
     "scales of single shards": (
         "gathered tensorwise",
         functools.partial(mock.patch.object, float8_gather, "max_over_ranks", alone),
+    ),
+    "blocks that begin with a shard": (
+        "gathered mxfp8_2d",
+        functools.partial(mock.patch.object, float8_gather.Part, "aligned", zeros_after),
     ),
     "a stale scale": (
         "gathered tensorwise",

@@ -48,7 +48,7 @@ def test_sources_of_the_figures_are_printed_on_request(capsys):
     main(["64,64,64"])
     assert "datasheet: " not in capsys.readouterr().out
     main(["64,64,64", "--sources"])
-    assert capsys.readouterr().out.endswith("\n".join(H100.provenance()) + "\n")
+    assert capsys.readouterr().out.endswith("\n".join(H100.sources) + "\n")
 
 
 def test_a_prediction_is_written_as_json(tmp_path, capsys):

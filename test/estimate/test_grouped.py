@@ -16,7 +16,6 @@ from float8.estimate.roofline import (
     cast_seconds,
     gemm_bytes,
     gemm_seconds,
-    layer_seconds,
     saved_bytes,
 )
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
@@ -47,7 +46,9 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
     """On an H100: 2 us to fill and drain, 2 us a launch, 3.35 TB/s at 92 %, results last."""
     shape = Shape(tokens, K, N, E)
     x, w, g = tokens * K, E * K * N, tokens * N
-    of_dense = {BF16: (0.8, 0.8, 0.8), "rowwise": (0.94, 0.7, 0.69)}[kind]
+    # Rowwise gradients of small groups are tensorwise ones.
+    rowwise = (0.94, 0.7, 0.69) if tokens // E >= 2048 else (0.93, 0.53, 0.43)
+    of_dense = {BF16: (0.8, 0.8, 0.8), "rowwise": rowwise}[kind]
     for name, read, written, part in (
         ("output", x + w, g, of_dense[0]), ("grad_input", g + w, x, of_dense[1]),
         ("grad_weight", g + x, w, of_dense[2]),
@@ -61,24 +62,24 @@ def test_grouped_gemms_by_hand(kind, operand, peak, tokens, K, N, E):
 
 
 # recipe -> bytes per element of x and w moved by casts (FUSED of test_roofline), and launches of
-# all casts; then the tokens to whose multiples groups are padded
+# all casts
 S = 1 / 32
 CASTS = {
-    "tensorwise": (6, 8, 2 + 3 + 2, 16),
-    "rowwise": (6, 8, 3 + 4 + 3, 16),
-    "blockwise": (4 + 2 * S, 6, 1 + 2 + 1, 16),
-    "mxfp8": (4 + 2 * S, 6 + 2 * S, 1 + 2 + 1, 128),
-    "mxfp8_2d": (4 + 2 * S, 6, 1 + 2 + 1, 128),
+    "tensorwise": (6, 8, 2 + 3 + 2),
+    "rowwise": (6, 8, 3 + 4 + 3),
+    "blockwise": (4 + 2 * S, 6, 1 + 2 + 1),
+    "mxfp8": (4 + 2 * S, 6 + 2 * S, 1 + 2 + 1),
+    "mxfp8_2d": (4 + 2 * S, 6, 1 + 2 + 1),
 }
 
 
 def check_casts() -> None:
     shape = QWEN3
+    filled = (shape.M + shape.padding(128)) / shape.M  # each group's tokens, to whole tiles
     x, w, g = shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N
-    for recipe, (tokens, weights, launches, multiple) in CASTS.items():
-        moved = tokens * (x + g) + weights * w
-        padding = shape.padding(multiple) * (shape.K + shape.N)
-        expected = moved / (7.7e12 * 0.83) + padding / (7.7e12 * 0.92) + launches * 2e-6
+    for recipe, (tokens, weights, launches) in CASTS.items():
+        moved = tokens * (x + g) * filled + weights * w
+        expected = moved / (7.7e12 * 0.83) + launches * 2e-6
         plan = RECIPES[recipe].plan
         assert cast_seconds(B200, shape, plan, Use()) == pytest.approx(expected), recipe
 
@@ -87,13 +88,7 @@ def test_casts_of_experts_by_hand():
     check_casts()
 
 
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("tokens_aligned", lambda cast: 1),
-        ("tokens_aligned", lambda cast: 128),
-    ],
-)
+@pytest.mark.parametrize(("name", "fault"), [("TILE", 1), ("TILE", 64), ("WRITE", 2)])
 def test_a_planted_fault_in_the_casts_is_caught(name, fault, monkeypatch):
     monkeypatch.setattr(roofline, name, fault)
     with pytest.raises(AssertionError):
@@ -114,30 +109,6 @@ def test_saved_bytes_of_experts_by_hand():
     for recipe, saved in expected.items():
         assert saved_bytes(shape, RECIPES[recipe].plan, Use()) == saved, recipe
     assert saved_bytes(shape, None, Use()) == 2 * T * K
-
-
-# M, N, K, groups -> microseconds of bfloat16 and of mxfp8, forward and backward, that torchao
-# publishes of its own grouped GEMMs on a B200 (torchao/prototype/moe_training/README.md).
-PUBLISHED = {
-    (128000, 8192, 5120, 1): (43140.20, 23867.00),
-    (128000, 8192, 5120, 2): (39487.60, 23359.00),
-    (128000, 8192, 5120, 4): (39189.20, 23945.50),
-    (128000, 8192, 5120, 8): (37700.70, 22170.60),
-    (128000, 2048, 7168, 1): (13064.80, 10996.00),
-    (128000, 2048, 7168, 2): (14900.20, 11283.40),
-    (128000, 2048, 7168, 4): (15823.60, 9919.36),
-    (128000, 2048, 7168, 8): (14966.80, 10397.20),
-}
-
-
-def test_published_times_are_where_the_docstring_says():
-    for (M, N, K, E), (bf16_us, mx_us) in PUBLISHED.items():
-        shape, plan = Shape(M, K, N, E), RECIPES["mxfp8"].plan
-        device = DEVICES["B200"]
-        bf16, mx = (layer_seconds(device, shape, p, Use()).total * 1e6 for p in (None, plan))
-        assert 1.18 < bf16_us / mx_us < 1.82
-        assert 1.5 < bf16 / mx < 1.75
-        assert 0.85 < bf16_us / bf16 < 1.15 and 0.85 < mx_us / mx < 1.25
 
 
 # --- shapes and models

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from float8 import Float8Linear, cached_weights
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.estimate import roofline
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device
@@ -113,6 +114,17 @@ def test_microbatches_share_the_cast_of_a_cached_weight():
     assert alone - shared == pytest.approx(once * 7 / 8)
 
 
+def test_every_backward_dequantises_a_cached_weight():
+    plan = replace(RECIPES["blockwise"], dequantize_in_backward=True).plan
+    cached = Use(weights_cached=True)
+    shared = replace(cached, gradient_accumulation=8)
+    by_use = [layer_seconds(H100, CUBE, plan, use).casts for use in (Use(), cached, shared)]
+    # Casts of x and of w, and both dequantised: each moves 3 bytes per element (x has scales too).
+    once = 3 * ELEMENTS / 3.35e12 / 0.83 + 2e-6
+    scales = S * ELEMENTS / 3.35e12 / 0.83
+    assert by_use == pytest.approx([n * once + scales for n in (5, 4, 3 + 1 / 8)])
+
+
 def test_shapes_are_not_mixed_up():
     # output 2*M*K*N each; only the casts and bytes tell M, K and N apart: x M*K, w N*K, g M*N.
     shape, plan = Shape(4096, 1024, 16384), RECIPES["tensorwise"].plan
@@ -177,6 +189,22 @@ def test_saved_memory_by_hand():
     assert saved_bytes(shape, RECIPES["rowwise"].plan, Use(training=False)) == 0
     mx = 2048 * 1024 + 2048 * 1024 // 32  # a byte for each 32 tokens
     assert saved_bytes(shape, RECIPES["mxfp8"].plan, Use()) == mx
+
+
+def test_a_cache_takes_the_memory_that_is_predicted():
+    for dequantizes in (False, True):
+        config = replace(RECIPES["blockwise"], dequantize_in_backward=dequantizes)
+        layer = Float8Linear(256, 384, bias=False, config=config)
+        with cached_weights(layer):
+            stores = {x.untyped_storage() for x in layer.cached_weight.tensors()}
+        kept = sum({x.data_ptr(): x.nbytes() for x in stores}.values())
+        if not dequantizes:  # on a GPU; on a CPU the transposed copy is a view
+            kept += 256 * 384
+        shape, plan = Shape(512, 256, 384), config.plan
+        uses = Use(weights_cached=True, weight_trains=False), Use(weight_trains=False)
+        scales = saved_bytes(shape, plan, uses[1])  # forward's, which backward reads
+        assert saved_bytes(shape, plan, uses[0]) == kept, dequantizes
+        assert scales == 3 * 2 * 4
 
 
 # The file is older than mxfp8.
@@ -273,3 +301,21 @@ def test_a_step_launches_what_the_layer_launches(recipe):
 
     operands = passes_of_layer(RECIPES[recipe].plan, Use())
     assert sum(len(passes) for passes in operands) == COSTS[recipe][-1]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["tensorwise", "delayed", "unit", "rowwise", "rowwise_with_gw_hp"]
+)
+def test_plain_casts_move_what_the_ops_on_an_amd_gpu_move(recipe):
+    """Against the meter, which adds the bytes of every op that runs."""
+    from fake_cuda import empty, fake_cuda, step
+    from meter import CastMeter
+
+    M, K, N = 1024, 512, 256
+    with fake_cuda("gfx94"), CastMeter() as meter:
+        step(RECIPES[recipe], empty(M, K), empty(N, K), empty(M, N))
+    operands = passes_of_layer(RECIPES[recipe].plan, Use(plain_casts=True))
+    for size, passes in zip((M * K, N * K, M * N), operands, strict=True):
+        predicted = sum(each.bytes_per_element for each in passes)
+        assert predicted == pytest.approx(meter.bytes_by_numel[size] / size, rel=0.1)
+    assert sum(map(len, operands)) == pytest.approx(meter.launches - 3, rel=0.25)

@@ -44,6 +44,16 @@ def test_gradients_are_cast_as_soon_as_autograd_has_written_them(fmt, dtype):
         assert p.grad.float8_data.untyped_storage().nbytes() == p.numel()
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(), (7,), (0, 16), (96, 160), (33, 17), (4, 32, 48)])
+def test_a_gradient_on_cuda_has_the_bits_of_the_cpu(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for damaged in (x, x.masked_fill(x > 1.5, torch.inf).masked_fill(x < -1.5, torch.nan)):
+        found, wanted = HeldGradient.of(damaged.cuda(), E4M3), HeldGradient.of(damaged, E4M3)
+        assert_bitwise(found.float8_data.cpu(), wanted.float8_data)
+        assert_bitwise(found.scale.cpu(), wanted.scale)
+
+
 def test_microbatches_add_in_float32_and_are_cast_once_more():
     plain = model_of()
     model = copy.deepcopy(plain)

@@ -60,7 +60,8 @@ def test_two_processes_train_as_one(
         **{f"{recipe}: resumes": (resumes, recipe, text, resumed)
            for recipe in ("tensorwise", "delayed")},
         "a planted fault": ("a_batch_that_is_not_divided_is_seen", "bf16", text, folder, own),
-        "tensorwise: bytes": ("weights_travel_as_float8", "tensorwise", text, folder),
+        **{f"{recipe}: bytes": ("weights_travel_as_float8", recipe, text, folder)
+           for recipe in ("tensorwise", "blockwise")},
         "unit": ("the_unit_scaled_model_is_refused", text, folder),
         "another number of processes": ("a_checkpoint_of_one_process_is_refused", text, folder),
         "bad input": ("bad_input_is_told_once", text, folder),
