@@ -117,9 +117,14 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
+    end = WEIGHT if source.layout is None else source.layout.weight_key
+    own = {name: slots[key] for name in source.layers if (key := name + end) in slots}
     # Name in the model -> name in the files, of layers in float8 with a weight of their own.
-    stored = {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
+    stored = {
+        _layer_of(slot): name
+        for name, slot in own.items()
+        if end == WEIGHT and not (slot.index or slot.transposed)
+    }
     plan = None
     if weights == FLOAT8 or config is not None:
         in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}

@@ -2,14 +2,14 @@
 
 OCP Microscaling Formats 1.0, sections 5.3.3 (E2M1), 5.4.1 (E8M0) and 6.3 (the conversion)::
 
-    scale = 2^(floor(log2(amax)) - 2)              2 is the exponent of 6, the largest E2M1 value
-    value = round_to_nearest_even(x / scale)       one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, and their signs
-    project(x) = value * scale                     values above 6 become 6: by up to a quarter less
+    scale = 2^(floor(log2(amax)) - 2)          2 is the exponent of 6, the largest E2M1 value
+    value = round_to_nearest_even(x / scale)   one of 0, 0.5, 1, 1.5, 2, 3, 4, 6, with a sign
+    project(x) = value * scale                 values above 6 become 6, up to a quarter less
 
 Every operation but the rounding is exact in float32, so all backends and compilers agree on the
 bits. The result is exact in the dtype of x, float16 and subnormals included, and `project` does not
-change it again: the largest value of a block becomes 4 or 6 times the scale, which gives that scale.
-A block with a NaN or an infinity is NaN, with scale NaN: nothing makes it finite.
+change it again: the largest value of a block becomes 4 or 6 times the scale, of which the same
+scale follows. A block with a NaN or an infinity is NaN, with scale NaN: nothing makes it finite.
 
 `cast` writes the E2M1 values as float8: all are E4M3 numbers. So an MXFP4 weight is a
 `Float8Tensor` with 1x32 blocks, which has the same value bit for bit.
@@ -59,7 +59,7 @@ def pack(values: Tensor) -> Tensor:
     """E2M1 values (..., K) in E4M3 as bytes (..., K / 2), uint8."""
     values32 = values.to(torch.float32)
     magnitudes = torch.tensor(_MAGNITUDES, device=values.device)
-    codes = torch.bucketize(values32.abs(), magnitudes) + 8 * values32.signbit()
+    codes = torch.bucketize(values32.abs().contiguous(), magnitudes) + 8 * values32.signbit()
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return low | high << 4
 
