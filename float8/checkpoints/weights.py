@@ -75,13 +75,13 @@ def planned(
     places, readers = published(model), owners(model)
     layout = layout_for(model, layout)
     in_float8, skipped, projected = _found(model, places, readers, layout)
-    if not in_float8:
-        raise ValueError("the model has no layer in float8: convert_to_float8_training converts it")
     for key in projected:
         if len(places[key].shape) == 3 and key not in in_float8:
             raise ValueError(
                 f"{key}: MXFP4 stacks are stored by layout gpt_oss, of its models alone"
             )
+    if not in_float8:
+        raise ValueError("the model has no layer in float8: convert_to_float8_training converts it")
     given = {name: float(scale) for name, scale in (input_scales or {}).items()}
     layers: dict[str, StoredLayer | str] = {}
     for name, module in in_float8.items():
