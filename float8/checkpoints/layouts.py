@@ -202,32 +202,43 @@ class Layout(ABC):
     ) -> tuple[Float8Tensor, Tensor | None]:
         """The weight and input scale of a layer: the inverse of `tensors`, to the same bits.
 
-        Its data exists and has the dtype; ``keys`` are all of its keys. The weight dequantises
-        to ``dtype``. E8M0 scales become float32, exactly, unless the layout has E8M0. Raises
-        ValueError, with the key and the values, if a tensor is missing or has a wrong dtype or
-        shape, or if a scale is not finite and positive.
+        The weight dequantises to ``dtype``. E8M0 scales become float32, exactly, unless the layout
+        has E8M0. For the other arguments and the errors see `checked`.
         """
-        data, scales = read(name + self.data_key), []
+        data, scale, *others = self.checked(name, read, keys)
         shape = self.shape_of(tuple(data.shape))
+        scale = scale.reshape(scale_shape(shape, self.block))
+        weight = Float8Tensor(self.from_file(data).reshape(shape), scale, self.block, dtype)
+        return weight, others[0].reshape(()) if self.static_inputs else None
+
+    def checked(
+        self, name: str, read: Callable[[str], Tensor], keys: Collection[str]
+    ) -> list[Tensor]:
+        """The tensors of a layer as a file has them, with scales of the layout's dtype.
+
+        ``read`` returns the tensor of a key. The key of the data exists; ``keys`` are the others of
+        the layer. Raises ValueError, with the key and the values, if a tensor is missing or has a
+        wrong dtype or shape, or if a scale is not finite and positive. No data is read.
+        """
+        data = read(name + self.data_key)
+        found, shape = [data], self.shape_of(tuple(data.shape))
         if len(shape) != self.dims:
             wanted = "a matrix (N, K)" if self.dims == 2 else "a stack (E, N, K / 32, 16)"
             raise ValueError(f"{name}{self.data_key} is {tuple(data.shape)}, expected {wanted}")
         for suffix, (dtypes, shapes) in self.parts(shape).items():
-            key = name + suffix
-            if suffix != self.data_key and key not in keys:
+            key, is_scale = name + suffix, suffix != self.data_key
+            if is_scale and key not in keys:
                 raise ValueError(f"{key} is missing: the layer is in float8 and needs this scale")
             x = read(key)
             if x.dtype not in dtypes or tuple(x.shape) not in shapes:
                 wanted = f"{shapes[0]} of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
                 raise ValueError(f"{key} is {x.dtype} of shape {tuple(x.shape)}, expected {wanted}")
-            if suffix != self.data_key:
+            if is_scale:
                 x = x.view(_BYTES[0]) if x.dtype in _BYTES else x.float()
-                scales.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
+                found.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
                 if (bad := _bad_scale(x)) is not None:
                     raise ValueError(f"{key} {bad}")
-        scale = scales[0].reshape(scale_shape(shape, self.block))
-        weight = Float8Tensor(self.from_file(data).reshape(shape), scale, self.block, dtype)
-        return weight, scales[1].reshape(()) if self.static_inputs else None
+        return found
 
     # --- configs
 
@@ -503,7 +514,7 @@ class MXFP4(Layout):
     data_key: ClassVar[str] = ".weight_packed"
     data_dtype: ClassVar[torch.dtype] = torch.uint8
     is_mxfp4: ClassVar[bool] = True
-    skips = operator.eq
+    skips: ClassVar[Any] = operator.eq
 
     def data_shape(self, shape: Shape) -> Shape:
         """(N, K) -> (N, K / 2)."""

@@ -117,7 +117,7 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    end = WEIGHT if source.layout is None else source.layout.weight_key
+    end = source.weight_key
     own = {name: slots[key] for name in source.layers if (key := name + end) in slots}
     # Name in the model -> name in the files, of layers in float8 with a weight of their own.
     stored = {

@@ -75,9 +75,11 @@ class SavePlan:
     def __str__(self) -> str:
         sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
         lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)  # -> bytes
-        for name, how in self.layers.items() if self.layout else ():
-            keys = [name + suffix for suffix in self.layout.suffixes]
-            shape = "x".join(map(str, self.layout.shape_of(self.tensors[keys[0]].shape)))
+        suffixes = (WEIGHT,) if self.layout is None else self.layout.suffixes
+        for name, how in self.layers.items():
+            keys = [name + suffix for suffix in suffixes]
+            own = self.tensors[keys[0]].shape
+            shape = "x".join(map(str, own if self.layout is None else self.layout.shape_of(own)))
             lines[pattern_of(name), shape, how].append(sum(sizes.pop(key, 0) for key in keys))
         for key, nbytes in sizes.items():
             dtype = str(self.tensors[key].dtype).removeprefix("torch.")

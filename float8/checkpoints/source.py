@@ -53,6 +53,8 @@ class Source:
         weights: the same of all weights, biases and buffers, without scales.
         layout: of the float8 weights; None if the files have none.
         layers: the layers in float8, ``NAME.weight`` is float8 -> their keys beside the weight.
+        data_key, weight_key: the end of the keys of float8 or packed data in the files, and of
+            these weights in `weights`, where a packed one has the shape and key of a model.
         problems: the contradictions, one text each.
     """
 
@@ -64,7 +66,9 @@ class Source:
         for name in sorted(_files_of(self.path)):
             self._read_header(name)
         self.layout, self._skipped, self.config_file = _read_config(self.folder)
-        end, *suffixes = (WEIGHT,) if self.layout is None else self.layout.suffixes
+        suffixes = () if self.layout is None else self.layout.suffixes[1:]
+        self.data_key = end = WEIGHT if self.layout is None else self.layout.data_key
+        self.weight_key = WEIGHT if self.layout is None else self.layout.weight_key
         float8 = [
             key
             for key, spec in self.specs.items()
@@ -75,24 +79,20 @@ class Source:
             for name in (key.removesuffix(end) for key in float8 if key.endswith(end))
         }
         parts = {key for keys in self.layers.values() for key in keys}
-        self.weights = {
-            key: spec
-            for each, its in self.specs.items()
-            if each not in parts
-            for key, spec in [self._weight_of(each, its, end)]
-        }
-        self.problems = [*self._problems(float8, end, suffixes)]
+        plain = {key: spec for key, spec in self.specs.items() if key not in parts}
+        self.weights = dict(self._weight_of(*item) for item in plain.items())
+        self.problems = [*self._problems(float8, suffixes)]
         if self.problems and raises:
             raise ValueError(told(f"{self.path} contradicts itself", self.problems))
 
-    def _weight_of(self, key: str, spec: Spec, end: str) -> tuple[str, Spec]:
+    def _weight_of(self, key: str, spec: Spec) -> tuple[str, Spec]:
         """The key of a tensor in a model, and its spec there; of a packed weight, of float8."""
-        name = key.removesuffix(end)
+        name = key.removesuffix(self.data_key)
         if self.layout is None or not self.layout.is_mxfp4 or name not in self.layers:
             return key, spec
         shape = self.layout.shape_of(spec.shape)
         shape = shape if self.layout.dims == 2 else shape[:-2] + shape[:-3:-1]
-        return name + self.layout.weight_key, Spec(E4M3.dtype, shape, spec.file)
+        return name + self.weight_key, Spec(E4M3.dtype, shape, spec.file)
 
     def _read_header(self, name: str) -> None:
         file = self.folder / name
@@ -122,9 +122,8 @@ class Source:
 
         A `Float8Tensor` dequantises to ``dtype``.
         """
-        end = WEIGHT if self.layout is None else self.layout.weight_key
-        name = key.removesuffix(end)
-        if name + end != key or name not in self.layers:
+        name = key.removesuffix(self.weight_key)
+        if name + self.weight_key != key or name not in self.layers:
             return self.stored(key)
         weight = self.layer(name, dtype)[0]
         return weight if weight.dim() == 2 else weight.mT
@@ -145,7 +144,8 @@ class Source:
         spec = self.specs.get(key) or self.weights[key]
         return f"{spec.file}: {key}"
 
-    def _problems(self, float8: list[str], end: str, suffixes: list[str]) -> Iterator[str]:
+    def _problems(self, float8: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+        end = self.data_key
         for key in float8:
             if not key.endswith(end):
                 yield f"{self.place(key)} is in float8, and only weights ({end}) are read so"
@@ -166,7 +166,7 @@ class Source:
                 )
                 continue
             try:
-                self.layer(name)
+                self.layout.checked(name, self.stored, self.layers[name])
             except ValueError as error:
                 file = self.specs[name + end].file
                 yield f"{file}: {error}; {self.config_file} says {self.layout!r}"

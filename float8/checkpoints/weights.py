@@ -75,7 +75,7 @@ def planned(
     places, readers = published(model), owners(model)
     layout = layout_for(model, layout)
     in_float8, skipped, projected = _found(model, places, readers, layout)
-    for key in projected:
+    for key in sorted(projected):
         if len(places[key].shape) == 3 and key not in in_float8:
             raise ValueError(
                 f"{key}: MXFP4 stacks are stored by layout gpt_oss, of its models alone"

@@ -329,7 +329,7 @@ def test_experts_of_gpt_oss(tmp_path):
     assert_bitwise(load_file(tmp_path / "b/model.safetensors")[name], loaded)
     assert main(["convert", str(tmp_path / "it"), str(tmp_path / "c"), "--layout", "mxfp4"]) == 2
     for layout in ("mxfp4", "fine_grained"):
-        with pytest.raises(ValueError, match="gate_up_proj: MXFP4 stacks"):
+        with pytest.raises(ValueError, match="proj: MXFP4 stacks"):
             plan_save(model, layout)
 
 
