@@ -7,10 +7,13 @@ import mxfp4_oracle
 import pytest
 import torch
 import torch.distributed as dist
+from hand_written import write
 from parallel_forms import FORMS, trains
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from float8 import (
@@ -21,7 +24,7 @@ from float8 import (
     ScaleFormat,
     convert_to_float8_training,
 )
-from float8.checkpoints import save_pretrained
+from float8.checkpoints import load, save_pretrained
 from float8.config import RECIPES
 
 POW2 = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
@@ -52,6 +55,26 @@ def test_a_sharded_model_saves_the_projected_weights(rank, tmp_path):
     codes, scale = mxfp4_oracle.encode(model_of()[0].weight.detach())
     assert torch.equal(tensors["0.weight_packed"], mxfp4_oracle.pack(codes))
     assert torch.equal(tensors["0.weight_scale"], scale)
+
+
+class Experts(nn.Module):
+    """A stack (E, K, N), as gpt-oss has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(3, 96, 64))
+
+
+@pytest.mark.ranks(2)
+def test_sharded_stacks_load_their_experts(rank, tmp_path):
+    w = torch.randn(3, 64, 96, generator=torch.Generator().manual_seed(0))
+    codes, scale = mxfp4_oracle.encode(w)
+    blocks = mxfp4_oracle.pack(codes).view(3, 64, 3, 16)
+    write(tmp_path, {"up_blocks": blocks, "up_scales": scale}, {"quant_method": "mxfp4"})
+    for placement in (0, 1, 2):
+        model = fully_shard(Experts(), shard_placement_fn=lambda p, dim=placement: Shard(dim))
+        loaded = load(model, tmp_path).up.full_tensor()
+        assert torch.equal(loaded, mxfp4_oracle.project(w).mT), placement
 
 
 def integers(*shape, seed):
