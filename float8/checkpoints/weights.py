@@ -127,7 +127,8 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     A `Layout` is returned as it is. A name stands for the variant that stores the scales of the
     model's recipe. None stands for the layout that stores those scales: ``fine_grained`` of 128x128
     blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. A model of Transformers
-    with experts in MX blocks gets ``fine_grained``, which it reads. Inputs are static where all
+    with experts in MX blocks gets ``fine_grained``, which it reads. A model that trains MXFP4
+    weights gets ``mxfp4``, one of gpt-oss with experts ``gpt_oss``. Inputs are static where all
     layers cast theirs with constants.
     """
     if isinstance(layout, Layout):

@@ -165,10 +165,13 @@ def test_scales_that_differ_by_2_to_the_14_are_kept_and_no_more(granularity, sca
         if granularity == Blockwise(32, 32):  # both blocks in one block of the cast
             x = x.view(2, 32)
         x = x.reshape(-1, x.shape[-1])
-        kept = Float8Tensor.from_high_precision(x, E4M3, granularity, scale_format=scale_format)
-        error = (kept.dequantize(torch.float32).double() - x.double()).abs().max()
-        assert (error == 0) == (exponents <= 14)
-        assert error <= 2.0**-18 * x.double().abs().max()
+        for dtype in (E4M3, torch.float8_e4m3fnuz):
+            kept = Float8Tensor.from_high_precision(
+                x, dtype, granularity, scale_format=scale_format
+            )
+            error = (kept.dequantize(torch.float32).double() - x.double()).abs().max()
+            assert (error == 0) == (exponents <= 14), dtype
+            assert error <= 2.0**-18 * x.double().abs().max()
 
 
 @pytest.mark.parametrize("scale_format", [E8M0, FLOOR])
