@@ -19,8 +19,8 @@ on the meta device get some.
 
 **Layers that keep float8 weights** cast their inputs as the layout says: per 128 values of a token
 (``fine_grained``), per token or with the scale of the file (``compressed_tensors``, ``modelopt``),
-or 1x32 (MX and MXFP4). E8M0 scales of 128x128 blocks become float32, exactly. The weights are frozen, and
-gradients pass to the input.
+or 1x32 (MX and MXFP4). E8M0 scales of 128x128 blocks become float32, exactly. The weights are
+frozen, and gradients pass to the input.
 
 **The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
 where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A

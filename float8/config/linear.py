@@ -59,10 +59,10 @@ class Float8LinearConfig:
             MXFP4 weights has the weights that were trained: 4-bit E2M1 values with one E8M0 scale
             per 32 input features (OCP MX 1.0, sections 5.3.3 and 6.3; see `float8.kernels.mxfp4`).
             The gradient passes straight through to the high-precision weight, which
-            ``high_precision(model)`` multiplies as it is. Casts of weights need scales that are powers of
-            two. Dynamic ones keep the rounded values exactly if the scales of the MXFP4 blocks in
-            one block of the cast, blocks of zeros aside, differ by at most 2^14. Otherwise small
-            values are rounded again, by at most 2^-18 of the amax.
+            ``high_precision(model)`` multiplies as it is. Casts of weights need scales that are
+            powers of two. Dynamic ones keep the rounded values exactly if the scales of the MXFP4
+            blocks in one block of the cast, blocks of zeros aside, differ by at most 2^14.
+            Otherwise small values are rounded again, by at most 2^-18 of the amax.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing. Conversion then takes layers of any sizes.
         emulate: run the reference path on every device.
