@@ -37,16 +37,15 @@ def _values_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.where(amax.isinf(), torch.nan, amax)
     scale = e8m0.scale_from_amax(amax, 6.0, rounds_up=False)
     scaled = blocks * e8m0.reciprocal(scale)
-    # The distance between neighbours, at least that of subnormals. Tensor.round is to even.
-    magnitude = scaled.abs()
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return ((scaled / step).round() * step).clamp(-6.0, 6.0), scale
+    # The distance between neighbours, at least that of subnormals. In place: stacks are large.
+    step = torch.where(scaled.abs() < 2, 0.5, torch.where(scaled.abs() < 4, 1.0, 2.0))
+    return scaled.div_(step).round_().mul_(step).clamp_(-6.0, 6.0), scale  # rounds to even
 
 
 def project(x: Tensor) -> Tensor:
     """x (..., K) rounded to MXFP4, in its dtype; K is a multiple of 32."""
     values, scale = _values_and_scale(x)
-    return (values * e8m0.as_float32(scale)).flatten(-2).to(x.dtype)
+    return values.mul_(e8m0.as_float32(scale)).flatten(-2).to(x.dtype)
 
 
 def cast(x: Tensor) -> tuple[Tensor, Tensor]:
