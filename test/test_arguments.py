@@ -234,7 +234,7 @@ NO_CALLS = {
     *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor", "Alarm"),
     *("GemmSpeed", "OperandCast", "Report", "ScalingController", "StateReport"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
-    *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
+    *("GptOss", "MXFP4", "ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
     *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
 }
