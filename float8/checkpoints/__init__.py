@@ -27,14 +27,12 @@ alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__ma
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
     "CompressedTensors",
     "FineGrained",
     "ModelOpt",
-    "SavePlan",
     "load",
     "plan_save",
     "save_pretrained",

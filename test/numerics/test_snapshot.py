@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from runs import ROW
 
-from float8.numerics import Report
+from float8.numerics.snapshot import Report
 from float8.numerics.statistics import Histogram
 
 WEIGHT = replace(ROW, layer="b", operand="weight", sqnr=20.0)
