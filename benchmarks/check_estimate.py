@@ -78,7 +78,8 @@ from float8.estimate.roofline import (
 COLUMNS = columns("source board kind what predicted measured off fits", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
 RESULTS = FILE.parent / "results" / "h100_2026-11-27"
-MEASURED = (RESULTS / "bench_linear.json", RESULTS / "bench_casts.json")
+NAMES = ("linear", "casts", "matmul", "model", "grouped_mm", "grouped_mm_mixtral")
+MEASURED = tuple(RESULTS / f"bench_{name}.json" for name in NAMES)
 DENSE, CASTS, LAYERS, GROUPED, MODELS = "dense GEMMs", "casts", "layers", "grouped GEMMs", "models"
 Row = dict[str, Any]
 Pair = tuple[str, str, float, float]  # kind, what, predicted, measured

@@ -160,11 +160,11 @@ done
 OMP_NUM_THREADS=2 timeout 150 python3 scripts/gpu_first.py >"$out/first.log" 2>&1 &
 tests cuda 120 10 cuda test/kernels test/activations/test_ops.py test/benchmarks/test_step.py \
     test/tensor/dispatch/test_copies.py test/numerics/test_statistics.py test/fusion/test_producers.py \
-    test/test_kernel_path.py test/linear/test_layer.py
+    test/optim/test_gradients.py test/test_kernel_path.py test/linear/test_layer.py
 wait
-part first 10 grep '^0 of' "$out/first.log"
+part first 5 grep '^0 of' "$out/first.log"
 tee -a "$report" <"$out/first.log"
-benchmark bench_linear 80 "${linear[@]}" --repeats 10 --stop-after 60
+benchmark bench_linear 45 "${linear[@]}" --repeats 10 --stop-after 35
 benchmark bench_grouped_mm 60 "${grouped[@]}" --repeats 5 --warmup 2 --stop-after 50
 benchmark bench_casts 30 "${casts[@]}" --repeats 5 --warmup 2 --stop-after 25
 benchmark bench_model 60 "${model[@]}" --repeats 5 --stop-after 50

@@ -21,8 +21,8 @@ have a type of their own::
     )
 
 Qwen2, Qwen3 and Mistral have the same names. Types, sizes and configs of declared layers are
-checked. Anything else that reads the result raises an error at the first forward, unless it is a
-float8 layer with the same input cast.
+checked. Anything else that reads the result raises an error at the first forward, except a float8
+layer with the same input cast, and sums and copies into plain tensors, which read its values.
 
 Every reader has to be a `Float8Linear`, all with one tensorwise input cast. Fused are modules whose
 type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered (`register_norm`).

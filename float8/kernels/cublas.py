@@ -37,6 +37,7 @@ of a blockwise product: a separate operation adds these two.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -218,16 +219,26 @@ def _cublas_blockwise_mm(
     refuses ``use_fast_accum=True`` for these scales.
     """
     kinds = {1: F.ScalingType.BlockWise1x128, 128: F.ScalingType.BlockWise128x128}
-    return F.scaled_mm(
-        a,
-        b.t(),
-        _scales_in_fours(a_scale, a_rows),
-        kinds[a_rows],
-        _scales_in_fours(b_scale, b_rows),
-        kinds[b_rows],
-        output_dtype=out_dtype,
-        use_fast_accum=use_fast_accum,
+
+    def by_cublas() -> Tensor:
+        return F.scaled_mm(
+            a,
+            b.t(),
+            _scales_in_fours(a_scale, a_rows),
+            kinds[a_rows],
+            _scales_in_fours(b_scale, b_rows),
+            kinds[b_rows],
+            output_dtype=out_dtype,
+            use_fast_accum=use_fast_accum,
+        )
+
+    if a.is_cpu or importlib.util.find_spec("deep_gemm") is None:
+        return by_cublas()
+    deep_gemm = importlib.import_module("float8.kernels.gpu.deep_gemm")
+    faster: Tensor = deep_gemm.or_faster(
+        by_cublas, a, a_scale, b, b_scale, a_rows, b_rows, out_dtype
     )
+    return faster
 
 
 def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:

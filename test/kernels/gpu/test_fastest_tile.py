@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import contextmanager
+
 import pytest
 import torch
 from pretend import PretendCuda
@@ -27,12 +30,23 @@ def measured(monkeypatch):
     monkeypatch.setattr(fastest_tile, "_CHOSEN", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the caller's")
+    monkeypatch.setattr(torch.cuda, "stream", current)
     return timed
 
 
-def choose(sizes=(100, 200), form="a", x=None) -> str:
+STREAM = threading.local()  # the current one of each thread
+
+
+@contextmanager
+def current(stream):
+    STREAM.current = stream
+    yield
+
+
+def choose(sizes=(100, 200), form="a", x=None, run=lambda tile: None) -> str:
     x = torch.empty(1).as_subclass(PretendCuda) if x is None else x
-    return fastest(form, x, sizes, list(TIMES), "by rule", run=lambda tile: None)
+    return fastest(form, x, sizes, list(TIMES), "by rule", run)
 
 
 def test_the_fastest_tile_is_measured_once_per_class(measured):
@@ -44,6 +58,28 @@ def test_the_fastest_tile_is_measured_once_per_class(measured):
     for sizes, form in (((128, 200), "a"), ((100, 256), "a"), ((100, 200), "b")):
         choose(sizes, form)
     assert len(measured) == 4 * len(TIMES)
+
+
+def test_all_tiles_are_compiled_at_once_on_the_stream_of_the_caller(measured):
+    together = threading.Barrier(len(TIMES), timeout=20)
+    launched = []
+
+    def run(tile):
+        together.wait()  # raises where they come one after the other
+        launched.append((tile, STREAM.current))
+
+    assert choose(run=run) == "quick"
+    assert sorted(launched) == sorted((tile, "the caller's") for tile in TIMES)
+
+
+def test_an_error_of_a_tile_reaches_the_caller(measured):
+    with pytest.raises(ValueError, match="no shared memory for small"):
+        choose(run=lambda tile: None if tile != "small" else _refuse(tile))
+    assert measured == []
+
+
+def _refuse(tile):
+    raise ValueError(f"no shared memory for {tile}")
 
 
 def test_a_capture_measures_nothing_and_remembers_nothing(measured, monkeypatch):
