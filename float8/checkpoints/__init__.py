@@ -27,7 +27,6 @@ alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__ma
 
 from float8.checkpoints.layouts import MXFP4, CompressedTensors, FineGrained, GptOss, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
@@ -36,7 +35,6 @@ __all__ = [
     "FineGrained",
     "GptOss",
     "ModelOpt",
-    "SavePlan",
     "load",
     "plan_save",
     "save_pretrained",

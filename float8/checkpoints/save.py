@@ -39,7 +39,7 @@ from float8.convert.folding import pattern_of
 from float8.distributed.rank_comparison import compare_ranks
 from float8.granularity import block_name
 
-__all__ = ["SavePlan", "plan_save", "save_pretrained", "weight_updates"]
+__all__ = ["plan_save", "save_pretrained", "weight_updates"]
 
 
 def plan_save(

@@ -73,8 +73,8 @@ class Float8LinearConfig:
             leaves bad input to the kernels' own errors, for the least Python overhead.
 
     Attributes:
-        plan: the three GEMMs and their casts.
-        key: a string that stands for the plan: equal for equal ones, and quick to compare.
+        plan, key: for the library itself: the three GEMMs and their casts, and a string that is
+            equal for equal plans.
         uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
             called.
 

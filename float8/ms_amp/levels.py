@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import ModuleFilter
-from float8.distributed.gradients import Float8Gradients
+from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3
 from float8.linear.float8_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
 

@@ -26,7 +26,8 @@ from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.ms_amp.levels import LEVELS, MsAmp
 from float8.ms_amp.ms_amp import ms_amp
-from float8.optim import Adam, AdamW, Moment
+from float8.optim import Adam, AdamW
+from float8.optim.moment import Moment
 
 LEVEL = pytest.mark.parametrize("level", LEVELS)
 WIDTHS = (64, 256, 128)
