@@ -13,7 +13,7 @@ reads published ones as a base to train on.
 
 How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
-`ModelOpt` (per tensor, static inputs), `MXFP4` and `GptOss` (packed 4-bit weights). It says once
+`ModelOpt` (per tensor, static inputs), ``"mxfp4"`` and ``"gpt_oss"`` (packed 4-bit weights). It says once
 what a file has of a layer (``Layout.parts``), from which a `Float8Tensor` becomes named tensors and
 comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the
 files (``files.py``), so this package needs the extra ``checkpoints``.
@@ -25,15 +25,13 @@ bits a layer is stored) < ``plan.py`` (what will be written, and its tensors one
 alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__main__.py``.
 """
 
-from float8.checkpoints.layouts import MXFP4, CompressedTensors, FineGrained, GptOss, ModelOpt
+from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
 from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
-    "MXFP4",
     "CompressedTensors",
     "FineGrained",
-    "GptOss",
     "ModelOpt",
     "load",
     "plan_save",
