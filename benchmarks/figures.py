@@ -5,8 +5,9 @@
     python benchmarks/figures.py quality --result FILE.json --folder /tmp/x    # of another file
 
 Others are not drawn here: unit_scales.png shows the scales of a model's tensors
-(`float8.unit_scaling.analysis.plot`), report.png is a screenshot of a numerics page. What drew
-outliers.png is no longer in the repository.
+(`float8.unit_scaling.analysis.plot`), report.png is a screenshot, 1240 pixels wide, of the page of
+step 20 of ``scripts/train_gpt.py --recipe delayed --eval-interval 20 --inspect run.json``. What
+drew outliers.png is no longer in the repository.
 
 The overview is the README's figure: what a recipe costs in loss, and what it brings in memory and
 speed. Three aligned panels, a row per way of training; every number is read from a file:

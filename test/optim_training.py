@@ -4,7 +4,7 @@ import torch
 from assertions import assert_bitwise
 from torch import nn
 
-from float8.optim import Moment
+from float8.optim.moment import Moment
 
 SHAPE = (96, 130)
 

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 from float8.config import RECIPES
-from float8.estimate import Device
-from float8.estimate.devices import BF16
+from float8.estimate.devices import BF16, Device
 from float8.estimate.roofline import (
     Shape,
     Use,

@@ -209,7 +209,6 @@ CALLS = {
         )
     ],
     "weight_updates": [(checkpoints.weight_updates, {"model": converted}, "model layout:? recast")],
-    "check_config": [(f.config.check_config, {}, "-")],
     "float8_gradients": [(f.distributed.gradients.float8_gradients, {}, "-")],
     # float8.filters
     "skip_names": [(filters.skip_names, {}, "-:s")],
@@ -228,13 +227,9 @@ CALLS = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
-    *("Calibration", "CastStatistics", "Comparison", "Device", "Estimate"),
-    *("Finding", "ModuleFilter", "SavePlan"),
-    "ScaleFormat",
-    *("Float8Gradients", "Gemm", "GradientReport", "LinearPlan", "Moment", "Monitor", "Alarm"),
-    *("GemmSpeed", "OperandCast", "Report", "ScalingController", "StateReport"),
+    *("Alarm", "ScaleFormat", "ScalingController"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
-    *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
+    *("GptOss", "MXFP4", "ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
     *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
 }

@@ -13,10 +13,10 @@ reads published ones as a base to train on.
 
 How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
-`ModelOpt` (per tensor, static inputs). It says once what a file has of a layer (``Layout.parts``),
-from which a `Float8Tensor` becomes named tensors and comes back. A new layout is its class and its
-row in ``LAYOUTS``. safetensors reads and writes the files (``files.py``), so this package needs the
-extra ``checkpoints``.
+`ModelOpt` (per tensor, static inputs), ``"mxfp4"`` and ``"gpt_oss"`` (packed 4-bit weights). It says once
+what a file has of a layer (``Layout.parts``), from which a `Float8Tensor` becomes named tensors and
+comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the
+files (``files.py``), so this package needs the extra ``checkpoints``.
 
 ``files.py``, ``layouts.py`` < ``source.py`` (the weights of a checkpoint), ``casts.py`` (with which
 bits a layer is stored) < ``plan.py`` (what will be written, and its tensors one by one). A model:
@@ -27,14 +27,12 @@ alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__ma
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt
 from float8.checkpoints.loading import load
-from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.save import plan_save, save_pretrained, weight_updates
 
 __all__ = [
     "CompressedTensors",
     "FineGrained",
     "ModelOpt",
-    "SavePlan",
     "load",
     "plan_save",
     "save_pretrained",

@@ -22,7 +22,7 @@ import torch
 
 from float8.checkpoints import inspection
 from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
-from float8.checkpoints.layouts import CompressedTensors, FineGrained, Layout, ModelOpt
+from float8.checkpoints.layouts import MXFP4, CompressedTensors, FineGrained, Layout, ModelOpt
 from float8.checkpoints.plan import SavePlan
 from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
@@ -38,6 +38,7 @@ TARGETS: dict[str, Layout | torch.dtype] = {
     "compressed_tensors:rowwise": CompressedTensors(Rowwise()),
     "compressed_tensors:static": CompressedTensors(Tensorwise(), static_inputs=True),
     "modelopt": ModelOpt(),
+    "mxfp4": MXFP4(),
     **{str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION_DTYPES},
 }
 Result = tuple[int, str, dict[str, Any]]  # the exit status, what is printed, and as JSON

@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from float8.checkpoints.files import Spec
 from float8.checkpoints.layouts import MX, Layout
-from float8.config import OperandCast, ScalingType
+from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.linear.float8_weight import cached_tensor, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.scaling import bind_and_cast
 from float8.tensor import Float8Tensor
 
 STORED = "float8 bits as they are"
@@ -81,9 +80,7 @@ class StoredLayer:
                 raise ValueError(f"{self.name}: its weight has NaN or inf, which no cast may hide")
             scale = self.known if scale is None else scale
             scale = None if scale is None else scale.to(plain.device)
-            block = self.layout.block
-            how = OperandCast(ScalingType.DYNAMIC, E4M3, block, self.scale_format)
-            found = Float8Tensor(*bind_and_cast(plain, how, scale=scale), block, plain.dtype)
+            found = self.layout.cast(plain, self.scale_format, scale)
         assert isinstance(found, Float8Tensor)
         stored = self.layout.fit(found)
         if isinstance(stored, str):
@@ -114,8 +111,8 @@ def stored_layer(
     elif linear is not None and weight is linear.weight:
         stored = cached_tensor(linear)
     fits = None if stored is None else layout.fit(stored)
-    if layout.name == "compressed_tensors" and layout.granularity == MX and shape[1] % 32:
-        problem = f"in_features={shape[1]} is not a multiple of 32"
+    if layout.name != "fine_grained" and layout.granularity == MX and shape[-1] % 32:
+        problem = f"in_features={shape[-1]} is not a multiple of 32"
     elif layout.static_inputs and input_scale is None:
         problem = (
             "it has no static input scale, which this layout stores: give input_scales="
@@ -131,6 +128,9 @@ def stored_layer(
         return replace(anew, how=RECAST)
     config = None if module is None else own_config(module)
     trained = None if config is None else config.plan.output.b
+    if layout.is_mxfp4:
+        is_trained = config is not None and config.mxfp4_weights
+        return replace(anew, how=TRAINING_CAST) if is_trained else anew
     if (
         trained is None
         or (trained.format, trained.block) != (E4M3, layout.block)

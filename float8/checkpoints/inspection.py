@@ -61,7 +61,7 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Report:
             ends = torch.aminmax(e8m0.as_float32(weight.scale))
             scales[pattern_of(name)] += map(float, ends)
         count = int((weight.float8_data.view(torch.uint8) & 0x7F == 0x7F).sum()) if data else 0
-        place = source.place(name + WEIGHT)
+        place = source.place(name + source.data_key)
         problems += [f"{place} has {count} values that are NaN"] if count else []
     for key, spec in source.weights.items():
         name = key.removesuffix(WEIGHT)

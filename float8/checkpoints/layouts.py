@@ -1,7 +1,9 @@
 """Layouts: how the checkpoints of other libraries store the float8 weight of a linear layer.
 
 In memory a float8 weight is a `Float8Tensor` of shape (N, K), E4M3, ``value = data * scale``. In a
-file it is ``weight`` and one or two scales, which dequantise by a product too:
+file it is ``weight`` and one or two scales, which dequantise by a product too. MXFP4 weights are
+such tensors too, since E2M1 values are E4M3 numbers (`float8.kernels.mxfp4`); files have them
+packed, as ``weight_packed`` or, of a stack of experts, ``NAME_blocks``:
 
 ==================== ================ ========================== ============ ====================
 layout, granularity  strategy         scale of the weight        stored as    inputs
@@ -14,6 +16,9 @@ compressed_tensors,
  128x128             ``block``        ``weight_scale``, blocks   float32      1x128
  1x32 (MX)           ``group``        ``weight_scale``, blocks   E8M0, uint8  1x32, E8M0
 modelopt             (per tensor)     ``weight_scale``, ()       float32      static
+mxfp4                ``group``        ``weight_scale``, 1x32     E8M0, uint8  high precision
+gpt_oss              (1x32)           ``NAME_scales``,           E8M0, uint8  high precision
+                                      (E, N, K / 32)
 ==================== ================ ========================== ============ ====================
 
 ``input_scale`` is stored where inputs are static. Read are also scales in bfloat16 and float16, and
@@ -22,7 +27,9 @@ scales per tensor of shape (), (1,) or (1, 1): published files have them.
 Sources: deepseek-ai/DeepSeek-V3, README_WEIGHTS.md (blocks at an edge are padded with zeros before
 their scale is computed); compressed-tensors 0.20, ``quantization/quant_scheme.py``; vLLM 0.33,
 ``compressed_tensors/schemes`` and ``parameter.py``; NVIDIA/TensorRT-Model-Optimizer at 5a4242f,
-``modelopt/torch/export/quant_utils.py``.
+``modelopt/torch/export/quant_utils.py``. Of MXFP4: compressed-tensors 0.20, ``compressors/mxfp4``;
+vLLM, ``compressed_tensors/schemes/compressed_tensors_w4a4_mxfp4.py`` and ``mxfp4.py``; Transformers
+5.23, ``integrations/mxfp4.py``.
 
 Each layout lists the layers that stay in high precision. Readers do not compare whole names only: a
 name in the list that also stands for a layer in float8 would make a reader take the codes of that
@@ -45,6 +52,7 @@ import torch
 from torch import Tensor
 
 from float8.arguments import check_bool
+from float8.config import OperandCast, ScalingType
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import (
     Block,
@@ -55,7 +63,8 @@ from float8.granularity import (
     block_name,
     scale_shape,
 )
-from float8.kernels import e8m0
+from float8.kernels import e8m0, mxfp4
+from float8.linear.scaling import bind_and_cast
 from float8.tensor import Float8Tensor
 
 Shape = tuple[int, ...]
@@ -81,7 +90,11 @@ class Layout(ABC):
     Attributes:
         name: of the format, as users write it: ``fine_grained``.
         method: the ``quant_method`` of the config.
-        scale_key: the name of the weight's scale.
+        weight_key, data_key, scale_key: the end of the key of a weight in high precision, of its
+            data, and of its scale.
+        data_dtype: of the data in a file.
+        dims: of a weight: 3 for stacks of experts.
+        is_mxfp4: whether it stores MXFP4 weights.
         one_scale: the shape of a scale per tensor.
         scale_bytes: the dtype under which E8M0 scales are stored.
         skipped_key: the field of the config that lists layers in high precision.
@@ -93,7 +106,12 @@ class Layout(ABC):
 
     name: ClassVar[str]
     method: ClassVar[str]
-    scale_key: ClassVar[str] = "weight_scale"
+    weight_key: ClassVar[str] = WEIGHT
+    data_key: ClassVar[str] = WEIGHT
+    scale_key: ClassVar[str] = ".weight_scale"
+    data_dtype: ClassVar[torch.dtype] = E4M3.dtype
+    dims: ClassVar[int] = 2
+    is_mxfp4: ClassVar[bool] = False
     one_scale: ClassVar[Shape] = ()
     scale_bytes: ClassVar[torch.dtype] = torch.uint8
     skipped_key: ClassVar[str] = "ignore"
@@ -105,7 +123,7 @@ class Layout(ABC):
     @property
     def block(self) -> Block:
         """The granularity, as the extents of a block."""
-        found: Block = self.granularity.block_of((0, 0))
+        found: Block = self.granularity.block_of((0,) * self.dims)
         return found
 
     # --- layers
@@ -119,13 +137,35 @@ class Layout(ABC):
         one: tuple[Shape, ...] = (self.one_scale, (), (1,), (1, 1))
         dtypes = (self.scale_bytes, *dtypes) if self.scale_format.is_e8m0 else dtypes
         scales = one if self.granularity == Tensorwise() else (scale_shape(shape, self.block),)
-        parts = {WEIGHT: ((E4M3.dtype,), (shape,)), f".{self.scale_key}": (dtypes, scales)}
+        data = (self.data_dtype,), (self.data_shape(shape),)
+        parts = {self.data_key: data, self.scale_key: (dtypes, scales)}
         return parts | ({".input_scale": (_FLOATS, one)} if self.static_inputs else {})
 
     @property
     def suffixes(self) -> tuple[str, ...]:
-        """The ends of a layer's keys beside ``.weight``."""
-        return tuple(self.parts((1, 1)))[1:]
+        """The ends of a layer's keys, the data's first."""
+        return tuple(self.parts((1,) * self.dims))
+
+    def data_shape(self, shape: Shape) -> Shape:
+        """The shape that a file has of the data of a weight."""
+        return shape
+
+    def shape_of(self, data_shape: Shape) -> Shape:
+        """The inverse of `data_shape`."""
+        return data_shape
+
+    def to_file(self, data: Tensor) -> Tensor:
+        """The data of a weight as a file has it, but for its shape."""
+        return data
+
+    def from_file(self, data: Tensor) -> Tensor:
+        """The inverse of `to_file`."""
+        return data
+
+    def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
+        """A weight in high precision as this layout stores it; ``scale`` is its scale, if known."""
+        how = OperandCast(ScalingType.DYNAMIC, E4M3, self.block, scale_format)
+        return Float8Tensor(*bind_and_cast(x, how, scale=scale), self.block, x.dtype)
 
     def fit(self, weight: Float8Tensor) -> Float8Tensor | str:
         """A weight as this layout stores it, with the same values, or why it cannot store it."""
@@ -151,7 +191,7 @@ class Layout(ABC):
         ``weight`` is as of `fit`. A bias is no part of it: biases stay as they are.
         """
         parts = self.parts(weight.shape).items()
-        values: Any = (weight.float8_data, weight.scale, input_scale)
+        values: Any = (self.to_file(weight.float8_data), weight.scale, input_scale)
         return {
             name + suffix: x.view(dtypes[0]).reshape(shapes[0])
             for (suffix, (dtypes, shapes)), x in zip(parts, values, strict=False)
@@ -162,30 +202,43 @@ class Layout(ABC):
     ) -> tuple[Float8Tensor, Tensor | None]:
         """The weight and input scale of a layer: the inverse of `tensors`, to the same bits.
 
-        ``{name}.weight`` exists and is float8; ``keys`` are its other keys. The weight dequantises
-        to ``dtype``. E8M0 scales become float32, exactly, unless the layout has E8M0. Raises
-        ValueError, with the key and the values, if a tensor is missing or has a wrong dtype or
-        shape, or if a scale is not finite and positive.
+        The weight dequantises to ``dtype``. E8M0 scales become float32, exactly, unless the layout
+        has E8M0. For the other arguments and the errors see `checked`.
         """
-        data, scales = read(name + WEIGHT), []
-        if data.dim() != 2:
-            raise ValueError(f"{name}{WEIGHT} is {tuple(data.shape)}, expected a matrix (N, K)")
-        for suffix, (dtypes, shapes) in self.parts(tuple(data.shape)).items():
-            key = name + suffix
-            if suffix != WEIGHT and key not in keys:
+        data, scale, *others = self.checked(name, read, keys)
+        shape = self.shape_of(tuple(data.shape))
+        scale = scale.reshape(scale_shape(shape, self.block))
+        weight = Float8Tensor(self.from_file(data).reshape(shape), scale, self.block, dtype)
+        return weight, others[0].reshape(()) if self.static_inputs else None
+
+    def checked(
+        self, name: str, read: Callable[[str], Tensor], keys: Collection[str]
+    ) -> list[Tensor]:
+        """The tensors of a layer as a file has them, with scales of the layout's dtype.
+
+        ``read`` returns the tensor of a key. The key of the data exists; ``keys`` are the others of
+        the layer. Raises ValueError, with the key and the values, if a tensor is missing or has a
+        wrong dtype or shape, or if a scale is not finite and positive. No data is read.
+        """
+        data = read(name + self.data_key)
+        found, shape = [data], self.shape_of(tuple(data.shape))
+        if len(shape) != self.dims:
+            wanted = "a matrix (N, K)" if self.dims == 2 else "a stack (E, N, K / 32, 16)"
+            raise ValueError(f"{name}{self.data_key} is {tuple(data.shape)}, expected {wanted}")
+        for suffix, (dtypes, shapes) in self.parts(shape).items():
+            key, is_scale = name + suffix, suffix != self.data_key
+            if is_scale and key not in keys:
                 raise ValueError(f"{key} is missing: the layer is in float8 and needs this scale")
             x = read(key)
             if x.dtype not in dtypes or tuple(x.shape) not in shapes:
                 wanted = f"{shapes[0]} of {' or '.join(map(str, dict.fromkeys(dtypes)))}"
                 raise ValueError(f"{key} is {x.dtype} of shape {tuple(x.shape)}, expected {wanted}")
-            if suffix != WEIGHT:
+            if is_scale:
                 x = x.view(_BYTES[0]) if x.dtype in _BYTES else x.float()
-                scales.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
+                found.append(x if self.scale_format.is_e8m0 else e8m0.as_float32(x))
                 if (bad := _bad_scale(x)) is not None:
                     raise ValueError(f"{key} {bad}")
-        scale = scales[0].reshape(scale_shape(data.shape, self.block))
-        weight = Float8Tensor(data, scale, self.block, dtype)
-        return weight, scales[1].reshape(()) if self.static_inputs else None
+        return found
 
     # --- configs
 
@@ -258,7 +311,7 @@ class FineGrained(Layout):
 
     name: ClassVar[str] = "fine_grained"
     method: ClassVar[str] = "fp8"
-    scale_key: ClassVar[str] = "weight_scale_inv"
+    scale_key: ClassVar[str] = ".weight_scale_inv"
     scale_bytes: ClassVar[torch.dtype] = torch.float8_e8m0fnu
     skipped_key: ClassVar[str] = "modules_to_not_convert"
 
@@ -362,20 +415,8 @@ class CompressedTensors(Layout):
         """What compressed-tensors' ``QuantizationConfig`` reads."""
         weights, inputs = SCHEMES[self.granularity]
         kind = "mxfp8-quantized" if self.granularity == MX else "float-quantized"
-        group = {
-            "targets": ["Linear"],
-            "weights": _arguments(weights),
-            "input_activations": _arguments(_STATIC if self.static_inputs else inputs),
-            "output_activations": None,
-            "format": kind,
-        }
-        return {
-            "format": kind,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "kv_cache_scheme": None,
-            "global_compression_ratio": None,
-        }
+        inputs = _STATIC if self.static_inputs else inputs
+        return _one_group(kind, _arguments(weights), _arguments(inputs))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> CompressedTensors | None:
@@ -387,6 +428,24 @@ class CompressedTensors(Layout):
         variants = [*map(cls, SCHEMES), *(cls(each, static_inputs=True) for each in _WITH_STATIC)]
         own = ((x, _decisive(x._config())[0]) for x in variants)
         return next((x for x, scheme in own if all(scheme == its for its in schemes)), None)
+
+
+def _one_group(kind: str, weights: Any, inputs: Any) -> dict[str, Any]:
+    """The config of compressed-tensors of one format, with arguments of weights and of inputs."""
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": inputs,
+        "output_activations": None,
+        "format": kind,
+    }
+    return {
+        "format": kind,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
 
 
 def _arguments(differing: Mapping[str, Any]) -> dict[str, Any]:
@@ -442,9 +501,103 @@ class ModelOpt(Layout):
         return cls() if str(found).upper() == "FP8" else None
 
 
+@dataclass(frozen=True)
+class MXFP4(Layout):
+    """Packed MXFP4 weights in the format of llm-compressor; engines choose how inputs are cast.
+
+    Two E2M1 values a byte, one E8M0 scale per 32 input features.
+    """
+
+    granularity, scale_format = MX, ScaleFormat.E8M0_FLOOR
+    name: ClassVar[str] = "mxfp4"
+    method: ClassVar[str] = "compressed-tensors"
+    data_key: ClassVar[str] = ".weight_packed"
+    data_dtype: ClassVar[torch.dtype] = torch.uint8
+    is_mxfp4: ClassVar[bool] = True
+    skips: ClassVar[Any] = operator.eq
+
+    def data_shape(self, shape: Shape) -> Shape:
+        """(N, K) -> (N, K / 2)."""
+        return (*shape[:-1], shape[-1] // 2)
+
+    def shape_of(self, data_shape: Shape) -> Shape:
+        """(N, K / 2) -> (N, K)."""
+        return (*data_shape[:-1], data_shape[-1] * 2)
+
+    def to_file(self, data: Tensor) -> Tensor:
+        """E2M1 values, two a byte."""
+        return mxfp4.pack(data)
+
+    def from_file(self, data: Tensor) -> Tensor:
+        """The inverse of `to_file`."""
+        return mxfp4.unpack(data)
+
+    def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
+        """A weight in high precision, rounded to MXFP4, whose scales are its own."""
+        return Float8Tensor(*mxfp4.cast(x), self.block, x.dtype)
+
+    def fit(self, weight: Float8Tensor) -> Float8Tensor | str:
+        """A weight of any granularity whose values are MXFP4; its data is read."""
+        found, values = weight, weight.dequantize(torch.float32)
+        if weight.shape[-1] % mxfp4.BLOCK == 0:
+            found = self.cast(values, self.scale_format, None)._replace(dtype=weight.dtype)
+        if values.is_meta or torch.equal(found.dequantize(torch.float32), values):
+            return found
+        return "its weight has values that MXFP4 does not hold"
+
+    def _config(self) -> dict[str, Any]:
+        """What compressed-tensors' ``MXFP4PackedCompressor`` reads."""
+        return _one_group("mxfp4-pack-quantized", _arguments(_MXFP4), None)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MXFP4 | None:
+        """One scheme of MXFP4 weights for all groups, with inputs of any kind."""
+        weights = [scheme[0] for scheme in _decisive(config)]
+        own = _decisive(cls()._config())[0][0]
+        return cls() if weights and all(each == own for each in weights) else None
+
+
+_MXFP4 = {**_OF_32, "num_bits": 4}
+
+
+@dataclass(frozen=True)
+class GptOss(MXFP4):
+    """Packed MXFP4 experts in the format of gpt-oss, which stores all other layers as they are.
+
+    ``NAME_blocks`` is (E, N, K / 32, 16) and ``NAME_scales`` (E, N, K / 32), uint8, of a stack of
+    experts that a model has as ``NAME`` (E, K, N).
+    """
+
+    name: ClassVar[str] = "gpt_oss"
+    method: ClassVar[str] = "mxfp4"
+    weight_key: ClassVar[str] = ""
+    data_key: ClassVar[str] = "_blocks"
+    scale_key: ClassVar[str] = "_scales"
+    dims: ClassVar[int] = 3
+    skipped_key: ClassVar[str] = "modules_to_not_convert"
+    skips = staticmethod(FineGrained.skips)
+
+    def data_shape(self, shape: Shape) -> Shape:
+        """(E, N, K) -> (E, N, K / 32, 16)."""
+        return (*shape[:-1], shape[-1] // 32, 16)
+
+    def shape_of(self, data_shape: Shape) -> Shape:
+        """(E, N, K / 32, 16) -> (E, N, K)."""
+        return (*data_shape[:-2], data_shape[-2] * 32)
+
+    def _config(self) -> dict[str, Any]:
+        """Transformers' ``Mxfp4Config`` and vLLM's ``Mxfp4Config`` have no fields of weights."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> GptOss:
+        """The format has one variant."""
+        return cls()
+
+
 # The name that users write -> the class. A row also makes `layout_of` read the format.
 LAYOUTS: dict[str, type[Layout]] = {
-    layout.name: layout for layout in (FineGrained, CompressedTensors, ModelOpt)
+    layout.name: layout for layout in (FineGrained, CompressedTensors, ModelOpt, MXFP4, GptOss)
 }
 
 
@@ -456,6 +609,6 @@ def layout_of(config: Mapping[str, Any]) -> Layout:
             return found
     raise ValueError(
         f"quantization_config has {dict(config)!r}; readable are fine_grained (E4M3, dynamic "
-        "inputs), compressed_tensors (one scheme of 8 bit floats, neither sparse nor transformed "
-        "weights) and modelopt (FP8)"
+        "inputs), compressed_tensors (one scheme of 8 bit floats or of MXFP4 weights, neither "
+        "sparse nor transformed), modelopt (FP8) and gpt_oss (MXFP4)"
     )

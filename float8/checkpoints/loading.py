@@ -19,8 +19,8 @@ on the meta device get some.
 
 **Layers that keep float8 weights** cast their inputs as the layout says: per 128 values of a token
 (``fine_grained``), per token or with the scale of the file (``compressed_tensors``, ``modelopt``),
-or 1x32 (MX). E8M0 scales of 128x128 blocks become float32, exactly. The weights are frozen, and
-gradients pass to the input.
+or 1x32 (MX and MXFP4). E8M0 scales of 128x128 blocks become float32, exactly. The weights are
+frozen, and gradients pass to the input.
 
 **The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
 where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A
@@ -117,9 +117,14 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
+    end = source.weight_key
+    own = {name: slots[key] for name in source.layers if (key := name + end) in slots}
     # Name in the model -> name in the files, of layers in float8 with a weight of their own.
-    stored = {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
+    stored = {
+        _layer_of(slot): name
+        for name, slot in own.items()
+        if end == WEIGHT and not (slot.index or slot.transposed)
+    }
     plan = None
     if weights == FLOAT8 or config is not None:
         in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}

@@ -75,10 +75,11 @@ class SavePlan:
     def __str__(self) -> str:
         sizes = {key: spec.nbytes for key, spec in self.tensors.items()}
         lines: dict[tuple[str, str, str], list[int]] = defaultdict(list)  # -> bytes
-        suffixes = () if self.layout is None else self.layout.suffixes
+        suffixes = (WEIGHT,) if self.layout is None else self.layout.suffixes
         for name, how in self.layers.items():
-            shape = "x".join(map(str, self.tensors[name + WEIGHT].shape))
-            keys = [name + suffix for suffix in (WEIGHT, *suffixes)]
+            keys = [name + suffix for suffix in suffixes]
+            own = self.tensors[keys[0]].shape
+            shape = "x".join(map(str, own if self.layout is None else self.layout.shape_of(own)))
             lines[pattern_of(name), shape, how].append(sum(sizes.pop(key, 0) for key in keys))
         for key, nbytes in sizes.items():
             dtype = str(self.tensors[key].dtype).removeprefix("torch.")
@@ -123,7 +124,7 @@ class Writing:
             raise ValueError("\n  ".join([f"{layout!r} cannot store:", *folded(problems)]))
         own = {name: each for name, each in layers.items() if isinstance(each, StoredLayer)}
         self.keys, self._specs, self._read = [*specs], specs, read
-        self._layers = {name + WEIGHT: layer for name, layer in own.items()}
+        self._layers = {x.name + x.layout.weight_key: x for x in own.values()}
         self._fused: dict[str, list[StoredLayer]] = {}  # name -> the layers that engines fuse
         self._scales: dict[str, Tensor] = {}  # the first of fused layers -> their scale
         for name in own if layout is not None and layout.granularity == Tensorwise() else ():

@@ -79,6 +79,7 @@ def rewriting(
         skipped = {name: why for name in matrices if name not in in_float8}
         if "lm_head.weight" not in specs:
             skipped["lm_head"] = "it has the weight of the embedding, if there is one"
+        layers |= dict.fromkeys(source.layers.keys() - matrices, "it is a stack of experts")
         for name, spec in matrices.items():
             if name in in_float8:
                 weight, scale = source.layer(name) if name in source.layers else (None, None)

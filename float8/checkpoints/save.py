@@ -39,7 +39,7 @@ from float8.convert.folding import pattern_of
 from float8.distributed.rank_comparison import compare_ranks
 from float8.granularity import block_name
 
-__all__ = ["SavePlan", "plan_save", "save_pretrained", "weight_updates"]
+__all__ = ["plan_save", "save_pretrained", "weight_updates"]
 
 
 def plan_save(
@@ -115,9 +115,9 @@ def save_pretrained(
         model: converted; it may be compiled, in wrappers, or sharded by FSDP2 (then all ranks
             call this).
         folder: absent or empty. It appears when all of it is on the disk.
-        layout: how layers are stored: a `FineGrained`, `CompressedTensors` or `ModelOpt`; or a
-            layout's name, for the variant that fits the model's recipe. None takes the layout that
-            stores the scales of the recipe.
+        layout: how layers are stored: a `FineGrained`, `CompressedTensors`, `ModelOpt`, `MXFP4` or
+            `GptOss`; or a layout's name, for the variant that fits the model's recipe. None takes
+            the layout that stores the scales of the recipe, or its MXFP4 weights.
         input_scales: layer -> the static scale of its input, for layouts that store it:
             ``float8.calibrate(model, batches).static_scales()``. Layers whose inputs are cast with
             a constant or a delayed scale need no entry.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from float8.checkpoints.files import INDEX_SUFFIX, SUFFIX, Spec
 from float8.checkpoints.layouts import WEIGHT, Layout, layout_of
-from float8.formats import FORMATS
+from float8.formats import E4M3, FORMATS
 from float8.tensor import Float8Tensor
 
 # Where quantization configs list the layers that stay in high precision: transformers,
@@ -53,6 +53,8 @@ class Source:
         weights: the same of all weights, biases and buffers, without scales.
         layout: of the float8 weights; None if the files have none.
         layers: the layers in float8, ``NAME.weight`` is float8 -> their keys beside the weight.
+        data_key, weight_key: the end of the keys of float8 or packed data in the files, and of
+            these weights in `weights`, where a packed one has the shape and key of a model.
         problems: the contradictions, one text each.
     """
 
@@ -64,17 +66,33 @@ class Source:
         for name in sorted(_files_of(self.path)):
             self._read_header(name)
         self.layout, self._skipped, self.config_file = _read_config(self.folder)
-        suffixes = () if self.layout is None else self.layout.suffixes
-        float8 = [key for key, spec in self.specs.items() if spec.dtype in FORMATS]
+        suffixes = () if self.layout is None else self.layout.suffixes[1:]
+        self.data_key = end = WEIGHT if self.layout is None else self.layout.data_key
+        self.weight_key = WEIGHT if self.layout is None else self.layout.weight_key
+        float8 = [
+            key
+            for key, spec in self.specs.items()
+            if spec.dtype in FORMATS or (end != WEIGHT and key.endswith(end))
+        ]
         self.layers = {
             name: [name + suffix for suffix in suffixes if name + suffix in self.specs]
-            for name in (key.removesuffix(WEIGHT) for key in float8 if key.endswith(WEIGHT))
+            for name in (key.removesuffix(end) for key in float8 if key.endswith(end))
         }
         parts = {key for keys in self.layers.values() for key in keys}
-        self.weights = {key: spec for key, spec in self.specs.items() if key not in parts}
+        plain = {key: spec for key, spec in self.specs.items() if key not in parts}
+        self.weights = dict(self._weight_of(*item) for item in plain.items())
         self.problems = [*self._problems(float8, suffixes)]
         if self.problems and raises:
             raise ValueError(told(f"{self.path} contradicts itself", self.problems))
+
+    def _weight_of(self, key: str, spec: Spec) -> tuple[str, Spec]:
+        """The key of a tensor in a model, and its spec there; of a packed weight, of float8."""
+        name = key.removesuffix(self.data_key)
+        if self.layout is None or not self.layout.is_mxfp4 or name not in self.layers:
+            return key, spec
+        shape = self.layout.shape_of(spec.shape)
+        shape = shape if self.layout.dims == 2 else shape[:-2] + shape[:-3:-1]
+        return name + self.weight_key, Spec(E4M3.dtype, shape, spec.file)
 
     def _read_header(self, name: str) -> None:
         file = self.folder / name
@@ -104,9 +122,11 @@ class Source:
 
         A `Float8Tensor` dequantises to ``dtype``.
         """
-        name = key.removesuffix(WEIGHT)
-        is_layer = name != key and name in self.layers
-        return self.layer(name, dtype)[0] if is_layer else self.stored(key)
+        name = key.removesuffix(self.weight_key)
+        if name + self.weight_key != key or name not in self.layers:
+            return self.stored(key)
+        weight = self.layer(name, dtype)[0]
+        return weight if weight.dim() == 2 else weight.mT
 
     def layer(
         self, name: str, dtype: torch.dtype = torch.float32
@@ -121,20 +141,22 @@ class Source:
 
     def place(self, key: str) -> str:
         """The file and key of a tensor, for messages."""
-        return f"{self.specs[key].file}: {key}"
+        spec = self.specs.get(key) or self.weights[key]
+        return f"{spec.file}: {key}"
 
     def _problems(self, float8: list[str], suffixes: tuple[str, ...]) -> Iterator[str]:
+        end = self.data_key
         for key in float8:
-            if not key.endswith(WEIGHT):
-                yield f"{self.place(key)} is in float8, and only weights ({WEIGHT}) are read so"
+            if not key.endswith(end):
+                yield f"{self.place(key)} is in float8, and only weights ({end}) are read so"
         for key in self.weights:
             suffix = next((s for s in suffixes if key.endswith(s)), None)
             if suffix is not None:
-                weight = key.removesuffix(suffix) + WEIGHT
+                weight = key.removesuffix(suffix) + end
                 has = f"is {self.specs[weight].dtype}" if weight in self.specs else "is missing"
                 yield f"{self.place(key)} is the scale of float8 data, and {weight} {has}"
         for name in self.layers:
-            place = self.place(name + WEIGHT)
+            place = self.place(name + end)
             if (entry := self.lists(name)) is not None:
                 yield f"{place} is in float8, and {self.config_file} lists {entry!r} as skipped"
             if self.layout is None:
@@ -144,9 +166,9 @@ class Source:
                 )
                 continue
             try:
-                self.layer(name)
+                self.layout.checked(name, self.stored, self.layers[name])
             except ValueError as error:
-                file = self.specs[name + WEIGHT].file
+                file = self.specs[name + end].file
                 yield f"{file}: {error}; {self.config_file} says {self.layout!r}"
 
 

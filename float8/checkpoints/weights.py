@@ -34,10 +34,12 @@ from float8.checkpoints.layouts import (
     BLOCKS,
     LAYOUTS,
     MX,
+    MXFP4,
     SCHEMES,
     WEIGHT,
     CompressedTensors,
     FineGrained,
+    GptOss,
     Layout,
     ModelOpt,
 )
@@ -47,6 +49,7 @@ from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block, Tensorwise, block_name
+from float8.kernels import mxfp4
 from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import stacked_weights, stored_by
@@ -70,20 +73,25 @@ def planned(
     check_module(model, "float8.checkpoints")
     check_bool(recast, "recast")
     places, readers = published(model), owners(model)
-    in_float8, skipped = _found(model, places, readers)
     layout = layout_for(model, layout)
+    in_float8, skipped, projected = _found(model, places, readers, layout)
+    for key in sorted(projected):
+        if len(places[key].shape) == 3 and key not in in_float8:
+            raise ValueError(
+                f"{key}: MXFP4 stacks are stored by layout gpt_oss, of its models alone"
+            )
     if not in_float8:
         raise ValueError("the model has no layer in float8: convert_to_float8_training converts it")
     given = {name: float(scale) for name, scale in (input_scales or {}).items()}
     layers: dict[str, StoredLayer | str] = {}
     for name, module in in_float8.items():
-        slot = places[name + WEIGHT]
+        slot = places[name + layout.weight_key]
         weight = tensor_of(model, slot)
         names = [name, *(its for its, other, _ in readers[id(weight)] if other is module)]
         scale = next((given[each] for each in names if each in given), None)
         input_scale = _input_scale(module, scale) if layout.static_inputs else None
         part = slot.of(weight) if slot.index and is_resident(weight) else weight
-        shape = tuple(slot.shape)
+        shape = tuple(slot.shape if layout.dims == 2 else slot.shape[:-2] + slot.shape[:-3:-1])
         found = stored_layer(name, shape, part, layout, input_scale, module, recast)
         if isinstance(found, StoredLayer) and found.how == TRAINING_CAST:
             cuts = _cuts_blocks(slot, weight.shape, layout.block)
@@ -105,7 +113,9 @@ def planned(
             gathered.clear()
             gathered[slot.parameter] = _whole(tensor_of(model, slot))
         whole = gathered[slot.parameter]
-        return slot.of(whole) if slot.index or slot.transposed else whole
+        part = slot.of(whole) if slot.index or slot.transposed else whole
+        part = part.mT if layout.dims == 3 and key in in_float8 else part
+        return mxfp4.project(part) if key in projected and not is_resident(part) else part
 
     specs = {key: Spec(tensor_of(model, s).dtype, tuple(s.shape)) for key, s in places.items()}
     return Writing(layout, specs, layers, skipped, max_shard_bytes, read)
@@ -117,7 +127,8 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     A `Layout` is returned as it is. A name stands for the variant that stores the scales of the
     model's recipe. None stands for the layout that stores those scales: ``fine_grained`` of 128x128
     blocks, ``compressed_tensors`` of rows, whole tensors and MX blocks. A model of Transformers
-    with experts in MX blocks gets ``fine_grained``, which it reads. Inputs are static where all
+    with experts in MX blocks gets ``fine_grained``, which it reads. A model that trains MXFP4
+    weights gets ``mxfp4``, one of gpt-oss with experts ``gpt_oss``. Inputs are static where all
     layers cast theirs with constants.
     """
     if isinstance(layout, Layout):
@@ -133,12 +144,17 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     by = next((each for each in SCHEMES if {each.block_of((0, 0))} == blocks), None)
     is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
+    if layout is None and any(config.mxfp4_weights for config in configs.values()):
+        is_gpt_oss = getattr(transformers_config(model), "model_type", "") == GptOss.name
+        return GptOss() if is_gpt_oss and has_experts else MXFP4()
     if layout is None and by == MX and has_experts and transformers_config(model) is not None:
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
     named: dict[Any, Layout] = {
         "fine_grained": FineGrained(scale_format=scales),
         "compressed_tensors": CompressedTensors(by or Tensorwise(), is_static),
         "modelopt": ModelOpt(),
+        "mxfp4": MXFP4(),
+        "gpt_oss": GptOss(),
     }
     if layout is None and by is not None:
         layout = "fine_grained" if by == BLOCKS else "compressed_tensors"
@@ -155,12 +171,12 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
 
 
 def _found(
-    model: nn.Module, places: Mapping[str, Slot], readers: Owners
-) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    model: nn.Module, places: Mapping[str, Slot], readers: Owners, layout: Layout
+) -> tuple[dict[str, nn.Module], dict[str, str], set[str]]:
     """The layers of a model, perhaps in wrappers, by their names in files.
 
-    Returns those that multiply in float8, and the linear ones that stay in high precision with the
-    reason.
+    Returns those that the file has in float8; the linear ones that stay in high precision, with the
+    reason; and the keys of the weights that are trained as MXFP4, in whatever way they are stored.
     """
     reasons = {  # why a conversion has left a module alone
         inside.get(name): why
@@ -169,26 +185,34 @@ def _found(
         for inside in [dict(module.named_modules())]
         for name, why in report.skipped.items()
     }
+    trains_mxfp4 = any(c.mxfp4_weights for m in model.modules() if (c := own_config(m)) is not None)
     in_float8: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
+    projected: set[str] = set()
     for key, slot in places.items():
         parent, _, own = slot.parameter.rpartition(".")
         module, name = model.get_submodule(parent), key.removesuffix(WEIGHT)
         is_matrix = key.endswith(WEIGHT) and len(slot.shape) == 2
+        fits = is_matrix if layout.dims == 2 else getattr(module, "is_transposed", False)
         if (config := _multiplies_in_float8(module, own)) is not None:
             others = [
                 f"{its}.{n} ({type(other).__name__})"
                 for its, other, n in readers[id(tensor_of(model, slot))]
                 if _multiplies_in_float8(other, n) is None
             ]
+            is_trained = config.mxfp4_weights or not trains_mxfp4
             if others:
                 skipped[name] = f"its weight is also {others[0]}, which reads it in high precision"
-            elif config.plan.output.b is None:
+            elif config.plan.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
                 skipped[name] = "its config multiplies the weight in high precision"
-            elif not is_matrix:
-                skipped[name] = f"files have its weight as {key} of shape {tuple(slot.shape)}"
+            elif not fits:
+                as_it_is = f"files have its weight as {key} of shape {tuple(slot.shape)}"
+                skipped[name] = as_it_is if layout.dims == 2 else "the layout is one of experts"
+            elif layout.is_mxfp4 and not is_trained:
+                skipped[name] = "it does not train with mxfp4_weights=True, as others do"
             else:
                 in_float8[name] = module
+            projected |= {key} if config.mxfp4_weights and not others else set()
         elif is_matrix and not isinstance(module, nn.Embedding):
             kind = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
             skipped[name] = reasons.get(module, f"it is a {kind} that was not converted")
@@ -198,7 +222,7 @@ def _found(
             is_linear = isinstance(module, nn.Linear) and own == "weight"
             if other and is_linear and name not in in_float8:
                 skipped.setdefault(name, f"its weight is that of {other}")
-    return in_float8, skipped
+    return in_float8, skipped, projected
 
 
 def _multiplies_in_float8(module: nn.Module, name: str) -> Any:

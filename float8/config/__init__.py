@@ -21,26 +21,20 @@ This package knows no other framework. The constructors of `Float8LinearConfig` 
 other libraries' configs are in `float8.integrations`.
 """
 
-from float8.config.casts import (
-    MAX_MARGIN,
-    CastConfig,
-    DelayedScalingConfig,
-    OperandCast,
-    ScalingType,
-)
-from float8.config.linear import RECIPES, Float8LinearConfig, check_config
-from float8.config.plan import Gemm, GemmConfig, LinearPlan
+# Names that are imported as themselves are for the packages above.
+from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType
+from float8.config.casts import OperandCast as OperandCast
+from float8.config.linear import RECIPES, Float8LinearConfig
+from float8.config.linear import check_config as check_config
+from float8.config.plan import Gemm as Gemm
+from float8.config.plan import GemmConfig
+from float8.config.plan import LinearPlan as LinearPlan
 
 __all__ = [
-    "MAX_MARGIN",
     "RECIPES",
     "CastConfig",
     "DelayedScalingConfig",
     "Float8LinearConfig",
-    "Gemm",
     "GemmConfig",
-    "LinearPlan",
-    "OperandCast",
     "ScalingType",
-    "check_config",
 ]

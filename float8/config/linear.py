@@ -55,6 +55,14 @@ class Float8LinearConfig:
         dequantize_in_backward: backward multiplies in high precision: grad_output, which is not
             cast, by the input and the weight that the output's GEMM multiplied, dequantised to the
             compute dtype. ``cast_config_grad_output`` is not used. The input is saved in float8.
+        mxfp4_weights: round weights to MXFP4 before their casts, so that a checkpoint of packed
+            MXFP4 weights has the weights that were trained: 4-bit E2M1 values with one E8M0 scale
+            per 32 input features (OCP MX 1.0, sections 5.3.3 and 6.3; see `float8.kernels.mxfp4`).
+            The gradient passes straight through to the high-precision weight, which
+            ``high_precision(model)`` multiplies as it is. Casts of weights need scales that are
+            powers of two. Dynamic ones keep the rounded values exactly if the scales of the MXFP4
+            blocks in one block of the cast, blocks of zeros aside, differ by at most 2^14.
+            Otherwise small values are rounded again, by at most 2^-18 of the amax.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing. Conversion then takes layers of any sizes.
         emulate: run the reference path on every device.
@@ -65,8 +73,8 @@ class Float8LinearConfig:
             leaves bad input to the kernels' own errors, for the least Python overhead.
 
     Attributes:
-        plan: the three GEMMs and their casts.
-        key: a string that stands for the plan: equal for equal ones, and quick to compare.
+        plan, key: for the library itself: the three GEMMs and their casts, and a string that is
+            equal for equal plans.
         uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
             called.
 
@@ -76,7 +84,9 @@ class Float8LinearConfig:
             for both; or a delayed second use beside another first one; or settings of delayed
             scaling where no cast is delayed; or ``smooth_input`` beside a cast that does not fit
             it; or ``dequantize_in_backward`` beside casts of second uses, ``smooth_input``, or an
-            output in high precision. The message names the GEMM, the fields, and what to set.
+            output in high precision; or ``mxfp4_weights`` beside float32 scales of weights,
+            ``smooth_input`` or ``enable_fsdp_float8_all_gather``. The message names the GEMM, the
+            fields, and what to set.
     """
 
     # Made anew for each config, so that no two configs share a part that could be changed.
@@ -93,6 +103,7 @@ class Float8LinearConfig:
     enable_fsdp_float8_all_gather: bool = False
     smooth_input: bool = False
     dequantize_in_backward: bool = False
+    mxfp4_weights: bool = False
     pad_inner_dim: bool = False
     emulate: bool = False
     enable_amax_init: bool = True
@@ -111,6 +122,8 @@ class Float8LinearConfig:
         self._check_second_uses()
         if self.smooth_input:
             self._check_smooth_input()
+        if self.mxfp4_weights:
+            self._check_mxfp4_weights()
         is_off = self.cast_config_input.scaling_type is ScalingType.DISABLED
         if self.dequantize_in_backward and (is_off or self.smooth_input):
             raise ValueError(
@@ -169,7 +182,7 @@ class Float8LinearConfig:
             w.resolve(E4M3),
             self.gemm_config_output,
         )
-        flags = self.smooth_input, self.emulate, self.pad_inner_dim
+        flags = self.smooth_input, self.emulate, self.pad_inner_dim, self.mxfp4_weights
         if self.dequantize_in_backward:
             return LinearPlan(output, Gemm(None, None), Gemm(None, None), *flags, dequantizes=True)
         grad_input = gemm(
@@ -249,6 +262,22 @@ class Float8LinearConfig:
                 "one of them out"
             )
 
+    def _check_mxfp4_weights(self) -> None:
+        if self.smooth_input or self.enable_fsdp_float8_all_gather:
+            raise ValueError(
+                "mxfp4_weights=True rounds a weight between its gather and its cast, which "
+                "smooth_input=True and enable_fsdp_float8_all_gather=True change; leave them out"
+            )
+        for name in ("cast_config_weight", "cast_config_weight_for_grad_input"):
+            cast: CastConfig | None = getattr(self, name)
+            if cast is None or cast.scaling_type is ScalingType.DISABLED:
+                continue
+            if cast.scale_format is ScaleFormat.FLOAT32:
+                raise ValueError(
+                    f"mxfp4_weights=True, and {name} is '{cast.summary}': its scales round MXFP4 "
+                    "weights again; give it scale_format=ScaleFormat.POWER_OF_TWO"
+                )
+
 
 def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
     # A delayed second use is the first one's cast too, unless that is disabled.
@@ -259,6 +288,7 @@ _FLAGS = (
     "enable_fsdp_float8_all_gather",
     "smooth_input",
     "dequantize_in_backward",
+    "mxfp4_weights",
     "pad_inner_dim",
     "emulate",
     "enable_amax_init",

@@ -111,6 +111,7 @@ class LinearPlan:
         smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
         emulate: plain PyTorch casts and multiplies on every device.
         pad: sizes that are no multiple of 16 are padded where a GEMM needs it.
+        mxfp4_weights: w is rounded to MXFP4 before its casts, see `float8.kernels.mxfp4`.
         dequantizes: the other two GEMMs read the dequantised operands of the output's.
         dtype: the compute dtype, of the operands before their casts and of the results.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
@@ -123,6 +124,7 @@ class LinearPlan:
         x, w, g: the casts of input, weight and grad_output.
         has_delayed: whether any cast is delayed.
         is_tiled: whether some scale serves a block, neither one element nor a whole dimension.
+            MXFP4 weights have such scales.
     """
 
     output: Gemm
@@ -131,6 +133,7 @@ class LinearPlan:
     smooth_input: bool = False
     emulate: bool = False
     pad: bool = False
+    mxfp4_weights: bool = False
     dequantizes: bool = False
     dtype: torch.dtype = field(default=torch.float32, repr=False)
     is_grouped: bool = field(default=False, repr=False)
@@ -152,7 +155,8 @@ class LinearPlan:
         self.gemms = output, grad_input, grad_weight
         casts = [c for gemm in self.gemms for c in (gemm.a, gemm.b) if c is not None]
         self.has_delayed = any(cast.is_delayed for cast in casts)
-        self.is_tiled = any(extent not in (1, WHOLE) for cast in casts for extent in cast.block)
+        extents = [extent for cast in casts for extent in cast.block]
+        self.is_tiled = self.mxfp4_weights or any(extent not in (1, WHOLE) for extent in extents)
 
 
 def gemm(

@@ -11,20 +11,10 @@ from float8.convert.convert import (
     high_precision,
     register_linear_type,
 )
-from float8.linear.registration import (
-    ModuleRule,
-    WeightRule,
-    register_module_rule,
-    register_weight_rule,
-)
 
 __all__ = [
-    "ModuleRule",
-    "WeightRule",
     "convert_from_float8_training",
     "convert_to_float8_training",
     "high_precision",
     "register_linear_type",
-    "register_module_rule",
-    "register_weight_rule",
 ]

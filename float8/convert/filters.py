@@ -24,7 +24,7 @@ from torch import nn
 from float8.arguments import check_type, did_you_mean
 from float8.linear.registration import stacked_weights
 
-__all__ = ["ModuleFilter", "all_of", "divisible_by", "min_features", "min_size", "skip_names"]
+__all__ = ["all_of", "divisible_by", "min_features", "min_size", "skip_names"]
 
 ModuleFilter = Callable[[nn.Module, str], bool]
 """(module, its name in the model) -> whether to convert it."""

@@ -14,8 +14,7 @@ others published (`benchmarks/published.json`).
 works, and ``from float8.estimate import ...`` imports from the package.
 """
 
-from float8.estimate.devices import DEVICES, Device, GemmSpeed
+from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate, faster_layers
-from float8.estimate.table import Estimate
 
-__all__ = ["DEVICES", "Device", "Estimate", "GemmSpeed", "estimate", "faster_layers"]
+__all__ = ["DEVICES", "estimate", "faster_layers"]

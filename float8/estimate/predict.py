@@ -102,8 +102,9 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     M, K, N, E = vars(layer.shape).values()
     if E is not None and config.uses_delayed_scaling:
         return "experts have no history of amaxes; take a recipe with dynamic scales"
-    if config.smooth_input:
-        return "the time of smooth_input=True is not predicted; leave it out for a lower bound"
+    if config.smooth_input or config.mxfp4_weights:
+        name = "smooth_input" if config.smooth_input else "mxfp4_weights"
+        return f"the time of {name}=True is not predicted; leave it out for a lower bound"
     if config.emulate:
         return f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
     weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)

@@ -4,15 +4,13 @@
 layers read a norm's result; ``norm_fusion.py``: replacing the norms of a converted model.
 """
 
-from float8.fusion.norm_fusion import NormFusion, fuse_norms, register_norm
+from float8.fusion.norm_fusion import fuse_norms, register_norm
 from float8.fusion.norm_readers import register_norm_pairs
-from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLU, SwiGLUCast, swiglu_scale
+from float8.fusion.producers import LayerNormCast, RMSNormCast, SwiGLUCast, swiglu_scale
 
 __all__ = [
     "LayerNormCast",
-    "NormFusion",
     "RMSNormCast",
-    "SwiGLU",
     "SwiGLUCast",
     "fuse_norms",
     "register_norm",

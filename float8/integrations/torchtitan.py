@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torchtitan.distributed import ParallelDims
 
-__all__ = ["Float8Converter", "Float8TitanLinear", "float8"]
+__all__ = ["Float8Converter", "float8"]
 
 logger = logging.getLogger("float8")
 

@@ -9,6 +9,6 @@ the casts of a layer; ``delayed.py``: the state of delayed scaling, and its upda
 ``switch.py``: leaving float8; ``registration.py``: what packages above register.
 """
 
-from float8.linear.layer import Float8CastingLinear, Float8Linear, float8_linear
+from float8.linear.layer import Float8Linear, float8_linear
 
-__all__ = ["Float8CastingLinear", "Float8Linear", "float8_linear"]
+__all__ = ["Float8Linear", "float8_linear"]

@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
 from float8.granularity import WHOLE, scale_shape
+from float8.kernels import mxfp4
 from float8.linear.scaling import (
     DelayedState,
     Pair,
@@ -75,7 +76,7 @@ Reads = Callable[[Tensor, Any, Any, Tensor], tuple[Pair, Tensor]]
 def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
     plan, operand = call.plan, call.plan.w
-    w_NK = _rounded(w_NK, plan)
+    w_NK = rounded(w_NK, plan)
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     record = call.record and not operand.is_shared
@@ -107,7 +108,7 @@ def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair
 def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
     """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
     plan = call.plan
-    pair = cast_matrix(_rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
+    pair = cast_matrix(rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
     return dequantized(*pair, call, g_MN)
 
 
@@ -157,7 +158,7 @@ def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
     """
     plan, weight, state = call.plan, call.weight, call.states[1]
     if weight is None:
-        w8_NK = cast_matrix(_rounded(w_NK, plan), plan.w.first, state, call.record, None)
+        w8_NK = cast_matrix(rounded(w_NK, plan), plan.w.first, state, call.record, None)
         keeps_scale = plan.w.is_shared or plan.dequantizes
         return w8_NK, (w_NK, w8_NK[1] if keeps_scale else None)
     if call.record and weight.amax is not None and state is not None:
@@ -165,9 +166,14 @@ def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
     return weight.row_major, weight.transposed
 
 
-def _rounded(w_NK: Tensor, plan: LinearPlan) -> Tensor:
-    """A weight in the compute dtype; a smooth one, which may be in float32, as it is."""
-    return w_NK if w_NK.dtype == plan.dtype or plan.smooth_input else w_NK.to(plan.dtype)
+def rounded(w_NK: Tensor, plan: LinearPlan) -> Tensor:
+    """A weight as it is cast: in the compute dtype, and rounded to MXFP4 if the plan says so.
+
+    A smooth weight, which may be in float32, is returned as it is.
+    """
+    if not plan.smooth_input and w_NK.dtype != plan.dtype:
+        w_NK = w_NK.to(plan.dtype)
+    return mxfp4.project(w_NK) if plan.mxfp4_weights else w_NK
 
 
 def version_of(x: Tensor) -> int:
@@ -284,7 +290,7 @@ def cast_weight(
             amax = torch.zeros_like(state.current_amax)
             state = state._replace(current_amax=amax)
         both = not plan.dequantizes
-        pairs = cast_operand(source.to(plan.dtype), plan.w, state, state is not None, True, both)
+        pairs = cast_operand(rounded(source, plan), plan.w, state, state is not None, True, both)
     # A delayed scale is a buffer, and a cache in place writes its own.
     w_NK, w_KN = (
         (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
@@ -359,6 +365,7 @@ def to_resident(
     assert cast is not None
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
+        source = mxfp4.project(source) if config.mxfp4_weights else source
         data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
         # A delayed or static scale may be shared; the weight needs its own, which ops write to.
         return Float8Tensor(data, scale.clone(), cast.block, weight.dtype)

@@ -241,11 +241,8 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that are not printed below it, as children."""
-        parts = [super().extra_repr()]
-        if self.config.smooth_input:
-            parts.append("smooth_input=True")
-        if self.config.dequantize_in_backward:
-            parts.append("dequantize_in_backward=True")
+        flags = ("smooth_input", "dequantize_in_backward", "mxfp4_weights")
+        parts = [super().extra_repr(), *(f"{n}=True" for n in flags if getattr(self.config, n))]
         for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
             operand = name.removeprefix("cast_")
             first = getattr(self.config, f"cast_config_{operand}")

@@ -15,6 +15,7 @@ from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE
+from float8.kernels import mxfp4
 from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
 from float8.linear.plan import autocasts
 from float8.tensor import Float8Tensor
@@ -70,6 +71,8 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
         reason = refuses_float8_input(input, plan, needs_w)
     elif plan.is_tiled and kernels.is_sharded(weight):
         reason = REFUSES_SHARDED_BLOCKS
+    elif plan.mxfp4_weights and weight.shape[1] % mxfp4.BLOCK:
+        reason = f"mxfp4_weights=True needs in_features={weight.shape[1]} to be a multiple of 32"
     if reason is None and plan.on_gpu:
         K, N = weight.shape[1], weight.shape[2 if weight.dim() == 3 else 0]
         reason = refuses_call(plan, N, K, input.numel() // max(K, 1), grad, needs_w)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import ModuleFilter
-from float8.distributed.gradients import Float8Gradients
+from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3
 from float8.linear.float8_weight import TENSORWISE, as_parameter, refuses_resident, to_resident
 
@@ -103,7 +103,9 @@ def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) ->
         return BEYOND_FLOAT16 if overflows else None
     cast, refusal = config.plan.output.b, refuses_resident(config)
     is_tensorwise = cast is not None and (cast.block, cast.format) == (TENSORWISE, E4M3)
-    return refusal if refusal or is_tensorwise else "O3 is for E4M3 with one scale per tensor"
+    fits = is_tensorwise and not config.mxfp4_weights
+    why = "O3 is for E4M3 with one scale per tensor, and not for mxfp4_weights"
+    return refusal if refusal or fits else why
 
 
 def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:

@@ -43,12 +43,6 @@ from typing import Any
 # Imported when asked for: most programs use none of it, or one.
 _ON_DEMAND = {
     "Alarm": "alarms",
-    "Calibration": "calibration",
-    "CastStatistics": "statistics",
-    "Comparison": "comparison",
-    "Finding": "nonfinite",
-    "Monitor": "monitor",
-    "Report": "snapshot",
     "accurate_layers": "comparison",
     "calibrate": "calibration",
     "compare": "comparison",

@@ -54,7 +54,7 @@ from float8.config import Float8LinearConfig, LinearPlan, OperandCast
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
-from float8.kernels import is_sharded
+from float8.kernels import is_sharded, mxfp4
 from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
@@ -300,7 +300,9 @@ def _operands(
     """
     x, weight, states = layer.local_operands(input)
     factors = None
-    weight = weight if isinstance(weight, Float8Tensor) else weight.to(dtype)
+    if not isinstance(weight, Float8Tensor):
+        weight = weight.to(dtype)
+        weight = mxfp4.project(weight) if layer.config.mxfp4_weights else weight
     x = x if isinstance(x, Float8Tensor) else as_matrix(x).to(dtype)
     if layer.config.smooth_input:  # of float16 the products are float32
         if isinstance(x, Float8Tensor):

@@ -17,7 +17,7 @@ A file is strict JSON and holds a run: one snapshot or many, and its alarms::
      "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
 
 inf and NaN are the strings "inf", "-inf" and "nan". `load_run` reads all snapshots, `load_alarms`
-the alarms, `Report.load` a file that has one snapshot.
+the alarms.
 """
 
 from __future__ import annotations
@@ -246,20 +246,6 @@ class Report:
             path: of the file, which is replaced if it exists.
         """
         write_run(path, self.model, [as_json(self)])
-
-    @staticmethod
-    def load(path: str | os.PathLike[str]) -> Report:
-        """The report of a file that holds one.
-
-        Args:
-            path: of a file that `save` wrote.
-
-        Raises:
-            ValueError: it holds none or many (`load_run` reads those), or is of another kind or
-                version.
-        """
-        (report,) = load_run(path)
-        return report
 
     def __len__(self) -> int:
         return len(self._rows)

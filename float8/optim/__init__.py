@@ -14,10 +14,9 @@ A new optimizer is its rule there and its class in ``optimizers.py``. It runs on
 run fused on CUDA the rule also gets its branch in ``kernels/gpu/optimizer_step.py``.
 """
 
-from float8.optim.moment import Moment
 from float8.optim.muon import Muon
 from float8.optim.optimizers import SGD, Adam, AdamW, Lion
-from float8.optim.report import StateReport, report
+from float8.optim.report import report
 from float8.optim.state_dicts import float32_state_dict
 
 __all__ = [
@@ -25,9 +24,7 @@ __all__ = [
     "Adam",
     "AdamW",
     "Lion",
-    "Moment",
     "Muon",
-    "StateReport",
     "float32_state_dict",
     "report",
 ]

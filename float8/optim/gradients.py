@@ -34,7 +34,7 @@ from float8.granularity import WHOLE, Block
 from float8.kernels.scaled_mm import SUPPORT
 from float8.tensor import Float8Tensor
 
-__all__ = ["HeldGradient", "HeldGradients", "hold_gradients_in_float8"]
+__all__ = ["hold_gradients_in_float8"]
 
 aten = torch.ops.aten
 _COPIES = (aten.clone.default, aten.detach.default, aten._to_copy.default)

@@ -87,7 +87,7 @@ def respelt(func: Any) -> Any:
 
 
 torch_map: dict[Function, Function] = {}
-"""torch function -> its unit-scaled function; change it with `register` and `unregister`."""
+"""torch function -> its unit-scaled function; `register` adds to it."""
 
 
 def register(
@@ -106,11 +106,6 @@ def register(
     if torch_function in torch_map and not replace:
         raise ValueError(f"{torch_function} is registered already; pass replace=True")
     torch_map[torch_function] = unit_scaled_function
-
-
-def unregister(torch_function: Function) -> None:
-    """Remove an entry of ``torch_map``; a KeyError if there is none."""
-    del torch_map[torch_function]
 
 
 # --- decompositions

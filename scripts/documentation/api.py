@@ -1,8 +1,8 @@
 """Whether every public name of the package is documented; the build and a test ask.
 
-Public are the names in the ``__all__`` of every module that has one, but for `INTERNAL`. Each needs
-a docstring and, in docs/api, a line ``::: NAME`` with any of its paths. A module needs a docstring,
-and an entry for its own names.
+Public are the names in the ``__all__`` of every module that has one, except in `INTERNAL`. Each
+needs a docstring and, in docs/api, a line ``::: NAME`` with any of its paths. A module needs a
+docstring, and an entry for its own names.
 """
 
 from __future__ import annotations

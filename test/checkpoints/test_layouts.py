@@ -77,7 +77,7 @@ def test_all_ways_through_files_keep_the_bits(layout, shape, tmp_path):
     found = dict(file)
     assert_bitwise(found.pop("up.weight"), data, "data")
     assert_bitwise(found.pop("up.bias"), bias, "bias")
-    stored = found.pop(f"up.{layout.scale_key}")
+    stored = found.pop(f"up{layout.scale_key}")
     stored = stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored
     assert (
         oracle.scale_values(stored).flatten().tolist()

@@ -20,8 +20,9 @@ from float8 import (
     convert_to_float8_training,
 )
 from float8.config import RECIPES
-from float8.convert import WeightRule, register_linear_type, register_weight_rule
 from float8.convert import filters as f
+from float8.convert import register_linear_type
+from float8.linear.registration import WeightRule, register_weight_rule
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 E4M3_CAST = CastConfig(target_dtype=torch.float8_e4m3fn)

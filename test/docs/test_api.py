@@ -5,13 +5,17 @@ It is read as the site's builder reads it: statically, with griffe.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 import re
+import runpy
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from fresh import ROOT
+from pages import blocks_of
 
 pytest.importorskip("griffe")  # it comes with mkdocstrings, of the extra `docs`
 
@@ -20,6 +24,7 @@ import griffe
 from scripts.documentation.api import entries, find, undocumented
 from scripts.documentation.docstrings import add_names_on_demand, as_markdown, objects
 
+INDEX = (ROOT / "docs/api/index.md").read_text("utf-8")
 OPTIONS = {
     "returns_multiple_items": False,
     "warn_missing_types": False,
@@ -46,6 +51,65 @@ def test_every_public_name_is_documented():
 def test_no_name_has_two_entries(package):
     found = Counter(find(package, name).path for _, name in entries(ROOT))
     assert [path for path, count in found.items() if count > 1] == []
+
+
+def _entries() -> set[str]:
+    """The names that docs/api shows with a path: what a user imports."""
+    entry = re.compile(r"^::: (\S+)\n((?: +.*\n)*)", re.MULTILINE)
+    found = set()
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        for name, options in entry.findall(page.read_text(encoding="utf-8")):
+            heading = re.search(r" heading: (\S+)", options)
+            if "show_root_heading: false" not in options:
+                found.add(heading[1] if heading else name)
+    return {name for name in found if name.startswith("float8.")}
+
+
+def _rows() -> list[tuple[list[str], list[str]]]:
+    """The places and names of each row of the table of public names."""
+    cell = r"((?:`[\w.]+`(?:, )?)+)"
+    rows = re.findall(rf"^\| {cell} \| {cell} \| \S.* \|$", INDEX, re.MULTILINE)
+    return [(re.findall(r"[\w.]+", a), re.findall(r"[\w.]+", b)) for a, b in rows]
+
+
+def _reached(path: str) -> object:
+    """What a path of a user's program means; modules are imported on the way."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(path)
+    module, _, name = path.rpartition(".")
+    return getattr(_reached(module), name)
+
+
+def test_the_table_has_every_name_and_every_name_is_where_it_says():
+    """Except the names of the package ``unit-scaling``, which have the same reason."""
+    theirs = runpy.run_path(str(ROOT / "test/unit_scaling/test_drop_in.py"))
+    mirrored = {f"float8.unit_scaling.{name}" for name in (*theirs["SIGNATURES"], *theirs["NAMES"])}
+    public, rows = _entries(), _rows()
+    found = [
+        path for places, names in rows for name in names
+        for path in (f"{place}.{name}" for place in places) if path in public
+    ]  # fmt: skip
+    assert set(found) ^ (public - mirrored) == set()
+    assert len(found) == sum(len(names) for _, names in rows), "a name of a row is not public"
+    assert len(rows) == len(re.findall(r"^\| `", INDEX, re.MULTILINE))
+    assert [path for path in public if _reached(path) is None] == []
+
+
+def test_guides_import_public_names_only():
+    public = _entries()
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    code = "\n".join(
+        b.code for p in pages for b in blocks_of(p.read_text("utf-8")) if b.kind == "python"
+    )
+    names = {
+        f"{module}.{name.strip()}"
+        for module, one, many in re.findall(
+            r"from (float8[\w.]*) import (?:([\w, ]+)|\(([\w,\s]+)\))", code
+        )
+        for name in (one or many).split(" as ")[0].split(",")
+        if name.strip()
+    }
+    assert [n for n in names if not any(f"{p}.".startswith(f"{n}.") for p in public)] == []
 
 
 def _write(root: Path, files: dict[str, str]) -> None:

@@ -280,9 +280,10 @@ def communication():
 
 def rollout():
     cells = "{weights}|{inputs}|{logp_difference:.4f}|{largest:.4f}|{kl:.4f}"
+    cells += "|{token_mult_prob_error:.4f}"
     measured = result("cpu_rollout")["rows"]
     body = [cells.format(**x).split("|") for x in measured if x["inputs"] == "float8 1x128"]
-    header = "weights of the engine | its inputs | mean difference of log p | largest | KL"
+    header = "weights of the engine | its inputs | mean difference of log p | largest | KL | error"
     return markdown(header, body)
 
 

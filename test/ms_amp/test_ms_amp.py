@@ -18,6 +18,7 @@ from float8 import (
     CastConfig,
     Float8LinearConfig,
     Float8Tensor,
+    ScaleFormat,
     ScalingType,
     convert_to_float8_training,
 )
@@ -25,7 +26,8 @@ from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.ms_amp.levels import LEVELS, MsAmp
 from float8.ms_amp.ms_amp import ms_amp
-from float8.optim import Adam, AdamW, Moment
+from float8.optim import Adam, AdamW
+from float8.optim.moment import Moment
 
 LEVEL = pytest.mark.parametrize("level", LEVELS)
 WIDTHS = (64, 256, 128)
@@ -320,6 +322,8 @@ def adamw(**options):
 ROWWISE = Float8LinearConfig.from_recipe_name("rowwise")
 GATHERING = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 OFF = CastConfig(ScalingType.DISABLED)
+POW2 = CastConfig(scale_format=ScaleFormat.POWER_OF_TWO)
+MXFP4 = Float8LinearConfig(cast_config_weight=POW2, mxfp4_weights=True)
 OTHERS = torch.zeros(3, requires_grad=True)
 # (model -> optimizer, arguments), the exception, what the message says
 REFUSALS = [
@@ -330,6 +334,7 @@ REFUSALS = [
     (adamw(amsgrad=True), ValueError, "amsgrad"),
     (given(level="O3", config=ROWWISE), ValueError, r"(?s)nothing was.*one scale per tensor"),
     (given(level="O3", config=Float8LinearConfig(*[OFF] * 3)), ValueError, "0: its output GEMM"),
+    (given(level="O3", config=MXFP4), ValueError, "not for mxfp4_weights"),
     (given(config=GATHERING), ValueError, "is for FSDP2"),
     (given(module_filter_fn=lambda *_: False), ValueError, "module_filter_fn returned False"),
     (lambda m: (torch.optim.AdamW([OTHERS]), {}), ValueError, "optimizer does not hold"),

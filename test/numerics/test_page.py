@@ -41,6 +41,16 @@ def show(browser, tmp_path):
     return show
 
 
+def test_each_head_stands_above_its_column(show):
+    ends = """[...document.querySelectorAll('PLACE > *')]
+        .map((one) => [one.className.split(' ')[0], one.getBoundingClientRect().right])"""
+    heads, cells = (
+        dict(show().value(ends.replace("PLACE", place)))
+        for place in ("#head", "details.cast:first-child > summary")
+    )
+    assert len(heads) == 11 and heads == cells
+
+
 LAYERS = """[...document.querySelectorAll('details.cast')].filter((row) => row.checkVisibility())
     .map((row) => row.querySelector('.layer').textContent)"""
 

@@ -18,7 +18,6 @@ from float8 import (
     high_precision,
 )
 from float8.numerics import (
-    Report,
     accurate_layers,
     calibrate,
     compare,
@@ -26,6 +25,7 @@ from float8.numerics import (
     inspect_every,
     load_run,
 )
+from float8.numerics.snapshot import Report
 
 X = torch.randn(8, 16)
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)

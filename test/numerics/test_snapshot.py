@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from runs import ROW
 
-from float8.numerics import Report
+from float8.numerics.snapshot import Report, load_run
 from float8.numerics.statistics import Histogram
 
 WEIGHT = replace(ROW, layer="b", operand="weight", sqnr=20.0)
@@ -26,7 +26,7 @@ def test_a_file_gives_the_report_back(tmp_path):
         replace(ROW, histogram=Histogram()),
     ]
     Report(rows, model="GPT", step=50, skipped={"head": "it was not called"}).save(path)
-    found = Report.load(path)
+    (found,) = load_run(path)
     assert found._rows == rows
     assert (found.model, found.step, found.skipped) == ("GPT", 50, {"head": "it was not called"})
     content = json.loads(path.read_text(), parse_constant=pytest.fail)

@@ -20,7 +20,8 @@ import float8.optim.muon
 from float8 import E4M3, Float8Tensor
 from float8.kernels import optimizer_step
 from float8.kernels.optimizer_step import cast_master
-from float8.optim import AdamW, Moment, Muon, float32_state_dict, report
+from float8.optim import AdamW, Muon, float32_state_dict, report
+from float8.optim.moment import Moment
 from scripts.training.gpt import GPT, Sizes
 
 FLOAT32 = {"first_moment": "float32"}

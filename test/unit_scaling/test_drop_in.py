@@ -112,6 +112,7 @@ analysis.plot(g, title='', metric='mean_abs', prune_same_scale=True, show_arrows
 NAMES = [
     *("MupType", "Parameter", "__version__", "core", "functional", "optim", "parameter"),
     *("transformer_residual_scaling_rule", "functional.torch_map"),
+    "core.functional.ResidualScalingFn",
     *("parameter.MupType", "parameter.ParameterData"),
     *("analysis.example_batch", "analysis.visualiser", "utils.analyse_module"),
 ]

@@ -50,11 +50,10 @@ def test_ours_takes_every_argument_of_torchs(torch_function):
     assert list(ours)[: len(positional)] == positional
 
 
-def test_an_entry_can_be_added_and_removed():
+def test_an_entry_can_be_added():
     U.register(torch.sin, mine)
     assert U.torch_map[torch.sin] is mine
-    U.unregister(torch.sin)
-    assert torch.sin not in U.torch_map
+    del U.torch_map[torch.sin]
 
 
 # --- overridable

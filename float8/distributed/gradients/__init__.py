@@ -9,6 +9,6 @@ mu), `attach` (`float8_gradients`, which puts both where DDP or FSDP2 reduces gr
 from __future__ import annotations
 
 from float8.distributed.gradients.attach import float8_gradients
-from float8.distributed.gradients.state import Float8Gradients, GradientReport, ScalingController
+from float8.distributed.gradients.state import ScalingController
 
-__all__ = ["Float8Gradients", "GradientReport", "ScalingController", "float8_gradients"]
+__all__ = ["ScalingController", "float8_gradients"]

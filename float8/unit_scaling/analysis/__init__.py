@@ -17,19 +17,16 @@ from float8.unit_scaling.analysis.annotate import analyse_module
 from float8.unit_scaling.analysis.graphs import (
     example_batch,
     graph_to_dataframe,
-    graph_to_rows,
     plot,
     visualiser,
 )
-from float8.unit_scaling.analysis.operands import Operand, format_operands, operand_table
+from float8.unit_scaling.analysis.operands import format_operands, operand_table
 
 __all__ = [
-    "Operand",
     "analyse_module",
     "example_batch",
     "format_operands",
     "graph_to_dataframe",
-    "graph_to_rows",
     "operand_table",
     "plot",
     "visualiser",

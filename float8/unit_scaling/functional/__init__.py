@@ -38,8 +38,6 @@ from float8.unit_scaling.functional.products import (
     linear,
     linear_readout,
     matmul,
-    scaled_linear,
-    scaled_matmul,
 )
 from float8.unit_scaling.functional.residual import (
     add,
@@ -50,7 +48,7 @@ from float8.unit_scaling.functional.residual import (
     residual_split,
     rms_norm,
 )
-from float8.unit_scaling.registry import register, torch_map, unregister
+from float8.unit_scaling.registry import register, torch_map
 
 __all__ = [
     "add",
@@ -70,14 +68,11 @@ __all__ = [
     "residual_split",
     "rms_norm",
     "scaled_dot_product_attention",
-    "scaled_linear",
-    "scaled_matmul",
     "silu",
     "silu_glu",
     "softmax",
     "sqrt_softmax_attention",
     "torch_map",
-    "unregister",
 ]
 
 for _function in (

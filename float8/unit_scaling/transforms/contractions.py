@@ -3,7 +3,7 @@
 A contraction sums products of two operands over dimensions that both have and the result has not:
 
     linear       y_MN = x_MK @ w_NK.T + b_N      the right operand is a weight; with the factors of
-                                                 `U.scaled_linear`, "scaled linear"
+                                                 `scaled_linear`, "scaled linear"
     matrix       y_MN = x_MK @ y_KN              either operand may be a weight or an activation
     einsum       as its equation says
     convolution  sums over input channels and the kernel

@@ -22,12 +22,12 @@ from wire import Wire
 
 from benchmarks.bench_gradients import simulated
 from float8.distributed.gradients import (
-    Float8Gradients,
     ScalingController,
     float8_gradients,
     reduction,
 )
 from float8.distributed.gradients.attach import Float8ReduceScatter
+from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3, E5M2
 
 BF16, NAN, INF = torch.bfloat16, math.nan, math.inf

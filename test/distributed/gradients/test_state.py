@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from float8.distributed.gradients import Float8Gradients, ScalingController
+from float8.distributed.gradients.state import Float8Gradients, ScalingController
 
 ELEMENTS = 1_000_000
 

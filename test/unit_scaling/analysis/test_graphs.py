@@ -11,10 +11,10 @@ from torch import nn
 
 from float8.unit_scaling.analysis import (
     example_batch,
-    graph_to_rows,
     plot,
     visualiser,
 )
+from float8.unit_scaling.analysis.graphs import graph_to_rows
 from float8.unit_scaling.transforms import Metrics, prune_non_float_tensors, track_scales
 
 # --- tables

@@ -10,11 +10,8 @@ from torch import nn
 import float8.unit_scaling as uu
 from float8 import E4M3, E5M2
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.analysis import (
-    Operand,
-    format_operands,
-    operand_table,
-)
+from float8.unit_scaling.analysis import format_operands, operand_table
+from float8.unit_scaling.analysis.operands import Operand
 
 
 class Net(nn.Module):
