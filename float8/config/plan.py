@@ -13,7 +13,7 @@ import torch
 
 from float8.arguments import check_bool
 from float8.config.casts import OperandCast
-from float8.formats import E5M2, Format
+from float8.formats import E5M2, Format, ScaleFormat
 from float8.granularity import WHOLE
 
 
@@ -46,6 +46,9 @@ class Gemm:
         out_dtype: the dtype of the result.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
         pad: see `LinearPlan`.
+
+    Attributes:
+        has_powers: whether the scales of both operands are float32 powers of two, by their format.
     """
 
     a: OperandCast | None
@@ -56,6 +59,12 @@ class Gemm:
     out_dtype: torch.dtype = field(default=torch.float32, repr=False)
     align: int = field(default=1, repr=False)
     pad: bool = field(default=False, repr=False)
+
+    @property
+    def has_powers(self) -> bool:
+        """See the class."""
+        formats = {cast.scale_format for cast in (self.a, self.b) if cast is not None}
+        return formats == {ScaleFormat.POWER_OF_TWO}
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -107,6 +116,8 @@ class LinearPlan:
         dtype: the compute dtype, of the operands before their casts and of the results.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
         on_gpu: whether tensor cores multiply.
+        given: the plan of a call with an operand that is in float8 already, whose scales may be any
+            numbers, where its products are others; else None.
 
     Attributes:
         gemms: the three GEMMs, in the order of `GEMM_NAMES`.
@@ -127,6 +138,7 @@ class LinearPlan:
     dtype: torch.dtype = field(default=torch.float32, repr=False)
     is_grouped: bool = field(default=False, repr=False)
     on_gpu: bool = field(default=False, repr=False)
+    given: LinearPlan | None = field(default=None, repr=False, compare=False)
     gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
     x: Operand = field(init=False, repr=False, compare=False)
     w: Operand = field(init=False, repr=False, compare=False)

@@ -114,7 +114,8 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
     plan = bind(config.plan, device.arch, dtype, grouped=E is not None)
     reason = refuses_call(plan, N, K, M, use.training, "grad_weight" in use.gemms)
-    missing = sorted(set(kinds_of_plan(config.plan, use).values()) - set(device.products))
+    kinds = kinds_of_plan(config.plan, use, device.arch, E is not None)
+    missing = sorted(set(kinds.values()) - set(device.products))
     if reason is None and missing:
         return f"{device.name} has no figures for {' and '.join(missing)} GEMMs"
     return reason

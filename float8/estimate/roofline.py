@@ -70,8 +70,8 @@ Every pass is one launch. Column amaxes are accumulated atomically into zeros th
 writes: a rowwise cast in both orientations is three launches. A float32 weight is assumed to run
 under autocast to bfloat16; each cast of it first converts it, 6 bytes per element. Scales count in
 blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes per 128 elements, or
-one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill or repeat a
-scale are ignored.
+one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill, repeat or
+expand a scale (`float8.kernels.gpu.expand_scales`) are ignored.
 
 On AMD GPUs casts run op by op in plain PyTorch, and move 48 to 94 bytes per element (`PLAIN`);
 torch.compile fuses them, which is not predicted.
@@ -83,13 +83,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from float8.config import LinearPlan, OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
+from float8.kernels import gemm_for, grouped_gemm_for
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
-from float8.kernels.scaled_mm import BLOCKWISE, ROWWISE, TENSORWISE, product_of
+from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product_of, takes_powers
 
 # --- a layer's sizes, and how it is used
 
@@ -277,8 +280,14 @@ MOST_PARTS = 8
 FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
 
-def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
-    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
+def kinds_of_plan(
+    plan: LinearPlan | None, use: Use, arch: str = "", grouped: bool = False
+) -> dict[str, str]:
+    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``.
+
+    ``arch`` is that of the device, some of which run powers of two as MX products.
+    """
+    gemm_of = grouped_gemm_for if grouped else gemm_for
     kinds = dict.fromkeys(use.gemms, BF16)
     for name in kinds if plan is not None else ():
         gemm = getattr(plan, name)
@@ -286,6 +295,9 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
             kind = product_of(gemm.a.block, gemm.b.block)
             # Others are emulated like 1x128 ones: dequantised first.
             kinds[name] = kind if kind in FLOAT8 else BLOCKWISE
+            what = arch, gemm.a.block, gemm.b.block, torch.bfloat16
+            if takes_powers(gemm_of(*what, has_powers=gemm.has_powers)[0]):
+                kinds[name] = MX
     return kinds
 
 
@@ -346,7 +358,7 @@ class Seconds(NamedTuple):
 
 def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Use) -> Seconds:
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
-    kinds = kinds_of_plan(plan, use)
+    kinds = kinds_of_plan(plan, use, device.arch, shape.E is not None)
     gemms = sum(gemm_seconds(device, kind, shape, name) for name, kind in kinds.items())
     return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 

@@ -58,6 +58,8 @@ def grouped_mm(
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
     error = _refuses(x, w, offs, config)
     plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
+    is_given = isinstance(x, Float8Tensor) or isinstance(w, Float8Tensor)
+    plan = plan.given if is_given and plan.given is not None else plan
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT

@@ -8,14 +8,14 @@ A GEMM per group of tokens, see `float8.kernels.groups` for the layout of tokens
 The second operand says which: an expert operand has three dimensions, and a block of
 ``(1, rows, columns)``, so that no two experts share a scale.
 
-On CUDA, the first of `CANDIDATES` that does not refuse the product runs it. Plain PyTorch runs it
-on every other device and with ``emulate=True``: a loop over groups, which reads ``offs`` on the
-host. There is no other fallback.
+On CUDA, the first of `CANDIDATES` that does not refuse the product runs it. Scales that are powers
+of two by their format run as MX products where torch has these, as in `scaled_mm`. Plain PyTorch
+runs it on every other device and with ``emulate=True``: a loop over groups, which reads ``offs`` on
+the host. There is no other fallback.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,10 +33,12 @@ from float8.kernels.scaled_mm import (
     CPU,
     MX,
     PLAIN,
+    ROWS_AS_MX,
     ROWWISE,
     SUPPORT,
     TENSORWISE,
     family_of,
+    load_kernel,
     product_of,
     refuses_device,
     triton_refuses,
@@ -205,6 +207,23 @@ def _torch_multiply_mx(
     return out if sizes is None else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
 
 
+def _multiply_as_mx(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *others: Any
+) -> Tensor:
+    """Multiply powers of two as an MX product; by Triton if experts lack whole blocks of 1x32."""
+    (a_block, b_block, *options), by_tokens = others, b.dim() == 2
+    if not by_tokens and b.shape[-1] % 32:
+        return _triton_multiply(a, a_scale, b, b_scale, offs, *others)
+    load_kernel("expand_scales")
+    expand = torch.ops.float8.expand_scales.default
+    a_scale = expand(a_scale, a_block, *a.shape, offs, by_tokens)
+    if by_tokens:
+        b_scale = expand(b_scale, b_block, *b.shape, offs, True)
+    else:
+        b_scale = expand(b_scale.expand(len(b), -1, -1), b_block, *b.shape[-2:])
+    return _torch_multiply_mx(a, a_scale, b, b_scale, offs, _MX_BLOCK, _MX_BLOCK, *options)
+
+
 def _contiguous(x: Tensor) -> Tensor:
     # Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
@@ -213,17 +232,10 @@ def _contiguous(x: Tensor) -> Tensor:
 def _triton_multiply(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *others: Any
 ) -> Tensor:
-    _load_triton_gemm()
+    load_kernel("grouped_mm")
     run = torch.ops.float8.grouped_mm_gpu.default
     out: Tensor = run(contraction_last(a), a_scale, contraction_last(b), b_scale, *others)
     return out
-
-
-def _load_triton_gemm() -> None:
-    importlib.import_module("float8.kernels.gpu.grouped_mm")
-
-
-_load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class GroupedCandidate(NamedTuple):
@@ -232,24 +244,26 @@ class GroupedCandidate(NamedTuple):
     ``refuses(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not run,
     or None; a message puts it after ``name``. ``multiply`` takes the arguments of `grouped_mm`, and
     ``use_fast_accum``. ``align``: what it needs of groups in the transposed layout. Every candidate
-    needs K and N that are multiples of 16.
+    needs K and N that are multiples of 16. ``takes_powers``: as of `scaled_mm.Candidate`.
     """
 
     name: str
     refuses: Callable[[str, str, torch.dtype, bool], str | None]
     multiply: Callable[..., Tensor]
     align: int = ALIGNMENT
+    takes_powers: bool = False
 
 
 TORCH_MX = GroupedCandidate(
     "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
 )
+AS_MX = TORCH_MX._replace(name=ROWS_AS_MX.name, multiply=_multiply_as_mx, takes_powers=True)
 TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
 # product -> its candidates; the first that does not refuse runs it
 CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
     TENSORWISE: (TRITON,),
-    ROWWISE: (TRITON,),
-    BLOCKWISE: (TRITON,),
+    ROWWISE: (AS_MX, TRITON),
+    BLOCKWISE: (AS_MX, TRITON),
     MX: (TORCH_MX,),
 }
 GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
@@ -262,12 +276,14 @@ def grouped_gemm_for(
     out_dtype: torch.dtype,
     emulate: bool = False,
     is_e4m3: bool = True,
+    has_powers: bool = False,
 ) -> tuple[str, str | None]:
     """The candidate that runs a product, as `multiply_groups` takes it.
 
     ``b_block`` has a 1 for the first dimension if the second operand is the weights of experts.
     ``emulate`` runs plain PyTorch on every device; ``is_e4m3`` says whether both operands are E4M3.
-    Returns the candidate's name and None; or "" and the reason why there is none.
+    ``has_powers``: as of `scaled_mm.gemm_for`. Returns the candidate's name and None; or "" and the
+    reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
@@ -278,9 +294,10 @@ def grouped_gemm_for(
     reasons = []
     for candidate in CANDIDATES[product]:
         reason = candidate.refuses(family, product, out_dtype, is_e4m3)
-        if reason is None:
+        if reason is None and has_powers >= candidate.takes_powers:
             return candidate.name, None
-        reasons.append(f"{candidate.name} {reason}")
+        if not candidate.takes_powers:
+            reasons.append(f"{candidate.name} {reason}")
     return "", (
         f"{family} does not run a grouped {product} product written in {out_dtype}: "
         f"{'; '.join(reasons) or 'no GEMM is written for it, use the recipe blockwise'}. "

@@ -5,12 +5,21 @@ On CUDA, the first of `CANDIDATES` that does not refuse the product runs it:
 =============  ======================================  ===========================================
 candidate      products                                refuses
 =============  ======================================  ===========================================
+torch, as MX   rowwise, blockwise on sm_100, sm_103    scales that are not powers of two by format
 torch          tensorwise, rowwise; blockwise on       contraction or columns that are not
 (`cublas`)     sm_90 with CUDA 12.9; MX from sm_100    multiples of 16 (unless padded); results in
                on                                      another dtype than `written_dtypes` says
 Triton         blockwise                               AMD GPUs, on which it is untested
 (`gpu/`)
 =============  ======================================  ===========================================
+
+**Powers of two as MX.** An E8M0 scale is a power of two. So where the formats of both casts round
+scales to powers of two, the same data with each scale repeated for its blocks of 1x32 is an MX
+operand with equal values, which Blackwell's tensor cores scale themselves (as TransformerEngine
+runs its block scaling there: transformer_engine/pytorch/csrc/extensions/gemm.cpp). One launch per
+operand repeats the scales (``gpu/expand_scales.py``): 1/32 byte per element. A scale that E8M0
+does not hold makes NaN of its products. Operands that MX products do not take, blocks of odd sizes
+and DTensors, are multiplied by the last candidate.
 
 Plain PyTorch runs it on every other device, and with ``emulate=True``. A product that no candidate
 runs raises an error with each candidate's reason and the remedy. It never runs in another
@@ -26,7 +35,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +82,8 @@ SUPPORT: dict[str, dict[str, str | None]] = {
     "gfx94": {**_BASIC},
     "gfx95": {**_BASIC},
 }
+# Where powers of two run as MX products. TransformerEngine's check_mxfp8_support refuses sm_120.
+_AS_MX = ("sm_100", "sm_103")
 # cuBLASLt takes scales of rows and of 128-wide blocks from this CUDA version on, on sm_90 alone
 # (cuBLAS 12.9 release notes).
 _CUBLASLT_CUDA = (12, 9)
@@ -191,7 +202,7 @@ def _triton_multiply(
 
     A contraction that is not a multiple of 16 is padded: without that, loads would be single bytes.
     """
-    _load_triton_gemm()
+    load_kernel("blockwise_mm")
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = (cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK))
     a_MK, b_NK = cublas.contraction_last(a_MK), cublas.contraction_last(b_NK)
@@ -200,11 +211,34 @@ def _triton_multiply(
     )
 
 
-def _load_triton_gemm() -> None:
-    importlib.import_module("float8.kernels.gpu.blockwise_mm")
+def load_kernel(name: str) -> None:
+    """Import a file of gpu/, which registers its op; torch.compile runs this while tracing."""
+    importlib.import_module(f"float8.kernels.gpu.{name}")
 
 
-_load_triton_gemm._dynamo_marked_constant = True  # type: ignore[attr-defined]
+load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _mx_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+    return None if arch in _AS_MX else f"is for {' and '.join(_AS_MX)}"
+
+
+def _multiply_as_mx(
+    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, *others: Any
+) -> Tensor:
+    """Multiply by torch as an MX product; odd blocks and DTensors by the last candidate."""
+    a_block, b_block, bias_N, out_dtype, _ = others
+    product = _PRODUCTS[block_name(a_block), block_name(b_block)]
+    other, (columns, contraction) = CANDIDATES[product][-1], b_NK.shape
+    is_odd = not other.is_aligned and (columns % ALIGNMENT or contraction % ALIGNMENT)
+    if is_odd or cublas.is_sharded(a_MK) or cublas.is_sharded(b_NK):
+        if reason := other.refuses(family_of(a_MK.device), product, out_dtype):
+            raise ValueError(f"scaled_mm: {other.name} {reason}")
+        return other.multiply(a_MK, a_scale, b_NK, b_scale, *others)
+    load_kernel("expand_scales")
+    expand, mx = torch.ops.float8.expand_scales.default, (1, 32)
+    a_scale, b_scale = expand(a_scale, a_block, *a_MK.shape), expand(b_scale, b_block, *b_NK.shape)
+    return cublas.multiply(a_MK, a_scale, b_NK, b_scale, mx, mx, bias_N, out_dtype, False)
 
 
 class Candidate(NamedTuple):
@@ -213,23 +247,27 @@ class Candidate(NamedTuple):
     ``refuses(architecture, product, out_dtype)`` returns the reason why it does not run, or None.
     A message puts the reason after ``name``. ``is_aligned``: the contraction and the columns must
     be multiples of 16. ``multiply`` pads sizes that are not, so callers check before.
+    ``takes_powers``: it multiplies scales that are powers of two, and makes NaN of others.
     """
 
     name: str
     refuses: Callable[[str, str, torch.dtype], str | None]
     is_aligned: bool
     multiply: Callable[..., Tensor]
+    takes_powers: bool = False
 
 
 PLAIN = "plain PyTorch"
 TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
 TRITON = Candidate("the Triton GEMM", triton_refuses, False, _triton_multiply)
+ROWS_AS_MX = Candidate("torch as MX", _mx_refuses, True, _multiply_as_mx, True)
+BLOCKS_AS_MX = ROWS_AS_MX._replace(name="torch as MX, odd sizes Triton", is_aligned=False)
 # product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
 # does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE: (TORCH,),
-    ROWWISE: (TORCH,),
-    BLOCKWISE: (TORCH, TRITON),
+    ROWWISE: (ROWS_AS_MX, TORCH),
+    BLOCKWISE: (BLOCKS_AS_MX, TORCH, TRITON),
     MX: (TORCH,),
 }
 # Numerics of rowwise products. Precise: partial sums are added in float32 outside of the tensor
@@ -275,11 +313,17 @@ def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.d
 
 
 def gemm_for(
-    family: str, a_block: Block, b_block: Block, out_dtype: torch.dtype, emulate: bool = False
+    family: str,
+    a_block: Block,
+    b_block: Block,
+    out_dtype: torch.dtype,
+    emulate: bool = False,
+    has_powers: bool = False,
 ) -> tuple[str, str | None]:
     """The GEMM that multiplies operands of two granularities, as `multiply` takes it.
 
-    Returns its name in `GEMMS` and None; or "" and the reason why there is none.
+    ``has_powers`` says whether the scales of both are powers of two by their format. Returns its
+    name in `GEMMS` and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
         return PLAIN, None
@@ -293,9 +337,11 @@ def gemm_for(
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
     reasons = []
     for candidate in CANDIDATES[product]:
-        if (reason := candidate.refuses(family, product, out_dtype)) is None:
+        reason = candidate.refuses(family, product, out_dtype)
+        if reason is None and has_powers >= candidate.takes_powers:
             return candidate.name, None
-        reasons.append(f"{candidate.name} {reason}")
+        if not candidate.takes_powers:
+            reasons.append(f"{candidate.name} {reason}")
     why = "; ".join(reasons) or "no GEMM is written for it"
     return "", (
         f"{family} does not run a {product} product written in {out_dtype}: {why}. Or {_EMULATE}"
@@ -315,6 +361,11 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
     return gemm in GEMMS and GEMMS[gemm].is_aligned
+
+
+def takes_powers(gemm: str) -> bool:
+    """Whether a GEMM, grouped or not, reads scales as powers of two: no factor fits into them."""
+    return gemm in GEMMS and GEMMS[gemm].takes_powers
 
 
 def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
+from float8.kernels.scaled_mm import takes_powers
 from float8.linear.float8_weight import (
     Float8Weight,
     cast_again,
@@ -182,7 +183,8 @@ def product(
     (a_data, a_scale), (b_data, b_scale) = a, b
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b_data.shape):
         raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
-    if factor is not None and a_scale.dtype == torch.float32:  # E8M0 scales hold no factor
+    is_float32 = a_scale.dtype == torch.float32  # E8M0 scales hold no factor
+    if factor is not None and is_float32 and not takes_powers(gemm.name):
         a_scale, bias, factor = a_scale * factor, times(bias, factor), None
     name, dtype, fast, pad = gemm.name, gemm.out_dtype, gemm.use_fast_accum, gemm.pad
     blocks = gemm.a.block, gemm.b.block

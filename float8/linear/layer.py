@@ -326,6 +326,9 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
     `Float8Tensor` as input is not cast again.
     """
+    is_given = isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
+    if is_given and call.plan.given is not None:
+        call.plan = call.plan.given
     with without_autocast(input):
         result: Tensor = function_of(call.plan).apply(input, weight, bias, call)
     return result

@@ -22,7 +22,7 @@ from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
 from float8.formats import on_family
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
-from float8.kernels.scaled_mm import CPU
+from float8.kernels.scaled_mm import CPU, takes_powers
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
 _ORDER_OF_GROUPS = (
@@ -65,10 +65,12 @@ def bind(
     dtype: torch.dtype,
     grouped: bool = False,
     compiling: bool = False,
+    given: bool = False,
 ) -> LinearPlan:
     """A plan on a device family, in a compute dtype.
 
     ``compiling`` says whether a compiler may fuse casts with the ops that make their operands.
+    ``given``: an operand is in float8 already, with scales that need not be as the config says.
     """
     # Gradients of smooth operands are multiplied by factors that float16 cannot hold.
     is_narrow = plan.smooth_input and dtype == torch.float16
@@ -87,12 +89,13 @@ def bind(
             )
             for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
         )
+        has_powers = gemm.has_powers and not given
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
             is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
-            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3)
+            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, has_powers)
         else:
-            name, refusal = kernels.gemm_for(*what)
+            name, refusal = kernels.gemm_for(*what, has_powers)
         align = kernels.group_alignment(name) if grouped else 1
         on_gpu = name not in ("", kernels.PLAIN)
         if grouped and on_gpu and plan.dequantizes and a.scale_format.is_e8m0:
@@ -101,7 +104,7 @@ def bind(
         a, b = replace(a, swizzled=swizzled), replace(b, swizzled=swizzled)
         return Gemm(a, b, gemm.use_fast_accum, name, refusal, out_dtype, align, plan.pad)
 
-    return replace(
+    found = replace(
         plan,
         output=bound(plan.output, dtype),
         grad_input=bound(plan.grad_input, grad_dtype),
@@ -110,6 +113,9 @@ def bind(
         is_grouped=grouped,
         on_gpu=family != CPU and not plan.emulate,
     )
+    if any(takes_powers(gemm.name) for gemm in found.gemms):
+        found.given = bind(plan, family, dtype, grouped, compiling, given=True)
+    return found
 
 
 def bind_cast(

@@ -90,7 +90,8 @@ def _variant(
     types: dict[str, str] = {}
     constants: dict[str, Any] = {}
     for parameter, value in runtime.items():
-        if value is None or (isinstance(value, int) and value == 1):
+        is_one = isinstance(value, int) and value == 1 and parameter not in kernel.do_not_specialize
+        if value is None or is_one:
             constants[parameter] = None if value is None else 1  # Triton compiles it in
         elif isinstance(value, Tensor):
             types[parameter] = f"*{_POINTERS[value.dtype]}"

@@ -18,6 +18,7 @@ from float8.kernels.gpu import (
     cast,
     cast_tokens,
     cast_weight,
+    expand_scales,
     grouped_mm,
     norm_cast,
     optimizer_step,
@@ -144,6 +145,18 @@ def _cast_tokens(M: int, K: int) -> list[Variant]:
         "cast_tokens, e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, 16, False, True),
         "cast_tokens, e4m3, 1 x 128": (BY_128, E4M3, rounded, None, 16, True, True),
         "cast_tokens, e4m3, 1 x 128, columns": (BY_128, E4M3, rounded, None, 16, False, True),
+        "cast_tokens, e4m3, 1 x K, as mx": (ROW, E4M3, rounded, None, 128, True, True),
+        "cast_tokens, e4m3, 1 x K, columns, as mx": (ROW, E4M3, rounded, None, 128, False, True),
+        "cast_tokens, e4m3, 1 x 128, as mx": (BY_128, E4M3, rounded, None, 128, True, True),
+        "cast_tokens, e4m3, 1 x 128, columns, as mx": (
+            BY_128,
+            E4M3,
+            rounded,
+            None,
+            128,
+            False,
+            True,
+        ),
         "cast_tokens_mx, e4m3, both": (MX, E4M3, e8m0, None, 128, True, True),
         "cast_tokens_mx, e4m3, rows": (MX, E4M3, e8m0, None, 128, True, False),
         "cast_tokens_mx, e4m3, columns": (MX, E4M3, e8m0, None, 128, False, True),
@@ -160,6 +173,17 @@ def _cast_weight(M: int, K: int) -> list[Variant]:
     data, scale = meta(M, K, dtype=E4M3), meta(dtype=F32)
     arguments = master, master_scale, data, scale, 128, meta(1, dtype=F32)
     return [variant("cast_weight", cast_weight._launch, *arguments)]
+
+
+def _expand_scales(M: int, K: int) -> list[Variant]:
+    """Of a matrix, whatever its blocks are, and of tokens of 32 groups in both orientations."""
+    offs, by_128 = meta(32, dtype=torch.int32), meta(ceil_div(K, 128), M, dtype=F32).t()
+    forms: dict[str, tuple[Any, ...]] = {
+        "expand_scales": (by_128, BY_128, M, K),
+        "expand_scales, groups of rows": (by_128, BY_128, M, K, offs),
+        "expand_scales, groups of columns": (meta(32, M, dtype=F32), ROW, M, K, offs, True),
+    }
+    return _forms("", expand_scales._launch, forms)
 
 
 def _grouped_mm(M: int, K: int) -> list[Variant]:
@@ -308,8 +332,8 @@ def _transpose(M: int, K: int) -> list[Variant]:
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _grouped_mm, _norm_cast,
-        _optimizer_step, _swiglu_cast, _transpose,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _expand_scales, _grouped_mm,
+        _norm_cast, _optimizer_step, _swiglu_cast, _transpose,
     )
 }  # fmt: skip
 FILES = tuple(SHIPPED)

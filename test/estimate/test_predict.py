@@ -14,6 +14,7 @@ from float8.estimate import DEVICES, estimate, faster_layers
 from float8.estimate.devices import BF16
 from float8.estimate.predict import Layer, predict, refuses
 from float8.estimate.roofline import Shape, Use, layer_seconds
+from float8.formats import ScaleFormat
 from float8.kernels.scaled_mm import SUPPORT
 from float8.linear.layer import Float8Linear
 
@@ -140,11 +141,11 @@ def test_no_layer_that_is_predicted_to_be_slower_is_taken(recipe, device, dtype)
 
 def test_what_a_device_refuses_is_not_taken(monkeypatch):
     w1 = model()["w1"]
-    assert faster_layers("rowwise", TOKENS, "B200")(w1, "")
-    assert not faster_layers("rowwise", TOKENS + 8, "B200")(w1, ""), "not a multiple of 16"
-    monkeypatch.setitem(SUPPORT["sm_100"], "rowwise", "for this test")
-    assert not faster_layers("rowwise", TOKENS, "B200")(w1, "")
-    assert faster_layers("rowwise", TOKENS, "H100")(w1, "")
+    assert faster_layers("tensorwise", TOKENS, "B200")(w1, "")
+    assert not faster_layers("tensorwise", TOKENS + 8, "B200")(w1, ""), "not a multiple of 16"
+    monkeypatch.setitem(SUPPORT["sm_100"], "tensorwise", "for this test")
+    assert not faster_layers("tensorwise", TOKENS, "B200")(w1, "")
+    assert faster_layers("tensorwise", TOKENS, "H100")(w1, "")
 
 
 @pytest.mark.parametrize(
@@ -215,9 +216,9 @@ CUBE = Layer("cube", Shape(64, 64, 64))
 @pytest.mark.parametrize("device", [H100, B200, MI300X], ids=lambda device: device.name)
 def test_products_run_where_the_support_table_says(device, monkeypatch):
     table = SUPPORT[device.arch]
-    assert refuses(CUBE, ROWWISE, device, Use()) is None
-    monkeypatch.setitem(table, "rowwise", "a reason of its own")
-    assert "a reason of its own" in refuses(CUBE, ROWWISE, device, Use())
+    assert refuses(CUBE, TENSORWISE, device, Use()) is None
+    monkeypatch.setitem(table, "tensorwise", "a reason of its own")
+    assert "a reason of its own" in refuses(CUBE, TENSORWISE, device, Use())
 
 
 @pytest.mark.parametrize(
@@ -236,12 +237,14 @@ def test_sizes_are_refused_for_the_products_that_run(shape, use, said):
     assert refuses(Layer("l", shape), replace(TENSORWISE, pad_inner_dim=True), H100, use) is None
 
 
-def test_a_rowwise_product_is_written_in_float16_on_hopper_alone():
-    half = replace(CUBE, dtype=torch.float16)
-    assert "bfloat16 only" in refuses(half, RECIPES["rowwise"], B200, Use())
+def test_a_rowwise_product_is_written_in_float16_on_hopper_and_as_mx():
+    half, row = replace(CUBE, dtype=torch.float16), RECIPES["rowwise"].cast_config_input
+    row = replace(row, scale_format=ScaleFormat.FLOAT32)
+    assert "bfloat16 only" in refuses(half, Float8LinearConfig(row, row, row), B200, Use())
     assert refuses(half, TENSORWISE, B200, Use()) is None
     for dtype in (torch.float16, torch.float32):
-        assert refuses(replace(CUBE, dtype=dtype), RECIPES["rowwise"], H100, Use()) is None
+        for device in (H100, B200):
+            assert refuses(replace(CUBE, dtype=dtype), RECIPES["rowwise"], device, Use()) is None
 
 
 def test_a_device_that_lacks_figures_says_so():

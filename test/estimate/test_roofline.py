@@ -160,6 +160,15 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
     assert speedup(M * times, device) >= speedup(M, device) * 0.97, "waves of tiles cost up to 2 %"
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_powers_of_two_cost_what_mx_products_do_where_they_run_so(recipe):
+    plan, names = RECIPES[recipe].plan, ("output", "grad_input", "grad_weight")
+    for device, kind in ((B200, "mx"), (H100, recipe)):
+        for shape in (CUBE, replace(CUBE, E=8)):
+            gemms = sum(gemm_seconds(device, kind, shape, name) for name in names)
+            assert layer_seconds(device, shape, plan, Use()).gemms == gemms
+
+
 def test_a_config_without_float8_is_nn_linear():
     off = CastConfig(ScalingType.DISABLED)
     plan = Float8LinearConfig(off, off, off).plan

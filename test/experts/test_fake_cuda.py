@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 from float8.config import RECIPES
 from float8.tensor import Float8Tensor
 
-T, K, N, E = 100, 64, 48, 4
+T, K, N, E = 100, 64, 96, 4
 BF16 = torch.bfloat16
 TORCH, TRITON, PLAIN = "aten::_scaled_grouped_mm", "float8::grouped_mm_gpu", "aten::_grouped_mm"
 BY_TRITON, BY_TORCH = (TRITON,) * 3, (TORCH,) * 3
@@ -35,10 +35,13 @@ RUNS = {
     ("mxfp8", "sm_100"): BY_TORCH,
     ("rowwise_with_gw_hp", "sm_89"): (TRITON, TRITON, PLAIN),
     ("rowwise_with_gw_hp", "sm_90"): (TRITON, TRITON, PLAIN),
-    ("rowwise_with_gw_hp", "sm_100"): (TRITON, TRITON, PLAIN),
+    ("rowwise_with_gw_hp", "sm_100"): (TORCH, TORCH, PLAIN),
+    ("rowwise_with_gw_hp", "sm_103"): (TRITON, TRITON, PLAIN),
+    ("rowwise", "sm_100"): BY_TORCH,  # as MX, as their scales are powers of two
+    ("blockwise", "sm_100"): BY_TORCH,
 }
 for recipe in ("tensorwise", "unit", "blockwise", "rowwise"):
-    for arch in ("sm_89", "sm_90", "sm_100"):
+    for arch in ("sm_89", "sm_90", "sm_100", "sm_103"):
         RUNS.setdefault((recipe, arch), BY_TRITON)
 
 
@@ -75,11 +78,22 @@ def test_the_gemms_of_a_step(recipe, arch, expand):
     assert gemms_of(RECIPES[recipe], arch, expand=expand) == RUNS[recipe, arch]
 
 
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_experts_without_whole_blocks_of_32_are_multiplied_by_triton(recipe, monkeypatch):
+    """The transposed tokens are padded for torch's product, which grad_weight is."""
+    monkeypatch.setitem(globals(), "N", 48)
+    assert gemms_of(RECIPES[recipe], "sm_100") == (TORCH, TRITON, TORCH)
+
+
 @pytest.mark.parametrize(
     ("recipe", "arch", "options"),
     [
         *(("tensorwise", arch, {"in_float8": True}) for arch in ("sm_89", "sm_90", "sm_100")),
-        *((r, "sm_90", {"dtype": torch.float32}) for r in ("tensorwise", "rowwise", "blockwise")),
+        *(
+            (r, arch, {"dtype": torch.float32})
+            for r in ("tensorwise", "rowwise", "blockwise")
+            for arch in ("sm_90", "sm_100")
+        ),
     ],
 )
 def test_tokens_in_float8_and_results_in_float32_are_tritons(recipe, arch, options):
@@ -88,7 +102,11 @@ def test_tokens_in_float8_and_results_in_float32_are_tritons(recipe, arch, optio
 
 @pytest.mark.parametrize(
     ("first", "second", "names"),
-    [("rowwise", "mxfp8", (TRITON, TRITON, TORCH)), ("mxfp8", "rowwise", (TORCH, TORCH, TRITON))],
+    [
+        ("tensorwise", "mxfp8", (TRITON, TRITON, TORCH)),
+        ("mxfp8", "tensorwise", (TORCH, TORCH, TRITON)),
+        ("tensorwise", "rowwise", (TRITON, TRITON, TORCH)),
+    ],
 )
 def test_the_layout_of_transposed_tokens_is_that_of_the_gemm_that_reads_it(first, second, names):
     """Torch's grouped GEMM of MX formats needs other padding than Triton's."""

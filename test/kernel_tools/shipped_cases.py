@@ -20,6 +20,7 @@ from kernels.gpu import (
     test_cast_tokens,
     test_cast_weight,
     test_casts,
+    test_expand_scales,
     test_grouped_mm,
     test_norm_cast,
     test_optimizer_step,
@@ -72,6 +73,7 @@ def cast_tokens(
     dtype: torch.dtype,
     wanted: tuple[bool, bool],
     scale: float | None = None,
+    align: int | None = None,
 ) -> None:
     """By 64 experts; where the amax of all is computed, of so many tokens that a pass is full."""
     sizes, is_amax = list(GROUPS_OF_64), block == test_cast_tokens.TENSOR and scale is None
@@ -82,7 +84,8 @@ def cast_tokens(
     given = None if scale is None else torch.tensor([[scale]])
     formats = {test_cast_tokens.TENSOR: definition.FLOAT32, test_cast_tokens.MX: definition.E8M0}
     scale_format = formats.get(block, definition.scale_format_of(True))
-    test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, "cpu", block, given)
+    rest = ("cpu", block, given, None, align)
+    test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, *rest)
 
 
 def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
@@ -224,9 +227,21 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (cast_tokens, (TENSOR, E4M3, BOTH)),
         (cast_tokens, (TENSOR, E5M2, BOTH)),
         (cast_tokens, (TENSOR, E4M3, ROWS)),
+        *(
+            (cast_tokens, (block, E4M3, wanted, None, 128))
+            for block in (ROW, BY_128)
+            for wanted in (COLS, BOTH)
+        ),
         *((cast_tokens, (test_cast_tokens.MX, E4M3, wanted)) for wanted in (COLS, ROWS, BOTH)),
     ],
     "cast_weight": [(test_cast_weight.test_agrees, ((48, 256), 128, E4M3, False, "cpu"))],
+    "expand_scales": [
+        (test_expand_scales.check, ((130, 1264), BY_128, "cpu", True)),
+        *(
+            (test_expand_scales.check_groups, ((GROUPS_OF_64[:32], 7), 144, ROW, by_columns, "cpu"))
+            for by_columns in (False, True)
+        ),
+    ],
     "grouped_mm": [
         *(
             (grouped, (tile, "experts", blocks, SAME, True))

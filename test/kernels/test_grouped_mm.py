@@ -7,13 +7,16 @@ repeated here.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import re
+from dataclasses import replace
+from unittest import mock
 
 import oracle
 import pytest
 import torch
-from assertions import assert_error_within_baseline
+from assertions import assert_all_bitwise, assert_error_within_baseline
 from pretend import out_of_squares
 from shapes import Case
 from torch import Tensor
@@ -22,10 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
+from float8 import grouped_mm
+from float8.config import RECIPES
 from float8.kernels import grouped_mm as module
 from float8.kernels.gpu.cast import cast as cast_matrices
 from float8.kernels.gpu.cast_tokens import cast_tokens
 from float8.kernels.scaled_mm import PLAIN
+from float8.linear.plan import BOUND
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -245,6 +251,61 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, w_block, 
             b8, b_scale = oracle.quantize(b, block, E4M3, "e8m0")
             exact = oracle.matmul(a8.view(E4M3), a_scale, MX, b8.view(E4M3), b_scale, block)
             assert_error_within_baseline(found, exact, exact.to(BF16), replay=(sizes, features))
+
+
+@pytest.mark.parametrize("sizes", [(5, 0, 130, 33), (128, 64, 32), (0, 0)], ids=str)
+@pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp", "blockwise"])
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_powers_of_two_as_mx_have_the_bits_of_the_emulation(sizes, recipe, how, monkeypatch):
+    """All three products of a call, by the casts' ops, with rows in no group."""
+    K, N, tokens, results = 160, 96, sum(sizes), []
+    importlib.import_module("torch._inductor.pattern_matcher")  # keeps torch's own products
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", op_of_mslk)
+    MSLK_CALLS.clear()
+    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+        monkeypatch.setattr(importlib.import_module(name), "family_of", lambda device: "sm_100")
+    torch.manual_seed(0)
+    offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x, g, w = (integers(*s) for s in ((tokens + 7, K), (tokens + 7, N), (len(sizes) * N, K)))
+    for emulate in (True, False):
+        config = replace(RECIPES[recipe], emulate=emulate)
+
+        def product(x, w, offs, config=config):
+            return grouped_mm(x, w.mT, offs, config)
+
+        if how == "compiled" and not emulate:
+            product = torch.compile(product, backend="aot_eager", fullgraph=True)
+        leaves = x.clone().requires_grad_(), w.view(len(sizes), N, K).clone().requires_grad_()
+        with mock.patch.dict(BOUND, clear=True):
+            out = product(*leaves, offs)
+            grads = torch.autograd.grad(out, leaves, g)
+        results.append([out[:tokens].detach(), grads[0][:tokens], grads[1]])
+    assert_all_bitwise(results[1], results[0], (sizes, recipe))
+    products = 2 if recipe == "rowwise_with_gw_hp" else 3
+    assert len(MSLK_CALLS) == products
+
+
+def integers(*shape: int) -> Tensor:
+    """Of rows of other magnitudes: float8 holds them, and float32 every sum."""
+    rows = 2.0 ** -(torch.arange(shape[0]) % 3)
+    return (torch.randint(-8, 9, shape) * rows[:, None]).bfloat16()
+
+
+MSLK_CALLS: list[int] = []
+
+
+@torch.library.custom_op("float8_test::scaled_grouped_mm", mutates_args=())
+def op_of_mslk(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, offs: Tensor, out_dtype: torch.dtype
+) -> Tensor:
+    MSLK_CALLS.append(b.dim())
+    return mslk(a, b, scale_a, scale_b, offs=offs, out_dtype=out_dtype)
+
+
+@op_of_mslk.register_fake
+def _(a, b, scale_a, scale_b, offs, out_dtype):
+    shape = (a.shape[0], b.shape[-1]) if b.dim() == 3 else (len(offs), a.shape[0], b.shape[1])
+    return a.new_empty(shape, dtype=out_dtype)
 
 
 @pytest.mark.parametrize("by_tokens", [False, True])

@@ -25,6 +25,7 @@ from pretend import (
     PRODUCTS,
     ROW,
     TENSOR,
+    PretendCuda,
     assert_product_of,
     install_torch_scaled_mm,
     multiply,
@@ -189,6 +190,24 @@ def test_triton_multiplies_blockwise_in_any_dtype_and_size(
         replay = (sizes, a_block, b_block, out_dtype)
         assert_error_within_baseline(actual, exact, expected, replay=replay)
     assert torch_calls == []
+
+
+def test_powers_of_two_in_a_dtensor_are_multiplied_as_without_mx(torch_calls, monkeypatch):
+    """Which has sharding rules; in the dtypes that it writes."""
+    monkeypatch.setattr(module, "architecture", lambda index=None: "sm_100")
+    monkeypatch.setattr(PretendCuda, "device_mesh", object(), raising=False)
+    parts = operands(48, 160, 96, ROW, ROW)
+    for out_dtype in (BF16, torch.float32):
+        name, reason = module.gemm_for("sm_100", ROW, ROW, out_dtype, has_powers=True)
+        assert "MX" in name and reason is None
+        pretended = [part.as_subclass(PretendCuda) for part in parts]
+        arguments = (name, *pretended, ROW, ROW, None, out_dtype, False, False)
+        if out_dtype != BF16:
+            with pytest.raises(ValueError, match="rowwise product in bfloat16 only"):
+                kernels.multiply(*arguments)
+        else:
+            assert_product_of(kernels.multiply(*arguments), parts, ROW, ROW, None, "a DTensor")
+    assert [call.scale_a.dtype for call in torch_calls] == [torch.float32]
 
 
 @pytest.mark.parametrize("sizes", [(0, 128, 256), (16, 0, 128), (16, 128, 0)], ids=str)

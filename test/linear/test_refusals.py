@@ -45,7 +45,7 @@ TAKEN = [
     *((r, {"arch": "sm_100"}) for r in RECIPES),
     *((r, {}) for r in RECIPES if "mxfp8" not in r),
     *((r, {"dtype": F32}) for r in ("tensorwise", "rowwise", "blockwise")),
-    *((r, {"dtype": F32, "arch": "sm_100"}) for r in ("tensorwise", "blockwise")),
+    *((r, {"dtype": F32, "arch": "sm_100"}) for r in ("tensorwise", "rowwise", "blockwise")),
     ("tensorwise", {"tokens": 24, "frozen": True}),
     # A last batch in evaluation, a token in generation: rows are no contraction there.
     *((r, {"tokens": 5, "grad": False}) for r in ("tensorwise", "rowwise", "blockwise")),
@@ -58,7 +58,7 @@ REFUSED_BY_DEVICES = [
     ("tensorwise", {"n": 24}, "out_features=24.*pad_inner_dim=True"),
     *((r, {"tokens": 5}, "5 tokens.*multiple of 16; pad") for r in ("tensorwise", "blockwise")),
     ("tensorwise", {"arch": "sm_80"}, "sm_80 is not known.*emulate=True"),
-    *(("rowwise", {"dtype": d, "arch": "sm_100"}, "bfloat16") for d in (F32, torch.float16)),
+    *(("rowwise", {"dtype": d, "arch": "sm_120"}, "bfloat16") for d in (F32, torch.float16)),
     ("blockwise", SMALL, "in_features=24.*multiple of 16"),
     ("blockwise", {"arch": "gfx94"}, "output: gfx94 does not run.*_scaled_mm.*emulate=True"),
 ]
@@ -79,7 +79,7 @@ def test_what_a_device_takes_and_what_it_refuses_with_a_way_out(recipe, how, wor
     ("family", "recipe", "checks", "words"),
     [
         ("sm_80", "tensorwise", True, r"head: output: sm_80 is not known.*emulate=True"),
-        ("sm_100", "rowwise", False, "sm_100 does not run a rowwise product"),
+        ("sm_120", "rowwise", False, "sm_120 does not run a rowwise product"),
     ],
 )
 def test_a_gpu_that_does_not_run_a_product_is_refused_with_or_without_the_layers_checks(

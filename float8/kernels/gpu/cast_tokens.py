@@ -62,7 +62,8 @@ def _launch(
         found: Outputs = cast.cast(x, None, block, dtype, scale_format, False, True, False)
         return found
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
-    cast_tiles(x, outputs, block, scale_format, scale=scale, offs=offs)
+    align = max(align, alignment_of(block))  # of rows alone, what their squares need
+    cast_tiles(x, outputs, block, scale_format, scale=scale, offs=offs, align=align)
     return outputs
 
 
@@ -107,7 +108,7 @@ def _fake(
 ) -> Outputs:  # fmt: skip
     block, (T, K), E = (block[0], block[1]), x.shape, offs.shape[0]
     cast.check_block("cast_tokens", block, scale_format)
-    if block == SQUARE or (transposed and align != alignment_of(block)):
+    if block == SQUARE or (transposed and align not in (alignment_of(block), 128)):
         raise ValueError(
             f"float8::cast_tokens: no kernel casts blocks {block} of groups at multiples of {align}"
         )

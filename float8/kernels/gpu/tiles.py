@@ -318,6 +318,7 @@ def cast_tiles(
     *,
     scale: Tensor | None = None,
     offs: Tensor | None = None,
+    align: int = 1,
     record: Tensor | None = None,
     swizzled: bool = True,
 ) -> None:
@@ -328,15 +329,16 @@ def cast_tiles(
         outputs: data, scale, data_t, scale_t.
         block: of `TILES`.
         scale_format: of scales that are computed.
+        align: of groups in the transposed operand, a multiple of `alignment_of` the block.
         scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
         record: a running maximum to record the amax in, float32; tensorwise alone.
         swizzled: how E8M0 scales are written, of 32x32 blocks once for each row.
     """
     data, row_scale, data_t, scale_t = outputs
     (M, K), (rows_by_4, warps) = x.shape[-2:], TILES[block]
-    align, E, P, partials = 1, 0, M, 0
+    E, P, partials = 0, M, 0
     if offs is not None:
-        align, E = alignment_of(block), offs.numel()
+        E = offs.numel()
         P = groups.padded_tokens(M, E, align)
     amax = amax_t = None
     if block == TENSOR and scale is None:
@@ -345,7 +347,8 @@ def cast_tiles(
     elif block == ROW:
         amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
     rows = 4 * rows_by_4
-    covered = 128 if block in (MX, MX_SQUARE) and swizzled else rows  # tiles cover multiples of it
+    # Tiles cover multiples of it.
+    covered = max(rows, align, 128 if block in (MX, MX_SQUARE) and swizzled else 0)
     tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
     launch(
         _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,

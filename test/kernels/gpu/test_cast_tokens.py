@@ -60,9 +60,11 @@ def tokens(sizes, rest, columns, device="cpu", **words):
     return x, torch.tensor(sizes).cumsum(0).to(device, torch.int32)
 
 
-def check(x, offs, block, dtype, scale_format, wanted, device, replay, scale=None, fault=None):
+def check(
+    x, offs, block, dtype, scale_format, wanted, device, replay, scale=None, fault=None, align=None
+):
     """The data and scales of every group, from the definition of a matrix."""
-    (T, K), align = x.shape, ALIGNMENT[block]
+    (T, K), align = x.shape, align or ALIGNMENT[block]
     arguments = (offs, block, dtype, scale_format, scale, align, *wanted)
     data, row_scale, data_t, scale_t = run(device, x, *arguments, fault=fault)
     ends = [0, *offs.tolist()]
@@ -123,6 +125,15 @@ def test_agrees(groups, block, wanted, columns, device):
     x, offs = tokens(*groups, columns, device, **case)
     scale_format = E8M0 if block == MX else POWER_OF_TWO
     check(x, offs, block, E4M3, scale_format, wanted, device, (groups, columns, case))
+
+
+@EVERY_WAY
+@pairs(groups=GROUPS, block=BLOCKS, wanted=ORIENTATIONS, columns=[144, 37])
+def test_agrees_where_groups_are_padded_as_for_mx_products(groups, block, wanted, columns, device):
+    x, offs = tokens(*groups, columns, device, fill="wide", seed=1)
+    scale_format = E8M0 if block == MX else POWER_OF_TWO
+    replay = (groups, columns)
+    check(x, offs, block, E4M3, scale_format, wanted, device, replay, align=128)
 
 
 @pytest.mark.parametrize("device", DEVICES)

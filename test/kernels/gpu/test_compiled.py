@@ -29,6 +29,7 @@ from kernels.gpu import (
     test_cast_tokens,
     test_cast_weight,
     test_casts,
+    test_expand_scales,
     test_grouped_mm,
     test_moments,
     test_norm_cast,
@@ -105,6 +106,11 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     "blockwise_mm": [
         *((PRODUCT, ((130, 272, 133), (E5M2, E4M3), (128, 1), tile)) for tile in TILES),
         (PRODUCT, ((5, 123, 7), SAME, (1, 1), None)),
+    ],
+    "expand_scales": [
+        (test_expand_scales.check, ((5, 4112), block, "cpu", strided))
+        for block in test_expand_scales.BLOCKS
+        for strided in (False, True)
     ],
     "grouped_mm": [
         (GROUPED, ("tokens", (0, 131, 2), "1x128", SAME, (24, 20), TILES[-1], (None, False))),
