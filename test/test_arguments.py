@@ -229,7 +229,7 @@ CALLS = {
 NO_CALLS = {
     *("Alarm", "ScaleFormat", "ScalingController"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
-    *("GptOss", "MXFP4", "ModelOpt", "Rowwise", "Tensorwise"),  # which take none
+    *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
     *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),
 }

@@ -13,9 +13,9 @@ reads published ones as a base to train on.
 
 How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `FineGrained` (the
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
-`ModelOpt` (per tensor, static inputs), ``"mxfp4"`` and ``"gpt_oss"`` (packed 4-bit weights). It says once
-what a file has of a layer (``Layout.parts``), from which a `Float8Tensor` becomes named tensors and
-comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the
+`ModelOpt` (per tensor, static inputs), ``"mxfp4"`` and ``"gpt_oss"`` (packed 4-bit weights). It
+says once what a file has of a layer (``Layout.parts``), from which a `Float8Tensor` becomes named
+tensors and comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the
 files (``files.py``), so this package needs the extra ``checkpoints``.
 
 ``files.py``, ``layouts.py`` < ``source.py`` (the weights of a checkpoint), ``casts.py`` (with which
