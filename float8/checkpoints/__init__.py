@@ -15,8 +15,8 @@ How a float8 weight is stored is a `Layout`, a class each in ``layouts.py``: `Fi
 128x128 blocks of DeepSeek-V3), `CompressedTensors` (per tensor, channel or block, and MX),
 `ModelOpt` (per tensor, static inputs), ``"mxfp4"`` and ``"gpt_oss"`` (packed 4-bit weights). It
 says once what a file has of a layer (``Layout.parts``), from which a `Float8Tensor` becomes named
-tensors and comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and writes the
-files (``files.py``), so this package needs the extra ``checkpoints``.
+tensors and comes back. A new layout is its class and its row in ``LAYOUTS``. safetensors reads and
+writes the files (``files.py``), so this package needs the extra ``checkpoints``.
 
 ``files.py``, ``layouts.py`` < ``source.py`` (the weights of a checkpoint), ``casts.py`` (with which
 bits a layer is stored) < ``plan.py`` (what will be written, and its tensors one by one). A model:
