@@ -145,6 +145,26 @@ def test_every_file_with_cuda_tests_is_named_once(run):
     assert len(named) == len(set(named))
 
 
+def test_an_amd_gpu_is_not_asked_for_what_is_not_launched_there(tmp_path):
+    run = Run(tmp_path, FAILS="torch.version.hip is None")
+    assert run.status == 0
+    assert "== bench_casts: left out" in run.report
+    assert not run.options_of("bench_casts") + run.options_of("bench_grouped_mm")
+    (linear, _) = run.options_of("bench_linear")
+    assert bench_linear.parse(linear).recipes == ["tensorwise", "delayed", "static", "rowwise"]
+    (tests, _) = (c for c in run.commands if c[:2] == ["-m", "pytest"])
+    assert "--ignore=test/kernels/gpu" in tests and "test/test_kernel_path.py" not in tests
+
+
+def test_a_second_gpu_trains_too(run, tmp_path):
+    def trainings(run: Run) -> list[str]:
+        given = [rest for program, *rest in run.commands if program == "scripts/train_gpt.py"]
+        return [options[options.index("--nproc") + 1] for options in given]
+
+    assert trainings(run) == []
+    assert trainings(Run(tmp_path, FAILS="device_count")) == ["1", "2"]
+
+
 def test_its_options_are_understood(run):
     first, sweep = (bench_linear.parse(o) for o in run.options_of("bench_linear"))
     assert [shape.name for shape in first.shapes] == ["70b.attn.wo"]
