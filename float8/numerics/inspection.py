@@ -56,13 +56,14 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, States, as_matrix
+from float8.linear.delayed import name_in_model
 from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import autocasts, compute_dtype
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import contracted, projected
-from float8.numerics.passes import in_forward, runs_eagerly, watched
+from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
@@ -109,8 +110,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         stack.enter_context(runs_eagerly())
         stack.enter_context(watched(layers, inspection.see_call))
         for fqn, products in transforms.items():
-            see = partial(inspection.see_product, stack, fqn)
-            stack.enter_context(products.watched(see))
+            products.watchers.append(see := Hook(partial(inspection.see_product, stack, fqn)))
+            stack.callback(products.watchers.remove, see)
         yield report
 
 
@@ -131,15 +132,8 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
         elif isinstance(module, Float8Experts):
             skipped[fqn] = "the casts of experts are not watched"
         elif products is not None:
-            transforms[fqn], skipped[fqn] = products, _NO_PRODUCT
+            transforms[fqn], skipped[fqn] = products, "none of its products ran in float8"
     return layers, transforms, skipped
-
-
-_NO_PRODUCT = "none of its products ran in float8"
-# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
-_WRAPPERS = {
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
-}  # fmt: skip
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -147,11 +141,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     for name in ("_orig_mod", "_forward_module"):  # Fabric's, with DDP inside
         inner = getattr(inner, name, inner)
     return model if inner is model else _unwrapped(inner)
-
-
-def name_in_model(fqn: str) -> str:
-    """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def without_wrappers(fqn: str) -> str:
@@ -220,8 +209,7 @@ class _Inspection:
         output: Tensor,
     ) -> None:
         """See a product of a transformed module."""
-        if self.skipped.get(owner) == _NO_PRODUCT:
-            del self.skipped[owner]
+        self.skipped.pop(owner, None)
         fqn = name_in_model(".".join(part for part in (owner, name) if part))
         on_gradient = self.see_call(fqn, _Product(config, weight), (input,), {}, output)
         if on_gradient is not None:
@@ -335,12 +323,8 @@ def _cast(
 
 def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
     """Why a call cannot be measured, or None."""
-    from torch._subclasses.fake_tensor import is_fake
-
     if layer.high_precision:
         return "it ran in high precision: float8.high_precision(model), or an evaluation"
-    if input.is_meta or layer.weight.is_meta or is_fake(input):
-        return "it ran on meta or fake tensors, which have no values"
     plan = layer.config.plan
     if not any((plan.output.a, plan.grad_input.a, plan.grad_weight.a)):
         return "its config casts nothing"
