@@ -60,7 +60,7 @@ from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.delayed import name_in_model
 from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import autocasts, compute_dtype
+from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import contracted, projected
@@ -205,10 +205,13 @@ class _Inspection:
             return None
         input: Tensor = args[0] if args else kwargs["input"]
         self.skipped.pop(fqn, None)
-        if (reason := _reason_to_skip(layer)) is not None:
-            self.skipped[fqn] = reason
-            return None
         plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
+        if layer.high_precision:
+            self.skipped[fqn] = "it ran in high precision: float8.high_precision, or an evaluation"
+        elif not any(gemm.a for gemm in plan.gemms):
+            self.skipped[fqn] = "its config casts nothing"
+        if fqn in self.skipped:
+            return None
         gradients = {"grad_input": input.requires_grad, "grad_weight": weight.requires_grad}
         needed = {"output", *(gemm for gemm, is_needed in gradients.items() if grad and is_needed)}
         casts = partial(_casts, fqn, layer, needed)
@@ -307,26 +310,16 @@ def _casts(
     return found
 
 
-def _reason_to_skip(layer: _Layer) -> str | None:
-    """Why a call cannot be measured, or None."""
-    if layer.high_precision:
-        return "it ran in high precision: float8.high_precision(model), or an evaluation"
-    plan = layer.config.plan
-    if not any((plan.output.a, plan.grad_input.a, plan.grad_weight.a)):
-        return "its config casts nothing"
-    return None
-
-
 @contextmanager
 def _without_side_effects(x: Tensor) -> Iterator[torch.dtype]:
     """Hide the operations of a block from autograd, autocast and modes; the compute dtype."""
-    kind, dtype = x.device.type, compute_dtype(x)  # which autocast decides
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C.DisableTorchFunction())  # an outer transform changes functions
-        if autocasts(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_disable_current_modes())  # selective checkpointing counts operations
+    dtype = compute_dtype(x)  # which autocast decides
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),  # an outer transform changes functions
+        without_autocast(x),
+        _disable_current_modes(),  # selective checkpointing counts operations
+    ):
         yield dtype
 
 
