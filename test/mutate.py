@@ -42,7 +42,8 @@ PACKAGES = {
     "distributed": ("distributed", "experts"),
     "unit_scaling": ("unit_scaling",),
     "optim": ("optim",),
-    "rest": ("activations", "estimate", "fusion", "integrations", "ms_amp", "numerics"),
+    "numerics": ("numerics",),
+    "rest": ("activations", "estimate", "fusion", "integrations", "ms_amp"),
 }
 OPTIM_KERNELS = {"moments", "update_rules", "optimizer_step", "stochastic"}  # area optim, not core
 TEXT_ONLY = {"__repr__", "__str__", "extra_repr"}  # functions that only write text

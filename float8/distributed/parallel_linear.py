@@ -34,7 +34,7 @@ from float8.linear.layer import Float8Linear, function_of, linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import DelayedState, cast_matrix, max_over_ranks, sharded_state
+from float8.linear.scaling import DelayedState, cast_matrix, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -306,17 +306,11 @@ class Float8ParallelLinear(Float8Linear):
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
-        layout, placement = self.layout, self.layout.placement_of(input)
-        if not layout.is_colwise or not isinstance(placement, Shard):
-            return super().local_factors(input, x_MK)
-        amaxes = kernels.column_amaxes(x_MK)
-        if placement.dim % input.dim() != input.dim() - 1:  # the ranks have other tokens
-            factors_1K = kernels.smoothing_factors(max_over_ranks(amaxes, layout.group))
+        whole_MK = as_matrix(self._read(input)).to(x_MK.dtype)
+        factors_1K = kernels.smoothing_factors(kernels.column_amaxes(whole_MK))
+        if whole_MK.shape[1] == x_MK.shape[1]:  # this part has all columns that the GEMM reads
             return factors_1K, factors_1K
-        mesh, columns = layout.mesh, Shard(1)
-        whole = moved(placed(amaxes, mesh, columns, self.weight.shape[1]), Replicate())
-        factors_1K = kernels.smoothing_factors(whole)
-        return moved(placed(factors_1K, mesh, Replicate()), columns), factors_1K
+        return moved(placed(factors_1K, self.layout.mesh, Replicate()), Shard(1)), factors_1K
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""

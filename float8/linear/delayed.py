@@ -337,7 +337,7 @@ def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, 
     differ.
     """
     named = [
-        (_without_wrappers(fqn), module)
+        (name_in_model(fqn), module)
         for fqn, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, kind)
     ]
@@ -349,15 +349,15 @@ def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, 
     return found
 
 
-_WRAPPERS = ("._orig_mod", "._checkpoint_wrapped_module", "._fsdp_wrapped_module")
+# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
+_WRAPPERS = {
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
 
 
-def _without_wrappers(fqn: str) -> str:
-    name = f".{fqn}"
-    for wrapper in _WRAPPERS:
-        if wrapper in name:
-            name = name.replace(wrapper, "")
-    return name[1:]
+def name_in_model(fqn: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def ranks_of(group: Group | None) -> list[int]:

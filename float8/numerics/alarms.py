@@ -44,9 +44,9 @@ apart. Looks at consecutive steps are like one look. Saturation above 10 % start
 healthy runs had at most 0.9 % at any step, and weights that start at zero up to 83 % under delayed
 scales that were dynamic in one step only.
 
-An alarm depends on the reports alone, so that a resumed run finds it again in its file. A cast that
-a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an SQNR
-was wrong are not in the median, and neither are those that are dropped from the file.
+A run that resumes has the alarms of its file, and counts looks in the reports of that file. A cast
+that a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an
+SQNR was wrong are not in the median, and neither are those that are dropped from the file.
 """
 
 from __future__ import annotations
@@ -364,31 +364,30 @@ class AlarmWatch:
 
     Args:
         reports: of a run that resumes, in the order of the steps.
-        stored: the alarms of its file, of which those count that these reports cannot show: they
-            began before them.
+        stored: the alarms of its file, of which those count that started at one of these steps or
+            before; None finds them again in the reports.
     """
 
-    def __init__(self, reports: Sequence[Report] = (), stored: Iterable[Alarm] = ()) -> None:
+    def __init__(
+        self, reports: Sequence[Report] = (), stored: Iterable[Alarm] | None = None
+    ) -> None:
         self._active: dict[tuple[object, ...], Alarm] = {}  # by cast and rule
         self._ended: list[Alarm] = []
         # Of a cast and a rule: how many of the newest looks in a row were wrong, or minus how many
         # were not; and the step of the first of them.
         self._rows: dict[tuple[object, ...], tuple[int, int]] = {}
         self._sqnrs: dict[object, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_LOOKS))
-        steps = [report.step for report in reports if report.step is not None]
-        oldest, newest = min(steps, default=0), max(steps, default=0)
-        for alarm in stored:
-            if alarm.first < oldest and alarm.started <= newest:
-                # One that had not ended before the reports ends in them where it did, also where
-                # some of the looks at which it was not wrong are no longer among them.
-                if alarm.ended is None or alarm.ended >= oldest:
-                    key, last = (*alarm.labels, alarm.rule), min(alarm.last, newest)
-                    self._active[key] = replace(alarm, last=last)
-                else:
-                    self._ended.append(alarm)
         for report in reports:
             self.see(report)
-        self._active = {key: replace(a, ended=None) for key, a in self._active.items()}
+        if stored is not None:
+            newest = max((r.step for r in reports if r.step is not None), default=-1)
+            self._active, self._ended = {}, []
+            for alarm in stored:
+                if alarm.ended is not None and alarm.ended <= newest:
+                    self._ended.append(alarm)
+                elif alarm.started <= newest:
+                    key, last = (*alarm.labels, alarm.rule), min(alarm.last, newest)
+                    self._active[key] = replace(alarm, last=last, ended=None)
 
     @property
     def active(self) -> list[Alarm]:
@@ -420,7 +419,7 @@ class AlarmWatch:
                 self._rows[key] = count, first
                 alarm = self._active.get(key)
                 if seen is None:
-                    if alarm is not None and (count <= -rule.looks or step == alarm.ended):
+                    if alarm is not None and count <= -rule.looks:
                         ended.append(replace(self._active.pop(key), ended=step))
                 elif alarm is not None:
                     self._active[key] = replace(alarm, last=step)

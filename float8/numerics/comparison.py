@@ -53,7 +53,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_type, did_you_mean
-from float8.convert.filters import ModuleFilter, with_reason
+from float8.convert.filters import Because, ModuleFilter
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.switch import Float8Module, switched_off
@@ -329,42 +329,38 @@ def accurate_layers(
     check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
     lowest = _lowest(report, by)
 
-    def is_accurate(module: nn.Module, fqn: str) -> bool:
+    def reason(module: nn.Module, fqn: str) -> str | None:
         sqnr = lowest.get(without_wrappers(fqn))
         if sqnr is not None:
-            return sqnr >= min_sqnr
+            text = f"its lowest SQNR is {sqnr:.1f} dB, and min_sqnr is {min_sqnr:g}"
+            return None if sqnr >= min_sqnr else text
         if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
             raise ValueError(
                 f"{layer_name(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
                 f"{did_you_mean(fqn, lowest)}: leave it out with all_of(skip_names(...), "
                 "accurate_layers(...)), or give unknown=True (convert) or unknown=False"
             )
-        return unknown is not False
+        return "it was not measured" if unknown is False else None
 
-    def reason(module: nn.Module, fqn: str) -> str:
-        sqnr = lowest.get(without_wrappers(fqn))
-        if sqnr is None:
-            return "it was not measured"
-        return f"its lowest SQNR is {sqnr:.1f} dB, and min_sqnr is {min_sqnr:g}"
-
-    return with_reason(is_accurate, reason)
+    return Because(reason)
 
 
 def _lowest(report: Report | Comparison, by: Sequence[str] | str | None) -> dict[str, float]:
     """Layer -> its lowest SQNR; without layers that have none."""
     such_as = "what float8.inspect or float8.compare returned"
     check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
-    known: Sequence[str] = OPERANDS if isinstance(report, Report) else COLUMNS
-    chosen = (OPERANDS if isinstance(report, Report) else ALONE) if by is None else _names(by)
+    known: Sequence[str] = OPERANDS
     if isinstance(report, Report):
-        pairs = [(cast.layer, cast.sqnr) for cast in report.casts if cast.operand in chosen]
+        found = [(cast.layer, cast.operand, cast.sqnr) for cast in report.casts]
     else:
-        pairs = [(row["layer"], row.get(name)) for row in report.rows() for name in chosen]
+        known = COLUMNS
+        found = [(row["layer"], name, row[name]) for row in report.rows() for name in known]
+    chosen = (ALONE if known is COLUMNS else known) if by is None else _names(by)
     lowest: dict[str, float] = {}
-    for layer, sqnr in pairs:
-        if sqnr is not None:
-            value, name = -math.inf if math.isnan(sqnr) else sqnr, without_wrappers(layer)
-            lowest[name] = min(value, lowest.get(name, math.inf))
+    for layer, name, sqnr in found:
+        if name in chosen and sqnr is not None:
+            value, fqn = -math.inf if math.isnan(sqnr) else sqnr, without_wrappers(layer)
+            lowest[fqn] = min(value, lowest.get(fqn, math.inf))
     if not lowest or not set(chosen) <= set(known):
         raise ValueError(
             f"accurate_layers: no layer of the report has an SQNR of {[*chosen]}: by takes some of "

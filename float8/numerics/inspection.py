@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,19 +50,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
-from float8.config import Float8LinearConfig, LinearPlan, OperandCast
+from float8.config import Float8LinearConfig
+from float8.config.plan import GEMM_NAMES, Operand
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded, mxfp4
 from float8.linear.autograd import STATELESS, States, as_matrix
+from float8.linear.delayed import name_in_model
 from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import autocasts, compute_dtype
+from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import contracted, projected
-from float8.numerics.passes import in_forward, runs_eagerly, watched
+from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
 from float8.numerics.statistics import (
     IN_FLOAT8,
@@ -74,7 +76,12 @@ from float8.numerics.statistics import (
 )
 from float8.tensor import Float8Tensor
 
-GEMMS = ("output", "grad_input", "grad_weight")
+# Operand -> its name in a plan, and the GEMMs that contract its rows and its columns.
+_READERS = {
+    "input": ("x", "output", "grad_weight"),
+    "weight": ("w", "output", "grad_input"),
+    "grad_output": ("g", "grad_input", "grad_weight"),
+}
 
 
 @contextmanager
@@ -109,8 +116,8 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         stack.enter_context(runs_eagerly())
         stack.enter_context(watched(layers, inspection.see_call))
         for fqn, products in transforms.items():
-            see = partial(inspection.see_product, stack, fqn)
-            stack.enter_context(products.watched(see))
+            products.watchers.append(see := Hook(partial(inspection.see_product, stack, fqn)))
+            stack.callback(products.watchers.remove, see)
         yield report
 
 
@@ -131,15 +138,8 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
         elif isinstance(module, Float8Experts):
             skipped[fqn] = "the casts of experts are not watched"
         elif products is not None:
-            transforms[fqn], skipped[fqn] = products, _NO_PRODUCT
+            transforms[fqn], skipped[fqn] = products, "none of its products ran in float8"
     return layers, transforms, skipped
-
-
-_NO_PRODUCT = "none of its products ran in float8"
-# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
-_WRAPPERS = {
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
-}  # fmt: skip
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
@@ -147,11 +147,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     for name in ("_orig_mod", "_forward_module"):  # Fabric's, with DDP inside
         inner = getattr(inner, name, inner)
     return model if inner is model else _unwrapped(inner)
-
-
-def name_in_model(fqn: str) -> str:
-    """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def without_wrappers(fqn: str) -> str:
@@ -175,30 +170,6 @@ class _Product:
 
 
 _Layer = Float8Linear | _Product
-
-
-class _Use(NamedTuple):
-    """One cast of an operand: for which GEMM, how, and whether of the transpose."""
-
-    operand: str
-    gemm: str
-    cast: OperandCast
-    is_transposed: bool
-
-
-def _uses(plan: LinearPlan, needs_x: bool, needs_w: bool) -> Iterator[_Use]:
-    """The casts of a call; a second use that reads the bytes of the first is no second cast."""
-    for operand, casts, first, is_first, second, is_second in (
-        ("input", plan.x, "output", True, "grad_weight", needs_w),
-        ("weight", plan.w, "output", True, "grad_input", needs_x),
-        ("grad_output", plan.g, "grad_input", needs_x, "grad_weight", needs_w),
-    ):
-        if is_first and casts.first is not None:
-            yield _Use(operand, first, casts.first, False)
-        if is_second and casts.second is not None and not (is_first and casts.is_shared):
-            yield _Use(operand, second, casts.second, True)
-
-
 _Found = dict[CastLabels, Totals]
 
 
@@ -220,8 +191,7 @@ class _Inspection:
         output: Tensor,
     ) -> None:
         """See a product of a transformed module."""
-        if self.skipped.get(owner) == _NO_PRODUCT:
-            del self.skipped[owner]
+        self.skipped.pop(owner, None)
         fqn = name_in_model(".".join(part for part in (owner, name) if part))
         on_gradient = self.see_call(fqn, _Product(config, weight), (input,), {}, output)
         if on_gradient is not None:
@@ -235,46 +205,44 @@ class _Inspection:
             return None
         input: Tensor = args[0] if args else kwargs["input"]
         self.skipped.pop(fqn, None)
-        if (reason := _reason_to_skip(layer, input)) is not None:
-            self.skipped[fqn] = reason
-            return None
         plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
-        uses = list(_uses(plan, input.requires_grad, weight.requires_grad))
+        if layer.high_precision:
+            self.skipped[fqn] = "it ran in high precision: float8.high_precision, or an evaluation"
+        elif not any(gemm.a for gemm in plan.gemms):
+            self.skipped[fqn] = "its config casts nothing"
+        if fqn in self.skipped:
+            return None
+        gradients = {"grad_input": input.requires_grad, "grad_weight": weight.requires_grad}
+        needed = {"output", *(gemm for gemm, is_needed in gradients.items() if grad and is_needed)}
+        casts = partial(_casts, fqn, layer, needed)
         later: _Found = {}  # a forward may be discarded without a backward
-        right = x = None
+        right = None
         with _without_side_effects(input) as dtype:
-            operands, state_of_g, factors = _operands(layer, input, dtype)
-            for use in uses:
-                if use.operand == "grad_output" or (use.gemm != "output" and not grad):
-                    continue
-                labels, matrix = _cast(fqn, layer, use, *operands[use.operand])
-                x = matrix if use.operand == "input" else x
-                if use.gemm != "output":
+            x, w, states, factors = _operands(layer, input, dtype)
+            of_input = casts("input", x, states[0])
+            for labels, matrix in (*of_input, *casts("weight", w, states[1])):
+                if labels.gemm != "output":
                     later[labels] = measure_cast(matrix)
                 elif in_forward():
                     self.add({labels: measure_cast(matrix)})
             if not grad:
                 return None
-            if weight.requires_grad and plan.x.second is not None and x is not None:
-                right = projected(x, factors)
+            if "grad_weight" in needed and plan.x.second is not None:
+                right = projected(of_input[-1][1], factors)
         # The scales of a resident weight's rows multiply the gradient before its cast.
         is_scaled = is_resident(weight) and weight.block == ROWWISE
         scale = weight.scale.t() if is_scaled else None
 
         def on_gradient(grad_output: Tensor) -> None:
             with _without_side_effects(grad_output):
-                self.add(later)
                 g = as_matrix(layer.local_grad_output(grad_output))
-                g = g if scale is None else g * scale
-                for use in uses:
-                    if use.operand != "grad_output":
-                        continue
-                    labels, matrix = _cast(fqn, layer, use, g, state_of_g)
-                    totals = measure_cast(matrix)
-                    # Not where other ranks have some of the tokens.
-                    if use is uses[-1] and right is not None and right.shape[1] == len(matrix.data):
-                        totals = totals._replace(products=contracted(matrix, right))
-                    self.add({labels: totals})
+                of_g = casts("grad_output", g if scale is None else g * scale, states[2])
+                found = later | {labels: measure_cast(matrix) for labels, matrix in of_g}
+                # Not where other ranks have some of the tokens.
+                if right is not None and right.shape[1] == len(of_g[-1][1].data):
+                    labels, matrix = of_g[-1]  # what grad_weight reads
+                    found[labels] = found[labels]._replace(products=contracted(matrix, right))
+                self.add(found)
 
         return on_gradient
 
@@ -285,7 +253,7 @@ class _Inspection:
 
     def fill(self, report: Report) -> None:
         """Move the numbers to the host and into the report, in the order of the GEMMs."""
-        ordered = sorted(self.found.items(), key=lambda found: GEMMS.index(found[0].gemm))
+        ordered = sorted(self.found.items(), key=lambda found: GEMM_NAMES.index(found[0].gemm))
         seen = {labels.layer for labels in self.found}
         skipped = {fqn: why for fqn, why in self.skipped.items() if fqn not in seen}
         report.fill([totals.statistics(labels) for labels, totals in ordered], skipped)
@@ -293,8 +261,8 @@ class _Inspection:
 
 def _operands(
     layer: _Layer, input: Tensor, dtype: torch.dtype
-) -> tuple[dict[str, tuple[Tensor, DelayedState | None]], DelayedState | None, Tensor | None]:
-    """What a call casts: input and weight with their states; that of grad_output; the factors.
+) -> tuple[Tensor, Tensor, States, Tensor | None]:
+    """The input and the weight that a call casts, the states of its casts, and the factors.
 
     The factors are those of a smooth input; one in float8 has its factors in its scales.
     """
@@ -312,53 +280,48 @@ def _operands(
             x = smoothed(whole := x, factors)
             factors = _like(whole, factors, (1,)) if is_sharded(factors) else factors
         weight = smoothed(weight, inverse(of_weight))
-    return {"input": (x, states[0]), "weight": (weight, states[1])}, states[2], factors
+    return x, weight, states, factors
 
 
-def _cast(
-    fqn: str, layer: _Layer, use: _Use, x: Tensor, state: DelayedState | None
-) -> tuple[CastLabels, Float8Matrix]:
-    """Cast an operand as the layer does: this rank's part of it, in its own orientation."""
-    scaling, suffix = use.cast.scaling_type.value, ""
-    if isinstance(x, Float8Tensor):
-        block = x.block if x.dim() > 1 else (WHOLE, *x.block)
-        scaling = IN_FLOAT8
-        matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
-    else:
-        x = x.t() if use.is_transposed else x
-        data, scale = bind_and_cast(x, use.cast, state, emulate=layer.config.emulate)
-        matrix = _local_part(Float8Matrix(data, scale, use.cast.block, x))
-        suffix = SMOOTH if layer.config.smooth_input and use.operand != "grad_output" else ""
-    fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
-    labels = CastLabels(fqn, use.operand, use.gemm, fmt, scaling, granularity)
-    is_turned = use.is_transposed and matrix.source is not None
-    return labels, matrix.t() if is_turned else matrix
+def _casts(
+    fqn: str, layer: _Layer, needed: set[str], operand: str, x: Tensor, state: DelayedState | None
+) -> list[tuple[CastLabels, Float8Matrix]]:
+    """Cast an operand as a call does: this rank's part of it, in its own orientation.
 
-
-def _reason_to_skip(layer: _Layer, input: Tensor) -> str | None:
-    """Why a call cannot be measured, or None."""
-    from torch._subclasses.fake_tensor import is_fake
-
-    if layer.high_precision:
-        return "it ran in high precision: float8.high_precision(model), or an evaluation"
-    if input.is_meta or layer.weight.is_meta or is_fake(input):
-        return "it ran on meta or fake tensors, which have no values"
-    plan = layer.config.plan
-    if not any((plan.output.a, plan.grad_input.a, plan.grad_weight.a)):
-        return "its config casts nothing"
-    return None
+    ``needed`` are the GEMMs that run. A second one that reads the bytes of the first has no cast.
+    """
+    name, first, second = _READERS[operand]
+    own: Operand = getattr(layer.config.plan, name)
+    is_shared, found = own.is_shared and first in needed, []
+    for gemm, how, is_second in ((first, own.first, False), (second, own.second, True)):
+        if how is None or gemm not in needed or (is_second and is_shared):
+            continue
+        scaling, suffix = how.scaling_type.value, ""
+        if isinstance(x, Float8Tensor):
+            block = x.block if x.dim() > 1 else (WHOLE, *x.block)
+            scaling = IN_FLOAT8
+            matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
+        else:
+            source = x.t() if is_second else x
+            data, scale = bind_and_cast(source, how, state, emulate=layer.config.emulate)
+            matrix = _local_part(Float8Matrix(data, scale, how.block, source))
+            suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
+        fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
+        labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)
+        found.append((labels, matrix.t() if is_second and matrix.source is not None else matrix))
+    return found
 
 
 @contextmanager
 def _without_side_effects(x: Tensor) -> Iterator[torch.dtype]:
     """Hide the operations of a block from autograd, autocast and modes; the compute dtype."""
-    kind, dtype = x.device.type, compute_dtype(x)  # which autocast decides
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(torch._C.DisableTorchFunction())  # an outer transform changes functions
-        if autocasts(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(_disable_current_modes())  # selective checkpointing counts operations
+    dtype = compute_dtype(x)  # which autocast decides
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),  # an outer transform changes functions
+        without_autocast(x),
+        _disable_current_modes(),  # selective checkpointing counts operations
+    ):
         yield dtype
 
 

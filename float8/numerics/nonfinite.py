@@ -280,17 +280,15 @@ class _Search:
         self, what: str, name: str, module: nn.Module, gradient: Tensor, counts: Kinds = NAN
     ) -> None:
         """Look at a gradient."""
-        inputs, remark = _parameters(module), ""
-        if what == _GRAD_OUTPUT:
-            inputs, remark = {}, _FIRST if self.last_gradient is None else _ARRIVED
+        came_in = what == _GRAD_OUTPUT
+        inputs, remark = ({}, _ARRIVED) if came_in else (_parameters(module), "")
         call = _Call(name, module, inputs, self.last_gradient)
         if self.see(call, what, "backward", gradient, counts, ANY, remark) is None:
             self.last_gradient = f"{name}: {what}" if name else what
 
 
 _GRAD_OUTPUT = "gradient of its output"
-_ARRIVED = "it came in: made by what reads this output, after the module in the forward"
-_FIRST = "it came in before any other gradient: made by the loss, or by what reads this output"
+_ARRIVED = "it came in: made by what reads this output in the forward, or by the loss"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
 _RECORDS = "amax_history", "current_amax", "scale_age"
 

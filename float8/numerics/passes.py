@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -147,42 +147,40 @@ def runs_eagerly() -> Iterator[None]:
             stance.__exit__(None, None, None)
 
 
+# What a forward may change of a module.
+_STATE = "training", "_buffers", "_non_persistent_buffers_set"
+
+
 @contextmanager
 def model_unchanged(model: nn.Module) -> Iterator[None]:
     """Restore gradients, buffers, modes and random states of ``model`` when the block ends."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    hooks = [p._post_accumulate_grad_hooks or {} for p, _ in gradients]
-    saved_hooks = [dict(own) for own in hooks]
-    modules = [
-        (m, m.training, dict(m._buffers), set(m._non_persistent_buffers_set))
-        for m in model.modules()
-    ]
+    gradients = [(p, p.grad, p._post_accumulate_grad_hooks or {}) for p in model.parameters()]
+    hooks = [(own, dict(own)) for _, _, own in gradients]
+    modules = [(vars(m), {name: vars(m)[name] for name in _STATE}) for m in model.modules()]
     states = [(restore, read()) for read, restore, _ in _random_sources(model)]
-    copies: dict[int, Tensor] = {}  # two names of one buffer get one copy
+
+    @cache  # two names of one buffer get one copy
+    def copied(buffer: Tensor | None) -> Tensor | None:
+        return None if buffer is None else buffer.detach().clone()
+
     with runs_eagerly():
         try:
-            for (parameter, _), own in zip(gradients, hooks, strict=True):
+            for parameter, _, own in gradients:
                 parameter.grad = None
                 own.clear()
             # Copies replace the buffers, because restoring the bits in place would disturb a graph
             # that has saved the buffers for a backward.
-            for module, _, buffers, _ in modules:
-                for name, buffer in buffers.items():
-                    if buffer is not None:
-                        own_copy = copies.setdefault(id(buffer), buffer.detach().clone())
-                        module._buffers[name] = own_copy
+            for module, saved in modules:
+                buffers = {name: copied(buffer) for name, buffer in saved["_buffers"].items()}
+                not_persistent = set(saved["_non_persistent_buffers_set"])
+                module |= {"_buffers": buffers, "_non_persistent_buffers_set": not_persistent}
             yield
         finally:
-            for module, training, buffers, not_persistent in modules:
-                module.training = training
-                module._non_persistent_buffers_set.clear()
-                module._non_persistent_buffers_set.update(not_persistent)
-                module._buffers.clear()  # those that a forward added, too
-                module._buffers.update(buffers)
-            for (parameter, gradient), own, saved in zip(
-                gradients, hooks, saved_hooks, strict=True
-            ):
+            for module, saved in modules:
+                module.update(saved)
+            for parameter, gradient, _ in gradients:
                 parameter.grad = gradient
+            for own, saved in hooks:
                 own.update(saved)
             for restore, state in states:
                 restore(state)
@@ -292,9 +290,9 @@ def watched(
 
         for name, module in modules.items():
             if enter is not None:
-                hook: Any = _Hook(partial(enter, name))
+                hook: Any = Hook(partial(enter, name))
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            hook = _Hook(partial(after, name))
+            hook = Hook(partial(after, name))
             # Also where a module raises and the module around it handles the exception.
             handle = module.register_forward_hook(
                 hook, prepend=True, with_kwargs=True, always_call=True
@@ -303,17 +301,18 @@ def watched(
         yield
 
 
-class _Hook:
+class Hook:
     """A hook; copies and pickles of a watched model have one that does nothing."""
 
     def __init__(self, call: Callable[..., Any] = lambda *args: None) -> None:
         self.call = call
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         return self.call(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Hook, ()
+        return Hook, ()
 
 
 def with_gradient_hooks(

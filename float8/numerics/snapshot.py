@@ -50,12 +50,11 @@ FORMAT, VERSION = "float8.numerics", 3
 
 
 class Column(NamedTuple):
-    """A column of a table: which value, its name, how a number is printed, its unit and name."""
+    """A column of a table: which value, its head, how a number is printed, its name."""
 
     key: str
     head: str
     spec: str = ""
-    unit: str = ""
     factor: float = 1
     name: str = ""  # on the page
 
@@ -71,11 +70,11 @@ LAYER, FORMAT_NAME = Column("layer", "layer"), Column("format", "format")
 COLUMNS = (
     Column("amax", "amax", ".2g", name="Amax"),
     Column("scale_max", "scale", ".2g", name="Scale"),
-    Column("flushed", "flushed", ".2f", "%", 100, "Flushed %"),
-    Column("saturated", "satur.", ".2f", "%", 100, "Saturated %"),
-    Column("sqnr", "SQNR", ".1f", "dB", name="SQNR dB"),
+    Column("flushed", "flushed %", ".2f", 100, "Flushed %"),
+    Column("saturated", "satur. %", ".2f", 100, "Saturated %"),
+    Column("sqnr", "SQNR dB", ".1f", name="SQNR dB"),
     Column("kurtosis", "kurt.", ".3g", name="Kurtosis"),
-    Column("staleness", "stale", "+.1f", "2^", name="Stale"),
+    Column("staleness", "stale 2^", "+.1f", name="Stale"),
 )
 
 
@@ -86,13 +85,10 @@ def text_table(
     from tabulate import tabulate
 
     lines = [[c.shown(row[c.key]) for c in columns] for row in rows[:top]]
-    heads, units = ([getattr(c, name) for c in columns] for name in ("head", "unit"))
     align = ["right" if c.spec else "left" for c in columns]
-    if any(units):
-        # Lines of the table: with headers of its own tabulate makes columns two wider.
-        text = tabulate([heads, units, *lines], (), "plain", colalign=align, disable_numparse=True)
-    else:
-        text = tabulate(lines, heads, "simple", colalign=align, disable_numparse=True)
+    # A line of the table: with headers of its own tabulate makes columns two wider.
+    table = [[c.head for c in columns], *lines]
+    text = tabulate(table, (), "plain", colalign=align, disable_numparse=True)
     return f"{text}\nand {len(rows) - len(lines)} more" if len(lines) < len(rows) else text
 
 

@@ -28,14 +28,13 @@ Statistics keep them, so that ranks and batches merge as calls do::
     amax       sqrt(max x^2), which is exact: squares of float32 are exact in float64
 
 Operands are measured in pieces that fit into a CPU's cache, which also limits the memory on other
-devices. Nothing waits for the device before `Totals.statistics`.
+devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -179,15 +178,14 @@ class CastStatistics(CastLabels):
         """The fields by name, and ``range``."""
         return vars(self) | {"histogram": self.histogram._asdict(), "range": self.range}
 
-    def plus(self, other: CastStatistics) -> CastStatistics:
-        """The statistics of the elements of both, which are of one cast."""
-        pairs = list(zip(self.sums, other.sums, strict=True))
-        numbers = [a + b for a, b in pairs[: len(SUMS)]]
-        numbers += [a if a > b or math.isnan(a) else b for a, b in pairs[len(SUMS) :]]
-        counts: Counter[int] = Counter()
-        for lowest, found in (self.histogram, other.histogram):
-            counts.update(dict(enumerate(found, lowest)))
-        return statistics_of(self, numbers, counts)
+    @property
+    def totals(self) -> Totals:
+        """The sums and maxima from which these statistics follow."""
+        bins = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.float64)
+        lowest, counts = self.histogram
+        bins[lowest - _LOWEST :][: len(counts)] = torch.tensor(counts, dtype=bins.dtype)
+        sums, maxima = torch.tensor(self.sums, dtype=bins.dtype).tensor_split([len(SUMS)])
+        return Totals(torch.cat([sums, bins]), maxima)
 
 
 # --- measuring
@@ -269,11 +267,36 @@ class Totals(NamedTuple):
 
     def statistics(self, labels: CastLabels) -> CastStatistics:
         """The statistics of this cast; they are moved to the host."""
-        sums, n = self.sums, len(SUMS)
+        sums, size = self.sums, len(SUMS)
         if isinstance(self.products, Tensor):
-            sums[n - 2 : n] = energies(self.products)
-        numbers, bins = sums[:n].tolist() + self.maxima.tolist(), sums[n:].tolist()
-        return statistics_of(labels, numbers, dict(enumerate(bins, _LOWEST)))
+            sums[size - 2 : size] = energies(self.products)
+        numbers, bins = sums[:size].tolist() + self.maxima.tolist(), sums[size:].tolist()
+        of = dict(zip((*SUMS, *MAXIMA), numbers, strict=True))
+        n, nonfinite, has_source = of["elements"], of["nonfinite"], labels.scaling != IN_FLOAT8
+        flushed, saturated = (of[name] / max(n, 1) for name in ("flushed", "saturated"))
+        is_stale = labels.scaling in ("delayed", "static") and math.isfinite(of["staleness"])
+        gradient, error = of["gradient"], of["gradient_noise"]
+        filled = [i for i, count in enumerate(bins) if count] or [-_LOWEST, -_LOWEST - 1]
+        return CastStatistics(
+            **labels.named,
+            elements=int(n),
+            calls=int(of["calls"]),
+            zeros=int(of["zeros"]),
+            nonfinite=int(nonfinite),
+            amax=max(of["amax"], 0.0),
+            scale_min=-of["minus_scale_min"] if n else 0.0,
+            scale_max=max(of["scale_max"], 0.0),
+            flushed=flushed if has_source else None,
+            saturated=saturated if has_source else None,
+            sqnr=decibels(of["second"], of["noise"]) if has_source and n > nonfinite else None,
+            kurtosis=_kurtosis(*(of[name] / max(n - nonfinite, 1) for name in SUMS[4:8])),
+            staleness=of["staleness"] if is_stale else None,
+            histogram=Histogram(
+                filled[0] + _LOWEST, tuple(map(int, bins[filled[0] : filled[-1] + 1]))
+            ),
+            sums=tuple(numbers),
+            gradient_sqnr=decibels(gradient, error) if 0 < gradient < math.inf else None,
+        )
 
 
 def measure_cast(matrix: Float8Matrix) -> Totals:
@@ -303,11 +326,11 @@ def _add_piece(sums: Tensor, piece: Piece, largest: float) -> Tensor:
     """Add a piece to the sums; its amax."""
     exact = piece.exact.view(-1)
     error = exact - (piece.data * piece.scale).view(-1)
-    bins = _count_exponents(exact)
+    exponents = (exact.view(torch.int64) >> 52).bitwise_and_(_FIELDS - 1)
+    bins = torch.bincount(exponents, minlength=_FIELDS)
     zeros, nonfinite = bins[0], bins[-1]
     flushed = torch.count_nonzero((piece.data.view(-1) == 0).logical_and_(exact != 0))
-    # The condition is tested on a CPU only: on other devices the test would wait for them.
-    if exact.device.type != "cpu" or bool(nonfinite):
+    if nonfinite:
         bad = ~exact.isfinite()
         exact, error = exact.masked_fill(bad, 0.0), error.masked_fill_(bad, 0.0)
     square = exact * exact
@@ -318,55 +341,6 @@ def _add_piece(sums: Tensor, piece: Piece, largest: float) -> Tensor:
     sums[_MEASURED] += torch.stack([each.double() for each in found])
     sums[len(SUMS) :] += bins[_BIAS + _LOWEST : _BIAS + _HIGHEST]
     return square.max().sqrt()
-
-
-def _count_exponents(x: Tensor) -> Tensor:
-    """How many elements of a float64 vector have which exponent field: (2048,)."""
-    exponents = (x.view(torch.int64) >> 52).bitwise_and_(_FIELDS - 1)
-    if x.device.type == "cpu":
-        return torch.bincount(exponents, minlength=_FIELDS)
-    # bincount would read the largest field back to the host; histc counts integers exactly.
-    return torch.histc(exponents.int(), bins=_FIELDS, min=0, max=_FIELDS - 1)
-
-
-# --- from totals to statistics
-
-
-def statistics_of(
-    labels: CastLabels, numbers: Sequence[float], counts: Mapping[int, float]
-) -> CastStatistics:
-    """The statistics of a cast.
-
-    Args:
-        labels: of the cast.
-        numbers: `SUMS`, then `MAXIMA`.
-        counts: how many elements have which exponent.
-    """
-    of = dict(zip((*SUMS, *MAXIMA), numbers, strict=True))
-    n, nonfinite, has_source = of["elements"], of["nonfinite"], labels.scaling != IN_FLOAT8
-    flushed, saturated = (of[name] / max(n, 1) for name in ("flushed", "saturated"))
-    is_stale = labels.scaling in ("delayed", "static") and math.isfinite(of["staleness"])
-    gradient, error = of["gradient"], of["gradient_noise"]
-    filled = [exponent for exponent, count in counts.items() if count]
-    shown = range(min(filled), max(filled) + 1) if filled else range(0)
-    return CastStatistics(
-        **labels.named,
-        elements=int(n),
-        calls=int(of["calls"]),
-        zeros=int(of["zeros"]),
-        nonfinite=int(nonfinite),
-        amax=max(of["amax"], 0.0),
-        scale_min=-of["minus_scale_min"] if n else 0.0,
-        scale_max=max(of["scale_max"], 0.0),
-        flushed=flushed if has_source else None,
-        saturated=saturated if has_source else None,
-        sqnr=decibels(of["second"], of["noise"]) if has_source and n > nonfinite else None,
-        kurtosis=_kurtosis(*(of[name] / max(n - nonfinite, 1) for name in SUMS[4:8])),
-        staleness=of["staleness"] if is_stale else None,
-        histogram=Histogram(shown.start, tuple(int(counts.get(e, 0)) for e in shown)),
-        sums=tuple(numbers),
-        gradient_sqnr=decibels(gradient, error) if 0 < gradient < math.inf else None,
-    )
 
 
 def _kurtosis(first: float, second: float, third: float, fourth: float) -> float | None:
@@ -383,5 +357,6 @@ def merged(casts: Iterable[CastStatistics]) -> list[CastStatistics]:
     found: dict[tuple[str, ...], CastStatistics] = {}
     for cast in casts:
         before = found.get(cast.labels)
-        found[cast.labels] = before.plus(cast) if before else cast
+        both = before.totals.plus(cast.totals).statistics(cast) if before else cast
+        found[cast.labels] = both
     return list(found.values())

@@ -65,15 +65,6 @@ def test_autocast_rounds_before_it_is_counted():
     assert found.inputs[""].amax == 1.0
 
 
-class MergesInEval(nn.Linear):
-    """As adapters do: eval() adds them to the weight, train() takes them out again."""
-
-    def train(self, mode: bool = True) -> MergesInEval:
-        if mode != self.training:
-            self.weight.data += -0.1 if mode else 0.1
-        return super().train(mode)
-
-
 def test_rows_say_what_each_scale_loses():
     found = calibrate(mlp(), batches())
     rows = {row["layer"]: row for row in found.rows()}
@@ -85,15 +76,6 @@ def test_rows_say_what_each_scale_loses():
     text = str(found)
     assert text.startswith('static scales by "sqnr" of 2 layers')
     assert found.table(top=1).endswith("and 1 more")
-
-
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.idle, self.zero = (nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x) + self.zero(0 * x.nan_to_num(0, 0, 0))
 
 
 BFLOAT16 = torch.bfloat16

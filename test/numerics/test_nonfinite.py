@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -228,30 +227,6 @@ def test_an_inf_of_the_batch_is_not_the_origin_of_what_a_module_makes_of_it():
     assert (found.module, found.tensor, found.phase) == ("1", "output", "forward")
     assert found.led_to is None
     assert found.nan > 0
-
-
-class Appends(nn.Linear):
-    def forward(self, x, losses):
-        losses.append(x.square().mean())
-        return super().forward(x)
-
-
-class Returns(nn.LayerNorm):
-    def forward(self):
-        return self.weight
-
-
-class Mixed(nn.Module):
-    def __init__(self, fault: float) -> None:
-        super().__init__()
-        self.first, self.scale, self.fault = Appends(8, 8), Returns(8), fault
-        self.narrow, self.last = nn.Linear(4, 4), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = self.first(self.first(x, losses := []), losses) * self.scale()
-        with contextlib.suppress(RuntimeError, KeyError):
-            x = self.narrow(x)
-        return self.last(x * self.fault).square().mean() + sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

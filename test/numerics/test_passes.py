@@ -65,6 +65,21 @@ def draw(model: Keeps) -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(np.random.rand()), model()
 
 
+def test_numbers_that_are_drawn_and_buffers_that_a_forward_makes_are_as_before():
+    model = Keeps()
+    model.register_buffer("twice", torch.zeros(2))
+    model.register_buffer("once_more", model.twice)
+    buffers = dict(model._buffers)
+    with passes.model_unchanged(model):
+        first = draw(model)
+        model.eval()
+        model.twice += 1
+        assert torch.equal(model.once_more, torch.ones(2))
+    assert model.training and not model._non_persistent_buffers_set
+    assert model._buffers.keys() == buffers.keys() and not model.twice.any()
+    assert draw(model) == first
+
+
 class Shared(nn.Module):
     """A layer called twice, and an input that two layers read; recomputed on request."""
 

@@ -24,8 +24,7 @@ float8 they would take one GEMM per matrix and head.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
@@ -61,20 +60,7 @@ class Float8Products(OnProducts):
     def __init__(self, config: Float8LinearConfig, skipped: tuple[str, ...] = ()) -> None:
         self.config, self.skipped = config, skipped
         self.switch = Switch()  # of `float8.high_precision`
-        self.watchers: tuple[Watcher, ...] = ()  # of `float8.inspect`
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of copies and pickles, which have no watchers."""
-        return {**self.__dict__, "watchers": ()}
-
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Call ``watcher`` after each product, while the block is open."""
-        self.watchers = (*self.watchers, watcher)
-        try:
-            yield
-        finally:
-            self.watchers = tuple(each for each in self.watchers if each is not watcher)
+        self.watchers: list[Watcher] = []  # of `float8.inspect`
 
     def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one call."""
