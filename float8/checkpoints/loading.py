@@ -53,12 +53,14 @@ from float8.convert.filters import with_reason
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div
+from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
 from float8.linear.delayed import DelayedCast
-from float8.linear.float8_weight import as_parameter, is_resident
+from float8.linear.float8_weight import as_parameter, contraction_last, empty_resident
 from float8.linear.layer import Float8Linear
-from float8.tensor import Float8Tensor
+from float8.linear.registration import weights_of
+from float8.tensor import Float8Shard, Float8Tensor
+from float8.tensor.parts import is_e8m0
 
 __all__ = ["load"]
 
@@ -68,9 +70,10 @@ HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
 _DEQUANTISED = "its weight is that of another module too, and dequantised"
 _SHARDED = (
-    "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
-    'whole model, or load with weights="high_precision"'
+    'its weight is sharded already: on a model on the meta device call load(..., "float8", '
+    'device="meta"), then fully_shard, to_empty, and load(..., "float8") again'
 )
+_OTHER_CASTS = "it is in float8 by another config than that of the files: load them by one first"
 
 
 def load(
@@ -118,12 +121,14 @@ def load(
         tie()
     slots = matched(model, source, ignore)
     own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
-    # Name in the model -> name in the files, of layers in float8 with a weight of their own.
+    # Name in the model -> name in the files, of layers in float8 with a weight of their own; and of
+    # experts, one of whose matrices it is.
     stored = {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
+    experts = {_layer_of(s): name for name, s in own.items() if len(s.index) == 3}
     plan = None
     if weights == FLOAT8 or config is not None:
         in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
-        plan = _planned(model, config, stored, in_float8)
+        plan = _planned(model, config, stored | experts, in_float8)
         if not plan.layers:
             raise ValueError(
                 f"nothing was loaded from {source.path}, of which {len(source.layers)} weights are "
@@ -131,22 +136,24 @@ def load(
                 f"none:{plan.reasons}"
             )
         further = sharded_before(model, plan)
-        plan.check(further if config else _refused_float8(source, stored, plan, device))
+        if config is None:
+            for fqn, why in _dequantised(model, source, slots, plan).items():
+                plan.leave(fqn, why)
+            further = [*_refused_float8(source, stored | experts, plan, device)]
+        plan.check(further)
     # The model changes from here on.
-    kept: set[str] = set()
     if plan is not None and config is None:
-        model, kept = plan.convert(model), set(plan.layers)
-        _keep_float8(source, stored, plan, device)
+        model = plan.convert(model)
+        _make_float8(plan, device)
     materialise(model, device)
     if plan is not None and config is not None:
         keep = plan.module_filter_fn
         model = convert_to_float8_training(model, config=config, module_filter_fn=keep)
     for key, slot in slots.items():
-        if _layer_of(slot) not in kept or not key.endswith(WEIGHT):
-            parameter = tensor_of(model, slot)
-            write(slot, parameter, source.read(key, _dtype_of(parameter)))
+        parameter = tensor_of(model, slot)
+        write(slot, parameter, source.read(key, _dtype_of(parameter)))
     _start_casts(model, source, stored if weights == TRAINING else {})
-    if plan is not None and kept:
+    if plan is not None and config is None:
         hide_from_ddp(model)
         plan.finish(model)
     # Transformers' save_pretrained would write it beside weights that are not stored so.
@@ -159,8 +166,10 @@ def load(
 def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
     """Raise if the model does not fit the mode."""
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    resident = [fqn for fqn, m in layers.items() if is_resident(m._parameters.get("weight"))]
-    in_float8 = [*layers] if weights == FLOAT8 or config is not None else resident
+    resident = [fqn for fqn, m in layers.items() if any(map(_in_float8, weights_of(m).values()))]
+    in_float8 = [*layers] if config is not None else resident
+    if weights == FLOAT8:
+        in_float8 = [fqn for fqn in layers if fqn not in resident]
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
@@ -276,12 +285,36 @@ def _planned(
     return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
 
 
-def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8LinearConfig:
+def _dequantised(
+    model: nn.Module, source: Source, slots: Mapping[str, Slot], plan: ConversionPlan
+) -> dict[str, str]:
+    """Name -> reason, of the experts of a plan whose matrices no float8 stack can have."""
+    assert source.layout is not None
+    cast, found = config_of(source.layout, stacked=True).plan.output.b, {}
+    assert cast is not None
+    for key, slot in slots.items():
+        fqn, weight = _layer_of(slot), tensor_of(model, slot)
+        if fqn not in plan.layers or weight.dim() != 3:
+            continue
+        if key.removesuffix(WEIGHT) not in source.layers:
+            found[fqn] = _IN_HIGH_PRECISION
+        elif slot.cuts(weight.shape, cast.block):
+            found[fqn] = f"two matrices of an expert have parts of one block {cast.block}"
+    return found
+
+
+def config_of(
+    layout: Layout, input_scale: Tensor | None = None, stacked: bool = False
+) -> Float8LinearConfig:
     """The config of a layer that a checkpoint stores in a layout.
 
-    ``input_scale`` is None where the layer's inputs are not cast with a static scale.
+    ``input_scale`` is None where the layer's inputs are not cast with a static scale. Experts are
+    ``stacked``: their inputs have dynamic scales. Where files have one scale per matrix, their
+    weights have it in each row, since a stack joins matrices of other scales.
     """
     granularity, scales = layout.granularity, layout.scale_format
+    if stacked and granularity == Tensorwise():
+        granularity = Rowwise()
     if scales.is_e8m0 and granularity in (MX, Blockwise(32, 32)):
         return RECIPES["mxfp8" if granularity == MX else "mxfp8_2d"]
     if scales is not ScaleFormat.FLOAT32:
@@ -293,7 +326,7 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
         return Float8LinearConfig(row, weight, row, gemm_config_output=output)
     row = replace(weight, granularity=Rowwise())
     gradient = CastConfig() if granularity == Tensorwise() else row
-    if input_scale is not None:
+    if input_scale is not None and not stacked:
         scale = float(input_scale)
         row = CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, static_scale=scale)
     return Float8LinearConfig(row, weight, gradient)
@@ -307,30 +340,34 @@ def _refused_float8(
     ``device`` is that of weights that are on the meta device.
     """
     assert source.layout is not None
-    for fqn, linear in plan.layers.items():
+    for fqn, layer in plan.layers.items():
         _, input_scale = source.layer(stored[fqn], torch.float32)
-        plan.configs[fqn] = config = config_of(source.layout, input_scale)
-        place = device if linear.weight.is_meta else linear.weight.device
-        if is_sharded(linear.weight):
-            yield fqn, _SHARDED
-        else:
-            yield fqn, refuses_device(linear.weight, config, place)
+        own, weights = own_config(layer), weights_of(layer).values()
+        stacked = any(weight.dim() == 3 for weight in weights)
+        plan.configs[fqn] = config = config_of(source.layout, input_scale, stacked)
+        if own is not None:
+            yield fqn, None if own == config else _OTHER_CASTS
+            continue
+        for weight in weights:
+            place = device if weight.is_meta else weight.device
+            refused = refuses_device(weight, config, place)
+            yield fqn, _SHARDED if is_sharded(weight) else refused
 
 
-@torch.no_grad()
 @torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
-def _keep_float8(
-    source: Source, stored: Mapping[str, str], plan: ConversionPlan, device: torch.device
-) -> None:
-    """Replace the weights of converted layers by those of the files, each freed before the next."""
-    for fqn, linear in plan.layers.items():
-        old: Tensor = linear.weight
-        weight, _ = source.layer(stored[fqn], _dtype_of(old))
-        place = device if old.is_meta else old.device
-        data = torch.empty_like(weight.float8_data, device=place).copy_(weight.float8_data)
-        scale = weight.scale if weight.block == (1, 32) else e8m0.as_float32(weight.scale)
-        own = Float8Tensor(data, scale.to(place, copy=True), weight.block, weight.dtype)
-        linear.weight = as_parameter(old, own, requires_grad=False)
+def _make_float8(plan: ConversionPlan, device: torch.device) -> None:
+    """Replace the weights of converted layers by frozen float8 ones, whose values are not set."""
+    for fqn, layer in plan.layers.items():
+        for name, old in weights_of(layer).items():
+            if not _in_float8(old):
+                place, like = device if old.is_meta else old.device, contraction_last(layer, old)
+                own = contraction_last(layer, empty_resident(like, plan.configs[fqn], place))
+                setattr(layer, name, as_parameter(old, own, requires_grad=False))
+
+
+def _in_float8(weight: Any) -> bool:
+    """Whether a weight, or this rank's part of it, is in float8."""
+    return isinstance(getattr(weight, "_local_tensor", weight), (Float8Tensor, Float8Shard))
 
 
 # --- the first scales
@@ -381,13 +418,31 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
-    """Copy a tensor of a file into its slot, dequantised if it is a `Float8Tensor`.
+    """Copy a tensor of a file into its slot: into a float8 weight as it is, else dequantised.
 
     ``source`` has the slot's shape. If ``parameter``, that of the slot, is a DTensor, it gets the
     part that this rank has.
     """
     local, offset = _local(parameter)
-    target, box = _overlap(slot, parameter.shape, local.shape, offset)
+    if not isinstance(local, (Float8Tensor, Float8Shard)):
+        _copy(slot, parameter.shape, local, offset, source)
+        return
+    assert isinstance(source, Float8Tensor)
+    _copy(slot, parameter.shape, local.float8_data, offset, source.float8_data)
+    shape, scales = (
+        scale_shape(parameter.shape, local.block),
+        slot.of_scales(parameter.shape, local.block),
+    )
+    scale = source.scale if is_e8m0(local.scale) else e8m0.as_float32(source.scale)
+    start = offset if local.scale.shape[0] < shape[0] else (0,) * len(shape)  # or it has all scales
+    _copy(scales, shape, local.scale, start, scale.expand(scales.shape))
+
+
+def _copy(
+    slot: Slot, shape: Sequence[int], local: Tensor, offset: tuple[int, ...], source: Tensor
+) -> None:
+    """Copy what a part of a tensor of this shape, which starts at an offset, has of a slot."""
+    target, box = _overlap(slot, shape, local.shape, offset)
     if target is not None:
         view = local[target]
         (view.mT if slot.transposed else view).copy_(_plain(source, box))
@@ -406,7 +461,7 @@ def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _overlap(
-    slot: Slot, shape: torch.Size, local: torch.Size, offset: tuple[int, ...]
+    slot: Slot, shape: Sequence[int], local: torch.Size, offset: tuple[int, ...]
 ) -> tuple[tuple[int | slice, ...] | None, Box]:
     """What this rank has of a slot: its index in the local part, and the box of the source.
 

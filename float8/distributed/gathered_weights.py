@@ -57,14 +57,13 @@ from float8.distributed.rank_comparison import (
     compare_once,
     facts_of,
     sharding_groups,
-    weights_of,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
 from float8.linear.float8_weight import TENSORWISE, as_parameter
-from float8.linear.registration import WeightRule, register_weight_rule
+from float8.linear.registration import WeightRule, register_weight_rule, weights_of
 from float8.linear.scaling import known_scale, max_over_ranks
 
 

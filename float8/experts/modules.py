@@ -39,6 +39,7 @@ from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, stacked_weights, stored_by
+from float8.linear.resident_state import join_loaded, split_saved
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -171,10 +172,13 @@ class Float8Experts(Float8Module):
             stored = stored_by(weight)
             if stored is not None and not keep_vars and prefix + name in destination:
                 destination[prefix + name] = stored.to_plain(weight)
+        if not keep_vars:
+            split_saved(self, destination, prefix)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
-        super()._load_from_state_dict(*args)
+        join_loaded(self, state_dict, prefix, errors=args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, rule in stored.items():
             weight: Any = self._parameters[name]
             if rule is not None and not rule.is_stored(weight):  # assign=True

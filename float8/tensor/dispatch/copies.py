@@ -4,8 +4,8 @@
 data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
 scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
 bytes, and one of another kind is dequantised first. Into a view of part of a tensor it casts with
-the scales that are there, which other elements share. The ``*_like`` and ``new_*`` functions make
-Float8Tensors of the same kind with scale 1.
+the scales that are there, which other elements share. The ``*_like`` functions and ``new_empty``
+make Float8Tensors of the same kind with scale 1; ``new_zeros`` makes a `Float8Shard`, for FSDP2.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from float8 import kernels
 from float8.formats import ScaleFormat
 from float8.granularity import scale_shape
 from float8.tensor.parts import check_high_precision, is_e8m0
+from float8.tensor.shard import Float8Shard
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -85,9 +86,13 @@ def _cast_like(destination: Float8Tensor, source: Tensor, scale: Tensor | None) 
     return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
 
 
-@implements(
-    aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default
-)
+@implements(aten.new_zeros.default)
+def _new_shard(func: Any, x: Float8Tensor, size: Sequence[int], **kwargs: Any) -> Float8Shard:
+    """Memory for a shard of x: FSDP2 asks for it so."""
+    return Float8Shard.zeros(x, torch.Size(size))
+
+
+@implements(aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default)
 def _new(
     func: Any,
     x: Float8Tensor,
