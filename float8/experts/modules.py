@@ -128,16 +128,19 @@ class Float8Experts(Float8Module):
         return result
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        own: Any = self._parameters.items()
-        gathered = {n: w.dequantize() for n, w in own if isinstance(w, Float8Tensor)}
-        if not gathered:
+        own = {name: getattr(self, name) for name in self._parameters}
+        plain = {n: w.dequantize() for n, w in own.items() if isinstance(w, Float8Tensor)}
+        if not plain:
             return super().forward(*args, **kwargs)
-        self.__dict__.update(gathered)  # attributes of the object are found before its parameters
+        # Attributes of the object are found before its parameters, as those of expert parallelism.
+        hidden = {name: self.__dict__[name] for name in plain if name in self.__dict__}
+        self.__dict__.update(plain)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for name in gathered:
+            for name in plain:
                 del self.__dict__[name]
+            self.__dict__.update(hidden)
 
     def to_float(self) -> nn.Module:
         """The plain module, of its own type, parameters shared.

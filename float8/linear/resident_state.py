@@ -8,7 +8,8 @@ key              dtype               shape
 ``input_scale``  float32             (); only where inputs are cast with a static scale
 ================ =================== ============================================================
 
-Experts have such keys for each of their stacks: ``NAME`` (E, N, K, 1) and ``NAME_scale``.
+Experts have such keys for each of their stacks: ``NAME`` (E, N, K, 1) and ``NAME_scale``. Those of
+a sharded weight are DTensors, except scales of which each rank has all.
 
 The last dimension of ``weight`` keeps it out of a plain layer, whose weight is (N, K): loading
 reports a size mismatch, also with ``strict=False``. Without it, torch would convert the float8 data
@@ -28,6 +29,8 @@ from torch import Tensor
 
 from float8.config import Float8LinearConfig, ScalingType
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
+from float8.granularity import scale_shape
+from float8.kernels import is_sharded
 from float8.linear.float8_weight import (
     contraction_last,
     is_resident,
@@ -36,7 +39,7 @@ from float8.linear.float8_weight import (
 )
 from float8.linear.registration import weights_of
 from float8.linear.static_input import set_input_cast, with_static_input
-from float8.tensor import Float8Tensor
+from float8.tensor import Float8Shard, Float8Tensor
 
 SCALE_SUFFIX, INPUT_SCALE_KEY = "_scale", "input_scale"
 
@@ -58,15 +61,44 @@ def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
     layer's keys.
     """
     for name, weight in weights_of(layer).items():
-        if not is_resident(weight):
+        if (parts := _parts(weight)) is None:
             continue
-        if layer.high_precision:
+        if layer.high_precision and is_resident(weight):
             destination[prefix + name] = weight.detach().dequantize()
             continue
-        destination[prefix + name] = weight.float8_data.detach().unsqueeze(-1)
-        destination[prefix + name + SCALE_SUFFIX] = weight.scale.detach()
+        destination[prefix + name], destination[prefix + name + SCALE_SUFFIX] = parts
         if (scale := input_scale_of(layer)) is not None:
             destination[prefix + INPUT_SCALE_KEY] = scale
+
+
+def _parts(weight: Any) -> tuple[Tensor, Tensor] | None:
+    """Data (..., 1) and scale of a resident weight, DTensors where it is sharded; else None."""
+    local = getattr(weight, "_local_tensor", weight)
+    if not (is_resident(local) or isinstance(local, Float8Shard)):
+        return None
+    data, scale = local.float8_data.detach().unsqueeze(-1), local.scale.detach()
+    if local is weight:
+        return data, scale
+    from torch.distributed.tensor import DTensor
+
+    def placed(part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if part.shape[0] == shape[0]:  # all of the scales
+            return part
+        sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
+        mesh, placements = weight.device_mesh, weight.placements
+        return DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
+
+    return placed(data, (*weight.shape, 1)), placed(scale, scale_shape(weight.shape, local.block))
+
+
+@torch.no_grad()
+def _copied(loaded: tuple[Any, Any], parts: tuple[Tensor, Tensor]) -> bool:
+    """Whether loaded data and scales are sharded as ``parts``, into which they are then copied."""
+    own, found = ([getattr(x, "_local_tensor", x) for x in pair] for pair in (parts, loaded))
+    fits = [(x.shape, x.dtype) for x in own] == [(x.shape, x.dtype) for x in found if x is not None]
+    for mine, its in zip(own, found, strict=True) if fits else ():
+        mine.copy_(its)
+    return fits
 
 
 def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -82,13 +114,18 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
         loaded, scale = state_dict.get(key), state_dict.get(key + SCALE_SUFFIX)
         if loaded is None or isinstance(loaded, Float8Tensor):
             continue
+        if is_sharded(weight) and (parts := _parts(weight)) is not None:
+            if not _copied((loaded, state_dict.pop(key + SCALE_SUFFIX, None)), parts):
+                errors.append(f"{key}: it is sharded, and the checkpoint has no such parts of it")
+            state_dict[key] = weight  # loads into itself
+            continue
         if loaded.dtype in FORMATS and loaded.shape == (*weight.shape, 1):
             loaded = loaded.squeeze(-1)
         if loaded.shape != weight.shape:
             continue  # torch raises the error
         if loaded.dtype in FORMATS:
             try:
-                joined = _joined(layer, loaded, scale, weight, config)
+                joined = _joined(layer, name, loaded, scale, config)
                 state_dict[key] = joined if is_resident(weight) else joined.dequantize()
             except (TypeError, ValueError) as error:
                 errors.append(f"{key}: its float8 data does not load: {error}")
@@ -119,18 +156,18 @@ def _take_input_scale(layer: Any, scale: Tensor, prefix: str, errors: list[str])
 
 
 def _joined(
-    layer: Any, data: Tensor, scale: Tensor | None, weight: Tensor, config: Float8LinearConfig
+    layer: Any, name: str, data: Tensor, scale: Tensor | None, config: Float8LinearConfig
 ) -> Float8Tensor:
-    cast = config.plan.output.b
+    cast, weight, scale_name = config.plan.output.b, weights_of(layer)[name], name + SCALE_SUFFIX
     if scale is None:
-        raise ValueError("the checkpoint has no scale for it")
+        raise ValueError(f"the checkpoint has no {scale_name} for it")
     if cast is None:
         raise ValueError("this layer multiplies its weight in high precision")
     like = contraction_last(layer, weight)
     block = like.block if is_resident(like) else resident_block(like, config)
     if scale.dtype != cast.scale_format.dtype:
         raise ValueError(
-            f"its weight_scale is {scale.dtype}, and this layer has scales of "
+            f"its {scale_name} is {scale.dtype}, and this layer has scales of "
             f"{cast.scale_format.dtype} ({cast.scale_format}); load the checkpoint of a layer with "
             "this config, or one in high precision"
         )

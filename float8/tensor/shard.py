@@ -10,7 +10,7 @@ weight that was sharded.
 - Other scales serve rows of several shards, so each rank keeps all of them: 4 bytes per 16,384
   elements in blocks of 128x128.
 
-FSDP2 makes a shard by ``weight.new_zeros(size)``, into which it copies a part of ``split``, and
+FSDP2 makes a shard by ``new_zeros`` of the Parameter, into which it copies a part of ``split``. It
 calls `Float8Shard.fsdp_pre_all_gather` and `Float8Shard.fsdp_post_all_gather` at each gather. A
 shard is no operand: operations that compute raise an error.
 """

@@ -4,8 +4,9 @@
 data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
 scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
 bytes, and one of another kind is dequantised first. Into a view of part of a tensor it casts with
-the scales that are there, which other elements share. The ``*_like`` functions and ``new_empty``
-make Float8Tensors of the same kind with scale 1; ``new_zeros`` makes a `Float8Shard`, for FSDP2.
+the scales that are there, which other elements share. The ``*_like`` and ``new_*`` functions make
+Float8Tensors of the same kind with scale 1; ``new_zeros`` of a Parameter makes a `Float8Shard`, as
+FSDP2 needs it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8 import kernels
 from float8.formats import ScaleFormat
@@ -86,20 +87,18 @@ def _cast_like(destination: Float8Tensor, source: Tensor, scale: Tensor | None) 
     return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
 
 
-@implements(aten.new_zeros.default)
-def _new_shard(func: Any, x: Float8Tensor, size: Sequence[int], **kwargs: Any) -> Float8Shard:
-    """Memory for a shard of x: FSDP2 asks for it so."""
-    return Float8Shard.zeros(x, torch.Size(size))
-
-
-@implements(aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default)
+@implements(
+    aten.empty_like.default, aten.zeros_like.default, aten.new_empty.default, aten.new_zeros.default
+)
 def _new(
     func: Any,
     x: Float8Tensor,
     *size: Sequence[int],
     dtype: torch.dtype | None = None,
     **kwargs: Any,
-) -> Float8Tensor:
+) -> Tensor:
+    if func is aten.new_zeros.default and isinstance(x, nn.Parameter):
+        return Float8Shard.zeros(x, torch.Size(*size))
     data = func(x.float8_data.view(torch.uint8), *size, **kwargs).view(x.float8_data.dtype)
     scale = x.scale.new_ones(scale_shape(data.shape, x.block), device=data.device)
     return x._replace(data, scale, dtype=dtype)
