@@ -56,7 +56,13 @@ from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
 from float8.linear.delayed import DelayedCast
-from float8.linear.float8_weight import as_parameter, contraction_last, empty_resident
+from float8.linear.float8_weight import (
+    ROWWISE,
+    TENSORWISE,
+    as_parameter,
+    contraction_last,
+    to_resident,
+)
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import weights_of
 from float8.tensor import Float8Shard, Float8Tensor
@@ -68,7 +74,10 @@ Box = tuple[slice, ...]  # start and stop along each dimension
 
 HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
-_DEQUANTISED = "its weight is that of another module too, and dequantised"
+_DEQUANTISED = (
+    "its weight is dequantised: another module has it too, or the files have parts of it in high "
+    "precision, or parts that split a block"
+)
 _SHARDED = (
     'its weight is sharded already: on a model on the meta device call load(..., "float8", '
     'device="meta"), then fully_shard, to_empty, and load(..., "float8") again'
@@ -120,27 +129,19 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    own = {name: slots[key] for name in source.layers if (key := name + WEIGHT) in slots}
-    # Name in the model -> name in the files, of layers in float8 with a weight of their own; and of
-    # experts, one of whose matrices it is.
-    stored = {_layer_of(s): name for name, s in own.items() if not (s.index or s.transposed)}
-    experts = {_layer_of(s): name for name, s in own.items() if len(s.index) == 3}
-    plan = None
+    stored, plan = _stored(model, source, slots), None
     if weights == FLOAT8 or config is not None:
-        in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
-        plan = _planned(model, config, stored | experts, in_float8)
+        keys = slots.keys() & {name + WEIGHT for name in source.layers}
+        in_float8 = {id(tensor_of(model, slots[key])) for key in keys}
+        plan = _planned(model, config, stored, in_float8)
         if not plan.layers:
             raise ValueError(
                 f"nothing was loaded from {source.path}, of which {len(source.layers)} weights are "
                 f'in float8: no layer can be converted, and weights="{HIGH_PRECISION}" converts '
                 f"none:{plan.reasons}"
             )
-        further = sharded_before(model, plan)
-        if config is None:
-            for fqn, why in _dequantised(model, source, slots, plan).items():
-                plan.leave(fqn, why)
-            further = [*_refused_float8(source, stored | experts, plan, device)]
-        plan.check(further)
+        refused = _refused_float8(source, stored, plan, device)
+        plan.check(refused if config is None else sharded_before(model, plan))
     # The model changes from here on.
     if plan is not None and config is None:
         model = plan.convert(model)
@@ -259,6 +260,25 @@ def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
 # --- layers that are converted
 
 
+def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Name in the model -> name in the files, of layers and experts with weights of their own.
+
+    Of experts it is one of their matrices, all of which are in float8 and split no block.
+    """
+    found: dict[str, str] = {}
+    left: set[str] = set()
+    block = TENSORWISE if source.layout is None else source.layout.block
+    block = ROWWISE if block == TENSORWISE else block  # see `config_of`
+    for key, slot in slots.items():
+        fqn, name, shape = _layer_of(slot), key.removesuffix(WEIGHT), tensor_of(model, slot).shape
+        is_part = len(shape) == 3
+        if name in source.layers and not slot.cuts(shape, block):
+            found |= {fqn: name} if is_part or not (slot.index or slot.transposed) else {}
+        elif is_part:
+            left.add(fqn)
+    return {fqn: name for fqn, name in found.items() if fqn not in left}
+
+
 def _planned(
     model: nn.Module,
     config: Float8LinearConfig | None,
@@ -283,24 +303,6 @@ def _planned(
     any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
     keeps = config is None
     return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
-
-
-def _dequantised(
-    model: nn.Module, source: Source, slots: Mapping[str, Slot], plan: ConversionPlan
-) -> dict[str, str]:
-    """Name -> reason, of the experts of a plan whose matrices no float8 stack can have."""
-    assert source.layout is not None
-    cast, found = config_of(source.layout, stacked=True).plan.output.b, {}
-    assert cast is not None
-    for key, slot in slots.items():
-        fqn, weight = _layer_of(slot), tensor_of(model, slot)
-        if fqn not in plan.layers or weight.dim() != 3:
-            continue
-        if key.removesuffix(WEIGHT) not in source.layers:
-            found[fqn] = _IN_HIGH_PRECISION
-        elif slot.cuts(weight.shape, cast.block):
-            found[fqn] = f"two matrices of an expert have parts of one block {cast.block}"
-    return found
 
 
 def config_of(
@@ -360,8 +362,9 @@ def _make_float8(plan: ConversionPlan, device: torch.device) -> None:
     for fqn, layer in plan.layers.items():
         for name, old in weights_of(layer).items():
             if not _in_float8(old):
-                place, like = device if old.is_meta else old.device, contraction_last(layer, old)
-                own = contraction_last(layer, empty_resident(like, plan.configs[fqn], place))
+                like = to_resident(contraction_last(layer, old.to("meta")), plan.configs[fqn])
+                own = torch.empty_like(like, device=device if old.is_meta else old.device)
+                own = contraction_last(layer, own)
                 setattr(layer, name, as_parameter(old, own, requires_grad=False))
 
 
@@ -428,13 +431,11 @@ def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
         _copy(slot, parameter.shape, local, offset, source)
         return
     assert isinstance(source, Float8Tensor)
-    _copy(slot, parameter.shape, local.float8_data, offset, source.float8_data)
-    shape, scales = (
-        scale_shape(parameter.shape, local.block),
-        slot.of_scales(parameter.shape, local.block),
-    )
+    size, block = parameter.shape, local.block
+    shape, scales = scale_shape(size, block), slot.of_scales(size, block)
     scale = source.scale if is_e8m0(local.scale) else e8m0.as_float32(source.scale)
     start = offset if local.scale.shape[0] < shape[0] else (0,) * len(shape)  # or it has all scales
+    _copy(slot, size, local.float8_data, offset, source.float8_data)
     _copy(scales, shape, local.scale, start, scale.expand(scales.shape))
 
 

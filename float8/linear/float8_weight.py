@@ -75,12 +75,11 @@ ROWWISE = (1, WHOLE)
 # How backward reads what it has of a weight: (w, scale, call, g_MN, offs) -> data and scale of w_KN
 # for grad_input, and grad_output as it is to be cast. ``w`` and ``scale`` are what forward saved,
 # ``offs`` the ends of groups of tokens, or None.
-Reads = Callable[[Tensor, Any, Any, Tensor, "Tensor | None"], tuple[Pair, Tensor]]
+Read = tuple[Pair, Tensor]
+Reads = Callable[[Tensor, Any, Any, Tensor, Any], Read]
 
 
-def cast_again(
-    w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Tensor | None
-) -> tuple[Pair, Tensor]:
+def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
     plan, operand = call.plan, call.plan.w
     w_NK = _rounded(w_NK, plan)
@@ -91,16 +90,12 @@ def cast_again(
     return cast_operand(w_NK, operand, state, record, False, True, scale)[1], g_MN
 
 
-def as_it_is(
-    w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Tensor | None
-) -> tuple[Pair, Tensor]:
+def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_KN: unchanged."""
     return (w_KN, scale), g_MN
 
 
-def by_scaled_gradient(
-    w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Tensor | None
-) -> tuple[Pair, Tensor]:
+def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output.
 
     Those of experts are (E, 1, N). Such a weight gets no gradient (`refuses_training`), for which
@@ -113,18 +108,14 @@ def by_scaled_gradient(
     return (w_KN, ones), g_MN * scale
 
 
-def dequantized(
-    w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Tensor | None
-) -> tuple[Pair, Tensor]:
+def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_NK: dequantised, and cast again where grad_input casts it."""
     plan = call.plan
     w_NK = kernels.dequantize(w_NK, scale, plan.w.first.block, plan.dtype)
     return cast_again(w_NK, None, call, g_MN, offs)
 
 
-def cast_and_dequantized(
-    w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Tensor | None
-) -> tuple[Pair, Tensor]:
+def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
     plan = call.plan
     pair = cast_matrix(_rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
@@ -274,16 +265,16 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     Raises ValueError if the output's GEMM does not read them as they are, or if they require a
     gradient that their scales do not allow.
     """
-    if (reason := _refuses_plan(weight, plan)) is not None:
+    first, reason = plan.w.first, _refuses_plan(weight, plan)
+    if reason is None and weight.requires_grad and not plan.w.is_shared:
+        reason = f"experts get no gradient by scales of {weight.block}: freeze them"
+    if reason is None and (weight.block, weight.float8_data.dtype) != (first.block, first.dtype):  # type: ignore[union-attr]
+        reason = (
+            f"the weights of experts are {weight.float8_data.dtype} with one scale for each block "
+            f"{weight.block}, and the config casts them to {first}; pass weight.dequantize()"
+        )
+    if reason is not None:
         raise ValueError(reason)
-    first, dtype = plan.w.first, weight.float8_data.dtype
-    assert first is not None
-    needs = weight.requires_grad and not plan.w.is_shared
-    if needs or (weight.block, dtype) != (first.block, first.dtype):
-        own = f"{dtype} with one scale for each block {weight.block}"
-        asked = "get no gradient by such scales" if needs else "do not fit the config, which casts "
-        asked += "" if needs else f"them to {first.dtype} with {first.block}"
-        raise ValueError(f"the weights of experts are {own}, and {asked}; pass weight.dequantize()")
     return _of_float8_tensor(weight, plan)
 
 
@@ -398,18 +389,6 @@ def contraction_last(layer: nn.Module, weight: Any) -> Any:
     """A weight of a layer as (N, K) or (E, N, K), or such a weight as the layer has it: a view."""
     is_turned = weight.dim() == 3 and getattr(layer, "is_transposed", False)
     return weight.mT if is_turned else weight
-
-
-def empty_resident(
-    weight: Tensor, config: Float8LinearConfig, device: torch.device
-) -> Float8Tensor:
-    """A float8 weight of the shape and dtype of ``weight`` whose data and scales are not set."""
-    block, cast = resident_block(weight, config), config.plan.output.b
-    assert cast is not None
-    scales = torch.float32 if cast.block != (1, 32) else torch.float8_e8m0fnu
-    data = torch.empty(weight.shape, dtype=cast.format.dtype, device=device)
-    scale = torch.empty(scale_shape(weight.shape, block), dtype=scales, device=device)
-    return Float8Tensor(data, scale, block, weight.dtype)
 
 
 def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:

@@ -77,26 +77,23 @@ def _parts(weight: Any) -> tuple[Tensor, Tensor] | None:
     if not (is_resident(local) or isinstance(local, Float8Shard)):
         return None
     data, scale = local.float8_data.detach().unsqueeze(-1), local.scale.detach()
-    if local is weight:
-        return data, scale
-    from torch.distributed.tensor import DTensor
+    shape = scale_shape(weight.shape, local.block)
+    if local is not weight:
+        from float8.linear.sharded_cast import placed  # which imports DTensor
 
-    def placed(part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if part.shape[0] == shape[0]:  # all of the scales
-            return part
-        sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
         mesh, placements = weight.device_mesh, weight.placements
-        return DTensor.from_local(part, mesh, placements, run_check=False, **sizes)
-
-    return placed(data, (*weight.shape, 1)), placed(scale, scale_shape(weight.shape, local.block))
+        data = placed(data, (*weight.shape, 1), mesh, placements)
+        scale = scale if scale.shape == shape else placed(scale, shape, mesh, placements)
+    return data, scale
 
 
 @torch.no_grad()
-def _copied(loaded: tuple[Any, Any], parts: tuple[Tensor, Tensor]) -> bool:
-    """Whether loaded data and scales are sharded as ``parts``, into which they are then copied."""
-    own, found = ([getattr(x, "_local_tensor", x) for x in pair] for pair in (parts, loaded))
-    fits = [(x.shape, x.dtype) for x in own] == [(x.shape, x.dtype) for x in found if x is not None]
-    for mine, its in zip(own, found, strict=True) if fits else ():
+def _loads(weight: Any, loaded: tuple[Any, Any]) -> bool:
+    """Whether loaded data and scales are sharded as a weight, into which they are then copied."""
+    local, (data, scale) = weight._local_tensor, (getattr(x, "_local_tensor", x) for x in loaded)
+    parts = ((local.float8_data.unsqueeze(-1), data), (local.scale, scale))
+    fits = scale is not None and all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in parts)
+    for mine, its in parts if fits else ():
         mine.copy_(its)
     return fits
 
@@ -114,8 +111,8 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
         loaded, scale = state_dict.get(key), state_dict.get(key + SCALE_SUFFIX)
         if loaded is None or isinstance(loaded, Float8Tensor):
             continue
-        if is_sharded(weight) and (parts := _parts(weight)) is not None:
-            if not _copied((loaded, state_dict.pop(key + SCALE_SUFFIX, None)), parts):
+        if is_sharded(weight) and _parts(weight) is not None:
+            if not _loads(weight, (loaded, state_dict.pop(key + SCALE_SUFFIX, None))):
                 errors.append(f"{key}: it is sharded, and the checkpoint has no such parts of it")
             state_dict[key] = weight  # loads into itself
             continue

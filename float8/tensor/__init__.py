@@ -7,7 +7,7 @@ forward is running, for error messages.
 """
 
 from float8.tensor import dispatch as _dispatch  # noqa: F401  registers the aten ops
-from float8.tensor.shard import Float8Shard  # noqa: F401
+from float8.tensor.shard import Float8Shard as Float8Shard
 from float8.tensor.tensor import Float8Tensor, _rebuild  # noqa: F401  pickles name both here
 
 __all__ = ["Float8Tensor"]

@@ -97,17 +97,17 @@ class Float8Shard(Tensor):
         if ranks without rows would have to send scales.
         """
         ranks, data = mesh.size(), self.float8_data.view(torch.uint8)
-        name = f"{type(module).__name__}: its float8 weight {tuple(outer_size)} is sharded"
-        if self.shape[1:] != outer_size[1:]:
-            raise ValueError(f"{name} along another dimension than the first, which splits scales")
-        if not self.has_rows:
-            missing = ceil_div(outer_size[0], ranks) - len(data)
-            sent = F.pad(data, (0, 0) * (data.dim() - 1) + (0, missing)) if missing else data
-            return (sent,), (outer_size, self.scale, False)
-        if outer_size[0] % ranks:
-            raise ValueError(f"{name} over {ranks} ranks, some of which have none of it; use fewer")
-        scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
-        return (data, scale), (outer_size, self.scale, True)
+        if self.shape[1:] != outer_size[1:] or (self.has_rows and outer_size[0] % ranks):
+            raise ValueError(
+                f"{type(module).__name__}: shard its float8 weight {tuple(outer_size)} along the "
+                f"first dimension, and by fewer than {ranks} ranks if some have none of it"
+            )
+        if self.has_rows:
+            scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
+            return (data, scale), (outer_size, self.scale, True)
+        missing = ceil_div(outer_size[0], ranks) - len(data)
+        sent = F.pad(data, (0, 0) * (data.dim() - 1) + (0, missing)) if missing else data
+        return (sent,), (outer_size, self.scale, False)
 
     def fsdp_post_all_gather(
         self,
@@ -165,23 +165,16 @@ class Float8Shard(Tensor):
         if func is aten.new_zeros.default:
             zeros = torch.zeros(others[0], dtype=torch.uint8, device=x.device)
             return Float8Shard(zeros.view(x.float8_data.dtype), x.scale, x.block, dtype, False)
-        if func not in _OPS or (_OPS[func] == _ROWS and others[:1] not in ([], [0])):
+        if func not in {*_BOTH, aten.slice.Tensor, aten.view.default}:
             raise NotImplementedError(f"{func} is not defined for a shard of a float8 weight")
         data, scale = func(x.float8_data, *others, **kwargs), x.scale
-        if _OPS[func] == _BOTH or (_OPS[func] == _ROWS and x.has_rows):
+        if func in _BOTH or (func is aten.slice.Tensor and x.has_rows):
             scale = func(scale, *others, **kwargs)
         return Float8Shard(data, scale, x.block, dtype, x.has_rows)
 
 
-_BOTH, _ROWS, _DATA = "both", "rows", "data"
-# Operation -> what it changes.
-_OPS: dict[Any, str] = {
-    aten.detach.default: _BOTH,
-    aten.alias.default: _BOTH,
-    aten.clone.default: _BOTH,
-    aten._to_copy.default: _BOTH,
-    aten._pin_memory.default: _BOTH,
-    aten.empty_like.default: _BOTH,
-    aten.slice.Tensor: _ROWS,
-    aten.view.default: _DATA,
+# Operations on data and scales alike.
+_BOTH = {
+    *(aten.detach.default, aten.alias.default, aten.clone.default, aten.empty_like.default),
+    *(aten._to_copy.default, aten._pin_memory.default),
 }
