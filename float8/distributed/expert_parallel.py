@@ -88,9 +88,10 @@ class Float8ExpertParallel(ParallelStyle):
         for key, p in parameters.items():
             source = None if is_resident(p) else self.src_data_rank
             placed = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=source)
-            if is_resident(p):  # a Parameter, for `fully_shard`
-                placed._local_tensor = nn.Parameter(placed._local_tensor, requires_grad=False)
-            module.register_parameter(key, nn.Parameter(placed, p.requires_grad))
+            new: Any = nn.Parameter(placed, p.requires_grad)
+            if is_resident(p):  # `fully_shard` shards Parameters
+                new._local_tensor = nn.Parameter(new._local_tensor, requires_grad=False)
+            module.register_parameter(key, new)
         before, after = (torch.compiler.disable(hook) for hook in (hooks.before, hooks.after))
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)

@@ -162,7 +162,7 @@ class Float8Shard(Tensor):
                 x.scale.copy_(others[0].scale)
             return x
         dtype = kwargs.pop("dtype", None) or x.dtype
-        if func is aten.new_zeros.default:
+        if func in (aten.new_zeros.default, aten.new_empty.default):
             zeros = torch.zeros(others[0], dtype=torch.uint8, device=x.device)
             return Float8Shard(zeros.view(x.float8_data.dtype), x.scale, x.block, dtype, False)
         if func not in {*_BOTH, aten.slice.Tensor, aten.view.default}:

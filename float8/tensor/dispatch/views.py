@@ -111,8 +111,11 @@ def _select(func: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Any]:
     parts, start, datas = [], 0, func(x.float8_data, sizes, dim)
-    if isinstance(x, nn.Parameter) and dim == 0 and x.block[0] not in (1, WHOLE):
-        return [Float8Shard(data, x.scale, x.block, x.dtype, False) for data in datas]
+    if isinstance(x, nn.Parameter) and dim == 0:
+        has_rows = x.block[0] == 1
+        scales = func(x.scale, sizes) if has_rows else [x.scale] * len(datas)
+        shards = zip(datas, scales, strict=True)
+        return [Float8Shard(*both, x.block, x.dtype, has_rows) for both in shards]
     for data in datas:
         end = start + data.shape[dim]
         parts.append(_slice(aten.slice.Tensor, x, dim, start, end))
