@@ -134,15 +134,6 @@ class Float8Shard(Tensor):
 
     # --- the functions of a tensor subclass
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype, bool]]:
-        return ["float8_data", "scale"], (self.block, self.dtype, self.has_rows)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
-    ) -> Float8Shard:
-        return Float8Shard(inner["float8_data"], inner["scale"], *meta)
-
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Shape, block and dtype."""
         return f"Float8Shard({tuple(self.shape)}, block={self.block}, dtype={self.dtype})"
