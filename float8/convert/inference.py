@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
-from float8.experts.modules import Float8Experts
 from float8.kernels import family_of
 from float8.linear.float8_weight import (
     as_parameter,
@@ -47,7 +46,7 @@ from float8.linear.float8_weight import (
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call
-from float8.linear.registration import weights_of
+from float8.linear.registration import stacked_weights, weights_of
 from float8.linear.static_input import set_input_cast, with_static_input
 from float8.linear.switch import Float8Module
 
@@ -112,7 +111,7 @@ def _cast_inputs_with(
 ) -> Iterator[tuple[str, str | None]]:
     """Have the layers of a plan cast their inputs with these scales; yields what does not fit."""
     for fqn in dict.fromkeys([*plan.layers, *scales]):
-        if fqn not in scales and isinstance(plan.layers[fqn], Float8Experts):
+        if fqn not in scales and stacked_weights(plan.layers[fqn]):
             continue
         if fqn not in scales:
             yield fqn, "it has no scale of its input in static_scales"
