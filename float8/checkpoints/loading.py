@@ -80,7 +80,7 @@ _DEQUANTISED = (
 )
 _SHARDED = (
     'its weight is sharded already: on a model on the meta device call load(..., "float8", '
-    'device="meta"), then fully_shard, to_empty, and load(..., "float8") again'
+    'device="meta"), then fully_shard, then load(..., "float8") again'
 )
 _OTHER_CASTS = "it is in float8 by another config than that of the files: load them by one first"
 
@@ -237,10 +237,7 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
         tensor = tensor_of(model, slot)
         is_left = any(fnmatchcase(key, pattern) for pattern in ignore)
         is_left = is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)
-        if tensor.is_meta and is_sharded(tensor):
-            why = "is sharded on the meta device: call model.to_empty(device=...) first"
-            problems.append(f"{key} {why}")
-        elif key not in filled and (tensor.is_meta or not is_left):
+        if key not in filled and (tensor.is_meta or not is_left):
             is_meta = ", and on the meta device: initialise it before" if tensor.is_meta else ""
             problems.append(f"{key} of the model is missing{is_meta}")
     if problems:

@@ -395,11 +395,12 @@ def contraction_last(layer: nn.Module, weight: Any) -> Any:
 def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
     """A Parameter of other data with the attributes that users have set on ``old``.
 
-    Functions are left out: they may refer to ``old`` and keep its memory.
+    Functions are left out: they may refer to ``old`` and keep its memory. So are the parts of a
+    `Float8Tensor`.
     """
-    new = nn.Parameter(data, requires_grad)
+    new, parts = nn.Parameter(data, requires_grad), Float8Tensor.__annotations__
     for key, value in vars(old).items():
-        if not key.startswith("_") and not callable(value):
+        if not (key.startswith("_") or key in parts or callable(value)):
             setattr(new, key, value)
     return new
 
