@@ -20,7 +20,8 @@ on the meta device get some.
 **Layers that keep float8 weights** cast their inputs as the layout says: per 128 values of a token
 (``fine_grained``), per token or with the scale of the file (``compressed_tensors``, ``modelopt``),
 or 1x32 (MX). E8M0 scales of 128x128 blocks become float32, exactly. The weights are frozen, and
-gradients pass to the input.
+gradients pass to the input. Experts keep a stack in float8 if the files have all of it so: inputs
+of experts have no scale of the file, and a scale per matrix becomes one per row of the stack.
 
 **The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
 where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A
@@ -98,12 +99,13 @@ def load(
 
     Args:
         model: with the names and shapes of the checkpoint, plain or converted for training. Its
-            parameters may be on the meta device. ``fully_shard`` may have sharded them, except for
-            ``weights="float8"``: each rank then reads its part.
+            parameters may be on the meta device. ``fully_shard`` may have sharded them: each rank
+            then reads its part. For ``weights="float8"`` they are in float8 before that: load
+            with ``device="meta"``, shard, and load again.
         path: a folder of safetensors files with ``config.json``, or one file beside it.
         weights: what the layers become that the files have in float8. ``"high_precision"``: the
-            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers with
-            the files' float8 weights, frozen. ``"training"``: dequantised weights, and delayed
+            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers and
+            experts with the files' float8 weights, frozen. ``"training"``: dequantised weights, and delayed
             casts start with the scales of the files.
         config: for ``weights="training"`` and a plain model: converts the layers that the
             checkpoint has in float8. Convert a model for ``fully_shard`` before it instead.

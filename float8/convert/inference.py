@@ -15,8 +15,9 @@ constant. Gradients reach the input: grad_input runs in float8 with the same dat
 weight itself is frozen, in ``train()`` as in ``eval()``: the mode changes only dropout, and which
 amaxes a delayed recipe records.
 
-Under `DistributedDataParallel` adapters train after `hide_from_ddp`;
-`fully_shard` does not take weights that are in float8.
+Under `DistributedDataParallel` adapters train after `hide_from_ddp`. ``fully_shard`` stores and
+gathers the frozen weights as bytes (`float8.tensor.shard`). The stacks of experts (E, N, K) have the
+same scales for each expert.
 
 ``model.to(dtype)`` changes the dtype that the weights dequantise to, not their bytes. Checkpoints
 of the plain model load, and are cast on loading. `convert_from_float8_training` returns plain
