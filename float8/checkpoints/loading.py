@@ -169,10 +169,9 @@ def load(
 def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
     """Raise if the model does not fit the mode."""
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    resident = [fqn for fqn, m in layers.items() if any(map(_in_float8, weights_of(m).values()))]
-    in_float8 = [*layers] if config is not None else resident
-    if weights == FLOAT8:
-        in_float8 = [fqn for fqn in layers if fqn not in resident]
+    kept = [fqn for fqn, m in layers.items() if any(map(_in_float8, weights_of(m).values()))]
+    keeps = weights == FLOAT8
+    in_float8 = [fqn for fqn in layers if config is not None or (fqn in kept) != keeps]
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"

@@ -30,7 +30,7 @@ from float8.config.linear import recipe_of
 from float8.convert.filters import ModuleFilter, all_of, divisible_by, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
-from float8.experts.modules import Float8Experts, rule_of_experts
+from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
@@ -224,9 +224,8 @@ def plan_conversion(
     routers = routers_of(model)
     for fqn, module in model.named_modules():
         is_candidate = own_config(module) is not None or rule_of(module) is not None
-        is_stack = isinstance(module, Float8Experts) or getattr(rule_of(module), "stacked", False)
         reason = routers.get(module) or _left_alone(module, fqn, plan, replaces_weights)
-        if is_stack and not takes_experts:
+        if is_candidate and stacked_weights(module) and not takes_experts:
             reason = f"{caller} takes the weights of linear layers, and none of experts"
         if reason is None and is_candidate:
             reason = why_not(is_wanted, module, fqn) or odd_sizes(module, plan.config)
@@ -340,12 +339,8 @@ def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
         if isinstance(m, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
             reason = f"{FUSED}; call torch.backends.mha.set_fastpath_enabled(False) before"
             readers |= dict.fromkeys((id(m.linear1.weight), id(m.linear2.weight)), reason)
-    return {
-        fqn: readers[id(weight)]
-        for fqn, layer in layers.items()
-        for weight in weights_of(layer).values()
-        if id(weight) in readers
-    }
+    owned = [(fqn, id(w)) for fqn, layer in layers.items() for w in weights_of(layer).values()]
+    return {fqn: readers[key] for fqn, key in owned if key in readers}
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

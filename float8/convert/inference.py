@@ -16,7 +16,7 @@ weight itself is frozen, in ``train()`` as in ``eval()``: the mode changes only 
 amaxes a delayed recipe records.
 
 Under `DistributedDataParallel` adapters train after `hide_from_ddp`. ``fully_shard`` stores and
-gathers the frozen weights as bytes (`float8.tensor.shard`). The stacks of experts (E, N, K) have the
+gathers the frozen weights as bytes (`float8.tensor.shard`). Stacks of experts (E, N, K) have the
 same scales for each expert.
 
 ``model.to(dtype)`` changes the dtype that the weights dequantise to, not their bytes. Checkpoints

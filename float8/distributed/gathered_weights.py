@@ -216,10 +216,9 @@ def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
     local = getattr(x, "_local_tensor", None)
     if local is None:
         return change(x)
-    from torch.distributed.tensor import DTensor
+    from float8.linear.sharded_cast import placed  # which imports DTensor
 
-    sizes = {"shape": x.size(), "stride": x.stride()}
-    return DTensor.from_local(change(local), x.device_mesh, x.placements, run_check=False, **sizes)
+    return placed(change(local), x.shape, x.device_mesh, x.placements)
 
 
 register_weight_rule(

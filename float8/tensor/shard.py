@@ -51,13 +51,9 @@ class Float8Shard(Tensor):
         cls, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, has_rows: bool
     ) -> Float8Shard:
         """See the class."""
+        size, strides, offset = data.size(), data.stride(), data.storage_offset()
         self: Float8Shard = torch.Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=dtype,
-            device=data.device,
+            cls, size, strides, offset, dtype=dtype, device=data.device
         )
         return self
 

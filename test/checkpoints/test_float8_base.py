@@ -208,6 +208,7 @@ def test_a_state_dict_is_plain_and_loads_into_every_form(name):
         with float8.high_precision(training), float8.high_precision(frozen):
             assert_bitwise(training(TOKENS).logits, frozen(TOKENS).logits)
     back = float8.convert_from_float8_training(copy.deepcopy(frozen))
+    assert not any(hasattr(p, "float8_data") for p in back.parameters())  # memory
     assert {k: x.dtype for k, x in back.state_dict().items()} == {
         k: x.dtype for k, x in model_of(name).bfloat16().state_dict().items()
     }
@@ -315,7 +316,7 @@ def test_nan_parameters_are_all_written_on_every_rank(rank, form, published):
         styles = {"model.layers.*.mlp.experts": Float8ExpertParallel()}
         parallelize_module(model, init_device_mesh("cpu", (2,)), styles)
     load(poisoned(load(model, published, "float8")), published, "float8")
-    for name, buffer in model.named_buffers():
+    for name, _ in model.named_buffers():
         module, _, own = name.rpartition(".")
         setattr(model.get_submodule(module), own, whole.get_buffer(name))
     for name, p in model.named_parameters():
