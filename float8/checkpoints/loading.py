@@ -76,8 +76,8 @@ Box = tuple[slice, ...]  # start and stop along each dimension
 HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
 _DEQUANTISED = (
-    "its weight is dequantised: another module has it too, or the files have parts of it in high "
-    "precision, or parts that split a block"
+    "its weight is dequantised: another module has it too, or not all of its parts in the files "
+    "are in float8, or they split a block"
 )
 _SHARDED = (
     'its weight is sharded already: on a model on the meta device call load(..., "float8", '
@@ -105,8 +105,8 @@ def load(
         path: a folder of safetensors files with ``config.json``, or one file beside it.
         weights: what the layers become that the files have in float8. ``"high_precision"``: the
             model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers and
-            experts with the files' float8 weights, frozen. ``"training"``: dequantised weights, and delayed
-            casts start with the scales of the files.
+            experts with the files' float8 weights, frozen. ``"training"``: dequantised weights, and
+            delayed casts start with the scales of the files.
         config: for ``weights="training"`` and a plain model: converts the layers that the
             checkpoint has in float8. Convert a model for ``fully_shard`` before it instead.
         ignore: patterns of keys to leave out, such as ``"*.k_scale"``: keys that only the files or
@@ -169,9 +169,8 @@ def load(
 def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
     """Raise if the model does not fit the mode."""
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    kept = [fqn for fqn, m in layers.items() if any(map(_in_float8, weights_of(m).values()))]
-    keeps = weights == FLOAT8
-    in_float8 = [fqn for fqn in layers if config is not None or (fqn in kept) != keeps]
+    kept = {n: any(map(_in_float8, weights_of(m).values())) for n, m in layers.items()}
+    in_float8 = [n for n in layers if config is not None or kept[n] != (weights == FLOAT8)]
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"

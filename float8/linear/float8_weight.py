@@ -268,12 +268,11 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     first, reason = plan.w.first, _refuses_plan(weight, plan)
     if reason is None and weight.requires_grad and not plan.w.is_shared:
         reason = f"experts get no gradient by scales of {weight.block}: freeze them"
-    if reason is None and first is not None:
-        dtype = weight.float8_data.dtype
-        fits = weight.block == first.block and dtype == first.dtype  # dynamo of 2.11 fails at !=
-        if not fits:
-            reason = f"experts are {dtype} with one scale for each block {weight.block}, and the "
-            reason += f"config has {first.dtype} and {first.block}: pass weight.dequantize()"
+    dtype = weight.float8_data.dtype
+    # dynamo of torch 2.11 fails at the != of two blocks
+    fits = first is not None and weight.block == first.block and dtype == first.dtype
+    if reason is None and not fits:
+        reason = f"experts are {dtype} by blocks {weight.block}, not {first}: pass dequantize()"
     if reason is not None:
         raise ValueError(reason)
     return _of_float8_tensor(weight, plan)

@@ -60,8 +60,7 @@ class Float8Shard(Tensor):
     def __init__(
         self, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, has_rows: bool
     ) -> None:
-        self.float8_data, self.scale = data, scale
-        self.block, self.has_rows = block, has_rows
+        self.float8_data, self.scale, self.block, self.has_rows = data, scale, block, has_rows
 
     @staticmethod
     def zeros(weight: Float8Tensor, size: torch.Size) -> Float8Shard:
@@ -70,10 +69,7 @@ class Float8Shard(Tensor):
         Raises ValueError if the weight requires a gradient, which a shard cannot have.
         """
         if weight.requires_grad:
-            raise ValueError(
-                "fully_shard takes frozen float8 weights: call weight.requires_grad_(False), or "
-                "train weights in high precision with enable_fsdp_float8_all_gather=True"
-            )
+            raise ValueError("fully_shard takes frozen float8 weights: call requires_grad_(False)")
         data, scale, rows = weight.float8_data, weight.scale, size[0]
         has_rows = weight.block[0] == 1 and rows > 0 and len(weight) % rows == 0
         if has_rows:
