@@ -20,7 +20,9 @@ on the meta device get some.
 **Layers that keep float8 weights** cast their inputs as the layout says: per 128 values of a token
 (``fine_grained``), per token or with the scale of the file (``compressed_tensors``, ``modelopt``),
 or 1x32 (MX and MXFP4). E8M0 scales of 128x128 blocks become float32, exactly. The weights are
-frozen, and gradients pass to the input.
+frozen, and gradients pass to the input. Experts keep a stack in float8 if the files have all of it
+so, and not as MXFP4. Inputs of experts have no scale of the file, and a scale per matrix becomes
+one per row of the stack.
 
 **The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
 where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A
@@ -53,12 +55,20 @@ from float8.convert.filters import with_reason
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div
+from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
 from float8.linear.delayed import DelayedCast
-from float8.linear.float8_weight import as_parameter, is_resident
+from float8.linear.float8_weight import (
+    ROWWISE,
+    TENSORWISE,
+    as_parameter,
+    contraction_last,
+    to_resident,
+)
 from float8.linear.layer import Float8Linear
-from float8.tensor import Float8Tensor
+from float8.linear.registration import weights_of
+from float8.tensor import Float8Shard, Float8Tensor
+from float8.tensor.parts import is_e8m0
 
 __all__ = ["load"]
 
@@ -66,11 +76,15 @@ Box = tuple[slice, ...]  # start and stop along each dimension
 
 HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
-_DEQUANTISED = "its weight is that of another module too, and dequantised"
-_SHARDED = (
-    "its weight is sharded, and fully_shard gathers no frozen float8 weights: give each rank the "
-    'whole model, or load with weights="high_precision"'
+_DEQUANTISED = (
+    "its weight is dequantised: another module has it too, or not all of its parts in the files "
+    "are in float8, or they split a block"
 )
+_SHARDED = (
+    'its weight is sharded already: on a model on the meta device call load(..., "float8", '
+    'device="meta"), then fully_shard, then load(..., "float8") again'
+)
+_OTHER_CASTS = "it is in float8 by another config than that of the files: load them by one first"
 
 
 def load(
@@ -86,13 +100,14 @@ def load(
 
     Args:
         model: with the names and shapes of the checkpoint, plain or converted for training. Its
-            parameters may be on the meta device. ``fully_shard`` may have sharded them, except for
-            ``weights="float8"``: each rank then reads its part.
+            parameters may be on the meta device. ``fully_shard`` may have sharded them: each rank
+            then reads its part. For ``weights="float8"`` they are in float8 before that: load
+            with ``device="meta"``, shard, and load again.
         path: a folder of safetensors files with ``config.json``, or one file beside it.
         weights: what the layers become that the files have in float8. ``"high_precision"``: the
-            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers with
-            the files' float8 weights, frozen. ``"training"``: dequantised weights, and delayed
-            casts start with the scales of the files.
+            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers and
+            experts with the files' float8 weights, frozen. ``"training"``: dequantised weights, and
+            delayed casts start with the scales of the files.
         config: for ``weights="training"`` and a plain model: converts the layers that the
             checkpoint has in float8. Convert a model for ``fully_shard`` before it instead.
         ignore: patterns of keys to leave out, such as ``"*.k_scale"``: keys that only the files or
@@ -117,17 +132,10 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    end = source.weight_key
-    own = {name: slots[key] for name in source.layers if (key := name + end) in slots}
-    # Name in the model -> name in the files, of layers in float8 with a weight of their own.
-    stored = {
-        _layer_of(slot): name
-        for name, slot in own.items()
-        if end == WEIGHT and not (slot.index or slot.transposed)
-    }
-    plan = None
+    stored, plan = _stored(model, source, slots), None
     if weights == FLOAT8 or config is not None:
-        in_float8 = {id(tensor_of(model, slot)) for slot in own.values()}
+        keys = slots.keys() & {name + source.weight_key for name in source.layers}
+        in_float8 = {id(tensor_of(model, slots[key])) for key in keys}
         plan = _planned(model, config, stored, in_float8)
         if not plan.layers:
             raise ValueError(
@@ -135,23 +143,21 @@ def load(
                 f'in float8: no layer can be converted, and weights="{HIGH_PRECISION}" converts '
                 f"none:{plan.reasons}"
             )
-        further = sharded_before(model, plan)
-        plan.check(further if config else _refused_float8(source, stored, plan, device))
+        refused = _refused_float8(source, stored, plan, device)
+        plan.check(refused if config is None else sharded_before(model, plan))
     # The model changes from here on.
-    kept: set[str] = set()
     if plan is not None and config is None:
-        model, kept = plan.convert(model), set(plan.layers)
-        _keep_float8(source, stored, plan, device)
+        model = plan.convert(model)
+        _make_float8(plan, device)
     materialise(model, device)
     if plan is not None and config is not None:
         keep = plan.module_filter_fn
         model = convert_to_float8_training(model, config=config, module_filter_fn=keep)
     for key, slot in slots.items():
-        if _layer_of(slot) not in kept or not key.endswith(WEIGHT):
-            parameter = tensor_of(model, slot)
-            write(slot, parameter, source.read(key, _dtype_of(parameter)))
+        parameter = tensor_of(model, slot)
+        write(slot, parameter, source.read(key, _dtype_of(parameter)))
     _start_casts(model, source, stored if weights == TRAINING else {})
-    if plan is not None and kept:
+    if plan is not None and config is None:
         hide_from_ddp(model)
         plan.finish(model)
     # Transformers' save_pretrained would write it beside weights that are not stored so.
@@ -164,8 +170,8 @@ def load(
 def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
     """Raise if the model does not fit the mode."""
     layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    resident = [fqn for fqn, m in layers.items() if is_resident(m._parameters.get("weight"))]
-    in_float8 = [*layers] if weights == FLOAT8 or config is not None else resident
+    kept = {n: any(map(_in_float8, weights_of(m).values())) for n, m in layers.items()}
+    in_float8 = [n for n in layers if config is not None or kept[n] != (weights == FLOAT8)]
     if weights not in MODES or (config is not None and weights != TRAINING):
         modes = ", ".join(map(repr, MODES))
         why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
@@ -232,10 +238,7 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
         tensor = tensor_of(model, slot)
         is_left = any(fnmatchcase(key, pattern) for pattern in ignore)
         is_left = is_left or _leaves_out(model, "_keys_to_ignore_on_load_missing", key)
-        if tensor.is_meta and is_sharded(tensor):
-            why = "is sharded on the meta device: call model.to_empty(device=...) first"
-            problems.append(f"{key} {why}")
-        elif key not in filled and (tensor.is_meta or not is_left):
+        if key not in filled and (tensor.is_meta or not is_left):
             is_meta = ", and on the meta device: initialise it before" if tensor.is_meta else ""
             problems.append(f"{key} of the model is missing{is_meta}")
     if problems:
@@ -253,6 +256,28 @@ def _leaves_out(model: nn.Module, attribute: str, key: str) -> bool:
 
 
 # --- layers that are converted
+
+
+def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Name in the model -> name in the files, of layers and experts with weights of their own.
+
+    Of experts it is one of their matrices, all of which are in float8 and split no block.
+    """
+    found: dict[str, str] = {}
+    left: set[str] = set()
+    packed = source.layout is not None and source.layout.is_mxfp4
+    block = TENSORWISE if source.layout is None else source.layout.block
+    block = ROWWISE if block == TENSORWISE else block  # see `config_of`
+    for key, slot in slots.items():
+        fqn, name, shape = _layer_of(slot), key.removesuffix(WEIGHT), tensor_of(model, slot).shape
+        is_part = len(shape) == 3
+        if is_part and packed:
+            left.add(fqn)
+        elif name in source.layers and not slot.cuts(shape, block):
+            found |= {fqn: name} if is_part or not (slot.index or slot.transposed) else {}
+        elif is_part:
+            left.add(fqn)
+    return {fqn: name for fqn, name in found.items() if fqn not in left}
 
 
 def _planned(
@@ -281,12 +306,18 @@ def _planned(
     return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
 
 
-def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8LinearConfig:
+def config_of(
+    layout: Layout, input_scale: Tensor | None = None, stacked: bool = False
+) -> Float8LinearConfig:
     """The config of a layer that a checkpoint stores in a layout.
 
-    ``input_scale`` is None where the layer's inputs are not cast with a static scale.
+    ``input_scale`` is None where the layer's inputs are not cast with a static scale. Experts are
+    ``stacked``: their inputs have dynamic scales. Where files have one scale per matrix, their
+    weights have it in each row, since a stack joins matrices of other scales.
     """
     granularity, scales = layout.granularity, layout.scale_format
+    if stacked and granularity == Tensorwise():
+        granularity = Rowwise()
     if scales.is_e8m0 and granularity in (MX, Blockwise(32, 32)):
         return RECIPES["mxfp8" if granularity == MX else "mxfp8_2d"]
     if scales is not ScaleFormat.FLOAT32:
@@ -298,7 +329,7 @@ def config_of(layout: Layout, input_scale: Tensor | None = None) -> Float8Linear
         return Float8LinearConfig(row, weight, row, gemm_config_output=output)
     row = replace(weight, granularity=Rowwise())
     gradient = CastConfig() if granularity == Tensorwise() else row
-    if input_scale is not None:
+    if input_scale is not None and not stacked:
         scale = float(input_scale)
         row = CastConfig(ScalingType.STATIC, target_dtype=E4M3.dtype, static_scale=scale)
     return Float8LinearConfig(row, weight, gradient)
@@ -312,30 +343,35 @@ def _refused_float8(
     ``device`` is that of weights that are on the meta device.
     """
     assert source.layout is not None
-    for fqn, linear in plan.layers.items():
+    for fqn, layer in plan.layers.items():
         _, input_scale = source.layer(stored[fqn], torch.float32)
-        plan.configs[fqn] = config = config_of(source.layout, input_scale)
-        place = device if linear.weight.is_meta else linear.weight.device
-        if is_sharded(linear.weight):
-            yield fqn, _SHARDED
-        else:
-            yield fqn, refuses_device(linear.weight, config, place)
+        own, weights = own_config(layer), weights_of(layer).values()
+        stacked = any(weight.dim() == 3 for weight in weights)
+        plan.configs[fqn] = config = config_of(source.layout, input_scale, stacked)
+        if own is not None:
+            yield fqn, None if own == config else _OTHER_CASTS
+            continue
+        for weight in weights:
+            place = device if weight.is_meta else weight.device
+            refused = refuses_device(weight, config, place)
+            yield fqn, _SHARDED if is_sharded(weight) else refused
 
 
-@torch.no_grad()
 @torch.inference_mode(False)  # a backward cannot save tensors that were made in inference mode
-def _keep_float8(
-    source: Source, stored: Mapping[str, str], plan: ConversionPlan, device: torch.device
-) -> None:
-    """Replace the weights of converted layers by those of the files, each freed before the next."""
-    for fqn, linear in plan.layers.items():
-        old: Tensor = linear.weight
-        weight, _ = source.layer(stored[fqn], _dtype_of(old))
-        place = device if old.is_meta else old.device
-        data = torch.empty_like(weight.float8_data, device=place).copy_(weight.float8_data)
-        scale = weight.scale if weight.block == (1, 32) else e8m0.as_float32(weight.scale)
-        own = Float8Tensor(data, scale.to(place, copy=True), weight.block, weight.dtype)
-        linear.weight = as_parameter(old, own, requires_grad=False)
+def _make_float8(plan: ConversionPlan, device: torch.device) -> None:
+    """Replace the weights of converted layers by frozen float8 ones, whose values are not set."""
+    for fqn, layer in plan.layers.items():
+        for name, old in weights_of(layer).items():
+            if not _in_float8(old):
+                like = to_resident(contraction_last(layer, old.to("meta")), plan.configs[fqn])
+                own = torch.empty_like(like, device=device if old.is_meta else old.device)
+                own = contraction_last(layer, own)
+                setattr(layer, name, as_parameter(old, own, requires_grad=False))
+
+
+def _in_float8(weight: Any) -> bool:
+    """Whether a weight, or this rank's part of it, is in float8."""
+    return isinstance(getattr(weight, "_local_tensor", weight), (Float8Tensor, Float8Shard))
 
 
 # --- the first scales
@@ -386,13 +422,29 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def write(slot: Slot, parameter: Tensor, source: Tensor) -> None:
-    """Copy a tensor of a file into its slot, dequantised if it is a `Float8Tensor`.
+    """Copy a tensor of a file into its slot: into a float8 weight as it is, else dequantised.
 
     ``source`` has the slot's shape. If ``parameter``, that of the slot, is a DTensor, it gets the
     part that this rank has.
     """
     local, offset = _local(parameter)
-    target, box = _overlap(slot, parameter.shape, local.shape, offset)
+    if not isinstance(local, (Float8Tensor, Float8Shard)):
+        _copy(slot, parameter.shape, local, offset, source)
+        return
+    assert isinstance(source, Float8Tensor)
+    size, block = parameter.shape, local.block
+    shape, scales = scale_shape(size, block), slot.of_scales(size, block)
+    scale = source.scale if is_e8m0(local.scale) else e8m0.as_float32(source.scale)
+    start = offset if local.scale.shape[0] < shape[0] else (0,) * len(shape)  # or it has all scales
+    _copy(slot, size, local.float8_data, offset, source.float8_data)
+    _copy(scales, shape, local.scale, start, scale.expand(scales.shape))
+
+
+def _copy(
+    slot: Slot, shape: Sequence[int], local: Tensor, offset: tuple[int, ...], source: Tensor
+) -> None:
+    """Copy what a part of a tensor of this shape, which starts at an offset, has of a slot."""
+    target, box = _overlap(slot, shape, local.shape, offset)
     if target is not None:
         view = local[target]
         (view.mT if slot.transposed else view).copy_(_plain(source, box))
@@ -411,7 +463,7 @@ def _local(parameter: Any) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def _overlap(
-    slot: Slot, shape: torch.Size, local: torch.Size, offset: tuple[int, ...]
+    slot: Slot, shape: Sequence[int], local: torch.Size, offset: tuple[int, ...]
 ) -> tuple[tuple[int | slice, ...] | None, Box]:
     """What this rank has of a slot: its index in the local part, and the box of the source.
 

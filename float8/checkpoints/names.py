@@ -35,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from float8.granularity import WHOLE, Block, ceil_div
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
 
@@ -60,6 +61,27 @@ class Slot:
         """The published tensor as a view of the parameter, to be read or written to."""
         part = parameter[self.index]
         return part.mT if self.transposed else part
+
+    def cuts(self, shape: torch.Size, block: Block) -> bool:
+        """Whether it has a part of a block (rows, columns) of a parameter of this shape."""
+        ends = [(i, n) for i, n in zip(self.index, shape, strict=False) if isinstance(i, slice)]
+        blocks = block[::-1] if self.transposed else block
+        for (part, n), extent in zip(ends, blocks, strict=False):
+            inside = {part.start, part.stop} - {0, n}
+            if any(extent == WHOLE or end % extent for end in inside):
+                return True
+        return False
+
+    def of_scales(self, shape: torch.Size, block: Block) -> Slot:
+        """The place of its scales among those of a parameter, none of whose blocks it cuts."""
+        index: list[Any] = [*(self.index or map(slice, (0,) * len(shape), shape))]
+        for dim, (part, size) in enumerate(zip(index, shape, strict=True)):
+            if isinstance(part, slice):
+                extent = size if block[dim] == WHOLE else block[dim]
+                index[dim] = slice(part.start // extent, ceil_div(part.stop, extent))
+        sizes = [part.stop - part.start for part in index if isinstance(part, slice)]
+        sizes[-2:] = sizes[-2:][::-1] if self.transposed else sizes[-2:]
+        return replace(self, index=tuple(index), shape=torch.Size(sizes))
 
 
 def published(model: nn.Module) -> dict[str, Slot]:

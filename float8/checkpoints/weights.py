@@ -48,7 +48,7 @@ from float8.checkpoints.plan import Writing
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import WHOLE, Block, Tensorwise, block_name
+from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4
 from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
@@ -94,7 +94,7 @@ def planned(
         shape = tuple(slot.shape if layout.dims == 2 else slot.shape[:-2] + slot.shape[:-3:-1])
         found = stored_layer(name, shape, part, layout, input_scale, module, recast)
         if isinstance(found, StoredLayer) and found.how == TRAINING_CAST:
-            cuts = _cuts_blocks(slot, weight.shape, layout.block)
+            cuts = slot.cuts(weight.shape, layout.block)
             found = replace(found, how=CAST_ANEW) if cuts else found
         layers[name] = found
     known = {*layers, *skipped, *(name for its in readers.values() for name, _, _ in its)}
@@ -258,16 +258,6 @@ def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
 
 
 # --- the tensors of a parameter
-
-
-def _cuts_blocks(slot: Slot, shape: torch.Size, block: Block) -> bool:
-    """Whether a part of a stack has a part of a block: the stack is cast with other scales."""
-    cuts = [(i, n) for i, n in zip(slot.index, shape, strict=False) if isinstance(i, slice)]
-    for (cut, n), extent in zip(cuts, block[::-1] if slot.transposed else block, strict=False):
-        ends = {cut.start, cut.stop} - {0, n}
-        if any(extent == WHOLE or end % extent for end in ends):
-            return True
-    return False
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -34,7 +34,13 @@ from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
-from float8.linear.registration import MODULE_RULES, WEIGHT_RULES, ModuleRule, stacked_weights
+from float8.linear.registration import (
+    MODULE_RULES,
+    WEIGHT_RULES,
+    ModuleRule,
+    stacked_weights,
+    weights_of,
+)
 from float8.linear.switch import Float8Module
 
 logger = logging.getLogger("float8")
@@ -114,7 +120,7 @@ class ConversionPlan:
     @property
     def plain_layers(self) -> dict[str, Any]:
         """Name -> layer, of those that are not in float8 yet."""
-        return {fqn: m for fqn, m in self.layers.items() if not isinstance(m, Float8Linear)}
+        return {fqn: m for fqn, m in self.layers.items() if own_config(m) is None}
 
     def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
         """Raise ValueError, with all reasons, if any layer cannot be converted.
@@ -193,6 +199,7 @@ def plan_conversion(
     *,
     argument: str = "model",
     replaces_weights: bool = False,
+    takes_experts: bool = True,
 ) -> ConversionPlan:
     """Choose the layers of a model that a conversion takes.
 
@@ -200,8 +207,9 @@ def plan_conversion(
     is called with each candidate and its name; None takes every layer. ``caller`` and ``argument``
     name the public function and its parameter, for messages. With ``replaces_weights``, the caller
     replaces the high-precision weights. Layers that are in float8 already are then taken, and those
-    whose weight another module reads are left. Raises TypeError for an argument of another type,
-    and ValueError if layers of this model cannot be swapped, as those of a transformed one.
+    whose weight another module reads are left. ``takes_experts=False`` leaves experts. Raises
+    TypeError for an argument of another type, and ValueError if layers of this model cannot be
+    swapped, as those of a transformed one.
     """
     check_module(model, caller, argument)
     found = Float8LinearConfig() if config is None else check_config(config, caller)
@@ -217,6 +225,8 @@ def plan_conversion(
     for fqn, module in model.named_modules():
         is_candidate = own_config(module) is not None or rule_of(module) is not None
         reason = routers.get(module) or _left_alone(module, fqn, plan, replaces_weights)
+        if is_candidate and stacked_weights(module) and not takes_experts:
+            reason = f"{caller} takes the weights of linear layers, and none of experts"
         if reason is None and is_candidate:
             reason = why_not(is_wanted, module, fqn) or odd_sizes(module, plan.config)
         if reason is not None:
@@ -256,17 +266,14 @@ def _left_alone(
 ) -> str | None:
     """The reason why a module stays as it is, whatever the filter says, or None."""
     own, rule = own_config(module), rule_of(module)
-    if isinstance(module, Float8Linear) and replaces_weights:
+    if own is not None and replaces_weights:
         return None
     if own is not None:
         other = ", with another config: convert_from_float8_training first, to change it"
         what = "a Float8Linear" if isinstance(module, Float8Linear) else "in float8"
-        kept = "; its weights stay in high precision" if replaces_weights else ""
-        return f"it is {what} already" + (other if own != plan.config else "") + kept
+        return f"it is {what} already" + (other if own != plan.config else "")
     if rule is None:
         return _multiplies_otherwise(module)
-    if rule.stacked and replaces_weights:
-        return f"{plan.caller} takes the weights of linear layers, and none of experts"
     if rule.stacked and plan.config.uses_delayed_scaling:
         return NO_HISTORY
     return runs_something_else(module, fqn)
@@ -326,14 +333,14 @@ def _read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
     chosen = set(layers.values())
     for fqn, m in model.named_modules():
         for name, parameter in m._parameters.items():
-            if m not in chosen or name != "weight":
+            if m not in chosen or name not in weights_of(m):
                 reason = f"its weight is also {fqn}.{name} ({type(m).__name__}): untie the two"
                 readers[id(parameter)] = reason
         if isinstance(m, nn.TransformerEncoderLayer) and mha.get_fastpath_enabled():
             reason = f"{FUSED}; call torch.backends.mha.set_fastpath_enabled(False) before"
             readers |= dict.fromkeys((id(m.linear1.weight), id(m.linear2.weight)), reason)
-    found = ((fqn, readers.get(id(layer.weight))) for fqn, layer in layers.items())
-    return {fqn: reason for fqn, reason in found if reason is not None}
+    owned = [(fqn, id(w)) for fqn, layer in layers.items() for w in weights_of(layer).values()]
+    return {fqn: readers[key] for fqn, key in owned if key in readers}
 
 
 def replace_children(root: nn.Module, swapped: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -1,4 +1,4 @@
-"""`convert_to_float8_inference`: layers that keep only the float8 copy of their weight.
+"""`convert_to_float8_inference`: layers and experts that keep only the float8 copy of their weight.
 
 ::
 
@@ -15,8 +15,9 @@ constant. Gradients reach the input: grad_input runs in float8 with the same dat
 weight itself is frozen, in ``train()`` as in ``eval()``: the mode changes only dropout, and which
 amaxes a delayed recipe records.
 
-Under `DistributedDataParallel` adapters train after `hide_from_ddp`;
-`fully_shard` does not take weights that are in float8.
+Under `DistributedDataParallel` adapters train after `hide_from_ddp`. ``fully_shard`` stores and
+gathers the frozen weights as bytes (`float8.tensor.shard`). Stacks of experts (E, N, K) have the
+same scales for each expert.
 
 ``model.to(dtype)`` changes the dtype that the weights dequantise to, not their bytes. Checkpoints
 of the plain model load, and are cast on loading. `convert_from_float8_training` returns plain
@@ -36,10 +37,17 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.kernels import family_of
-from float8.linear.float8_weight import as_parameter, is_resident, refuses_resident, to_resident
+from float8.linear.float8_weight import (
+    as_parameter,
+    contraction_last,
+    is_resident,
+    refuses_resident,
+    to_resident,
+)
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import bind
 from float8.linear.refusals import refuses_call
+from float8.linear.registration import stacked_weights, weights_of
 from float8.linear.static_input import set_input_cast, with_static_input
 from float8.linear.switch import Float8Module
 
@@ -53,7 +61,7 @@ def convert_to_float8_inference(
     config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> nn.Module:
-    """Keep only a frozen float8 copy of the linear layers' weights, in place.
+    """Keep only a frozen float8 copy of the weights of linear layers and experts, in place.
 
     Takes the layers that `convert_to_float8_training` takes, and layers that it has converted, with
     the config that they have. The high-precision weights are freed, unless something else refers to
@@ -64,9 +72,9 @@ def convert_to_float8_inference(
     Args:
         model: the model; it may itself be an ``nn.Linear``.
         static_scales: layer name -> scale of its input (``value = data * scale``), for all layers
-            that are converted; norms and gates that returned float8 with another scale become
-            plain, and `float8.fuse_norms` may fuse them again. None casts inputs with dynamic
-            scales, or as a converted layer does.
+            that are converted, experts excepted; norms and gates that returned float8 with another
+            scale become plain, and `float8.fuse_norms` may fuse them again. None casts inputs with
+            dynamic scales, or as a converted layer does.
         config: of layers that are no Float8Linear yet, or its recipe's name; dynamic tensorwise by
             default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
@@ -104,6 +112,8 @@ def _cast_inputs_with(
 ) -> Iterator[tuple[str, str | None]]:
     """Have the layers of a plan cast their inputs with these scales; yields what does not fit."""
     for fqn in dict.fromkeys([*plan.layers, *scales]):
+        if fqn not in scales and stacked_weights(plan.layers[fqn]):
+            continue
         if fqn not in scales:
             yield fqn, "it has no scale of its input in static_scales"
         elif fqn not in plan.layers:
@@ -119,21 +129,22 @@ def _cast_inputs_with(
 def _refuses_weight(layer: Any, config: Float8LinearConfig) -> str | None:
     if config.enable_fsdp_float8_all_gather:
         return "enable_fsdp_float8_all_gather=True is for weights that train: leave it at False"
-    weight = layer._parameters.get("weight")
-    if weight is None or not (type(weight) is nn.Parameter or is_resident(weight)):
+    weights = weights_of(layer).values()
+    if not weights or not all(type(w) is nn.Parameter or is_resident(w) for w in weights):
         return "its weight is no plain Parameter: convert before any wrapper, after prune.remove"
-    return refuses_resident(config) or refuses_device(weight, config, weight.device)
+    reasons = [refuses_device(weight, config, weight.device) for weight in weights]
+    return refuses_resident(config) or next(filter(None, reasons), None)
 
 
 def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
-    """The reason why no call of a layer with this weight (N, K) could run on a device, or None.
+    """The reason why no call with this weight (N, K) or (E, N, K) could run on a device, or None.
 
     Only a GPU refuses. This is asked before the high-precision weight is freed.
     """
     # One token in bfloat16: each call checks what depends on its batch.
     family = family_of(device)
-    plan = bind(config.plan, family, torch.bfloat16)
-    N, K = weight.shape
+    plan = bind(config.plan, family, torch.bfloat16, weight.dim() == 3)
+    N, K = weight.shape[-2:]
     return refuses_call(plan, N, K, 1, grad=False, grad_weight=False)
 
 
@@ -157,14 +168,16 @@ def _keep_float8_only(plan: ConversionPlan) -> None:
     """Replace the weights of converted layers by frozen float8 ones, each freed before the next."""
     new: dict[int, nn.Parameter] = {}  # by the old one's id; layers may share a weight
     for fqn, layer in plan.layers.items():
-        config, old = plan.configs[fqn], layer.weight
-        if config != layer.config:
-            set_input_cast(layer, config)
-        if is_resident(old):
-            old.requires_grad_(False)
-            continue
-        if id(old) not in new:
-            float8_data = to_resident(old, config, layer.casts[1].state)
-            new[id(old)] = as_parameter(old, float8_data, requires_grad=False)
-        layer.weight = new[id(old)]
-        layer.cached_weight = None
+        config, state = plan.configs[fqn], None
+        if isinstance(layer, Float8Linear):
+            state, layer.cached_weight = layer.casts[1].state, None
+            if config != layer.config:
+                set_input_cast(layer, config)
+        for name, old in weights_of(layer).items():
+            if is_resident(old):
+                old.requires_grad_(False)
+                continue
+            if id(old) not in new:
+                own = to_resident(contraction_last(layer, old), config, state)
+                new[id(old)] = as_parameter(old, contraction_last(layer, own), requires_grad=False)
+            setattr(layer, name, new[id(old)])

@@ -41,6 +41,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from float8.config import Float8LinearConfig, check_config
 from float8.distributed.rank_comparison import Facts, compare_once, compare_ranks, config_facts
 from float8.distributed.token_exchange import exchange, find_route, row_cast
+from float8.linear.float8_weight import is_resident
 from float8.linear.plan import compute_dtype
 from float8.tensor.running_module import innermost_module
 
@@ -52,6 +53,8 @@ class Float8ExpertParallel(ParallelStyle):
 
     For ``parallelize_module``, before ``fully_shard`` and before or after conversion. The module's
     own parameters have the experts as their first dimension, and become DTensors sharded along it.
+    Float8 weights, which are frozen, are split as each rank has them; others come from the first
+    rank.
 
     The input in forward and the gradient of the output in backward are dispatched in float8.
     Results and the gradient of the input are combined in the compute dtype. If the config
@@ -83,8 +86,12 @@ class Float8ExpertParallel(ParallelStyle):
         )
         hooks = _Hooks(self.config, device_mesh, next(iter(parameters.values())).shape[0])
         for key, p in parameters.items():
-            placed = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-            module.register_parameter(key, nn.Parameter(placed, p.requires_grad))
+            source = None if is_resident(p) else self.src_data_rank
+            placed = distribute_tensor(p, device_mesh, [Shard(0)], src_data_rank=source)
+            new: Any = nn.Parameter(placed, p.requires_grad)
+            if is_resident(p):  # `fully_shard` shards Parameters
+                new._local_tensor = nn.Parameter(new._local_tensor, requires_grad=False)
+            module.register_parameter(key, new)
         before, after = (torch.compiler.disable(hook) for hook in (hooks.before, hooks.after))
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
@@ -94,7 +101,7 @@ class Float8ExpertParallel(ParallelStyle):
 def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
-        if type(parameter) is not nn.Parameter:
+        if type(parameter) is not nn.Parameter and not is_resident(parameter):
             return f"has a {type(parameter).__name__} as {name}; apply the style once, and first"
     sizes = {name: p.shape[0] if p.dim() else 0 for name, p in parameters.items()}
     experts = max(sizes.values(), default=0)

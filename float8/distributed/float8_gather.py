@@ -31,10 +31,11 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import OperandCast
 from float8.convert.conversion import own_config
-from float8.distributed.rank_comparison import compare_layer, weights_of
+from float8.distributed.rank_comparison import compare_layer
 from float8.formats import on_device
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.float8_weight import version_of
+from float8.linear.registration import weights_of
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 
@@ -56,21 +57,16 @@ class GatheredWeight(Float8Tensor):
         x = args[0]
         if func is aten.zeros_like.default:  # the gradient of a parameter that had none
             return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-        if func is aten.as_strided.default and _is_whole(x, *args[1:]):
-            func, args = aten.alias.default, args[:1]
-        if func in (aten.detach.default, aten.alias.default):
-            return GatheredWeight(func(x.float8_data), x.scale, x.block, x.dtype)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
+            return GatheredWeight(result.float8_data, x.scale, x.block, x.dtype)
+        return result
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
     ) -> GatheredWeight:
         return GatheredWeight(inner["float8_data"], inner["scale"], *meta)
-
-
-def _is_whole(x: Tensor, size: Any, stride: Any, offset: int | None = None) -> bool:
-    return tuple(size) == x.shape and tuple(stride) == x.stride() and not offset
 
 
 class KnownAmax:

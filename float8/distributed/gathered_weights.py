@@ -52,14 +52,13 @@ from float8.distributed.rank_comparison import (
     compare_once,
     facts_of,
     sharding_groups,
-    weights_of,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
 from float8.linear.delayed import modules_by_name
 from float8.linear.float8_weight import as_parameter
-from float8.linear.registration import WeightRule, register_weight_rule
+from float8.linear.registration import WeightRule, register_weight_rule, weights_of
 from float8.linear.scaling import known_scale, max_over_ranks
 
 
@@ -208,10 +207,9 @@ def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
     local = getattr(x, "_local_tensor", None)
     if local is None:
         return change(x)
-    from torch.distributed.tensor import DTensor
+    from float8.linear.sharded_cast import placed  # which imports DTensor
 
-    sizes = {"shape": x.size(), "stride": x.stride()}
-    return DTensor.from_local(change(local), x.device_mesh, x.placements, run_check=False, **sizes)
+    return placed(change(local), x.shape, x.device_mesh, x.placements)
 
 
 register_weight_rule(

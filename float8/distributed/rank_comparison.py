@@ -31,7 +31,12 @@ from float8.convert.conversion import own_config
 from float8.experts.modules import Float8Experts
 from float8.linear.delayed import DelayedCast, modules_by_name
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import FIRST_SYNC_CHECKS, stacked_weights, stored_by
+from float8.linear.registration import (
+    FIRST_SYNC_CHECKS,
+    stacked_weights,
+    stored_by,
+    weights_of,
+)
 
 LAYERS = (Float8Linear, Float8Experts)
 Facts = dict[str, str]  # of one layer: name of a property -> its value
@@ -152,14 +157,6 @@ FIRST_SYNC_CHECKS.append(_compare_before_sync)
 def facts_of(model: nn.Module, kinds: Any = LAYERS) -> dict[str, Facts]:
     """The facts of a model's float8 layers, or of modules of other kinds, by name."""
     return {name: _facts(module) for name, module in modules_by_name(model, kinds)}
-
-
-def weights_of(layer: Any) -> dict[str, Any]:
-    """The weights of a float8 layer, by name."""
-    if not isinstance(layer, Float8Linear):
-        return stacked_weights(layer)
-    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
-    return {} if weight is None else {"weight": weight}
 
 
 def _facts(module: Any) -> Facts:

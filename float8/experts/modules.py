@@ -39,6 +39,7 @@ from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, stacked_weights, stored_by
+from float8.linear.resident_state import join_loaded, split_saved
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
 
@@ -127,16 +128,19 @@ class Float8Experts(Float8Module):
         return result
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        own: Any = self._parameters.items()
-        gathered = {n: w.dequantize() for n, w in own if isinstance(w, Float8Tensor)}
-        if not gathered:
+        own = {name: getattr(self, name) for name in self._parameters}
+        plain = {n: w.dequantize() for n, w in own.items() if isinstance(w, Float8Tensor)}
+        if not plain:
             return super().forward(*args, **kwargs)
-        self.__dict__.update(gathered)  # attributes of the object are found before its parameters
+        # Attributes of the object are found before its parameters, as those of expert parallelism.
+        hidden = {name: self.__dict__[name] for name in plain if name in self.__dict__}
+        self.__dict__.update(plain)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for name in gathered:
+            for name in plain:
                 del self.__dict__[name]
+            self.__dict__.update(hidden)
 
     def to_float(self) -> nn.Module:
         """The plain module, of its own type, parameters shared.
@@ -171,10 +175,13 @@ class Float8Experts(Float8Module):
             stored = stored_by(weight)
             if stored is not None and not keep_vars and prefix + name in destination:
                 destination[prefix + name] = stored.to_plain(weight)
+        if not keep_vars:
+            split_saved(self, destination, prefix)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
-        super()._load_from_state_dict(*args)
+        join_loaded(self, state_dict, prefix, errors=args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
         for name, rule in stored.items():
             weight: Any = self._parameters[name]
             if rule is not None and not rule.is_stored(weight):  # assign=True

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
-from float8.kernels.cublas import MX_SQUARE, contraction_last, mx_scales, pad_codes
+from float8.kernels.cublas import contraction_last, mx_scales, pad_codes
 from float8.kernels.groups import ends_of, padded_sizes, spans_of
 from float8.kernels.scaled_mm import (
     ALIGNMENT,
@@ -342,7 +342,7 @@ def multiply_groups(
         return out
     if 0 in (*a.shape, *b.shape, *offs.shape):
         return _empty(a, b, offs, out_dtype)
-    if b_block[-2:] == MX_SQUARE and b_scale.dim() == 3:
+    if b_block[-1] == _MX_BLOCK[-1] and b_scale.dim() == 3:  # not those that are swizzled
         b_scale = mx_scales(b_scale, b_block, b.shape[-2])
     if b.dim() == 3 and b_scale.shape == (1, 1):
         b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts

@@ -148,7 +148,7 @@ def products_of_backward(
     grad_x = grad_w = grad_bias = None
     w8_KN, g_scaled = NOTHING, g_MN
     if needs_x:
-        w8_KN, g_scaled = ctx.reads(w, w_scale, call, g_MN)
+        w8_KN, g_scaled = ctx.reads(w, w_scale, call, g_MN, offs)
     if needs_x or needs_w:
         g8_MN, g8_NM = cast_operand(
             g_scaled, plan.g, call.states[2], call.record, needs_x, needs_w, None, offs

@@ -29,6 +29,9 @@ row (1, K)      (N, 1), along the     (g_MN * scale_N), cast along its rows, tim
 On a CPU the transpose is a view. On a GPU, GEMMs read row-major operands only, so the transpose is
 a copy that lives while the GEMM runs: one byte per element of one layer.
 
+The weights of experts (E, N, K) are read in the same way, with such scales for each expert; each
+token's gradient is multiplied by the scales of its own expert.
+
 The data of a resident weight does not depend on the compute dtype, nor on autocast.
 ``weight.dtype`` is the dtype that the weight dequantises to and that its gradient has. The gradient
 is an ordinary tensor.
@@ -39,7 +42,7 @@ What a checkpoint has of a resident weight: `float8.linear.resident_state`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -47,8 +50,9 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
-from float8.granularity import WHOLE, scale_shape
+from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import mxfp4
+from float8.linear.registration import weights_of
 from float8.linear.scaling import (
     DelayedState,
     Pair,
@@ -68,12 +72,14 @@ TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 
 
-# How backward reads what it has of a weight: (w, scale, call, g_MN) -> data and scale of w_KN for
-# grad_input, and grad_output as it is to be cast. ``w`` and ``scale`` are what forward saved.
-Reads = Callable[[Tensor, Any, Any, Tensor], tuple[Pair, Tensor]]
+# How backward reads what it has of a weight: (w, scale, call, g_MN, offs) -> data and scale of w_KN
+# for grad_input, and grad_output as it is to be cast. ``w`` and ``scale`` are what forward saved,
+# ``offs`` the ends of groups of tokens, or None.
+Read = tuple[Pair, Tensor]
+Reads = Callable[[Tensor, Any, Any, Tensor, Any], Read]
 
 
-def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
     plan, operand = call.plan, call.plan.w
     w_NK = rounded(w_NK, plan)
@@ -84,32 +90,36 @@ def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair,
     return cast_operand(w_NK, operand, state, record, False, True, scale)[1], g_MN
 
 
-def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_KN: unchanged."""
     return (w_KN, scale), g_MN
 
 
-def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output.
 
-    Such a weight gets no gradient (`refuses_training`), for which grad_output would be another.
+    Those of experts are (E, 1, N). Such a weight gets no gradient (`refuses_training`), for which
+    grad_output would be another.
     """
     ones = scale.new_ones(scale_shape(w_KN.shape, call.plan.w.second.block))
+    if offs is not None:  # tokens of no group get the scales of the last expert, and are not read
+        tokens = torch.arange(g_MN.shape[0], dtype=offs.dtype, device=offs.device)
+        scale = scale[torch.searchsorted(offs[:-1], tokens, right=True), 0]
     return (w_KN, ones), g_MN * scale
 
 
-def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_NK: dequantised, and cast again where grad_input casts it."""
     plan = call.plan
     w_NK = kernels.dequantize(w_NK, scale, plan.w.first.block, plan.dtype)
-    return cast_again(w_NK, None, call, g_MN)
+    return cast_again(w_NK, None, call, g_MN, offs)
 
 
-def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor) -> tuple[Pair, Tensor]:
+def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
     plan = call.plan
     pair = cast_matrix(rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
-    return dequantized(*pair, call, g_MN)
+    return dequantized(*pair, call, g_MN, offs)
 
 
 @dataclass(eq=False, slots=True)
@@ -243,33 +253,34 @@ def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
 
 
 def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
-    """A resident or gathered weight in both orientations; nothing is copied."""
+    """A resident or gathered weight, or a stack, in both orientations; nothing is copied."""
     data, scale, second = weight.float8_data, weight.scale, plan.w.second
     if second is None or (scale.dtype != torch.float32 and not plan.w.is_shared):
         return Float8Weight((data, scale), (data, scale), dequantized)
-    scale_t = scale.t()
-    if weight.block == TENSORWISE and not second.is_whole:
-        scale_t = scale.expand(scale_shape(data.t().shape, second.block))
-    reads = by_scaled_gradient if weight.block == ROWWISE else as_it_is
-    return Float8Weight((data, scale), (data.t(), scale_t), reads)
+    scale_t, block = scale.mT, weight.block[-2:]
+    if block == TENSORWISE and not second.is_whole:
+        scale_t = scale.expand(scale_shape(data.mT.shape, second.block))
+    reads = by_scaled_gradient if block == ROWWISE else as_it_is
+    return Float8Weight((data, scale), (data.mT, scale_t), reads)
 
 
 def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
-    """The gathered weights of experts (E, N, K) in both orientations; nothing is copied.
+    """The weights of experts (E, N, K) that are in float8, in both orientations; nothing is copied.
 
-    Raises ValueError if they are not in the form in which both GEMMs read them.
+    Raises ValueError if the output's GEMM does not read them as they are, or if they require a
+    gradient that their scales do not allow.
     """
-    if (reason := _refuses_plan(weight, plan)) is not None:
+    first, reason = plan.w.first, _refuses_plan(weight, plan)
+    if reason is None and weight.requires_grad and not plan.w.is_shared:
+        reason = f"experts get no gradient by scales of {weight.block}: freeze them"
+    dtype = weight.float8_data.dtype
+    # dynamo of torch 2.11 fails at the != of two blocks
+    fits = first is not None and weight.block == first.block and dtype == first.dtype
+    if reason is None and not fits:
+        reason = f"experts are {dtype} by blocks {weight.block}, not {first}: pass dequantize()"
+    if reason is not None:
         raise ValueError(reason)
-    first, data, scale = plan.w.first, weight.float8_data, weight.scale
-    assert first is not None
-    if not plan.w.is_shared or (weight.block, data.dtype) != (first.block, first.dtype):
-        raise ValueError(
-            f"the weights of experts are {data.dtype} with one scale for each block "
-            f"{weight.block}, and the config casts them to {first.dtype} with {first.block}; pass "
-            "weight.dequantize()"
-        )
-    return Float8Weight((data, scale), (data.mT, scale.mT))
+    return _of_float8_tensor(weight, plan)
 
 
 def cast_weight(
@@ -356,29 +367,45 @@ def refuses_training(weight: Float8Tensor) -> str | None:
 def to_resident(
     weight: Tensor, config: Float8LinearConfig, state: DelayedState | None = None
 ) -> Float8Tensor:
-    """A high-precision weight (N, K) in float8, as the layer's output GEMM casts it.
+    """A high-precision weight (N, K), or (E, N, K), in float8, as the output's GEMM casts it.
 
     `refuses_resident` must accept ``config``. ``state`` is that of a delayed cast, whose scale is
     used if it has one.
     """
-    cast = config.plan.output.b
+    cast, block = config.plan.output.b, resident_block(weight, config)
     assert cast is not None
+    cast = replace(cast, block=block)
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
         source = mxfp4.project(source) if config.mxfp4_weights else source
         data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
         # A delayed or static scale may be shared; the weight needs its own, which ops write to.
-        return Float8Tensor(data, scale.clone(), cast.block, weight.dtype)
+        scale = scale.expand(scale_shape(weight.shape, block))  # a static one, of all experts
+        return Float8Tensor(data, scale.clone(), block, weight.dtype)
+
+
+def resident_block(weight: Tensor, config: Float8LinearConfig) -> Block:
+    """Which elements of a resident weight share a scale: experts share none."""
+    cast = config.plan.output.b
+    assert cast is not None
+    return (1,) * (weight.dim() - 2) + cast.block
+
+
+def contraction_last(layer: nn.Module, weight: Any) -> Any:
+    """A weight of a layer as (N, K) or (E, N, K), or such a weight as the layer has it: a view."""
+    is_turned = weight.dim() == 3 and getattr(layer, "is_transposed", False)
+    return weight.mT if is_turned else weight
 
 
 def as_parameter(old: Tensor, data: Tensor, requires_grad: bool) -> nn.Parameter:
     """A Parameter of other data with the attributes that users have set on ``old``.
 
-    Functions are left out: they may refer to ``old`` and keep its memory.
+    Functions are left out: they may refer to ``old`` and keep its memory. So are the parts of a
+    `Float8Tensor`.
     """
-    new = nn.Parameter(data, requires_grad)
+    new, parts = nn.Parameter(data, requires_grad), Float8Tensor.__annotations__
     for key, value in vars(old).items():
-        if not key.startswith("_") and not callable(value):
+        if not (key.startswith("_") or key in parts or callable(value)):
             setattr(new, key, value)
     return new
 
@@ -388,9 +415,9 @@ def make_plain(model: nn.Module) -> None:
     """Dequantise every resident float8 weight of ``model``; shared weights stay shared."""
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is None or not is_resident(weight):
-            continue
-        if id(weight) not in plain:
-            plain[id(weight)] = as_parameter(weight, weight.dequantize(), weight.requires_grad)
-        module._parameters["weight"] = plain[id(weight)]
+        for name, weight in weights_of(module).items():
+            if not is_resident(weight):
+                continue
+            if id(weight) not in plain:
+                plain[id(weight)] = as_parameter(weight, weight.dequantize(), weight.requires_grad)
+            module._parameters[name] = plain[id(weight)]

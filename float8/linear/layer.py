@@ -222,7 +222,7 @@ class Float8Linear(Float8Module, nn.Linear):
         stored, key = stored_by(self.weight), prefix + "weight"
         if stored is not None and not keep_vars and key in destination:
             destination[key] = stored.to_plain(self.weight)
-        if is_resident(self.weight) and not keep_vars:
+        if not keep_vars:
             split_saved(self, destination, prefix)
 
     @property

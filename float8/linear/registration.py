@@ -95,6 +95,12 @@ def stacked_weights(module: nn.Module) -> dict[str, Tensor]:
     return {n: p for n, p in own if p is not None and not is_lazy(p) and p.dim() == 3}
 
 
+def weights_of(layer: nn.Module) -> dict[str, Any]:
+    """The weights of a layer or of experts, by name: ``weight``, or the stacks."""
+    weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
+    return stacked_weights(layer) or ({} if weight is None else {"weight": weight})
+
+
 def stored_by(weight: Tensor) -> WeightRule | None:
     """The rule by which a weight is stored, or None for an ordinary one."""
     return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)

@@ -53,8 +53,8 @@ def cast_sharded(
         found = cast_both(matrix.to_local(), how, state, False, scale, True, False)
         shape = scale_shape(matrix.shape, how.block)
         results += [
-            _placed(found.data, mesh, matrix.shape, matrix.placements),
-            _placed(found.scale, mesh, shape, one),
+            placed(found.data, matrix.shape, mesh, matrix.placements),
+            placed(found.scale, shape, mesh, one),
         ]
     return kernels.Orientations(*results)
 
@@ -65,7 +65,7 @@ def is_cast_in_parts(x: Any, how: OperandCast) -> bool:
     return simple and (how.is_whole or not any(p.is_shard() for p in x.placements))
 
 
-def _placed(part: Tensor, mesh: Any, shape: Any, placements: Any) -> DTensor:
+def placed(part: Tensor, shape: Any, mesh: Any, placements: Any) -> DTensor:
     """The row-major DTensor of this shape of which ``part`` is this rank's."""
     sizes: dict[str, Any] = {
         "shape": torch.Size(shape),

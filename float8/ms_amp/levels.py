@@ -72,7 +72,9 @@ def plan_weights(
     ``optimizer`` steps take part. Raises ValueError, with all reasons, if there are none, or if
     some cannot be converted or stored so.
     """
-    plan = plan_conversion(model, config, module_filter_fn, "ms_amp", replaces_weights=True)
+    plan = plan_conversion(
+        model, config, module_filter_fn, "ms_amp", replaces_weights=True, takes_experts=False
+    )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for fqn, layer in list(plan.layers.items()):
         if id(layer.weight) not in stepped:

@@ -269,7 +269,9 @@ def calibrate(
         ValueError: no layer whose config casts inputs, or an unknown method.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
-    plan = plan_conversion(model, config, module_filter_fn, "calibrate", replaces_weights=True)
+    plan = plan_conversion(
+        model, config, module_filter_fn, "calibrate", replaces_weights=True, takes_experts=False
+    )
     _checked_method(method)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")

@@ -16,7 +16,7 @@ def test_sharded_models_load(tmp_path):
         "gathered": ("check_gathered_in_float8", folder),
         "meta": ("check_meta", folder),
         "part": ("check_each_rank_reads_its_part", folder),
-        "refused": ("check_float8_weights_are_refused", folder),
+        "float8": ("check_float8_weights", folder),
         "converted late": ("check_conversion_after_sharding_is_refused", folder),
         "rows split twice": ("check_two_dimensions", folder),
     }

@@ -20,10 +20,8 @@ from torch import nn
 import float8
 from float8 import E4M3, Blockwise, Float8LinearConfig, Float8Tensor, ScaleFormat
 from float8.checkpoints import (
-    MXFP4,
     CompressedTensors,
     FineGrained,
-    GptOss,
     load,
     plan_save,
     save_pretrained,
@@ -31,7 +29,7 @@ from float8.checkpoints import (
 )
 from float8.checkpoints.__main__ import main
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
-from float8.checkpoints.layouts import layout_of
+from float8.checkpoints.layouts import MXFP4, GptOss, layout_of
 from float8.config import RECIPES
 
 E8M0 = ScaleFormat.E8M0

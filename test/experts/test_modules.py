@@ -335,14 +335,20 @@ def test_refusals(call, error, words):
 # --- what else takes a converted model
 
 
-@pytest.mark.filterwarnings("ignore:.*converted no layer")
-def test_what_replaces_weights_leaves_experts_and_says_so():
+def test_frozen_experts_compute_what_they_computed_in_training():
     plain, x = model(), tokens()
-    done = float8.convert_to_float8_inference(copy.deepcopy(plain)).float8_conversion
-    assert "takes the weights of linear layers" in done.skipped["0.experts"]
     converted = convert(plain)
+    expected = converted(x)
     frozen = float8.convert_to_float8_inference(converted)
-    why = frozen.float8_conversion.skipped["0.experts"]
-    assert why == "it is in float8 already; its weights stay in high precision"
+    assert "0.experts" in frozen.float8_conversion.converted
     assert isinstance(frozen[0].experts, Float8Experts)
-    assert frozen(x).isfinite().all()
+    weights = list(frozen[0].experts.parameters())
+    assert any(isinstance(w, float8.Float8Tensor) and not w.requires_grad for w in weights)
+    assert_bitwise(frozen(x), expected)
+
+
+def test_what_takes_linear_layers_only_leaves_experts():
+    found = float8.calibrate(model(), [tokens()] * 2)
+    assert list(found.static_scales()) == ["0.shared_expert"]
+    frozen = float8.convert_to_float8_inference(model(), found.static_scales())
+    assert frozen.float8_conversion.converted == ["0.experts", "0.shared_expert"]

@@ -5,7 +5,8 @@ data and scale together. ``copy_`` from a high-precision tensor casts with the d
 scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
 bytes, and one of another kind is dequantised first. Into a view of part of a tensor it casts with
 the scales that are there, which other elements share. The ``*_like`` and ``new_*`` functions make
-Float8Tensors of the same kind with scale 1.
+Float8Tensors of the same kind with scale 1; ``new_zeros`` of a Parameter makes a `Float8Shard`, as
+FSDP2 needs it.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8 import kernels
 from float8.formats import ScaleFormat
 from float8.granularity import scale_shape
 from float8.tensor.parts import check_high_precision, is_e8m0
+from float8.tensor.shard import Float8Shard
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -94,7 +96,9 @@ def _new(
     *size: Sequence[int],
     dtype: torch.dtype | None = None,
     **kwargs: Any,
-) -> Float8Tensor:
+) -> Tensor:
+    if func is aten.new_zeros.default and isinstance(x, nn.Parameter):
+        return Float8Shard.zeros(x, torch.Size(*size))
     data = func(x.float8_data.view(torch.uint8), *size, **kwargs).view(x.float8_data.dtype)
     scale = x.scale.new_ones(scale_shape(data.shape, x.block), device=data.device)
     return x._replace(data, scale, dtype=dtype)
