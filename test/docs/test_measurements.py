@@ -156,13 +156,13 @@ def casts_on_cuda():
 
 
 def predicted_launches():
-    """Those predicted below 0.9 of a copy on an H200, GEMMs aside."""
+    """Those predicted below 0.7 of a copy on an H200, GEMMs aside."""
     found = rows(KERNELS, "device", "kernel", "K")
     sizes = list(dict.fromkeys(K for device, _, K in found if device == "H200"))
     body = []
     for kernel in dict.fromkeys(kernel for device, kernel, _ in found if device == "H200"):
         cells = [found["H200", kernel, K] for K in sizes]
-        if min(row["of_limit"] for row in cells) < 0.9 and not cells[0]["tensor"]:
+        if min(row["of_limit"] for row in cells) < 0.7 and not cells[0]["tensor"]:
             body.append([kernel, *(f"{row['of_limit']:.2f}" for row in (cells[0], cells[-1]))])
     return markdown(f"launch | K = {sizes[0]:,} | K = {sizes[-1]:,}", body)
 
