@@ -240,7 +240,6 @@ def view_of_wider(first, width):
         ({"change": view_of_wider(8, 32)}, False),
         ({"change": view_of_wider(16, 40)}, False),
     ],
-    ids=str,
 )
 def test_groups_for_which_it_is_tried(options, is_tried, installed, tried):
     installed()
