@@ -246,7 +246,7 @@ def test_an_exponent_for_each_count_and_a_factor_for_each_product():
     cases = [
         (lambda *a: U.linear(*a, None, (1.0, 0.0, 2.0)), F.linear, (1 / 9, 1, 24**-2, 24**-2)),
         (lambda *a: products.scaled_linear(*a, (2.0, 3.0, 5.0)), F.linear, (2, 3, 5, 5)),
-        (lambda x, w, b: products.scaled_matmul(x, w.t(), (2.0, 3.0, 5.0)) + 0 * b,
+        (lambda x, w, b: U.matmul(x, w.t(), lambda *_: (2.0, 3.0, 5.0)) + 0 * b,
          lambda x, w, b: x @ w.t() + 0 * b, (2, 3, 5, 0)),
         (lambda x, w, b: U.conv1d(x.mT, w[..., None], b, 1, 0, 1, 1, None, (1.0, 0.0, 0.0)),
          lambda x, w, b: F.conv1d(x.mT, w[..., None], b), (1 / 9, 1, 1, 1)),
