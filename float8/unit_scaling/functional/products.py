@@ -13,9 +13,9 @@ own factor. The last layer of a network divides its output by K instead, not by 
 u-muP's readout, whose output shrinks with width as the correlation of its input with its weight
 grows. Its input is a cut edge, so it takes no constraint.
 
-`linear`, `linear_readout` and `matmul` compute the factors, `scaled_linear` and `scaled_matmul`
-apply them. A transform replaces these two to multiply in another precision: a float8 product has
-scales of its own, which absorb the factors.
+`factors_of` makes the factors of every product from its numbers of terms. `linear` and
+`linear_readout` give them to `scaled_linear`, which a transform replaces to multiply in another
+precision: a float8 product has scales of its own, which absorb the factors.
 
 **Convolutions.** Let P be the number of pairs (output position, tap) whose tap reads the input,
 not its padding. In ``y`` (N, Cout, Lo) of ``x`` (N, Cin, L) with K taps and G groups
@@ -73,20 +73,6 @@ def scaled_linear(
 
 
 @overridable
-def scaled_matmul(left: Tensor, right: Tensor, factors: tuple[float, Any, float]) -> Tensor:
-    """``torch.matmul`` of (..., M, K) or (K,) and (..., K, N) or (K,), with a factor per product.
-
-    Args:
-        left, right: as of ``torch.matmul``.
-        factors: of the output and of the gradients of left and right. They do not multiply each
-            other.
-    """
-    output, grad_left, grad_right = factors
-    product = torch_matmul(scale_bwd(left, grad_left), scale_bwd(right, grad_right))
-    return scale_fwd(product, output)
-
-
-@overridable
 def linear(
     input: Tensor,
     weight: Tensor,
@@ -116,8 +102,7 @@ def linear_factors(
     """The factors of `linear`'s three products: output, input gradient, weight gradient."""
     fan_out, fan_in = weight.shape
     terms = fan_in, fan_out, product_of(input.shape[:-1])
-    output, grad_input, grad_weight = map(power_of_terms, terms, scale_power)
-    output, grad_input = apply_constraint(constraint, output, grad_input)
+    output, grad_input, grad_weight = factors_of(terms, constraint, scale_power)
     return output, grad_input, grad_weight
 
 
@@ -151,9 +136,9 @@ def matmul(left: Tensor, right: Tensor, constraint: Constraint = "to_output_scal
     Raises:
         ValueError: the constraint is unknown.
     """
-    factors = (power_of_terms(terms, 0.5) for terms in _terms(left, right))
-    output, grad_left, grad_right = apply_constraint(constraint, *factors)
-    return scaled_matmul(left, right, (output, grad_left, grad_right))
+    output, grad_left, grad_right = factors_of(_terms(left, right), constraint, tied=3)
+    product = torch_matmul(scale_bwd(left, grad_left), scale_bwd(right, grad_right))
+    return scale_fwd(product, output)
 
 
 def _terms(left: Tensor, right: Tensor) -> tuple[float, float, float]:
@@ -209,11 +194,8 @@ def conv1d(
         batch * pairs / max(kernel, 1),
         batch * outputs,
     )
-    output, grad_input, grad_weight, grad_bias = (
-        power_of_terms(max(n, 1), p)
-        for n, p in zip(terms, (*scale_power, scale_power[2]), strict=True)
-    )
-    output, grad_input = apply_constraint(constraint, output, grad_input)
+    factors = factors_of([max(n, 1) for n in terms], constraint, (*scale_power, scale_power[2]))
+    output, grad_input, grad_weight, grad_bias = factors
     product = _CONVOLUTIONS[len(taps) - 1](
         scale_bwd(input, grad_input),
         scale_bwd(weight, grad_weight),
@@ -243,6 +225,21 @@ def product_of(sizes: tuple[int, ...]) -> int:
     return functools.reduce(operator.mul, sizes, 1)
 
 
-def power_of_terms(terms: float, power: float) -> float:
-    """``terms ** -power``; 1 for no terms, whose result is empty or zero."""
-    return float(1 / terms**power) if terms else 1.0
+def factors_of(
+    terms: Sequence[float],
+    constraint: Constraint,
+    powers: Sequence[float] = (0.5, 0.5, 0.5),
+    tied: int = 2,
+) -> tuple[float, ...]:
+    """The factors of a product: ``terms ** -power`` each, the first ``tied`` under a constraint.
+
+    Args:
+        terms: how many terms are summed by the output, by the gradients of its operands and by that
+            of a bias. The factor of no terms, whose result is empty or zero, is 1.
+        constraint: ties the factors of the output and of the first gradients.
+        powers: one for each number of terms.
+        tied: 2, or 3 where both operands are activations.
+    """
+    pairs = zip(terms, powers, strict=True)
+    factors = [float(1 / n**power) if n else 1.0 for n, power in pairs]
+    return *apply_constraint(constraint, *factors[:tied]), *factors[tied:]

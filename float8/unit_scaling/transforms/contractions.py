@@ -37,8 +37,8 @@ from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
-from float8.unit_scaling.constraints import Constraint, apply_constraint
-from float8.unit_scaling.functional.products import power_of_terms, product_of, scaled_linear
+from float8.unit_scaling.constraints import Constraint
+from float8.unit_scaling.functional.products import factors_of, product_of, scaled_linear
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
 Function = Callable[..., Any]
@@ -113,9 +113,7 @@ def einsum(
         product_of(tuple(size for i, size in sizes.items() if i not in kept)),
         *(products / max(x.numel(), 1) for x in tensors),
     )
-    factors = tuple(power_of_terms(n, 0.5) for n in terms)
-    tied = apply_constraint(constraint, *(factors[:2] if weight else factors))
-    output, grad_left, grad_right = (*tied, factors[2])[:3]
+    output, grad_left, grad_right = factors_of(terms, constraint, tied=2 if weight else 3)
     left, right = scale_bwd(tensors[0], grad_left), scale_bwd(tensors[1], grad_right)
     return scale_fwd(torch.einsum(equation, left, right), output)
 

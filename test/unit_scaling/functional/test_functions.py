@@ -246,10 +246,13 @@ def test_an_exponent_for_each_count_and_a_factor_for_each_product():
     cases = [
         (lambda *a: U.linear(*a, None, (1.0, 0.0, 2.0)), F.linear, (1 / 9, 1, 24**-2, 24**-2)),
         (lambda *a: products.scaled_linear(*a, (2.0, 3.0, 5.0)), F.linear, (2, 3, 5, 5)),
-        (lambda x, w, b: products.scaled_matmul(x, w.t(), (2.0, 3.0, 5.0)) + 0 * b,
+        (lambda x, w, b: U.matmul(x, w.t(), lambda *_: (2.0, 3.0, 5.0)) + 0 * b,
          lambda x, w, b: x @ w.t() + 0 * b, (2, 3, 5, 0)),
-        (lambda x, w, b: U.conv1d(x.mT, w[..., None], b, 1, 0, 1, 1, None, (1.0, 0.0, 0.0)),
-         lambda x, w, b: F.conv1d(x.mT, w[..., None], b), (1 / 9, 1, 1, 1)),
+        (lambda x, w, b: U.conv1d(x.mT, w[..., None], b, 1, 0, 1, 1, None, (1.0, 0.0, 2.0)),
+         lambda x, w, b: F.conv1d(x.mT, w[..., None], b), (1 / 9, 1, 24**-2, 24**-2)),
+        # one input position of four is read: its gradient has a quarter of a term on average
+        (lambda x, w, b: U.conv1d(x.mT, w[:1, :, None], b[:1], 4, constraint=None),
+         lambda x, w, b: F.conv1d(x.mT, w[:1, :, None], b[:1], 4), (1 / 3, 1, 6**-0.5, 6**-0.5)),
     ]  # fmt: skip
     for ours, torchs, factors in cases:
         found, plain = gradients(ours, x, w, b), gradients(torchs, x, w, b)

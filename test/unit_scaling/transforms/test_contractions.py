@@ -34,20 +34,24 @@ NO_PRODUCTS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "tied"), [({"constraint": None}, ()), ({"weight": True}, (1,)), ({}, (1, 2))]
+)
 @pytest.mark.parametrize("equation", CONTRACTIONS)
-def test_a_contraction_is_torchs_times_one_factor_per_result(equation):
+def test_a_contraction_is_torchs_times_one_factor_per_result(equation, options, tied):
+    """``tied`` are the results that have the output's factor, which is the first."""
     left, right = (torch.randn(s, dtype=torch.float64) for s in CONTRACTIONS[equation])
     left.requires_grad_(), right.requires_grad_()
     plain = torch.einsum(equation, left, right)
     grad = torch.randn_like(plain)
     expected = [plain, *torch.autograd.grad(plain, [left, right], grad)]
-    out = einsum(equation, left, right, constraint=None)
+    out = einsum(equation, left, right, **options)
     found = [out, *torch.autograd.grad(out, [left, right], grad)]
     products = left.numel() * right.numel() / shared(equation, left, right)
-    for mine, torchs in zip(found, expected, strict=True):
+    for number, (mine, torchs) in enumerate(zip(found, expected, strict=True)):
         # all products, divided among the elements of the result: so many terms has each
-        factor = (max(torchs.numel(), 1) / products) ** 0.5
-        torch.testing.assert_close(mine, torchs * factor)
+        size = expected[0 if number in tied else number].numel()
+        torch.testing.assert_close(mine, torchs * (max(size, 1) / products) ** 0.5)
 
 
 def shared(equation, left, right):
