@@ -233,6 +233,7 @@ def _launch(
         if by_deep_gemm:
             tiles.append(DEEPGEMM)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
+        result.cache_clear()  # a thread allocated it: not where the caller's CUDA graphs want it
     return run(tile)
 
 
