@@ -324,9 +324,7 @@ def test_a_product_by_cublas_searches_for_it_once(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda a, *_, **__: a)
     for _ in range(2):
         a, a_scale, b, b_scale = operands(16, 256, 48)
-        cublas._cublas_blockwise_mm(
-            a.as_subclass(OnGpu), a_scale, b, b_scale, 1, 128, BF16, False
-        )
+        cublas._cublas_blockwise_mm(a.as_subclass(OnGpu), a_scale, b, b_scale, 1, 128, BF16, False)
     cublas._has_deep_gemm.cache_clear()
     assert searched == ["deep_gemm"]
 
