@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -99,18 +100,21 @@ def test_other_devices_measure_nothing(measured, device):
     assert measured == []
 
 
-def test_the_caller_of_a_grouped_product_allocates_its_result(monkeypatch):
+def test_the_tiles_of_a_grouped_product_share_a_result_that_the_caller_does_not_return(monkeypatch):
     """The memory pool of a CUDA graph that is warmed up is that of one thread."""
     allocated = []
 
     def allocate(*arguments):
+        time.sleep(0.01)  # as torch does, it lets other threads run
         allocated.append(threading.current_thread())
         return arguments[0].new_zeros(32, 48, dtype=torch.bfloat16)
 
     def measure(form, x, sizes, tiles, by_rule, run):
-        measuring = threading.Thread(target=run, args=(tiles[0],))
-        measuring.start()
-        measuring.join()
+        threads = [threading.Thread(target=run, args=(tiles[0],)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
         return tiles[0]
 
     monkeypatch.setattr(grouped_mm, "_fake", allocate)
@@ -122,4 +126,4 @@ def test_the_caller_of_a_grouped_product_allocates_its_result(monkeypatch):
     grouped_mm._launch(
         a, scales[0], b, scales[1], offs, whole, (1, *whole), torch.bfloat16, 16, True
     )
-    assert allocated[-1] is threading.current_thread()
+    assert len(allocated) == 2 and allocated[1] is threading.current_thread()
