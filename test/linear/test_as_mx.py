@@ -35,9 +35,10 @@ from float8 import (
     cached_weights,
     convert_to_float8_inference,
     convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
 )
 from float8 import unit_scaling as uu
-from float8.config import RECIPES, CastConfig, Float8LinearConfig
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.distributed.tensor_parallel import Float8RowwiseParallel
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
@@ -188,6 +189,20 @@ def test_scales_that_are_no_powers_of_two_are_never_rounded(calls):
     # The scales are applied before the only rounding: an ulp apart.
     torch.testing.assert_close(out, resident(x), rtol=2.0**-7, atol=0.0)
     assert calls[-1].scale_a.dtype == torch.float32
+
+
+def test_nor_are_delayed_ones_that_a_checkpoint_of_other_scales_has(calls):
+    delayed = CastConfig(ScalingType.DELAYED, scale_format=ScaleFormat.POWER_OF_TWO)
+    config = Float8LinearConfig(ROWS_E5M2, delayed, ROWS_E5M2)
+    layer = Float8Linear(64, 48, dtype=BF16, config=config)
+    x, other = torch.randn(32, 64, dtype=BF16), replace(delayed, scale_format=ScaleFormat.FLOAT32)
+    source = Float8Linear(64, 48, dtype=BF16, config=replace(config, cast_config_weight=other))
+    source(x)
+    sync_float8_amax_and_scale_history(source)
+    layer.load_state_dict(source.state_dict())
+    found = layer(x)
+    layer.config = replace(config, emulate=True)
+    torch.testing.assert_close(found, layer(x), rtol=2.0**-7, atol=2.0**-7)
 
 
 @pytest.fixture
