@@ -49,6 +49,7 @@ class Gemm:
 
     Attributes:
         has_powers: whether the scales of both operands are float32 powers of two, by their format.
+            Delayed ones need not be: they may come from a checkpoint.
     """
 
     a: OperandCast | None
@@ -63,7 +64,8 @@ class Gemm:
     @property
     def has_powers(self) -> bool:
         """See the class."""
-        formats = {cast.scale_format for cast in (self.a, self.b) if cast is not None}
+        casts = [cast for cast in (self.a, self.b) if cast is not None]
+        formats = {None if cast.is_delayed else cast.scale_format for cast in casts}
         return formats == {ScaleFormat.POWER_OF_TWO}
 
 

@@ -31,7 +31,7 @@ from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
 from float8.linear.layer import Float8Linear, function_of, linear_in_float8
-from float8.linear.plan import compute_dtype, plan_for, without_autocast
+from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.linear.scaling import DelayedState, cast_matrix, sharded_state
@@ -241,7 +241,7 @@ class Float8ParallelLinear(Float8Linear):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         grad = torch.is_grad_enabled()
-        call = Call(plan, states, self.training and grad, saves=grad)
+        call = Call(plan_of_call(plan, x, weight), states, self.training and grad, saves=grad)
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
             bias = None if self.bias is None else local(self.bias)

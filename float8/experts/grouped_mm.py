@@ -21,7 +21,7 @@ from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
 from float8.linear.autograd import Call, Float8LinearFunction
 from float8.linear.float8_weight import of_experts
-from float8.linear.plan import compute_dtype, plan_for, without_autocast
+from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, error_of_call
 from float8.tensor import Float8Tensor
 
@@ -58,8 +58,7 @@ def grouped_mm(
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
     error = _refuses(x, w, offs, config)
     plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
-    is_given = isinstance(x, Float8Tensor) or isinstance(w, Float8Tensor)
-    plan = plan.given if is_given and plan.given is not None else plan
+    plan = plan_of_call(plan, x, w)
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT

@@ -36,6 +36,7 @@ of a blockwise product: a separate operation adds these two.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 
@@ -232,13 +233,18 @@ def _cublas_blockwise_mm(
             use_fast_accum=use_fast_accum,
         )
 
-    if a.is_cpu or importlib.util.find_spec("deep_gemm") is None:
+    if a.is_cpu or not _has_deep_gemm():
         return by_cublas()
     deep_gemm = importlib.import_module("float8.kernels.gpu.deep_gemm")
     faster: Tensor = deep_gemm.or_faster(
         by_cublas, a, a_scale, b, b_scale, a_rows, b_rows, out_dtype
     )
     return faster
+
+
+@functools.cache  # the search of every folder takes 28 us, longer than a launch
+def _has_deep_gemm() -> bool:
+    return importlib.util.find_spec("deep_gemm") is not None
 
 
 def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:

@@ -30,7 +30,7 @@ from float8.linear.float8_weight import (
     is_resident,
 )
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import compute_dtype, plan_for, without_autocast
+from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
@@ -326,9 +326,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
     `Float8Tensor` as input is not cast again.
     """
-    is_given = isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
-    if is_given and call.plan.given is not None:
-        call.plan = call.plan.given
+    call.plan = plan_of_call(call.plan, input, weight)
     with without_autocast(input):
         result: Tensor = function_of(call.plan).apply(input, weight, bias, call)
     return result

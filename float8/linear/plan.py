@@ -23,6 +23,7 @@ from float8.config.linear import PLANS
 from float8.formats import on_family
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU, takes_powers
+from float8.tensor import Float8Tensor
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
 _ORDER_OF_GROUPS = (
@@ -116,6 +117,12 @@ def bind(
     if any(takes_powers(gemm.name) for gemm in found.gemms):
         found.given = bind(plan, family, dtype, grouped, compiling, given=True)
     return found
+
+
+def plan_of_call(plan: LinearPlan, x: Tensor, w: Tensor) -> LinearPlan:
+    """The plan for these operands, either of which may be in float8 already."""
+    is_given = isinstance(x, Float8Tensor) or isinstance(w, Float8Tensor)
+    return plan.given if is_given and plan.given is not None else plan
 
 
 def bind_cast(

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from assertions import assert_all_bitwise, assert_bitwise
 from fake_cuda import empty, fake_cuda
 from fake_cuda import step as fake_step
@@ -20,6 +21,10 @@ from layer_check import check_layer
 from pretend import install_torch_scaled_mm
 from shapes import pairs
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -30,11 +35,13 @@ from float8 import (
     cached_weights,
     convert_to_float8_inference,
     convert_to_float8_training,
+    sync_float8_amax_and_scale_history,
 )
 from float8 import unit_scaling as uu
-from float8.config import RECIPES, CastConfig, Float8LinearConfig
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
+from float8.distributed.tensor_parallel import Float8RowwiseParallel
 from float8.formats import E4M3, ScaleFormat
-from float8.granularity import Blockwise, Rowwise
+from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.plan import BOUND, bind
 
 POWERS = ("rowwise", "rowwise_with_gw_hp", "blockwise")
@@ -182,6 +189,39 @@ def test_scales_that_are_no_powers_of_two_are_never_rounded(calls):
     # The scales are applied before the only rounding: an ulp apart.
     torch.testing.assert_close(out, resident(x), rtol=2.0**-7, atol=0.0)
     assert calls[-1].scale_a.dtype == torch.float32
+
+
+def test_nor_are_delayed_ones_that_a_checkpoint_of_other_scales_has(calls):
+    delayed = CastConfig(ScalingType.DELAYED, scale_format=ScaleFormat.POWER_OF_TWO)
+    config = Float8LinearConfig(ROWS_E5M2, delayed, ROWS_E5M2)
+    layer = Float8Linear(64, 48, dtype=BF16, config=config)
+    x, other = torch.randn(32, 64, dtype=BF16), replace(delayed, scale_format=ScaleFormat.FLOAT32)
+    source = Float8Linear(64, 48, dtype=BF16, config=replace(config, cast_config_weight=other))
+    source(x)
+    sync_float8_amax_and_scale_history(source)
+    layer.load_state_dict(source.state_dict())
+    found = layer(x)
+    layer.config = replace(config, emulate=True)
+    torch.testing.assert_close(found, layer(x), rtol=2.0**-7, atol=2.0**-7)
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_nor_in_a_tensor_parallel_layer_that_cuts_its_output(calls, mesh):
+    """Its gradient is gathered in float8, in a function of its own."""
+    whole = replace(ROWS_E5M2, granularity=Tensorwise())
+    model = nn.Sequential(nn.Linear(64, 48, bias=False, dtype=BF16)).requires_grad_(False)
+    parallelize_module(model, mesh, {"0": Float8RowwiseParallel(output_layouts=Shard(0))})
+    convert_to_float8_training(model, config=Float8LinearConfig(ROWS_E5M2, ROWS_E5M2, whole))
+    x = torch.randn(32, 32, dtype=BF16)
+    model(x)
+    model(Float8Tensor.from_high_precision(x, E4M3, Rowwise()))
+    assert [call.scale_a.dtype for call in calls] == [torch.float8_e8m0fnu, torch.float32]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

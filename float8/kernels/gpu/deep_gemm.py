@@ -19,7 +19,6 @@ It compiles its kernels with nvcc when they are first needed. If that fails it i
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import logging
@@ -37,12 +36,21 @@ from float8.kernels.scaled_mm import family_of
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
 BLOCK = 128  # rows that share an expert
+FOUND: dict[torch.device, Any] = {}
 logger = logging.getLogger("float8")
 
 
-@functools.cache
 def library(device: torch.device) -> Any:
-    """The module, or None if it is not installed or does not run; says once which."""
+    """The module, or None if it is not installed or does not run; says once which.
+
+    None while a CUDA graph is captured, unless it ran before: the first product loads a kernel.
+    """
+    if device not in FOUND and not torch.cuda.is_current_stream_capturing():
+        FOUND[device] = _library(device)
+    return FOUND.get(device)
+
+
+def _library(device: torch.device) -> Any:
     if importlib.util.find_spec("deep_gemm") is None:
         return None
     try:

@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -191,14 +192,16 @@ def _launch(
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
     fast = use_fast_accum and not blocks
-    result = functools.cache(lambda: _fake(*arguments))  # one for all tiles that are measured
+    # One for all tiles that are measured. A cache alone lets each of their threads make its own.
+    result, alone = functools.cache(lambda: _fake(*arguments)), threading.Lock()
 
     def run(tile: Tile) -> Tensor:
         if tile == TORCH:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
         if tile == DEEPGEMM:
             return deep_gemm.multiply_groups(a, a_scale, b, b_scale, offs)
-        out = result()
+        with alone:
+            out = result()
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
         launch(
             _kernel, tiles_m * ceil_div(N, tile.N),
@@ -233,6 +236,7 @@ def _launch(
         if by_deep_gemm:
             tiles.append(DEEPGEMM)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
+        result.cache_clear()  # a thread allocated it: not where the caller's CUDA graphs want it
     return run(tile)
 
 

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 from assertions import assert_bitwise
 from shapes import Case
 
+from float8.kernels import cublas
 from float8.kernels.gpu import blockwise_mm, deep_gemm, grouped_mm
 from float8.kernels.gpu.blockwise_mm import DEEPGEMM, TILES
 
@@ -127,12 +128,13 @@ def installed(monkeypatch):
     def install(**options):
         stand_in = StandIn(**options)
         monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
-        deep_gemm.library.cache_clear()
+        deep_gemm.FOUND.clear()
         return stand_in
 
     monkeypatch.setattr(deep_gemm, "family_of", lambda device: "sm_90")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     yield install
-    deep_gemm.library.cache_clear()
+    deep_gemm.FOUND.clear()
 
 
 @pytest.fixture
@@ -295,6 +297,35 @@ def test_it_is_not_tried_elsewhere(installed, tried, monkeypatch):
     monkeypatch.setattr(deep_gemm, "family_of", lambda device: "sm_100")
     try_groups()
     assert tried and DEEPGEMM not in tried
+
+
+def test_a_capture_does_not_try_whether_it_runs(installed, tried, monkeypatch):
+    """The first product would load a kernel, and be part of the graph."""
+    stand_in = installed()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    try_groups()
+    assert tried and DEEPGEMM not in tried and not stand_in.calls
+    for is_captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_captured)  # noqa: B023
+        try_groups()
+        assert DEEPGEMM in tried
+
+
+def test_a_product_by_cublas_searches_for_it_once(monkeypatch):
+    """Each search asks the file system about every folder of sys.path."""
+
+    class OnGpu(torch.Tensor):
+        is_cpu = False
+
+    searched = []
+    cublas._has_deep_gemm.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", searched.append)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda a, *_, **__: a)
+    for _ in range(2):
+        a, a_scale, b, b_scale = operands(16, 256, 48)
+        cublas._cublas_blockwise_mm(a.as_subclass(OnGpu), a_scale, b, b_scale, 1, 128, BF16, False)
+    cublas._has_deep_gemm.cache_clear()
+    assert searched == ["deep_gemm"]
 
 
 @pytest.mark.cuda

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from pretend import PretendCuda
 
 pytest.importorskip("triton")
 
-from float8.kernels.gpu import fastest_tile
+from float8.kernels.gpu import fastest_tile, grouped_mm
 from float8.kernels.gpu.fastest_tile import fastest
 
 TIMES = {"large": 3.0, "quick": 1.0, "as quick": 1.0, "small": 2.0}
@@ -97,3 +98,32 @@ def test_a_capture_measures_nothing_and_remembers_nothing(measured, monkeypatch)
 def test_other_devices_measure_nothing(measured, device):
     assert choose(x=torch.empty(1, device=device)) == "by rule"
     assert measured == []
+
+
+def test_the_tiles_of_a_grouped_product_share_a_result_that_the_caller_does_not_return(monkeypatch):
+    """The memory pool of a CUDA graph that is warmed up is that of one thread."""
+    allocated = []
+
+    def allocate(*arguments):
+        time.sleep(0.01)  # as torch does, it lets other threads run
+        allocated.append(threading.current_thread())
+        return arguments[0].new_zeros(32, 48, dtype=torch.bfloat16)
+
+    def measure(form, x, sizes, tiles, by_rule, run):
+        threads = [threading.Thread(target=run, args=(tiles[0],)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return tiles[0]
+
+    monkeypatch.setattr(grouped_mm, "_fake", allocate)
+    monkeypatch.setattr(grouped_mm, "fastest", measure)
+    monkeypatch.setattr(grouped_mm, "launch", lambda *_, **__: None)
+    a, b = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((32, 64), (1, 48, 64)))
+    offs = torch.tensor([32], dtype=torch.int32)
+    whole, scales = (-1, -1), (torch.ones(1, 1), torch.ones(1, 1, 1))
+    grouped_mm._launch(
+        a, scales[0], b, scales[1], offs, whole, (1, *whole), torch.bfloat16, 16, True
+    )
+    assert len(allocated) == 2 and allocated[1] is threading.current_thread()
