@@ -51,6 +51,7 @@ from float8.distributed.rank_comparison import (
     LAYERS,
     compare_once,
     facts_of,
+    is_compared,
     sharding_groups,
 )
 from float8.distributed.replaced_parameters import mark_replaced, unmark
@@ -71,7 +72,8 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
     weight is written to again, so a stale scale is never used, and a missing call costs only time.
 
     Left out are weights that are unsharded at the moment (``unshard()``) or offloaded to a CPU, and
-    weights with static scales or with a delayed scale. The all-reduce is by position, in the
+    weights with static scales or with a delayed scale; before their first gather also weights with
+    uneven shards. The all-reduce is by position, in the
     alphabetical order of the layers' names: the order of registration does not matter.
 
     Args:
@@ -99,6 +101,11 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             is_here = shard.device.type == weight.device_mesh.device_type
             if is_here and known_scale(cast, state, shard.plain) is None:
                 (group,) = sharding_groups(weight)
+                # Before the first gather FSDP2 replaces shards that it pads, on some ranks alone.
+                # These would lose the amaxes, and wait in an all-reduce for the others.
+                sizes = (weight.shape[p.dim] for p in weight.placements if p.is_shard())
+                if any(size % group.size() for size in sizes) and not is_compared(layer):
+                    continue
                 amax = amax_of_shard(shard.plain, cast, weight.shape, group)
                 found[group].append((shard, amax, own))
     for group, entries in found.items():

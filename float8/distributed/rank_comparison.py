@@ -106,6 +106,11 @@ def compare_once(
         seen.add(key)  # not after an error: the next call compares again
 
 
+def is_compared(layer: Any) -> bool:
+    """Whether a layer has exchanged float8 values: on all ranks, or on none."""
+    return bool(_compared.get(layer))
+
+
 def compare_layer(layer: Any, group: dist.ProcessGroup) -> None:
     """Compare a layer that is about to exchange float8 values, once for each group."""
     name = getattr(layer, "fqn", "") or getattr(layer, "float8_name", "")

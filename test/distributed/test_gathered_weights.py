@@ -107,6 +107,23 @@ def test_a_step_takes_one_all_reduce_at_most(rank, recipe, numbers, after):
 
 
 @pytest.mark.ranks(2)
+def test_amaxes_that_are_found_before_the_first_gather_of_uneven_shards(rank):
+    """FSDP2 replaces the shards that it pads then, on the last rank alone."""
+    for recipe in ("tensorwise", "blockwise"):
+        model, expected = sharded(recipe, **ODD), sharded(recipe, **ODD)
+        after_step(model)
+        with torch.no_grad():
+            if rank == 1:
+                for each in (model, expected):
+                    each[0].weight.to_local()[:1, :1].fill_(3.0)
+        after_step(model)
+        step(model, width=7)
+        step(expected, width=7)
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local()), recipe
+
+
+@pytest.mark.ranks(2)
 def test_the_gathered_weight_is_the_operand(rank):
     """It is in float8, freed after forward, and gathered again for backward."""
     model, seen = sharded(), []
@@ -149,6 +166,7 @@ def is_known(weight):
 @pytest.mark.ranks(2)
 def test_a_write_forgets_the_amax(rank):
     model = sharded(**ODD)
+    step(model, width=7)
     weight = model[0].weight
     for what, write in WRITES.items():
         precompute_float8_dynamic_scale_for_fsdp(model)
