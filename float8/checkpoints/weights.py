@@ -91,6 +91,7 @@ def planned(
         scale = next((given[each] for each in names if each in given), None)
         input_scale = _input_scale(module, scale) if layout.static_inputs else None
         part = slot.of(weight) if slot.index and is_resident(weight) else weight
+        part = part if layout.dims == 2 else part.mT  # as in `read`
         shape = tuple(slot.shape if layout.dims == 2 else slot.shape[:-2] + slot.shape[:-3:-1])
         found = stored_layer(name, shape, part, layout, input_scale, module, recast)
         if isinstance(found, StoredLayer) and found.how == TRAINING_CAST:
