@@ -154,6 +154,13 @@ class Layout(ABC):
         """The inverse of `data_shape`."""
         return data_shape
 
+    def turned(self, shape: Shape) -> Shape:
+        """The shape in a file of what a model has in this shape, and the reverse.
+
+        Files have stacks as (E, N, K), models as (E, K, N).
+        """
+        return shape if self.dims == 2 else shape[:-2] + shape[:-3:-1]
+
     def to_file(self, data: Tensor) -> Tensor:
         """The data of a weight as a file has it, but for its shape."""
         return data

@@ -90,8 +90,7 @@ class Source:
         name = key.removesuffix(self.data_key)
         if self.layout is None or not self.layout.is_mxfp4 or name not in self.layers:
             return key, spec
-        shape = self.layout.shape_of(spec.shape)
-        shape = shape if self.layout.dims == 2 else shape[:-2] + shape[:-3:-1]
+        shape = self.layout.turned(self.layout.shape_of(spec.shape))
         return name + self.weight_key, Spec(E4M3.dtype, shape, spec.file)
 
     def _read_header(self, name: str) -> None:

@@ -92,8 +92,9 @@ def planned(
         input_scale = _input_scale(module, scale) if layout.static_inputs else None
         part = slot.of(weight) if slot.index and is_resident(weight) else weight
         part = part if layout.dims == 2 else part.mT  # as in `read`
-        shape = tuple(slot.shape if layout.dims == 2 else slot.shape[:-2] + slot.shape[:-3:-1])
-        found = stored_layer(name, shape, part, layout, input_scale, module, recast)
+        found = stored_layer(
+            name, layout.turned(tuple(slot.shape)), part, layout, input_scale, module, recast
+        )
         if isinstance(found, StoredLayer) and found.how == TRAINING_CAST:
             cuts = slot.cuts(weight.shape, layout.block)
             found = replace(found, how=CAST_ANEW) if cuts else found
