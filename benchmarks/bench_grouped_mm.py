@@ -40,9 +40,8 @@ from benchmarks.measuring.contenders import SCALED
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
-from benchmarks.measuring.step import Step, in_turns, moved_by_casts
-from float8 import Float8LinearConfig, grouped_mm
-from float8.config import RECIPES
+from benchmarks.measuring.step import Step, compiled, in_turns, moved_by_casts
+from float8 import grouped_mm
 from float8.estimate import roofline
 from float8.estimate.roofline import Shape as LayerShape
 from float8.estimate.roofline import Use
@@ -87,7 +86,7 @@ def function(name: str, on_cpu: bool) -> Product:
     if name == BASELINE:
         return lambda x, w, offs: F.grouped_mm(x, w, offs=offs)
     if not name.startswith(PEER):
-        return partial(grouped_mm, config=Float8LinearConfig.from_recipe_name(name))
+        return partial(grouped_mm, config=contenders.config_of(name))
     recipe = name.removeprefix(PEER)
     peer: Any = getattr(importlib.import_module("torchao.prototype.moe_training"), PEERS[recipe])
     options = {"pad_token_groups_for_grouped_mm": False}  # groups are multiples of 32
@@ -103,7 +102,7 @@ def moved_bytes(shape: Shape, recipe: str | None) -> float:
     Three grouped GEMMs and the casts of their operands, each operand read once, without padding.
     """
     sizes = LayerShape(shape.M, shape.K, shape.N, shape.E)
-    plan = None if recipe is None else RECIPES[recipe].plan
+    plan = None if recipe is None else contenders.config_of(recipe).plan
     kinds = roofline.kinds_of_plan(plan, Use())
     moved = sum(roofline.gemm_bytes(kind, sizes, name) for name, kind in kinds.items())
     elements = (shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N)
@@ -123,8 +122,7 @@ def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
     def step(name: str) -> Step:
         multiply = function(name, harness.on_cpu(options))
         layer = Grouped(weight, offs.to(options.device), multiply)
-        run = torch.compile(layer, fullgraph=True, dynamic=False) if mode == "compiled" else layer
-        return Step(layer, run, x, grad_output)
+        return Step(layer, compiled(layer, mode), x, grad_output)
 
     names = contenders.names(options, BASELINE, PEERS)
     rows = in_turns({n: partial(step, n) for n in names}, options, **shape.row, mode=mode)

@@ -5,7 +5,7 @@ One step is a training step of one layer (`step.py`), casts included:
     ratio = time(layer) / time(nn.Linear)          below 1 where float8 is faster
 
 All layers of a shape share one weight and one input, and are timed in turns. With `--modes eager
-compiled` each layer runs in both modes, eager first; ratios compare within a mode. The file gets
+compiled graphed` each layer runs in these modes (`graphed`: by CUDA graphs), eager first; ratios compare within a mode. The file gets
 the rows of each mode as soon as they are measured. After `--stop-after` no further layer is
 compiled; those that exist are timed. If torchao is importable, its layer of the same recipe is
 measured too (`--no-peer` leaves it out); an error of its layer is a row and fails nothing.
@@ -36,7 +36,7 @@ from benchmarks.measuring.contenders import BASELINE, SCALED, STATIC
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
-from benchmarks.measuring.step import Step, in_turns, settled
+from benchmarks.measuring.step import Step, compiled, in_turns
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
 
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
@@ -65,7 +65,7 @@ class Operands(NamedTuple):
 def config_of(recipe: str, operands: Operands) -> Float8LinearConfig:
     """A recipe's; of `static` the smallest constant scales for these operands."""
     if recipe != STATIC:
-        return settled(recipe)
+        return contenders.config_of(recipe)
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
 
     def cast(x: Tensor, dtype: torch.dtype) -> CastConfig:
@@ -84,8 +84,7 @@ def step(name: str, mode: str, operands: Operands) -> Step:
         layer = contenders.torchao_model(nn.Sequential(layer), recipe).get_submodule("0")
     elif name != BASELINE:
         layer = Float8Linear.from_float(operands.linear, config=config_of(name, operands))
-    run = torch.compile(layer, fullgraph=True, dynamic=False) if mode == "compiled" else layer
-    return Step(layer, run, operands.x, operands.grad_output)
+    return Step(layer, compiled(layer, mode), operands.x, operands.grad_output)
 
 
 def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:

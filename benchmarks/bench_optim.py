@@ -47,6 +47,8 @@ SHARE_OF_COPY = 0.8  # on CUDA
 # caches would favour foreach, which makes many passes over memory. One parameter, because inductor
 # unrolls them: compiling several would take longer than measuring.
 SHAPES = ((4096, 4096),)
+# Of a layer of Llama-3-8B, which has 32 of them.
+LLAMA3_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 # Small, with a ragged one and what stays in float32.
 QUICK = ((512, 256), (65, 100), (64,))
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -136,11 +138,13 @@ def measure(modes: Sequence[str], options: argparse.Namespace) -> list[Row]:
 def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="small parameters, few rounds")
+    parser.add_argument("--layers", type=harness.positive, help="so many layers of Llama-3-8B")
     parser.add_argument("--options", nargs="+", choices=list(OPTIONS), default=list(OPTIONS))
     modes = ("eager", "compiled")
     parser.add_argument("--modes", nargs="+", choices=modes, default=list(modes))
     options = parser.parse_args(argv)
-    options.shapes = QUICK if options.quick else SHAPES
+    options.shapes = LLAMA3_8B * options.layers if options.layers else SHAPES
+    options.shapes = QUICK if options.quick else options.shapes
     if options.quick:
         options.repeats, options.warmup = min(options.repeats, 3), 1
     measured = partial(measure, options=options)

@@ -1,7 +1,14 @@
 """The layers compared: nn.Linear, float8 in every recipe, and torchao's float8 of the same recipe.
 
 `static` is tensorwise scaling with constants: no amax pass at all, the fastest that a float8 layer
-can be. torchao is measured where it is importable; on a CPU it needs its option to emulate.
+can be. torchao is measured where it is importable; on a CPU it needs its option to emulate. A recipe
+may have parts, as in ``tensorwise+fast``:
+
+    fast          sums of gradients are fast, as those of the output
+    fuse_norms    norms return float8 (`float8.fuse_norms`)
+    swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
+    cached        weights are cast once per step (`float8.cached_weights`)
+    gather        FSDP2 gathers weights in float8
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,13 +29,21 @@ from torch import nn
 from benchmarks.measuring import harness
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.step import MODES, settled
-from float8 import convert_to_float8_training
+from benchmarks.models.transformer import SwiGLU
+from float8 import (
+    Float8LinearConfig,
+    GemmConfig,
+    SwiGLUCast,
+    convert_to_float8_training,
+    fuse_norms,
+)
 from float8.config import RECIPES
 
 BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
+PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather"}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
@@ -46,15 +62,42 @@ def torchao_model(
     return converted
 
 
+def config_of(name: str) -> Float8LinearConfig:
+    """The config of a recipe with parts."""
+    recipe, *parts = name.split("+")
+    config = settled(recipe)
+    if "fast" in parts:
+        fast = GemmConfig(use_fast_accum=True)
+        config = replace(config, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
+    return replace(config, enable_fsdp_float8_all_gather="gather" in parts)
+
+
 def model_of(name: str, plain: nn.Module) -> nn.Module:
     """A copy of a model with a contender's layers; its parameters are those of `plain`."""
     shared = {id(parameter): parameter for parameter in plain.parameters()}
     model: nn.Module = copy.deepcopy(plain, shared)
     if name.startswith(PEER):
         return torchao_model(model, name.removeprefix(PEER))
-    if name in RECIPES:
-        convert_to_float8_training(model, config=settled(name))
+    recipe, *parts = name.split("+")
+    if recipe not in RECIPES:
+        return model
+    config = config_of(name)
+    convert_to_float8_training(model, config=config)
+    if "fuse_norms" in parts:
+        fuse_norms(model, {"*.attention_norm": ["*.attention.qkv"], "*.feed_forward_norm": ["*.feed_forward.gate_up"]})
+    for module in model.modules() if "swiglu_cast" in parts else ():
+        if isinstance(module, SwiGLU):
+            module.gate = SwiGLUCast(config)
     return model
+
+
+def recipe_of(text: str, recipes: Iterable[str]) -> str:
+    """A recipe with parts, for argparse."""
+    recipe, *parts = text.split("+")
+    if recipe not in recipes or not PARTS.issuperset(parts):
+        known = f"one of {', '.join(recipes)}, and {', '.join(sorted(PARTS))} joined by +"
+        raise argparse.ArgumentTypeError(f"a contender is {known}, not {text!r}")
+    return text
 
 
 def names(
@@ -69,7 +112,8 @@ def names(
 
 def add_options(parser: argparse.ArgumentParser, recipes: tuple[str, ...], *more: str) -> None:
     """`--recipes` (``more`` if they are named), `--modes`, `--no-peer`, which `check` completes."""
-    parser.add_argument("--recipes", nargs="+", choices=(*recipes, *more), default=list(recipes))
+    recipe, default = partial(recipe_of, recipes=(*recipes, *more)), list(recipes)
+    parser.add_argument("--recipes", nargs="+", type=recipe, default=default, metavar="RECIPE")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
     parser.add_argument("--no-peer", dest="peer", action="store_false", help="leave torchao out")
 

@@ -42,7 +42,7 @@ HEADERS = {
 }  # fmt: skip
 FORMATS = {
     ".3f": "baseline_ms states_ratio block_ratio state_bytes",
-    ".2f": "ms min_ms max_ms ratio saved_mib saved_ratio moved_ratio peak_gib std of_copy smaller "
+    ".2f": "ms min_ms max_ms ratio gap_percent sooner saved_mib saved_ratio moved_ratio peak_gib std of_copy smaller "
     "smaller_per_gpu moved_bytes share_of_copy last_std target measured",
     ".4f": "loss",
     ".3g": "tflops baseline_tflops lr predicted published",
@@ -149,6 +149,7 @@ def run(
     measure: Callable[[T], Sequence[Row]],
     columns: Columns,
     targets: Callable[[Sequence[Row]], Sequence[Row]] = lambda _: (),
+    earlier: Sequence[Row] = (),
 ) -> int:
     """Measure one after the other, write the file after each, and print the table.
 
@@ -162,11 +163,12 @@ def run(
         measure: its rows.
         columns: of the table.
         targets: rows -> what should have been measured.
+        earlier: rows of a file that is continued.
 
     Returns:
         1 if a row failed that is no peer's; a refusal is no failure.
     """
-    rows: list[Row] = []
+    rows: list[Row] = [*earlier]
     try:
         for index, item in enumerate(work):
             if index and harness.is_late(options):

@@ -33,7 +33,7 @@ from float8 import (
 from float8.config import LinearPlan
 from float8.estimate.roofline import Use, passes_of_layer
 
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "graphed")
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
 
 
@@ -43,6 +43,15 @@ def settled(recipe: str) -> Float8LinearConfig:
     if not config.uses_delayed_scaling:
         return config
     return replace(config, delayed_scaling=DelayedScalingConfig(history_len=1))
+
+
+def compiled(layer: nn.Module, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What calls a layer in one of `MODES`; ``graphed`` is compiled with CUDA graphs."""
+    if mode == "eager":
+        return layer
+    options = {"mode": "reduce-overhead"} if mode == "graphed" else {}
+    run: Any = torch.compile(layer, fullgraph=True, dynamic=False, **options)
+    return run
 
 
 @dataclass(frozen=True)

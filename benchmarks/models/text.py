@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,21 @@ class Text:
         starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
         return _windows(self.train, starts, context)
 
+    def windows_in_turn(
+        self, steps: int, *, seed: int, batch: int, context: int
+    ) -> Iterator[Pair]:
+        """Batches of windows that do not overlap, in an order that the seed decides.
+
+        Raises:
+            ValueError: the text has fewer windows than that.
+        """
+        count = (len(self.train) - 1) // context
+        if steps * batch > count:
+            raise ValueError(f"{steps} steps of {batch} windows of {context} bytes: text has {count}")
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        for some in order[: steps * batch].split(batch):
+            yield _windows(self.train, some * context, context)
+
     def held_out_batches(self, count: int, *, batch: int, context: int) -> Iterator[Pair]:
         """Windows spread evenly over the held-out files."""
         last = len(self.held_out) - context - 1
@@ -55,16 +70,31 @@ def load(folder: Path | None = None, standard_library: bool = False) -> Text:
     """
     stdlib, sources = Path(sysconfig.get_paths()["stdlib"]), Path(torch.__file__).parent
     root = folder or (stdlib if standard_library else sources)
-    files: dict[str, bytes] = {}
     paths = root.rglob("*" if folder else "*.py")
+    skipped = SKIPPED if root == stdlib else set()
+    return _split(root, paths, skipped, LARGEST if root == sources else None)
+
+
+def installed() -> Text:
+    """All Python sources of this machine: the standard library's and those of installed packages."""
+    paths = sysconfig.get_paths()
+    roots = dict.fromkeys(Path(paths[key]) for key in ("stdlib", "platlib", "purelib"))
+    return _split(Path("/"), (path for root in roots for path in root.rglob("*.py")), set(), LARGEST)
+
+
+def _split(root: Path, paths: Iterable[Path], skipped: set[str], largest: int | None) -> Text:
+    """The different text files, whole files held out; without large ones, and folders skipped."""
+    files: dict[str, bytes] = {}
+    seen: set[bytes] = set()
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
-        is_left_out = path.is_dir() or (root == sources and path.stat().st_size > LARGEST)
-        if is_left_out or (root == stdlib and SKIPPED & set(name.parts)):
+        is_left_out = path.is_dir() or (largest is not None and path.stat().st_size > largest)
+        if is_left_out or skipped & set(name.parts):
             continue
         text = path.read_bytes()
-        if text and SEPARATOR not in text and text not in files.values():
+        if text and SEPARATOR not in text and text not in seen:
             files[name.as_posix()] = text
+            seen.add(text)
     if len(files) < 2:
         raise ValueError(f"{root} has {len(files)} text files, but two are needed: give --data")
     by_hash = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())

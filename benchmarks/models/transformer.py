@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,15 +108,21 @@ class Attention(nn.Module):
         return out
 
 
+def gated(gate_up: Tensor) -> Tensor:
+    """``silu(gate) * up``: (..., 2 F) -> (..., F)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class SwiGLU(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.gate_up = nn.Linear(sizes.width, 2 * sizes.hidden, bias=False)
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
+        self.gate: Callable[[Tensor], Tensor] = gated  # or a `float8.SwiGLUCast`
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTC).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate_BTF) * up_BTF)
+        out: Tensor = self.down(self.gate(self.gate_up(x_BTC)))
         return out
 
 

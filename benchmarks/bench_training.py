@@ -1,0 +1,207 @@
+"""Does a training in float8 end at the loss of bf16, and how much sooner?
+
+Two GPTs (`models/transformer.py`), `wide`, whose layers are large enough for float8 to gain, and
+`small`, are trained from the same weights on the same batches, bf16 first:
+
+    steps        as many as bf16 takes in ``--seconds``, after its first ones; the same for all
+    loss         of held-out text at the end, in nats per byte; `curve` has (step, seconds, loss)
+    gap %        how much greater it is than bf16's of the same seed. bf16 again, from another seed,
+                 shows how large noise is
+    sooner       bf16's seconds over those until this run's held-out loss is bf16's final one; empty
+                 if it never is
+
+Seconds are those of the steps, without compilation and evaluation. Blocks are compiled. Weights are
+float32 under bf16 autocast; AdamW, decay, clipping and the rates are those of `quality/training.py`.
+Each run is a process of its own, so that its `peak_gib` is its own, and a row of the file: a call
+with the same file makes the runs that it lacks. No window of the text is read twice: the text is all
+Python sources of the machine, and a row has their `bytes`.
+
+    python benchmarks/bench_training.py -o training.json
+    python benchmarks/bench_training.py --models toy --seconds 5 --eager --device cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.harness import Row
+from benchmarks.measuring.report import PEER
+from benchmarks.models import text as texts
+from benchmarks.models.transformer import GPT, Sizes
+from benchmarks.quality.contenders import BASE, Contender, contender
+from benchmarks.quality.study import known_rows
+from benchmarks.quality.training import (
+    CLIP,
+    evaluate,
+    in_autocast,
+    optimizer_of,
+    straight_to_zero,
+    usual_rate,
+)
+
+MODELS = {
+    "wide": Sizes(4, 4096, 32, 2048, kv_heads=8, feed_forward=14336, batch=8),
+    "small": Sizes(12, 1024, 16, 2048, batch=8),
+    "toy": Sizes(1, 64, 2, 64, batch=4),
+}
+CONTENDERS = (BASE, "tensorwise", PEER + "tensorwise", "rowwise")
+FIRST = 8  # steps that are not timed: they compile, and find out how long a step takes
+LOOKS = 10  # evaluations of a run
+COLUMNS = report.columns(
+    "mode layer seed steps loss gap_percent seconds tokens_s sooner peak_gib error",
+    mode="model", layer="linear layers", gap_percent="gap %", seconds="seconds",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that decides a run; ``steps`` of 0 are as many as take ``seconds``."""
+
+    model: str
+    contender: str
+    seed: int
+    seconds: int
+    steps: int = 0
+
+
+def train(run: Training, options: argparse.Namespace) -> Row:
+    """A row, without what it is compared with."""
+    sizes, device = MODELS[run.model], options.device
+    torch.manual_seed(run.seed)
+    what = contender(run.contender, GPT(sizes).to(device))
+    for block in () if options.eager else what.model.get_submodule("blocks").children():
+        block.compile(dynamic=False)
+    text, shape = texts.installed(), {"batch": sizes.batch, "context": sizes.context}
+    held_out = min(options.held_out, len(text.held_out) // 2)
+    seconds_of = partial(harness.timer_for(device), calls=1)
+    optimizer = optimizer_of(what, usual_rate(run.contender, sizes.width))
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    states = [p.detach().clone() for p in what.model.parameters()]
+    trial = text.windows_in_turn(FIRST, seed=run.seed + 1, **shape)
+    durations = [seconds_of(partial(_step, what, optimizer, pair)) for pair in trial]
+    steps = run.steps or max(LOOKS, int(run.seconds / statistics.median(durations)))
+    with torch.no_grad():  # back to the start: the trial's steps are not part of the run
+        for parameter, state in zip(what.model.parameters(), states, strict=True):
+            parameter.copy_(state)
+    optimizer.state.clear()
+    del states
+    _reset_peak(device)
+    seconds, curve, look = 0.0, [], -(-steps // LOOKS)
+    factors, batches = straight_to_zero(steps), text.windows_in_turn(steps, seed=run.seed, **shape)
+    for first in range(0, steps, look):
+        some = itertools.islice(zip(factors, batches, strict=True), look)
+        seconds += seconds_of(partial(_steps, what, optimizer, peaks, some))
+        loss = evaluate(what.model, sizes.context, text, held_out, device)
+        curve.append([min(first + look, steps), seconds, loss])
+    tokens = sizes.batch * sizes.context
+    row: Row = {"steps": steps, "loss": loss, "seconds": seconds, "curve": curve}
+    row |= {"tokens_s": steps * tokens / seconds, "text": text.digest, "bytes": len(text.train)}
+    row["parameters"] = sum(p.numel() for p in what.model.parameters())
+    if torch.device(device).type == "cuda":
+        row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return row
+
+
+def _reset_peak(device: str) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _step(what: Contender, optimizer: torch.optim.Optimizer, pair: texts.Pair) -> None:
+    device = next(what.model.parameters()).device
+    loss = in_autocast(what.model)(*(part.to(device, non_blocking=True) for part in pair))
+    loss.backward()
+    nn.utils.clip_grad_norm_(what.clipped, CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    what.after_step()
+
+
+def _steps(what: Contender, optimizer: Any, peaks: Sequence[float], some: Iterator[Any]) -> None:
+    for factor, pair in some:
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * factor
+        _step(what, optimizer, pair)
+
+
+def runs(options: argparse.Namespace) -> Iterator[Training]:
+    """All runs; of each model bf16 first, and last bf16 from another seed."""
+    for model in options.models:
+        for name in options.contenders:
+            yield Training(model, name, 0, options.seconds)
+        yield Training(model, BASE, 1, options.seconds)
+
+
+def compare(rows: Sequence[Row]) -> list[Row]:
+    """Add to each row its gap to bf16, and how much sooner it reaches bf16's; no targets."""
+    bases = {row["mode"]: row for row in rows if (row["layer"], row["seed"]) == (BASE, 0)}
+    for row in rows:
+        base = bases.get(row["mode"], {})
+        if "loss" not in row or "loss" not in base or row is base:
+            continue
+        row["gap_percent"] = 100 * (row["loss"] / base["loss"] - 1)
+        reached = reaches(row["curve"], base["loss"])
+        if row["seed"] == base["seed"] and reached is not None:
+            row["sooner"] = base["seconds"] / reached
+    return []
+
+
+def reaches(curve: Sequence[Sequence[float]], loss: float) -> float | None:
+    """The seconds until a curve falls to a loss, between two evaluations on a straight line."""
+    for (_, before, high), (_, after, low) in itertools.pairwise(curve):
+        if low <= loss:
+            return after - (after - before) * (loss - low) / max(high - low, 1e-12)
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make the runs that the file lacks; 1 if one of ours failed."""
+    parser = harness.plain_parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["wide", "small"])
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), help="bf16 first")
+    parser.add_argument("--seconds", type=harness.positive, default=60, help="of bf16's steps")
+    parser.add_argument("--held-out", type=harness.positive, default=2**20, metavar="BYTES")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
+    options = parser.parse_args(argv)
+    rows = known_rows(options.output, "bench_training")
+    done = [row["run"] for row in rows]
+    steps = {row["mode"]: row["steps"] for row in rows if row["layer"] == BASE and "steps" in row}
+
+    def measure(run: Training) -> list[Row]:
+        own = replace(run, steps=steps.get(run.model, 0))
+        with ProcessPoolExecutor(1, get_context("spawn")) as process:
+            try:
+                found = process.submit(train, own, options).result()
+            except Exception as error:  # the other runs are wanted too
+                found = harness.why(error)
+        if run.contender == BASE and "steps" in found:
+            steps[run.model] = found["steps"]
+        what = {"mode": run.model, "layer": run.contender, "seed": run.seed}
+        return [{"run": asdict(run), **report.commit(), **what, **found}]
+
+    missing = [run for run in runs(options) if asdict(run) not in done]
+    return report.run(
+        "bench_training", argv, options, missing, measure, COLUMNS, compare, earlier=rows
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

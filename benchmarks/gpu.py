@@ -1,0 +1,519 @@
+"""The queue of experiments on a GPU: what was never measured, or is stale, in order of worth.
+
+    python benchmarks/gpu.py list                        # what is measured, what is stale, what is not
+    python benchmarks/gpu.py run --seconds 540 -o OUT    # call it again with the same OUT to go on
+    python benchmarks/gpu.py run --toy -o OUT            # every experiment at toy size, on a CPU
+    python benchmarks/gpu.py report                      # the tables of docs/measurements.md
+
+An experiment is a row of `QUEUE`: it calls a benchmark, in a process of its own, and its result is
+the file that the benchmark writes. ``OUT/queue.json`` says how each ended, with a digest of the
+files whose change makes the result stale: their contents are compared, so a copy of the repository
+without its history will do. A result counts where it is: in ``OUT``, or committed in a folder of
+``benchmarks/results/``. `list` takes the newest on any GPU, `run` asks for this GPU's.
+
+`run` takes the first experiment that fits into the time that is left, and at the end the first
+whose rows it can begin; benchmarks write each row as it is measured. After every experiment
+``OUT/results.tar.gz`` holds all files, below 16 MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
+
+from benchmarks import check_estimate
+from benchmarks.measuring import harness, report
+from benchmarks.measuring.report import ROOT
+
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measurements.md"
+INDEX, ARCHIVE, MOST_BYTES = "queue.json", "results.tar.gz", 16 * 2**20
+SHORTEST = 15  # seconds in which it is worth to begin an experiment that may not end
+SPARE = 5  # seconds to write the archive in
+Row = dict[str, Any]
+
+# --- the experiments
+
+GPU = "float8/kernels/gpu"
+CASTS = (f"{GPU}/cast.py", f"{GPU}/tiles.py", f"{GPU}/rows.py", f"{GPU}/amax.py", f"{GPU}/jit.py")
+GEMMS = ("float8/kernels/scaled_mm.py", "float8/kernels/cublas.py", f"{GPU}/blockwise_mm.py")
+LAYER = (*CASTS, *GEMMS, "float8/kernels/casts.py", "float8/linear/autograd.py")
+GROUPED = ("float8/kernels/grouped_mm.py", f"{GPU}/grouped_mm.py", f"{GPU}/cast_tokens.py")
+OPTIMIZER = ("float8/kernels/optimizer_step.py", f"{GPU}/optimizer_step.py")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A row of the queue.
+
+    Args:
+        name: of its result file.
+        decides: what the result decides, in one line.
+        seconds: how long it takes on an H100.
+        command: of the repository's root, without ``-o``; ``{seconds}`` is the time that is left.
+        toy: options that end the command with ``--toy``.
+        paths: files whose change makes a result stale.
+        capability: the least compute capability of the GPU.
+        packages: that must be importable.
+        gpus: how many it needs.
+    """
+
+    name: str
+    decides: str
+    seconds: int
+    command: str
+    toy: str
+    paths: tuple[str, ...]
+    capability: tuple[int, int] = (8, 9)
+    packages: tuple[str, ...] = ()
+    gpus: int = 1
+
+    @property
+    def digest(self) -> str:
+        """Of the files of `paths`, and of the command."""
+        contents = [(ROOT / path).read_bytes() for path in self.paths]
+        return hashlib.sha256(b"\0".join([self.command.encode(), *contents])).hexdigest()[:16]
+
+    @property
+    def lacks(self) -> str | None:
+        """What this machine lacks, or None."""
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"needs {', '.join(missing)}"
+        if torch.cuda.device_count() < self.gpus:
+            return f"needs {self.gpus} GPU{'s' * (self.gpus > 1)}"
+        if torch.cuda.get_device_capability() < self.capability:
+            return f"needs sm_{self.capability[0]}{self.capability[1]}"
+        return None
+
+
+ONCE = "--device cpu --repeats 1 --warmup 1"
+BLOCKS = "python benchmarks/bench_model.py --blocks 2 --repeats 5 --stop-after {seconds}"
+TOY_BLOCKS = f"--size tiny --blocks 1 --modes eager {ONCE}"
+# The first is worth most.
+QUEUE = (
+    Experiment(
+        "split",
+        "Where does the time of two compiled blocks go: GEMMs, attention, casts, other ops, idle?",
+        60,
+        f"{BLOCKS} --modes compiled --recipes tensorwise delayed --split",
+        TOY_BLOCKS,
+        LAYER,
+    ),
+    Experiment(
+        "training",
+        "Does a training end at the loss of bf16, and how much sooner?",
+        360,
+        "python benchmarks/bench_training.py --stop-after {seconds}",
+        "--models toy --seconds 1 --held-out 4096 --eager --device cpu --contenders bf16 tensorwise",
+        LAYER,
+    ),
+    Experiment(
+        "memory_and_speed",
+        "Is a step smaller and faster than bf16's at the same time?",
+        60,
+        "python benchmarks/bench_memory.py --device cuda --models llama2-7b --blocks 4 --batch 8 "
+        "--compiled --ways bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
+        "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}",
+        "--device cpu --quick",
+        (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
+    ),
+    Experiment(
+        "experts",
+        "Which experts gain, with sums of gradients precise and fast?",
+        90,
+        "python benchmarks/bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up "
+        "--recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp blockwise "
+        "--repeats 5 --stop-after {seconds}",
+        f"--shapes 64,32,48,2 {ONCE}",
+        (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
+    ),
+    Experiment(
+        "blocks",
+        "How much faster are two blocks of Llama-3-8B, beside torchao's?",
+        60,
+        f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise",
+        TOY_BLOCKS,
+        LAYER,
+    ),
+    Experiment(
+        "compiled_recipes",
+        "What do two compiled blocks gain in the other recipes, and with fast sums of gradients?",
+        40,
+        f"{BLOCKS} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
+        "rowwise+fast",
+        TOY_BLOCKS,
+        LAYER,
+    ),
+    Experiment(
+        "producers",
+        "Do norms and gates that return float8 pay in two blocks, eager and compiled?",
+        30,
+        f"{BLOCKS} --modes eager compiled --no-peer --recipes tensorwise tensorwise+fuse_norms "
+        "tensorwise+swiglu_cast",
+        TOY_BLOCKS,
+        (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
+    ),
+    Experiment(
+        "small_layers",
+        "From which width does a layer gain, eager, compiled and as a CUDA graph?",
+        40,
+        "python benchmarks/bench_linear.py --shapes 16384,768,768 16384,1024,1024 16384,2048,2048 "
+        "--modes eager compiled graphed --recipes tensorwise --repeats 5 --stop-after {seconds}",
+        f"--shapes 32,64,48 --modes eager {ONCE}",
+        LAYER,
+    ),
+    Experiment(
+        "microbatches",
+        "What do weights that are cast once per step gain over four microbatches?",
+        20,
+        f"{BLOCKS} --modes eager compiled --no-peer --microbatches 4 --recipes tensorwise "
+        "tensorwise+cached rowwise+cached",
+        TOY_BLOCKS,
+        (*LAYER, "float8/linear/weight_cache.py"),
+    ),
+    Experiment(
+        "fsdp2",
+        "What does FSDP2 cost in one process, and what its gather in float8?",
+        25,
+        f"{BLOCKS} --no-peer --fsdp --recipes tensorwise tensorwise+gather",
+        TOY_BLOCKS,
+        (*LAYER, "float8/distributed/gathered_weights.py"),
+    ),
+    Experiment(
+        "real_models",
+        "What does a layer of Qwen3-MoE and of gpt-oss gain as Transformers writes it?",
+        30,
+        "python benchmarks/bench_model.py --size qwen3-moe gpt-oss --no-peer --recipes tensorwise "
+        "rowwise --repeats 5 --stop-after {seconds}",
+        "",
+        (*LAYER, *GROUPED, "float8/integrations/experts.py"),
+        packages=("transformers",),
+    ),
+    Experiment(
+        "layer",
+        "How much faster is one layer, in every recipe?",
+        45,
+        "python benchmarks/bench_linear.py --shapes 70b.attn.wo --modes eager compiled --recipes "
+        "tensorwise delayed static rowwise blockwise --repeats 10 --stop-after {seconds}",
+        f"--shapes 32,64,48 --modes eager {ONCE}",
+        LAYER,
+    ),
+    Experiment(
+        "unit_scaled",
+        "What does it cost to find scales, in a unit-scaled model?",
+        20,
+        f"{BLOCKS} --unit --recipes tensorwise delayed unit",
+        TOY_BLOCKS,
+        LAYER,
+    ),
+    Experiment(
+        "inspection",
+        "What does it cost to inspect a training?",
+        25,
+        "python benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20 "
+        "--stop-after {seconds}",
+        f"--size cpu --batch 2 -n 2 {ONCE}",
+        (*LAYER, "float8/numerics/statistics.py"),
+    ),
+    Experiment(
+        "optimizer",
+        "How long does an optimizer step take, of four layers of Llama-3-8B, and how large are states?",
+        30,
+        "python benchmarks/bench_optim.py --layers 4 --modes eager --repeats 3 --warmup 1 "
+        "--options float8 'float8 + float16' --stop-after {seconds}",
+        f"--quick --device cpu",
+        OPTIMIZER,
+    ),
+    Experiment(
+        "casts",
+        "Are the casts as fast as memory?",
+        30,
+        "python benchmarks/bench_casts.py --shapes 16384,8192 --contenders kernel --repeats 5 "
+        "--stop-after {seconds}",
+        f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}",
+        CASTS,
+    ),
+    Experiment(
+        "gemms",
+        "How much faster are the products alone?",
+        30,
+        "python benchmarks/bench_matmul.py --repeats 10 --stop-after {seconds}",
+        f"--shapes 32,64,48 {ONCE}",
+        GEMMS,
+    ),
+    Experiment(
+        "two_gpus",
+        "What does the gather in float8 gain between two GPUs, over NCCL?",
+        60,
+        "torchrun --nproc-per-node 2 benchmarks/bench_model.py --blocks 2 --repeats 5 --no-peer "
+        "--fsdp --recipes tensorwise tensorwise+gather --stop-after {seconds}",
+        "",
+        (*LAYER, "float8/distributed/gathered_weights.py"),
+        gpus=2,
+    ),
+    Experiment(
+        "as_mx",
+        "Is rowwise faster as an MX product than by CUTLASS, on Blackwell?",
+        40,
+        "python benchmarks/bench_matmul.py --granularities rowwise rowwise_by_cutlass blockwise mx "
+        "--repeats 10 --stop-after {seconds}",
+        "",
+        (*GEMMS, f"{GPU}/expand_scales.py"),
+        capability=(10, 0),
+    ),
+)
+
+# --- what is measured
+
+
+def index_of(folder: Path) -> dict[str, Row]:
+    """How each experiment of a folder ended."""
+    file = folder / INDEX
+    found: dict[str, Row] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return found
+
+
+def newest(folders: Sequence[Path], device: str | None = None) -> dict[str, Row]:
+    """Of each experiment the newest entry with a result, of one GPU if it is named."""
+    found: dict[str, Row] = {}
+    for folder in folders:
+        for name, entry in index_of(folder).items():
+            if device is not None and entry["device"] != device:
+                continue
+            # What failed or was cut off does not hide a result.
+            rank = entry["ended"] == "passed", entry["date"]
+            if name not in found or rank > found[name]["rank"]:
+                found[name] = {**entry, "folder": folder, "rank": rank}
+    return found
+
+
+def state_of(experiment: Experiment, entry: Row | None) -> str:
+    """``never``, ``measured``, ``stale``, or how it ended, with the commit and the GPU."""
+    if entry is None:
+        return "never"
+    where = f"at {entry['commit'][:8]} on {entry['device']}"
+    if entry["ended"] != "passed":
+        return f"{entry['ended']} {where}"
+    return f"{'measured' if entry['digest'] == experiment.digest else 'stale, measured'} {where}"
+
+
+def folders_of(out: Path | None) -> list[Path]:
+    """Where results lie: the committed ones, and ``out``."""
+    known = [file.parent for file in sorted(RESULTS.glob(f"*/{INDEX}"))]
+    return known if out is None else [*known, out]
+
+
+def show_queue(options: argparse.Namespace) -> int:
+    """Print the queue."""
+    entries = newest(folders_of(options.output))
+    rows = [
+        {
+            "experiment": each.name,
+            "seconds": each.seconds,
+            "state": state_of(each, entries.get(each.name)),
+            "needs": f"sm_{each.capability[0]}{each.capability[1]}"
+            + "".join(f", {name}" for name in each.packages)
+            + (f", {each.gpus} GPUs" if each.gpus > 1 else ""),
+            "decides": each.decides,
+        }
+        for each in QUEUE
+    ]
+    print(report.table(rows, report.columns("experiment seconds state needs decides")))
+    return 0
+
+
+# --- running
+
+
+def todo(options: argparse.Namespace, device: str) -> list[Experiment]:
+    """What is to run here, by worth."""
+    chosen = [each for each in QUEUE if each.name in (options.only or [each.name])]
+    if options.toy:
+        return chosen
+    entries = newest(folders_of(options.output), device)
+    able = []
+    for each in chosen:
+        state = state_of(each, entries.get(each.name))
+        own = index_of(options.output).get(each.name, {})
+        if (reason := each.lacks) is not None:
+            print(f"{each.name}: left out, {reason}", flush=True)
+        elif own.get("digest") == each.digest and own["ended"] in ("passed", "failed"):
+            continue  # by an earlier call with this folder
+        elif options.again or not state.startswith("measured"):
+            able.append(each)
+    return able
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run experiments until the time ends; 1 if one failed."""
+    begin, device = time.monotonic(), report.device_name("cpu" if options.toy else "cuda")
+    options.output.mkdir(parents=True, exist_ok=True)
+    waiting, failed = todo(options, device), []
+
+    def left() -> float:
+        return float(options.seconds - SPARE - (time.monotonic() - begin))
+
+    while waiting and left() >= SHORTEST:
+        # In the order of worth what fits; in the end what can be begun.
+        chosen = next((each for each in waiting if each.seconds <= left()), waiting[0])
+        waiting.remove(chosen)
+        ended = execute(chosen, options, left())
+        failed += [chosen.name] if ended == "failed" else []
+    if waiting:
+        print(f"no time left for {', '.join(each.name for each in waiting)}")
+    print(f"failed: {', '.join(failed)}" if failed else "none failed")
+    return int(bool(failed))
+
+
+def execute(experiment: Experiment, options: argparse.Namespace, left: float) -> str:
+    """Run one experiment for as long as there is time, and note in the index how it ended."""
+    out, name, begin = options.output, experiment.name, time.monotonic()
+    limit = min(left, 2 * experiment.seconds)
+    command = f"{experiment.command} {experiment.toy if options.toy else ''}"
+    words = shlex.split(command.replace("{seconds}", str(max(1, int(limit) - SPARE))))
+    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    words = [*programs[words[0]], *words[1:], "-o", str(out / f"{name}.json")]
+    with (out / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            ended = "failed" if process.wait(limit) else "passed"
+        except subprocess.TimeoutExpired:
+            ended = "cut off"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    took = time.monotonic() - begin
+    where = report.environment("cpu" if options.toy else "cuda")
+    entry = {key: where[key] for key in ("date", "commit", "dirty", "device")}
+    entry |= {"ended": ended, "seconds": round(took), "digest": experiment.digest}
+    index = index_of(out) | {name: entry}
+    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    pack(out)
+    print(f"== {name}: {ended} after {took:.0f} s", flush=True)
+    print(*(out / f"{name}.log").read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True)
+    return ended
+
+
+def pack(out: Path) -> None:
+    """Write the archive: all files; if that is too large, the index and the smallest ones."""
+    files = [file for file in out.iterdir() if file.is_file() and file.name != ARCHIVE]
+    files.sort(key=lambda file: (file.name != INDEX, file.stat().st_size))
+    part = out.parent / f"{out.name}.{ARCHIVE}"
+    while True:
+        with tarfile.open(part, "w:gz") as archive:
+            for file in files:
+                archive.add(file, file.name)
+        if part.stat().st_size < MOST_BYTES:
+            break
+        files.pop()
+    part.replace(out / ARCHIVE)
+
+
+# --- the report
+
+FIRST, LAST = "<!-- made by benchmarks/gpu.py report -->", "<!-- end of benchmarks/gpu.py report -->"
+SHOWN = (
+    "shape mode layer cast granularity optimizer seed steps ms predicted ratio ratio_to_unit "
+    "tokens_s gap_percent sooner gemm_ms attention_ms cast_ms other_ms idle_ms launches peak_gib "
+    "tokens_in_80_gb saved_mib of_copy tflops share_of_copy"
+)
+
+
+def report_page(options: argparse.Namespace) -> int:
+    """Write the tables into the page, between its two marks."""
+    text = PAGE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(FIRST)
+    _, _, after = rest.partition(LAST)
+    PAGE.write_text(f"{before}{FIRST}\n\n{tables()}\n{LAST}{after}", encoding="utf-8")
+    print(f"{PAGE.relative_to(ROOT)}: the tables between its two comments are new")
+    return 0
+
+
+def tables() -> str:
+    """A table for each question with a result, the newest first; the questions that have none."""
+    entries = newest(folders_of(None))
+    known = [each for each in QUEUE if entries.get(each.name, {}).get("ended") == "passed"]
+    known.sort(key=lambda each: str(entries[each.name]["date"]), reverse=True)
+    parts = [section(each, entries[each.name]) for each in known]
+    open_ = "".join(f"- {each.decides} (`{each.name}`)\n" for each in QUEUE if each not in known)
+    return "\n".join([*parts, "**Not measured yet:**\n", open_])
+
+
+def section(experiment: Experiment, entry: Row) -> str:
+    """The question, what was measured on, and a table of each file."""
+    lines = []
+    for name in entry.get("files", [f"{experiment.name}.json"]):
+        file: Path = entry["folder"] / name
+        result = json.loads(file.read_text(encoding="utf-8"))
+        rows = [row for row in result["rows"] if "error" not in row]
+        predicted = {row.what: row.predicted for row in predictions(file)}
+        for row in rows:
+            what = " ".join(str(row[key]) for key in ("shape", "mode", "layer") if key in row)
+            if (found := predicted.get(what)) is not None:
+                row["predicted"] = 1 / found
+        columns = {
+            key: (result["columns"].get(key, head), spec)
+            for key, (head, spec) in report.columns(SHOWN, predicted="predicted").items()
+            if any(key in row for row in rows)
+        }
+        path = os.path.relpath(file, PAGE.parent)
+        lines += ["", f"At {entry['commit'][:8]} on {entry['device']} ([file]({path})):", ""]
+        lines += markdown(rows, columns)
+    return "\n".join([f"**{experiment.decides}** (`{experiment.name}`)", *lines, ""])
+
+
+def markdown(rows: Sequence[Row], columns: report.Columns) -> list[str]:
+    """A table of a page."""
+    lines = [" | ".join(head for head, _ in columns.values())]
+    lines += [" | ".join(format(row.get(key, ""), spec if key in row else "") for key, (_, spec) in columns.items()) for row in rows]
+    return [f"| {lines[0]} |", "|" + "---|" * len(columns), *(f"| {line} |" for line in lines[1:])]
+
+
+def predictions(file: Path) -> Sequence[check_estimate.Compared]:
+    """What `float8.estimate` says of the rows of a file, of those that it can predict."""
+    try:
+        return check_estimate.of_file(file)
+    except ValueError:  # another benchmark, or a GPU without a datasheet
+        return ()
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    listing = commands.add_parser("list", help="print the queue")
+    running = commands.add_parser("run", help="run what is never measured or stale")
+    for each, required in ((listing, False), (running, True)):
+        each.add_argument("-o", "--output", type=Path, metavar="OUT", required=required)
+    running.add_argument("--seconds", type=harness.positive, default=540, help="default: 540")
+    running.add_argument("--only", nargs="+", choices=[e.name for e in QUEUE], metavar="NAME")
+    running.add_argument("--again", action="store_true", help="also what is measured")
+    running.add_argument("--toy", action="store_true", help="at toy size, on a CPU")
+    commands.add_parser("report", help=f"write the tables of {PAGE.relative_to(ROOT)}")
+    options = parser.parse_args(argv)
+    if options.command == "run" and not (options.toy or torch.cuda.is_available()):
+        parser.error("torch sees no CUDA device here: `run --toy` runs on a CPU")
+    return {"list": show_queue, "run": run, "report": report_page}[options.command](options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
