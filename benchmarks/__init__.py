@@ -8,10 +8,13 @@ Times, on a GPU or a CPU:
   experts, cost or gain in a training step?
 - `bench_model.py`: how much of that remains in a whole model, and how much memory does it save?
   What does recipe `unit` gain over scales that are measured (``--unit``)?
+- `bench_training.py`: does a training end at the loss of bf16, and how much sooner?
 - `bench_optim.py`: what does an optimizer step with float8 states cost?
 - `bench_numerics.py`: what does inspecting a training cost?
 - `measure_device.py`, `check_estimate.py`: figures of this machine for `float8.estimate`; how
   accurate are its predictions?
+
+`gpu.py` is the queue of what is not measured on a GPU yet, or is stale: it calls these scripts.
 
 Bytes and errors, which need no GPU:
 

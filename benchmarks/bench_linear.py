@@ -5,10 +5,11 @@ One step is a training step of one layer (`step.py`), casts included:
     ratio = time(layer) / time(nn.Linear)          below 1 where float8 is faster
 
 All layers of a shape share one weight and one input, and are timed in turns. With `--modes eager
-compiled graphed` each layer runs in these modes (`graphed`: by CUDA graphs), eager first; ratios compare within a mode. The file gets
-the rows of each mode as soon as they are measured. After `--stop-after` no further layer is
-compiled; those that exist are timed. If torchao is importable, its layer of the same recipe is
-measured too (`--no-peer` leaves it out); an error of its layer is a row and fails nothing.
+compiled graphed` each layer runs in each mode, eager first (`graphed`: compiled, by CUDA graphs);
+ratios compare within a mode. The file gets the rows of each mode as soon as they are measured.
+After `--stop-after` no further layer is compiled; those that exist are timed. If torchao is
+importable, its layer of the same recipe is measured too (`--no-peer` leaves it out); an error of
+its layer is a row and fails nothing.
 
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
 `SQNR` compares a layer's output with nn.Linear's. `launches` counts kernels, copies and fills of

@@ -19,8 +19,12 @@ The moments' updates count as one fused kernel in all runs: no temporary memory.
 
 A block's activations are those of two blocks less those of one. "per GPU" shares parameters,
 gradients and states among `--gpus` GPUs, as FSDP does, and nothing else: gathered weights (two
-blocks, as a rule) and what each GPU keeps of its own batch come unshared. With --device cuda the
-rows are measured: `max_memory_allocated` over one step, step times.
+blocks, as a rule) and what each GPU keeps of its own batch come unshared.
+
+With --device cuda or --timed the rows are measured, each in a process of its own: step times, and
+the peak (`measuring/alone.py`). ``tokens_in_80_gb`` is how many tokens of a step fit into 80 GB, if
+what weights, gradients and states do not take grows with them. ``torchao`` is its
+recipe tensorwise.
 
     python benchmarks/bench_memory.py -o memory.json
     python benchmarks/bench_memory.py --models llama2-7b --ways bf16 tensorwise+O2
@@ -29,7 +33,6 @@ rows are measured: `max_memory_allocated` over one step, step times.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import sys
@@ -47,6 +50,8 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import harness, memory, report
+from benchmarks.measuring.alone import alone, peak_bytes
+from benchmarks.measuring.contenders import torchao_model
 from benchmarks.measuring.harness import Row
 from benchmarks.models.transformer import GPT, LLAMA, Sizes
 from benchmarks.quality.contenders import all_but_the_head
@@ -58,15 +63,16 @@ from float8.optim import AdamW
 
 COLUMNS = report.columns(
     "mode layer parameters_mib gradients_mib optimizer_mib activations_mib peak_mib ms "
-    "states_ratio block_ratio smaller per_gpu_mib smaller_per_gpu error",
+    "ratio states_ratio block_ratio smaller per_gpu_mib smaller_per_gpu tokens_in_80_gb error",
     mode="model", layer="kept", parameters_mib="weights MiB", gradients_mib="gradients",
     optimizer_mib="optimizer", activations_mib="activations", peak_mib="peak", ms="step ms",
     states_ratio="states / fp32's", block_ratio="block / bf16's", smaller="times smaller",
-    per_gpu_mib="per GPU", smaller_per_gpu="times smaller",
+    per_gpu_mib="per GPU", smaller_per_gpu="times smaller", tokens_in_80_gb="tokens in 80 GB",
 )  # fmt: skip
 MIB = 2**20
 ROUNDS = 5
 BASELINE = "bf16"
+TORCHAO = "torchao"
 LEVELS = ("O1", "O2", "O3")
 SAVED = "saved_activations"
 # part of a way -> what its optimizer is given; by default both moments are float32
@@ -109,7 +115,9 @@ def hold(way: str, sizes: Sizes, device: str) -> Held:
             model: Any = GPT(sizes)
     finally:
         torch.set_default_dtype(before)
-    if recipe != BASELINE:
+    if recipe == TORCHAO:
+        torchao_model(model, "tensorwise", all_but_the_head)
+    elif recipe != BASELINE:
         convert_to_float8_training(model, config=RECIPES[recipe], module_filter_fn=all_but_the_head)
     options = next((OPTIMIZERS[part] for part in parts if part in OPTIMIZERS), None)
     if options is None:
@@ -124,7 +132,7 @@ def way_of(text: str) -> str:
     """A way, for argparse."""
     recipe, *parts = text.split("+")
     known = {*OPTIMIZERS, SAVED, *LEVELS}
-    if recipe not in (BASELINE, *RECIPES) or not known.issuperset(parts):
+    if recipe not in (BASELINE, TORCHAO, *RECIPES) or not known.issuperset(parts):
         raise argparse.ArgumentTypeError(
             f"{text!r}: a recipe of float8 or bf16, and {', '.join(known)}, joined by +"
         )
@@ -159,9 +167,13 @@ def trace(way: str, sizes: Sizes) -> Row:
     }
 
 
-def measure(way: str, sizes: Sizes, device: str) -> Row:
-    """Peak memory and time of a step on a GPU."""
+def measure(way: str, sizes: Sizes, options: argparse.Namespace) -> Row:
+    """Time of a step and, on a GPU, its peak memory; in a process of its own."""
+    device, tokens = options.device, sizes.batch * sizes.context
     held, batch = hold(way, sizes, device), batch_of(sizes, device)
+    blocks: Any = held.model.get_submodule("blocks")
+    for block in blocks if options.compiled else ():
+        block.compile(dynamic=False)
 
     def step() -> None:
         with held.forward():
@@ -170,35 +182,36 @@ def measure(way: str, sizes: Sizes, device: str) -> Row:
         held.optimizer.step()
         held.optimizer.zero_grad()
 
-    step()
-    step()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    samples = [harness.cuda_seconds(step, 1) for _ in range(ROUNDS)]
-    return {
-        "parameters_mib": memory.bytes_of(held.model.parameters()) / MIB,
-        "optimizer_mib": memory.bytes_of(memory.state_tensors(held.optimizer)) / MIB,
+    peak = peak_bytes(step, device)
+    seconds = harness.timer_for(device)
+    samples = [seconds(step, 1) for _ in range(ROUNDS)]
+    parameters = memory.bytes_of(held.model.parameters())
+    states = memory.bytes_of(memory.state_tensors(held.optimizer))
+    row = {
+        "parameters_mib": parameters / MIB,
+        "optimizer_mib": states / MIB,
         "peak_mib": peak / MIB,
         "ms": statistics.median(samples) * 1e3,
         "samples_s": samples,
     }
+    if torch.device(device).type == "cuda":
+        fixed = 2 * parameters + states
+        row["tokens_in_80_gb"] = tokens * (80e9 - fixed) / (peak - fixed)
+    return row
 
 
 def row_of(work: tuple[str, str], options: argparse.Namespace) -> list[Row]:
     """The row of a model and a way; of one that does not run here, the reason."""
     model, way = work
     sizes = replace(LLAMA[model], layers=options.blocks or LLAMA[model].layers)
+    sizes = replace(sizes, batch=options.batch or sizes.batch)
     row: Row = {"layer": way, "mode": model, "blocks": sizes.layers}
-    try:
-        if torch.device(options.device).type == "cuda":
-            gc.collect()  # what the row before held
-            torch.cuda.empty_cache()
-            return [row | measure(way, sizes, options.device)]
+    if not (options.timed or torch.device(options.device).type == "cuda"):
         return [row | trace(way, sizes)]
-    except torch.OutOfMemoryError:
-        return [row | {"error": "out of memory", "refused": True}]
+    row |= alone(measure, way, sizes, options)
+    if row.get("error", "").startswith("OutOfMemoryError"):
+        row |= {"error": "out of memory", "refused": True}
+    return [row]
 
 
 def compare(rows: Sequence[Row], gpus: int) -> list[Row]:
@@ -210,6 +223,8 @@ def compare(rows: Sequence[Row], gpus: int) -> list[Row]:
             continue
         row["states_ratio"] = row["optimizer_mib"] / base["optimizer_mib"]
         row["smaller"] = base["peak_mib"] / row["peak_mib"]
+        if "samples_s" in row:
+            row["ratio"] = row["ms"] / base["ms"]
         if "block_mib" in row:
             row["block_ratio"] = row["block_mib"] / base["block_mib"]
             held = ("parameters_mib", "gradients_mib", "optimizer_mib")
@@ -227,6 +242,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=LLAMA, default=default)
     parser.add_argument("--ways", nargs="+", type=way_of, default=list(WAYS), metavar="WAY")
     parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
+    parser.add_argument("--batch", type=harness.positive, help="sequences of a step")
+    parser.add_argument("--compiled", action="store_true", help="compile the blocks")
+    parser.add_argument("--timed", action="store_true", help="measure on a CPU, too")
     parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
     parser.add_argument("--quick", action="store_true", help="sizes that take no time")
     parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")

@@ -19,6 +19,10 @@ buffers. On a CPU it is the size of the process, the program included.
     python benchmarks/bench_model.py --modes eager compiled -o model.json
     python benchmarks/bench_model.py --size tiny --recipes tensorwise
 
+`--split` profiles a step: its time by kind of kernel, and when the device is idle. `--fsdp` shards
+each block by FSDP2. `--size qwen3-moe` and `gpt-oss` are layers of Transformers. Recipes may have
+parts, such as ``tensorwise+fast`` (`measuring/contenders.py`).
+
 With ``--unit`` the model is unit-scaled, and recipe `unit`, which measures no scale, is compared:
 
     time / unit = time(recipe) / time(unit): what measuring scales costs
@@ -29,6 +33,8 @@ With ``--unit`` the model is unit-scaled, and recipe `unit`, which measures no s
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -37,7 +43,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -45,13 +53,17 @@ from benchmarks.measuring import contenders, harness, report
 from benchmarks.measuring.alone import alone, peak_bytes
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.step import Step, in_turns
-from benchmarks.models.transformer import LLAMA, Stack, unit_stack
+from benchmarks.models import published
+from benchmarks.models.published import PUBLISHED, PublishedLayer
+from benchmarks.models.transformer import LLAMA, Sizes, Stack, unit_stack
+from float8 import cached_weights
 
 UNIT = "unit"
 COLUMNS = report.columns(
-    "mode layer ms min_ms max_ms tokens_s ratio ratio_to_unit launches saved_mib peak_gib sqnr_db "
-    "error",
-    layer="linear layers", ms="fwd+bwd ms", ratio_to_unit="time / unit",
+    "mode layer ms min_ms max_ms tokens_s ratio ratio_to_unit gemm_ms attention_ms cast_ms "
+    "other_ms idle_ms launches saved_mib peak_gib sqnr_db error",
+    layer="linear layers", ms="fwd+bwd ms", ratio_to_unit="time / unit", gemm_ms="GEMMs",
+    attention_ms="attention", cast_ms="casts", other_ms="other", idle_ms="idle",
 )  # fmt: skip
 
 
@@ -64,32 +76,51 @@ class Operands(NamedTuple):
 
     @classmethod
     def random(cls, options: argparse.Namespace) -> Operands:
-        sizes = replace(LLAMA[options.size], layers=options.blocks)
+        sizes = replace(sizes_of(options), layers=options.blocks)
         torch.manual_seed(options.seed)
-        plain = (unit_stack if options.unit else Stack)(sizes).to(options.device, torch.bfloat16)
+        if options.size in PUBLISHED:
+            plain: nn.Module = PublishedLayer(options.size, harness.on_cpu(options))
+        else:
+            plain = (unit_stack if options.unit else Stack)(sizes)
+        plain = plain.to(options.device, torch.bfloat16)
         batch = (sizes.batch, sizes.context, sizes.width)
         random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
         return cls(plain, random(batch, requires_grad=True), random(batch))
 
 
-def step(name: str, mode: str, operands: Operands) -> Step:
+def sizes_of(options: argparse.Namespace) -> Sizes:
+    """Of the model that was asked for."""
+    if options.size in PUBLISHED:
+        return published.sizes_of(options.size, harness.on_cpu(options))
+    return LLAMA[options.size]
+
+
+def step(name: str, mode: str, operands: Operands, options: argparse.Namespace) -> Step:
     """A training step of a contender, eager or compiled."""
-    model = contenders.model_of(name, operands.plain)
+    plain = copy.deepcopy(operands.plain) if options.fsdp else operands.plain  # shards are its own
+    model = contenders.model_of(name, plain)
+    for block in [*model.children(), model] if options.fsdp else ():
+        fully_shard(block)
     for block in model.children() if mode == "compiled" else ():
         block.compile(fullgraph=True, dynamic=False)
-    return Step(model, model, operands.x, operands.grad_output)
+    cache = cached_weights(model).__enter__() if "cached" in name.split("+") else None
+    return Step(model, model, operands.x, operands.grad_output, options.microbatches, cache)
 
 
 def peak(name: str, mode: str, options: argparse.Namespace) -> Row:
     """The peak memory of a contender, if this process has no other."""
-    run = step(name, mode, Operands.random(options))
+    start_group(options)
+    run = step(name, mode, Operands.random(options), options)
     return {"peak_gib": peak_bytes(run, options.device) / 2**30}
 
 
 def measure(mode: str, options: argparse.Namespace) -> list[Row]:
     """One row per contender: all timed in the same rounds, then the memory of each alone."""
+    start_group(options)
     rows = timed(mode, options)
     for row in rows:
+        if options.fsdp and dist.get_world_size() > 1:
+            continue  # one process has no part of the others' memory
         if harness.is_late(options):
             row.setdefault("error", "peak not measured, for lack of time")
         elif "ms" in row:
@@ -99,12 +130,14 @@ def measure(mode: str, options: argparse.Namespace) -> list[Row]:
 
 def timed(mode: str, options: argparse.Namespace) -> list[Row]:
     operands = Operands.random(options)
-    makers = {name: partial(step, name, mode, operands) for name in contenders.names(options)}
-    rows = in_turns(makers, options, mode=mode)
+    names = contenders.names(options)
+    makers = {name: partial(step, name, mode, operands, options) for name in names}
+    rows = in_turns(makers, options, mode=mode, split=options.split)
     samples = {row["layer"]: row["samples_s"] for row in rows if "samples_s" in row}
     for row in rows:
         if "ms" in row:
-            row["tokens_s"] = operands.x.shape[:-1].numel() / row["ms"] * 1e3
+            tokens = operands.x.shape[:-1].numel() * options.microbatches
+            row["tokens_s"] = tokens / row["ms"] * 1e3
             if UNIT in samples:
                 row["ratio_to_unit"] = harness.paired_ratio(row["samples_s"], samples[UNIT])
     return rows
@@ -116,14 +149,32 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     contenders.add_options(parser, contenders.SCALED, UNIT)
     parser.add_argument("--unit", action="store_true", help="a unit-scaled model")
     default = "default: 8b on CUDA, else tiny"
-    parser.add_argument("--size", choices=("8b", "tiny"), help=default)
+    parser.add_argument("--size", choices=("8b", "tiny", *PUBLISHED), help=default)
     parser.add_argument("--blocks", type=harness.positive, help="default: what the size says")
+    parser.add_argument("--split", action="store_true", help="where does the time go?")
+    parser.add_argument("--microbatches", type=harness.positive, default=1, help="of a step")
+    parser.add_argument("--fsdp", action="store_true", help="by FSDP2; also under torchrun")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
-    options.peer = options.peer and not options.unit
+    options.peer = options.peer and not (options.unit or options.fsdp)
     options.size = options.size or ("tiny" if harness.on_cpu(options) else "8b")
-    options.blocks = options.blocks or LLAMA[options.size].layers
+    options.blocks = options.blocks or sizes_of(options).layers
     return options
+
+
+def start_group(options: argparse.Namespace) -> None:
+    """With ``--fsdp`` the process group: torchrun's, or one of this process alone."""
+    if not options.fsdp or dist.is_initialized():
+        return
+    backend = "gloo" if harness.on_cpu(options) else "nccl"
+    harness.TARGET_S = 0.0  # all ranks make equally many calls
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+        options.output = options.output if dist.get_rank() == 0 else None
+        if not harness.on_cpu(options):
+            torch.cuda.set_device(dist.get_rank())
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,10 +11,10 @@ Two GPTs (`models/transformer.py`), `wide`, whose layers are large enough for fl
                  if it never is
 
 Seconds are those of the steps, without compilation and evaluation. Blocks are compiled. Weights are
-float32 under bf16 autocast; AdamW, decay, clipping and the rates are those of `quality/training.py`.
+float32 under bf16 autocast; AdamW, decay, clipping and rates are those of `quality/training.py`.
 Each run is a process of its own, so that its `peak_gib` is its own, and a row of the file: a call
-with the same file makes the runs that it lacks. No window of the text is read twice: the text is all
-Python sources of the machine, and a row has their `bytes`.
+with the same file makes the runs that it lacks. No window of the text is read twice: the text is
+all Python sources of the machine, and a row has their `bytes`.
 
     python benchmarks/bench_training.py -o training.json
     python benchmarks/bench_training.py --models toy --seconds 5 --eager --device cpu
@@ -26,12 +26,9 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +38,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import harness, report
+from benchmarks.measuring.alone import alone
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.models import text as texts
@@ -187,11 +185,7 @@ def main(argv: Sequence[str]) -> int:
 
     def measure(run: Training) -> list[Row]:
         own = replace(run, steps=steps.get(run.model, 0))
-        with ProcessPoolExecutor(1, get_context("spawn")) as process:
-            try:
-                found = process.submit(train, own, options).result()
-            except Exception as error:  # the other runs are wanted too
-                found = harness.why(error)
+        found = alone(train, own, options)
         if run.contender == BASE and "steps" in found:
             steps[run.model] = found["steps"]
         what = {"mode": run.model, "layer": run.contender, "seed": run.seed}

@@ -331,18 +331,24 @@ def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
 
 def _of_model(result: Row, device: Device) -> Iterator[Pair]:
     """Speed-ups of a stack of blocks, whose other ops take the same time in float8."""
-    options, rows = result["options"], result["rows"]
-    sizes = replace(LLAMA[options["size"]], layers=int(options["blocks"]))
-    with torch.device("meta"):
-        model = Stack(sizes).bfloat16()
-    plain_s = {row["mode"]: row["ms"] / 1e3 for row in rows if row["layer"] == BASELINE}
+    size, rows = result["options"]["size"], result["rows"]
     for row in rows:
         name, mode = row["layer"], row["mode"]
         if name in RECIPES and "ratio" in row and _able(device, name):
-            total = estimate(model, sizes.batch * sizes.context, device, name).total(name)
-            share = total.bf16_s / plain_s[mode]
-            predicted = 1 / (1 - share + share / total.speedup)
-            yield MODELS, f"{options['size']} {mode} {name}, x", predicted, 1 / row["ratio"]
+            predicted = model_speedup(result, mode, name, device)
+            yield MODELS, f"{size} {mode} {name}, x", predicted, 1 / row["ratio"]
+
+
+def model_speedup(result: Row, mode: str, recipe: str, device: Device) -> float:
+    """Predicted for the model of a result file, from its time in bf16: only linear layers gain."""
+    options = result["options"]
+    sizes = replace(LLAMA[options["size"]], layers=int(options["blocks"]))
+    with torch.device("meta"):
+        model = Stack(sizes).bfloat16()
+    (plain,) = (r for r in result["rows"] if (r["layer"], r["mode"]) == (BASELINE, mode))
+    total = estimate(model, sizes.batch * sizes.context, device, recipe).total(recipe)
+    share = total.bf16_s / (plain["ms"] / 1e3)
+    return 1 / (1 - share + share / total.speedup)
 
 
 READERS = {

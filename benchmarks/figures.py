@@ -15,8 +15,8 @@ speed. Three aligned panels, a row per way of training; every number is read fro
     loss     a small GPT's held-out loss, the mean gap to bf16 of paired runs with its 95 % interval
              (`bench_quality.py`); CPU emulation
     memory   the peak of a training step of Llama-2-7B, traced without a GPU
-    speed    the linear layers of a Llama-3-8B block, forward and backward, on an H100: a prediction
-             with bf16 weights of `float8.estimate`, drawn hatched, since nothing of it is measured
+    speed    two compiled blocks of Llama-3-8B, forward and backward, on a GPU: measured, or
+             predicted from bf16's time by `float8.estimate`, and then drawn hatched
 
 The control's row shows how large noise is in the loss. A cell without a bar names the row whose
 arithmetic it shares (`SAME_AS`): float8 states and saved activations do not change linear layers.
@@ -27,18 +27,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks import bench_mup_transfer, bench_quality
+from benchmarks import bench_mup_transfer, bench_quality, check_estimate, gpu
 from benchmarks.measuring import picture
 from benchmarks.measuring.picture import BLUE, GREY, PALE
 from benchmarks.measuring.report import ROOT
 from benchmarks.quality.contenders import CONTROLS, NOISE, SAVING
+from float8.config import RECIPES
+from float8.estimate.devices import DEVICES, find_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,7 +50,8 @@ STUDIES = {  # figure -> its file, and what draws the rows
     "mup_transfer": ("cpu_mup_transfer", bench_mup_transfer.draw),
     "quality": ("cpu_quality", bench_quality.draw),
 }
-OVERVIEW = {"loss": "cpu_quality", "memory": "cpu_memory_recipes", "speed": "predicted_h100"}
+OVERVIEW = {"loss": "cpu_quality", "memory": "cpu_memory_recipes"}
+BLOCKS = ("blocks", "compiled_recipes", "split")  # experiments of benchmarks/gpu.py
 FIGURES = ("overview", *STUDIES)
 # run -> name of its row, and what stands below the name
 WAYS = {
@@ -71,7 +74,8 @@ class Way:
         gap: to bf16 in per cent, and half of its 95 % interval.
         study: seeds and steps of the gap's runs.
         peak_gib: the most memory in a step.
-        speedup: over bf16, of all layers together.
+        speedup: of two blocks over bf16.
+        is_measured: whether that is.
     """
 
     run: str
@@ -79,6 +83,7 @@ class Way:
     study: str
     peak_gib: float | None
     speedup: float | None
+    is_measured: bool = True
 
 
 def result(name: str) -> dict[str, Any]:
@@ -88,22 +93,35 @@ def result(name: str) -> dict[str, Any]:
 
 def ways() -> list[Way]:
     """The rows, top to bottom, as the files have them."""
-    losses, memory, speed = (result(name)["rows"] for name in OVERVIEW.values())
+    losses, memory = (result(name)["rows"] for name in OVERVIEW.values())
+    measured, predicted, _ = speedups()
     lines = {line["layer"]: line for line in bench_quality.lines(losses)}
     peaks = {row["layer"]: row["peak_mib"] / 1024 for row in memory if "peak_mib" in row}
-    bf16 = sum(layer["bf16_s"] for layer in speed)
     found = []
     for run in WAYS:
-        line, gap, study, speedup = lines.get(run, {}), None, "", None
+        line, gap, study = lines.get(run, {}), None, ""
         if line.get("gap_half_width") is not None:
             gap = line["gap_percent"], line["gap_half_width"]
             study = f"{line['fields']['steps']:,} steps, {line['seeds']} seeds"
-        if run == "bf16":
-            speedup = 1.0
-        elif all(run in layer for layer in speed):
-            speedup = bf16 / sum(layer[run]["gemms_s"] + layer[run]["casts_s"] for layer in speed)
-        found.append(Way(run, gap, study, peaks.get(run), speedup))
+        speedup = measured.get(run, predicted.get(run))
+        found.append(Way(run, gap, study, peaks.get(run), speedup, run in measured))
     return found
+
+
+def speedups() -> tuple[dict[str, float], dict[str, float], str]:
+    """Of two compiled blocks over bf16, by recipe: measured, predicted; and the GPU's name."""
+    entries, measured = gpu.newest(gpu.folders_of(None)), {"bf16": 1.0}
+    known = sorted((entries[n] for n in BLOCKS if n in entries), key=lambda e: str(e["date"]))
+    for entry in known:
+        for name in entry["files"]:
+            found = json.loads((entry["folder"] / name).read_text(encoding="utf-8"))
+            for row in found["rows"]:
+                if row["mode"] == "compiled" and "ratio" in row:
+                    measured[row["layer"]] = 1 / row["ratio"]
+    device = find_device(next(word for word in known[-1]["device"].split() if word in DEVICES))
+    names = [run for run in WAYS if run in RECIPES and run not in measured]
+    predicted = {n: check_estimate.model_speedup(found, "compiled", n, device) for n in names}
+    return measured, predicted, device.name.split()[0]
 
 
 def overview() -> Figure:
@@ -125,12 +143,11 @@ def overview() -> Figure:
     studies = " or ".join(dict.fromkeys(row.study for row in found if row.study))
     _title(loss, "Loss, against bf16", f"small GPT, {studies},\non a CPU, 95 % interval")
     peaks = {row.run: row.peak_gib for row in found}
-    _draw_bars(memory, peaks, "{:.0f} GiB")
+    _draw_bars(memory, peaks, {row.run for row in found}, "{:.0f} GiB")
     _title(memory, "Memory", "peak of a Llama-2-7B step,\ntraced without a GPU")
-    _draw_bars(speed, {row.run: row.speedup for row in found}, "{:.2f}x", hatch="////")
-    _title(
-        speed, "Speed, predicted", "linear layers of Llama-3-8B, bf16\nweights, H100, not measured"
-    )
+    measured = {row.run for row in found if row.is_measured}
+    _draw_bars(speed, {row.run: row.speedup for row in found}, measured, "{:.2f}x")
+    _title(speed, "Speed", f"two compiled Llama-3-8B blocks,\n{speedups()[2]}; hatched: predicted")
     return figure
 
 
@@ -151,7 +168,9 @@ def _draw_loss(axes: Any, found: Sequence[Way]) -> None:
         axes.text(gap + half, y, text, va="center", color=colour, fontsize=9.5)
 
 
-def _draw_bars(axes: Any, values: Mapping[str, float | None], form: str, hatch: str = "") -> None:
+def _draw_bars(
+    axes: Any, values: Mapping[str, float | None], measured: Collection[str], form: str
+) -> None:
     """Bars from zero with their numbers, the first grey; those that are predictions are hatched."""
     top = max(value for value in values.values() if value is not None)
     axes.set_xlim(0, top * 1.02)
@@ -160,7 +179,7 @@ def _draw_bars(axes: Any, values: Mapping[str, float | None], form: str, hatch: 
             text = f"as {SAME_AS[run]}"
             axes.text(0.03 * top, y, text, va="center", fontsize=9.5, color=GREY)
             continue
-        colour = BLUE if y else GREY
+        colour, hatch = BLUE if y else GREY, "" if run in measured else "////"
         face = "white" if hatch else colour
         axes.barh(y, value, 0.5, color=face, edgecolor=colour, hatch=hatch)
         style: Any = {"va": "center", "fontweight": "bold", "color": colour if hatch else "white"}

@@ -1,6 +1,6 @@
 """The queue of experiments on a GPU: what was never measured, or is stale, in order of worth.
 
-    python benchmarks/gpu.py list                        # what is measured, what is stale, what is not
+    python benchmarks/gpu.py list                        # what is measured, stale, or not known
     python benchmarks/gpu.py run --seconds 540 -o OUT    # call it again with the same OUT to go on
     python benchmarks/gpu.py run --toy -o OUT            # every experiment at toy size, on a CPU
     python benchmarks/gpu.py report                      # the tables of docs/measurements.md
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import shlex
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,25 +65,28 @@ class Experiment:
 
     Args:
         name: of its result file.
-        decides: what the result decides, in one line.
         seconds: how long it takes on an H100.
-        command: of the repository's root, without ``-o``; ``{seconds}`` is the time that is left.
-        toy: options that end the command with ``--toy``.
         paths: files whose change makes a result stale.
+        decides: the question that its result answers.
+        command: a file of ``benchmarks/`` and its options, without ``-o``; ``{seconds}`` is the
+            time that is left.
+        toy: options that end the command with ``--toy``.
         capability: the least compute capability of the GPU.
         packages: that must be importable.
         gpus: how many it needs.
+        on_amd: whether AMD GPUs run it: not the Triton kernels and grouped products.
     """
 
     name: str
-    decides: str
     seconds: int
+    paths: tuple[str, ...]
+    decides: str
     command: str
     toy: str
-    paths: tuple[str, ...]
     capability: tuple[int, int] = (8, 9)
     packages: tuple[str, ...] = ()
     gpus: int = 1
+    on_amd: bool = True
 
     @property
     def digest(self) -> str:
@@ -96,6 +100,8 @@ class Experiment:
         missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
         if missing:
             return f"needs {', '.join(missing)}"
+        if torch.version.hip is not None and not self.on_amd:
+            return "needs an NVIDIA GPU"
         if torch.cuda.device_count() < self.gpus:
             return f"needs {self.gpus} GPU{'s' * (self.gpus > 1)}"
         if torch.cuda.get_device_capability() < self.capability:
@@ -104,181 +110,104 @@ class Experiment:
 
 
 ONCE = "--device cpu --repeats 1 --warmup 1"
-BLOCKS = "python benchmarks/bench_model.py --blocks 2 --repeats 5 --stop-after {seconds}"
-TOY_BLOCKS = f"--size tiny --blocks 1 --modes eager {ONCE}"
+BLOCKS = "bench_model.py --blocks 2 --repeats 5 --stop-after {seconds}"
+TOY = f"--size tiny --blocks 1 --modes eager {ONCE}"
+LINEAR = "bench_linear.py --repeats 10 --stop-after {seconds}"
+TOY_LINEAR = f"--shapes 32,64,48 --modes eager {ONCE}"
+GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
+MIXTURE = (*LAYER, *GROUPED, "float8/integrations/experts.py")
+NVIDIA: dict[str, Any] = {"on_amd": False}
+PUBLISHED: dict[str, Any] = {"on_amd": False, "packages": ("transformers",)}
 # The first is worth most.
+# fmt: off
 QUEUE = (
     Experiment(
-        "split",
-        "Where does the time of two compiled blocks go: GEMMs, attention, casts, other ops, idle?",
-        60,
-        f"{BLOCKS} --modes compiled --recipes tensorwise delayed --split",
-        TOY_BLOCKS,
-        LAYER,
-    ),
+        "split", 60, LAYER, "Where does the time of two compiled blocks of Llama-3-8B go?",
+        f"{BLOCKS} --modes compiled --recipes tensorwise delayed --split", TOY),
     Experiment(
-        "training",
-        "Does a training end at the loss of bf16, and how much sooner?",
-        360,
-        "python benchmarks/bench_training.py --stop-after {seconds}",
-        "--models toy --seconds 1 --held-out 4096 --eager --device cpu --contenders bf16 tensorwise",
-        LAYER,
-    ),
+        "training", 360, LAYER, "Does a training end at the loss of bf16, and how much sooner?",
+        "bench_training.py --stop-after {seconds}", "--models toy --seconds 1 --held-out 4096 "
+        "--eager --device cpu --contenders bf16 tensorwise"),
     Experiment(
-        "memory_and_speed",
-        "Is a step smaller and faster than bf16's at the same time?",
-        60,
-        "python benchmarks/bench_memory.py --device cuda --models llama2-7b --blocks 4 --batch 8 "
-        "--compiled --ways bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
+        "memory_and_speed", 60, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
+        "Is a step of four blocks of Llama-2-7B both smaller and faster than in bf16?",
+        "bench_memory.py --device cuda --models llama2-7b --blocks 4 --batch 8 --compiled --ways "
+        "bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
         "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}",
-        "--device cpu --quick",
-        (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
-    ),
+        "--device cpu --quick --timed --batch 2 --ways bf16 tensorwise+saved_activations"),
     Experiment(
-        "experts",
+        "experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums of gradients precise and fast?",
-        90,
-        "python benchmarks/bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up "
-        "--recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp blockwise "
-        "--repeats 5 --stop-after {seconds}",
-        f"--shapes 64,32,48,2 {ONCE}",
-        (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
-    ),
+        "bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up --recipes tensorwise "
+        "tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp blockwise --repeats 5 "
+        "--stop-after {seconds}", f"--shapes 64,32,48,2 {ONCE}", **NVIDIA),
     Experiment(
-        "blocks",
-        "How much faster are two blocks of Llama-3-8B, beside torchao's?",
-        60,
-        f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise",
-        TOY_BLOCKS,
-        LAYER,
-    ),
+        "blocks", 60, LAYER, "How much faster are two blocks of Llama-3-8B, beside torchao's?",
+        f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise", TOY),
     Experiment(
-        "compiled_recipes",
-        "What do two compiled blocks gain in the other recipes, and with fast sums of gradients?",
-        40,
+        "compiled_recipes", 40, LAYER, "What do two compiled blocks gain in the other recipes?",
         f"{BLOCKS} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
-        "rowwise+fast",
-        TOY_BLOCKS,
-        LAYER,
-    ),
+        "rowwise+fast", TOY),
     Experiment(
-        "producers",
-        "Do norms and gates that return float8 pay in two blocks, eager and compiled?",
-        30,
+        "producers", 30, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
+        "Do norms and gates that return float8 pay in two blocks?",
         f"{BLOCKS} --modes eager compiled --no-peer --recipes tensorwise tensorwise+fuse_norms "
-        "tensorwise+swiglu_cast",
-        TOY_BLOCKS,
-        (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
-    ),
+        "tensorwise+swiglu_cast", TOY),
     Experiment(
-        "small_layers",
-        "From which width does a layer gain, eager, compiled and as a CUDA graph?",
-        40,
-        "python benchmarks/bench_linear.py --shapes 16384,768,768 16384,1024,1024 16384,2048,2048 "
-        "--modes eager compiled graphed --recipes tensorwise --repeats 5 --stop-after {seconds}",
-        f"--shapes 32,64,48 --modes eager {ONCE}",
-        LAYER,
-    ),
+        "small_layers", 40, LAYER, "From which width on does a layer gain?",
+        f"{LINEAR} --shapes 16384,768,768 16384,1024,1024 16384,2048,2048 --modes eager compiled "
+        "graphed --recipes tensorwise", TOY_LINEAR),
     Experiment(
-        "microbatches",
+        "microbatches", 20, (*LAYER, "float8/linear/weight_cache.py"),
         "What do weights that are cast once per step gain over four microbatches?",
-        20,
         f"{BLOCKS} --modes eager compiled --no-peer --microbatches 4 --recipes tensorwise "
-        "tensorwise+cached rowwise+cached",
-        TOY_BLOCKS,
-        (*LAYER, "float8/linear/weight_cache.py"),
-    ),
+        "tensorwise+cached rowwise+cached", TOY),
     Experiment(
-        "fsdp2",
-        "What does FSDP2 cost in one process, and what its gather in float8?",
-        25,
-        f"{BLOCKS} --no-peer --fsdp --recipes tensorwise tensorwise+gather",
-        TOY_BLOCKS,
-        (*LAYER, "float8/distributed/gathered_weights.py"),
-    ),
+        "fsdp2", 25, GATHER, "What does FSDP2's gather in float8 cost or gain in one process?",
+        f"{BLOCKS} --no-peer --fsdp --recipes tensorwise tensorwise+gather", TOY),
     Experiment(
-        "real_models",
-        "What does a layer of Qwen3-MoE and of gpt-oss gain as Transformers writes it?",
-        30,
-        "python benchmarks/bench_model.py --size qwen3-moe gpt-oss --no-peer --recipes tensorwise "
-        "rowwise --repeats 5 --stop-after {seconds}",
-        "",
-        (*LAYER, *GROUPED, "float8/integrations/experts.py"),
-        packages=("transformers",),
-    ),
+        "qwen3_moe", 20, MIXTURE, "What does a layer of Qwen3-30B-A3B gain in Transformers?",
+        "bench_model.py --size qwen3-moe --no-peer --recipes tensorwise rowwise --repeats 5", ONCE,
+        **PUBLISHED),
     Experiment(
-        "layer",
-        "How much faster is one layer, in every recipe?",
-        45,
-        "python benchmarks/bench_linear.py --shapes 70b.attn.wo --modes eager compiled --recipes "
-        "tensorwise delayed static rowwise blockwise --repeats 10 --stop-after {seconds}",
-        f"--shapes 32,64,48 --modes eager {ONCE}",
-        LAYER,
-    ),
+        "gpt_oss", 20, MIXTURE, "What does a layer of gpt-oss-20b gain in Transformers?",
+        "bench_model.py --size gpt-oss --no-peer --recipes tensorwise rowwise --repeats 5", ONCE,
+        **PUBLISHED),
     Experiment(
-        "unit_scaled",
-        "What does it cost to find scales, in a unit-scaled model?",
-        20,
-        f"{BLOCKS} --unit --recipes tensorwise delayed unit",
-        TOY_BLOCKS,
-        LAYER,
-    ),
+        "layer", 45, LAYER, "How much faster is one layer, in every recipe?",
+        f"{LINEAR} --shapes 70b.attn.wo --modes eager compiled --recipes tensorwise delayed static "
+        "rowwise blockwise", TOY_LINEAR),
     Experiment(
-        "inspection",
+        "unit_scaled", 20, LAYER, "What does it cost to find scales, in a unit-scaled model?",
+        f"{BLOCKS} --unit --recipes tensorwise delayed unit", TOY),
+    Experiment(
+        "optimizer", 30, OPTIMIZER, "How long does an optimizer step take?",
+        "bench_optim.py --layers 2 --modes eager --repeats 3 --warmup 1 --options float8 "
+        "'float8 + float16' --stop-after {seconds}", "--quick --device cpu"),
+    Experiment(
+        "casts", 30, CASTS, "Are the casts as fast as memory?",
+        "bench_casts.py --shapes 16384,8192 --contenders kernel --repeats 5 --stop-after {seconds}",
+        f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}", **NVIDIA),
+    Experiment(
+        "gemms", 30, GEMMS, "How much faster are the products alone?",
+        "bench_matmul.py --repeats 10 --stop-after {seconds}", f"--shapes 32,64,48 {ONCE}"),
+    Experiment(
+        "inspection", 25, (*LAYER, "float8/numerics/statistics.py"),
         "What does it cost to inspect a training?",
-        25,
-        "python benchmarks/bench_numerics.py --recipes tensorwise --repeats 3 -n 20 "
-        "--stop-after {seconds}",
-        f"--size cpu --batch 2 -n 2 {ONCE}",
-        (*LAYER, "float8/numerics/statistics.py"),
-    ),
+        "bench_numerics.py --recipes tensorwise --repeats 3 -n 20 --stop-after {seconds}",
+        f"--size cpu --batch 2 -n 2 {ONCE}"),
     Experiment(
-        "optimizer",
-        "How long does an optimizer step take, of four layers of Llama-3-8B, and how large are states?",
-        30,
-        "python benchmarks/bench_optim.py --layers 4 --modes eager --repeats 3 --warmup 1 "
-        "--options float8 'float8 + float16' --stop-after {seconds}",
-        f"--quick --device cpu",
-        OPTIMIZER,
-    ),
+        "two_gpus", 60, GATHER, "What does the gather in float8 gain between two GPUs, over NCCL?",
+        "bench_model.py --blocks 2 --repeats 5 --no-peer --fsdp --recipes tensorwise "
+        "tensorwise+gather", TOY, gpus=2),
     Experiment(
-        "casts",
-        "Are the casts as fast as memory?",
-        30,
-        "python benchmarks/bench_casts.py --shapes 16384,8192 --contenders kernel --repeats 5 "
-        "--stop-after {seconds}",
-        f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}",
-        CASTS,
-    ),
-    Experiment(
-        "gemms",
-        "How much faster are the products alone?",
-        30,
-        "python benchmarks/bench_matmul.py --repeats 10 --stop-after {seconds}",
-        f"--shapes 32,64,48 {ONCE}",
-        GEMMS,
-    ),
-    Experiment(
-        "two_gpus",
-        "What does the gather in float8 gain between two GPUs, over NCCL?",
-        60,
-        "torchrun --nproc-per-node 2 benchmarks/bench_model.py --blocks 2 --repeats 5 --no-peer "
-        "--fsdp --recipes tensorwise tensorwise+gather --stop-after {seconds}",
-        "",
-        (*LAYER, "float8/distributed/gathered_weights.py"),
-        gpus=2,
-    ),
-    Experiment(
-        "as_mx",
-        "Is rowwise faster as an MX product than by CUTLASS, on Blackwell?",
-        40,
-        "python benchmarks/bench_matmul.py --granularities rowwise rowwise_by_cutlass blockwise mx "
-        "--repeats 10 --stop-after {seconds}",
-        "",
-        (*GEMMS, f"{GPU}/expand_scales.py"),
-        capability=(10, 0),
-    ),
+        "as_mx", 40, (*GEMMS, f"{GPU}/expand_scales.py"),
+        "Are scales that are powers of two faster as MX products, on Blackwell?",
+        f"{LINEAR} --shapes 70b.attn.wo --no-peer --modes eager compiled --recipes rowwise "
+        "rowwise+unrounded blockwise blockwise+unrounded mxfp8", TOY_LINEAR, capability=(10, 0),
+        **NVIDIA),
 )
+# fmt: on
 
 # --- what is measured
 
@@ -300,7 +229,8 @@ def newest(folders: Sequence[Path], device: str | None = None) -> dict[str, Row]
             # What failed or was cut off does not hide a result.
             rank = entry["ended"] == "passed", entry["date"]
             if name not in found or rank > found[name]["rank"]:
-                found[name] = {**entry, "folder": folder, "rank": rank}
+                known = {"files": [f"{name}.json"], "folder": folder, "rank": rank}
+                found[name] = known | entry
     return found
 
 
@@ -387,9 +317,10 @@ def execute(experiment: Experiment, options: argparse.Namespace, left: float) ->
     out, name, begin = options.output, experiment.name, time.monotonic()
     limit = min(left, 2 * experiment.seconds)
     command = f"{experiment.command} {experiment.toy if options.toy else ''}"
-    words = shlex.split(command.replace("{seconds}", str(max(1, int(limit) - SPARE))))
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    words = [*programs[words[0]], *words[1:], "-o", str(out / f"{name}.json")]
+    file, *words = shlex.split(command.replace("{seconds}", str(max(1, int(limit) - SPARE))))
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(experiment.gpus)]
+    words = [f"benchmarks/{file}", *words, "-o", str(out / f"{name}.json")]
+    words = [sys.executable, *(ranks if experiment.gpus > 1 else ()), *words]
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -408,7 +339,9 @@ def execute(experiment: Experiment, options: argparse.Namespace, left: float) ->
     (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     pack(out)
     print(f"== {name}: {ended} after {took:.0f} s", flush=True)
-    print(*(out / f"{name}.log").read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True)
+    print(
+        *(out / f"{name}.log").read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True
+    )
     return ended
 
 
@@ -429,12 +362,19 @@ def pack(out: Path) -> None:
 
 # --- the report
 
-FIRST, LAST = "<!-- made by benchmarks/gpu.py report -->", "<!-- end of benchmarks/gpu.py report -->"
-SHOWN = (
-    "shape mode layer cast granularity optimizer seed steps ms predicted ratio ratio_to_unit "
-    "tokens_s gap_percent sooner gemm_ms attention_ms cast_ms other_ms idle_ms launches peak_gib "
-    "tokens_in_80_gb saved_mib of_copy tflops share_of_copy"
+# Too long for a page: their files have them.
+OFF_PAGE = {"casts", "gemms", "inspection"}
+FIRST, LAST = (
+    "<!-- made by benchmarks/gpu.py report -->",
+    "<!-- end of benchmarks/gpu.py report -->",
 )
+SHOWN = (
+    "shape mode layer optimizer seed steps ms predicted ratio ratio_to_unit tokens_s gap_percent "
+    "sooner gemm_ms attention_ms cast_ms other_ms idle_ms peak_mib peak_gib tokens_in_80_gb "
+    "share_of_copy"
+)
+# Of results before the queue, whose peaks contain the contenders before.
+NOT_SHOWN = ("tokens_s", "peak_gib", "peak_mib")
 
 
 def report_page(options: argparse.Namespace) -> int:
@@ -443,7 +383,7 @@ def report_page(options: argparse.Namespace) -> int:
     before, _, rest = text.partition(FIRST)
     _, _, after = rest.partition(LAST)
     PAGE.write_text(f"{before}{FIRST}\n\n{tables()}\n{LAST}{after}", encoding="utf-8")
-    print(f"{PAGE.relative_to(ROOT)}: the tables between its two comments are new")
+    print(f"{PAGE}: the tables between its two comments are new")
     return 0
 
 
@@ -452,7 +392,7 @@ def tables() -> str:
     entries = newest(folders_of(None))
     known = [each for each in QUEUE if entries.get(each.name, {}).get("ended") == "passed"]
     known.sort(key=lambda each: str(entries[each.name]["date"]), reverse=True)
-    parts = [section(each, entries[each.name]) for each in known]
+    parts = [section(each, entries[each.name]) for each in known if each.name not in OFF_PAGE]
     open_ = "".join(f"- {each.decides} (`{each.name}`)\n" for each in QUEUE if each not in known)
     return "\n".join([*parts, "**Not measured yet:**\n", open_])
 
@@ -460,39 +400,46 @@ def tables() -> str:
 def section(experiment: Experiment, entry: Row) -> str:
     """The question, what was measured on, and a table of each file."""
     lines = []
-    for name in entry.get("files", [f"{experiment.name}.json"]):
+    for name in entry["files"]:
         file: Path = entry["folder"] / name
         result = json.loads(file.read_text(encoding="utf-8"))
         rows = [row for row in result["rows"] if "error" not in row]
-        predicted = {row.what: row.predicted for row in predictions(file)}
-        for row in rows:
-            what = " ".join(str(row[key]) for key in ("shape", "mode", "layer") if key in row)
-            if (found := predicted.get(what)) is not None:
-                row["predicted"] = 1 / found
+        for row, speedup in speedups(file, rows) if entry["digest"] else ():
+            row["predicted"] = 1 / speedup
         columns = {
             key: (result["columns"].get(key, head), spec)
             for key, (head, spec) in report.columns(SHOWN, predicted="predicted").items()
-            if any(key in row for row in rows)
+            if any(key in row for row in rows) and (entry["digest"] or key not in NOT_SHOWN)
         }
+        same = [k for k in columns if len({row.get(k) for row in rows}) == 1 < len(rows)]
+        same = [key for key in same if isinstance(rows[0][key], str)]  # said once
+        what = "".join(f"{rows[0][key]}, " for key in same)
         path = os.path.relpath(file, PAGE.parent)
-        lines += ["", f"At {entry['commit'][:8]} on {entry['device']} ([file]({path})):", ""]
-        lines += markdown(rows, columns)
+        lines += ["", f"{what}{entry['device']} at {entry['commit'][:8]} ([file]({path})):", ""]
+        lines += markdown(rows, {key: columns[key] for key in columns if key not in same})
     return "\n".join([f"**{experiment.decides}** (`{experiment.name}`)", *lines, ""])
 
 
 def markdown(rows: Sequence[Row], columns: report.Columns) -> list[str]:
     """A table of a page."""
-    lines = [" | ".join(head for head, _ in columns.values())]
-    lines += [" | ".join(format(row.get(key, ""), spec if key in row else "") for key, (_, spec) in columns.items()) for row in rows]
-    return [f"| {lines[0]} |", "|" + "---|" * len(columns), *(f"| {line} |" for line in lines[1:])]
+    lines = [[head for head, _ in columns.values()], ["---"] * len(columns)]
+    lines += [
+        [format(row[key], spec) if key in row else "" for key, (_, spec) in columns.items()]
+        for row in rows
+    ]
+    return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def predictions(file: Path) -> Sequence[check_estimate.Compared]:
-    """What `float8.estimate` says of the rows of a file, of those that it can predict."""
+def speedups(file: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
+    """The rows whose speed-up `float8.estimate` predicts, with that."""
     try:
-        return check_estimate.of_file(file)
+        found = check_estimate.of_file(file)
     except ValueError:  # another benchmark, or a GPU without a datasheet
-        return ()
+        return
+    for row, each in itertools.product(rows, found):
+        name = f"{row.get('mode')} {row.get('layer')}, x"
+        if each.what.endswith(name) and row.get("shape", "") in each.what:
+            yield row, each.predicted
 
 
 def main(argv: Sequence[str]) -> int:
@@ -508,7 +455,7 @@ def main(argv: Sequence[str]) -> int:
     running.add_argument("--only", nargs="+", choices=[e.name for e in QUEUE], metavar="NAME")
     running.add_argument("--again", action="store_true", help="also what is measured")
     running.add_argument("--toy", action="store_true", help="at toy size, on a CPU")
-    commands.add_parser("report", help=f"write the tables of {PAGE.relative_to(ROOT)}")
+    commands.add_parser("report", help=f"write the tables of {PAGE.name}")
     options = parser.parse_args(argv)
     if options.command == "run" and not (options.toy or torch.cuda.is_available()):
         parser.error("torch sees no CUDA device here: `run --toy` runs on a CPU")

@@ -1,14 +1,16 @@
 """The layers compared: nn.Linear, float8 in every recipe, and torchao's float8 of the same recipe.
 
 `static` is tensorwise scaling with constants: no amax pass at all, the fastest that a float8 layer
-can be. torchao is measured where it is importable; on a CPU it needs its option to emulate. A recipe
-may have parts, as in ``tensorwise+fast``:
+can be. torchao is measured where it is importable; on a CPU it needs its option to emulate.
+
+A recipe may have parts, as in ``tensorwise+fast``:
 
     fast          sums of gradients are fast, as those of the output
     fuse_norms    norms return float8 (`float8.fuse_norms`)
     swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
     cached        weights are cast once per step (`float8.cached_weights`)
     gather        FSDP2 gathers weights in float8
+    unrounded     scales are no powers of two, so that Blackwell runs no MX product
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from benchmarks.models.transformer import SwiGLU
 from float8 import (
     Float8LinearConfig,
     GemmConfig,
+    ScaleFormat,
     SwiGLUCast,
     convert_to_float8_training,
     fuse_norms,
@@ -43,7 +46,7 @@ BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
-PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather"}
+PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather", "unrounded"}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
@@ -69,6 +72,10 @@ def config_of(name: str) -> Float8LinearConfig:
     if "fast" in parts:
         fast = GemmConfig(use_fast_accum=True)
         config = replace(config, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
+    if "unrounded" in parts:
+        casts = [f for f in vars(config) if f.startswith("cast_config") and getattr(config, f)]
+        unrounded = partial(replace, scale_format=ScaleFormat.FLOAT32)
+        config = replace(config, **{name: unrounded(getattr(config, name)) for name in casts})
     return replace(config, enable_fsdp_float8_all_gather="gather" in parts)
 
 
@@ -84,7 +91,13 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
     config = config_of(name)
     convert_to_float8_training(model, config=config)
     if "fuse_norms" in parts:
-        fuse_norms(model, {"*.attention_norm": ["*.attention.qkv"], "*.feed_forward_norm": ["*.feed_forward.gate_up"]})
+        fuse_norms(
+            model,
+            {
+                "*.attention_norm": ["*.attention.qkv"],
+                "*.feed_forward_norm": ["*.feed_forward.gate_up"],
+            },
+        )
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
             module.gate = SwiGLUCast(config)

@@ -42,13 +42,14 @@ HEADERS = {
 }  # fmt: skip
 FORMATS = {
     ".3f": "baseline_ms states_ratio block_ratio state_bytes",
-    ".2f": "ms min_ms max_ms ratio gap_percent sooner saved_mib saved_ratio moved_ratio peak_gib std of_copy smaller "
-    "smaller_per_gpu moved_bytes share_of_copy last_std target measured",
+    ".2f": "ms min_ms max_ms ratio ratio_to_unit gap_percent sooner saved_mib gemm_ms "
+    "attention_ms cast_ms other_ms idle_ms saved_ratio moved_ratio peak_gib std of_copy "
+    "smaller smaller_per_gpu moved_bytes share_of_copy last_std target measured",
     ".4f": "loss",
     ".3g": "tflops baseline_tflops lr predicted published",
     ".1f": "sqnr_db optimum",
     ",.1f": "parameters_mib gradients_mib optimizer_mib activations_mib peak_mib per_gpu_mib",
-    ",.0f": "tokens_s parameters",
+    ",.0f": "tokens_s parameters tokens_in_80_gb",
     ".0f": "launches seeds diverged runs looks false_alarms missed looks_until allowed steps width "
     "log2_lr seconds room operand_max gbps gb_per_s",
     ".80": "error",

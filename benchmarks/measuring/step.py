@@ -4,14 +4,15 @@ A step is what training does: gradients set to None (they are written, not accum
 backward with a random `grad_output`, and for delayed scaling the `sync` that a step owes.
 
 `saved_bytes` are unique storages that autograd holds between forward and backward, parameters
-excluded. `launches` counts kernels, copies and fills on the CUDA stream: the cost of a step
-where the work itself is small. A CPU build has no stream to count on.
+excluded (weights that FSDP2 gathers count). `launches` counts kernels, copies and fills on the CUDA
+stream: the cost of a step where the work itself is small. A CPU build has no stream to count on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,16 +23,17 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.measuring import harness
+from benchmarks.measuring import harness, memory
 from benchmarks.measuring.harness import Row, sqnr_db
 from float8 import (
     DelayedScalingConfig,
     Float8Linear,
     Float8LinearConfig,
-    sync_float8_amax_and_scale_history,
+    after_step,
 )
 from float8.config import LinearPlan
 from float8.estimate.roofline import Use, passes_of_layer
+from float8.linear.weight_cache import WeightCache
 
 MODES = ("eager", "compiled", "graphed")
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
@@ -56,26 +58,40 @@ def compiled(layer: nn.Module, mode: str) -> Callable[[torch.Tensor], torch.Tens
 
 @dataclass(frozen=True)
 class Step:
-    """One training step of `layer`; `run` is what calls it, compiled where asked."""
+    """One training step of `layer`; `run` is what calls it, compiled where asked.
+
+    Args:
+        layer: a layer or a model.
+        run: what calls it.
+        x, grad_output: of every call.
+        microbatches: calls of a step.
+        cache: of its weights, which a step casts once.
+    """
 
     layer: nn.Module
     run: Callable[[torch.Tensor], torch.Tensor]
     x: torch.Tensor
     grad_output: torch.Tensor
-    syncs: bool = field(init=False)
+    microbatches: int = 1
+    cache: WeightCache | None = None
+    owes: bool = field(init=False)
 
     def __post_init__(self) -> None:
         layers = (m for m in self.layer.modules() if isinstance(m, Float8Linear))
-        delayed = any(layer.config.uses_delayed_scaling for layer in layers)
-        object.__setattr__(self, "syncs", delayed)
+        configs = [layer.config for layer in layers]
+        owes = any(c.uses_delayed_scaling or c.enable_fsdp_float8_all_gather for c in configs)
+        object.__setattr__(self, "owes", owes)
 
     def __call__(self) -> None:
-        self.x.grad = None
         for parameter in self.layer.parameters():
             parameter.grad = None
-        self.run(self.x).backward(self.grad_output)
-        if self.syncs:
-            sync_float8_amax_and_scale_history(self.layer)
+        if self.cache is not None:
+            self.cache.refresh()
+        for _ in range(self.microbatches):
+            self.x.grad = None
+            self.run(self.x).backward(self.grad_output)
+        if self.owes:
+            after_step(self.layer)
 
 
 def saved_bytes(step: Step) -> int:
@@ -89,8 +105,8 @@ def saved_bytes(step: Step) -> int:
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         output = step.run(step.x)  # held, so that no storage is freed and its address used again
-    for parameter in step.layer.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    for plain in (part for p in step.layer.parameters() for part in memory.plain_tensors(p)):
+        kept.pop(plain.untyped_storage().data_ptr(), None)
     del output
     return sum(kept.values())
 
@@ -117,6 +133,33 @@ def launches_in(trace: Path) -> int:
     return sum(event.get("cat") in ON_THE_STREAM for event in events)
 
 
+# Kinds of a step's time, and what the names of their kernels (on a CPU, ops) contain. torchao's
+# casts are kernels of inductor, which names a kernel after its ops.
+KINDS = {
+    "attention_ms": r"flash|fmha|attention|cudnn",
+    "cast_ms": r"_tiles_kernel|_rows_kernel|_lines_kernel|_amax_kernel|_cast|transpose_kernel|"
+    r"float8::(amax|cast)|triton_.*(amax|clamp)",
+    "gemm_ms": r"gemm|nvjet|cutlass|_mm|xmma|aten::(mm|linear)",
+}
+
+
+def split_time(step: Callable[[], object], ms: float, device: str) -> Row:
+    """The milliseconds of one step by kind; ``ms`` is its time without the profiler."""
+    on_cuda = torch.device(device).type == "cuda"
+    activities = torch.profiler.ProfilerActivity
+    kind = activities.CUDA if on_cuda else activities.CPU
+    with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
+        step()
+        if on_cuda:
+            torch.cuda.synchronize()
+    found: Row = {**dict.fromkeys((*KINDS, "other_ms"), 0.0)}
+    for event in profile.key_averages():
+        took = (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e3
+        names = (name for name, words in KINDS.items() if re.search(words, event.key))
+        found[next(names, "other_ms")] += took
+    return {**found, "idle_ms": max(0.0, ms - sum(found.values()))}
+
+
 def compare(step: Step, baseline: Step, device: str) -> Row:
     """The bytes that a step saves, its launches, and its output's SQNR to the baseline's."""
     saved = saved_bytes(step)
@@ -131,11 +174,12 @@ def compare(step: Step, baseline: Step, device: str) -> Row:
 def in_turns(
     makers: Mapping[str, Callable[[], Callable[[], object]]],
     options: argparse.Namespace,
+    split: bool = False,
     **row: Any,
 ) -> list[Row]:
     """A row per candidate, timed in turns; the first is the baseline.
 
-    Candidates that are a `Step` are compared with it, too.
+    Candidates that are a `Step` are compared with it, too, and with ``split`` profiled.
     """
     rows: list[Row] = []
     with torch._dynamo.config.patch(recompile_limit=64):  # all share the code of nn.Module's call
@@ -147,6 +191,8 @@ def in_turns(
             mine = rounds.runs.get(name)
             if isinstance(mine, Step) and isinstance(base, Step):
                 rows[-1] |= compare(mine, base, options.device)
+                if split:
+                    rows[-1] |= split_time(mine, rows[-1]["ms"], options.device)
     return rows
 
 

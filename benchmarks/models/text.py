@@ -39,9 +39,7 @@ class Text:
         starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
         return _windows(self.train, starts, context)
 
-    def windows_in_turn(
-        self, steps: int, *, seed: int, batch: int, context: int
-    ) -> Iterator[Pair]:
+    def windows_in_turn(self, steps: int, *, seed: int, batch: int, context: int) -> Iterator[Pair]:
         """Batches of windows that do not overlap, in an order that the seed decides.
 
         Raises:
@@ -49,7 +47,9 @@ class Text:
         """
         count = (len(self.train) - 1) // context
         if steps * batch > count:
-            raise ValueError(f"{steps} steps of {batch} windows of {context} bytes: text has {count}")
+            raise ValueError(
+                f"{steps} steps of {batch} windows of {context} bytes: text has {count}"
+            )
         order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         for some in order[: steps * batch].split(batch):
             yield _windows(self.train, some * context, context)
@@ -76,10 +76,12 @@ def load(folder: Path | None = None, standard_library: bool = False) -> Text:
 
 
 def installed() -> Text:
-    """All Python sources of this machine: the standard library's and those of installed packages."""
+    """All Python sources of this machine: the standard library's, and those of packages."""
     paths = sysconfig.get_paths()
     roots = dict.fromkeys(Path(paths[key]) for key in ("stdlib", "platlib", "purelib"))
-    return _split(Path("/"), (path for root in roots for path in root.rglob("*.py")), set(), LARGEST)
+    return _split(
+        Path("/"), (path for root in roots for path in root.rglob("*.py")), set(), LARGEST
+    )
 
 
 def _split(root: Path, paths: Iterable[Path], skipped: set[str], largest: int | None) -> Text:

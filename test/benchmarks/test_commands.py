@@ -24,6 +24,10 @@ COMMANDS = {
     "bench_model": ["--size", "tiny", "--blocks", "1", *OURS, *ONCE],
     "bench_grouped_mm": ["--shapes", "64,32,48,2", *OURS, *ONCE],
     "bench_memory": ["--quick", "--ways", "bf16", "tensorwise+saved_activations+float8_adamw"],
+    "bench_training": [
+        *("--models", "toy", "--seconds", "1", "--held-out", "4096", "--eager", "--device", "cpu"),
+        *("--contenders", "bf16"),
+    ],
     "bench_optim": ["--quick", "--options", "float8", "--modes", "eager", *ONCE],
     "bench_numerics": ["--size", "cpu", "--batch", "2", "-n", "2", "--recipes", "delayed", *ONCE],
     "bench_quality": [*STUDY, "--contenders", "bf16", "tensorwise", "unit", "--seeds", "0"],

@@ -5,62 +5,47 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks import bench_grouped_mm, bench_linear, bench_model
 from benchmarks.measuring import report
 
 SCRIPT = report.ROOT / "scripts" / "gpu_check.sh"
-NINE_MINUTES = 9 * 60
-# What it is told to fail, to lack, to write and to hang on comes from the environment.
+# What it is told to fail and to lack comes from the environment.
 PYTHON = """#!/usr/bin/env bash
 echo "$@" >>"$NOTES"
 case "$*" in
     "-c import $LACKS") exit 1 ;;
-    *"benchmarks/$HANGS.py"*) trap '' INT; sleep 60 & wait ;;
     *"$FAILS"*) exit 1 ;;
 esac
-if [ "$1" = scripts/gpu_first.py ]; then echo "0 of 2 rows failed"; fi
-if [ "${@: -2:1}" = -o ]; then echo >"${@: -1}"; fi
 echo "output of $1"
 """
 
 
 class Run:
-    """One run: its exit status, the commands that python3 was given, its report, its archive."""
+    """One run: its exit status, the programs that python3 was given, what it printed."""
 
-    def __init__(self, tmp_path: Path, script: Path = SCRIPT, **environment: object) -> None:
+    def __init__(self, tmp_path: Path, **environment: str) -> None:
         python, notes, self.out = tmp_path / "bin" / "python3", tmp_path / "notes", tmp_path / "out"
         python.parent.mkdir()
         python.write_text(PYTHON)
         python.chmod(0o755)
-        asked = {"FAILS": "nothing", "LACKS": "nothing", "HANGS": "nothing"}
-        env = {
-            **os.environ,
-            "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-            "NOTES": str(notes),
-            **{key: str(value) for key, value in (asked | environment).items()},
-        }
+        path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+        asked = {"FAILS": "nothing", "LACKS": "nothing", "PATH": path, "NOTES": str(notes)}
         done = subprocess.run(
-            ["bash", str(script), str(self.out)],
-            env=env, capture_output=True, text=True, check=False, timeout=120,
+            ["bash", str(SCRIPT), str(self.out)], env={**os.environ, **asked, **environment},
+            capture_output=True, text=True, check=False, timeout=120,
         )  # fmt: skip
-        self.status = done.returncode
-        said = [line.split() for line in notes.read_text().splitlines()]
-        said = [words for words in said if words[0][0] != "-" or words[0] == "-m"]
-        self.commands = [words for words in said if "--warmup 1" not in " ".join(words)]
-        self.report = (self.out / "report.txt").read_text()
+        self.status, self.said = done.returncode, done.stdout
+        said = [line.split() for line in notes.read_text().splitlines() if line]
+        self.commands = [words for words in said if words[0][0] != "-" or words[0] == "-m"]
+        self.programs = {words[1] if words[0] == "-m" else words[0] for words in self.commands}
 
-    def options_of(self, script: str) -> list[list[str]]:
-        """What a benchmark is called with, each time."""
-        return [rest for program, *rest in self.commands if program == f"benchmarks/{script}.py"]
-
-    def archived(self) -> dict[str, int]:
-        with tarfile.open(self.out / "results.tar.gz") as archive:
-            return {Path(member.name).name: member.size for member in archive if member.isfile()}
+    @property
+    def tests(self) -> list[str]:
+        (command,) = (words for words in self.commands if words[0] == "-m")
+        return command
 
 
 @pytest.fixture(scope="module")
@@ -69,111 +54,41 @@ def run(tmp_path_factory) -> Run:
     return Run(tmp_path_factory.mktemp("run"))
 
 
-def files_of(command: list[str]) -> list[str]:
-    return [word for word in command if word.startswith("test/")]
+def test_first_numbers_tests_and_what_is_left_of_nine_minutes_for_the_queue(run):
+    assert run.status == 0 and "gpu_check: all passed" in run.said
+    assert run.programs == {"scripts/gpu_first.py", "pytest", "benchmarks/gpu.py"}
+    last = run.commands[-1]
+    assert last[:2] == ["benchmarks/gpu.py", "run"] and last[-2:] == ["-o", str(run.out)]
+    assert 500 < int(last[last.index("--seconds") + 1]) <= 540
 
 
-def test_it_attempts_every_part_and_the_most_important_first(run):
-    assert run.status == 0
-    assert "all parts passed" in run.report
-    benchmarks = [command[0] for command in run.commands if command[0].startswith("benchmarks/")]
-    assert benchmarks[:2] == ["benchmarks/bench_linear.py", "benchmarks/bench_grouped_mm.py"]
-    assert {Path(name).stem for name in benchmarks} == {
-        "bench_grouped_mm",
-        "bench_linear",
-        "bench_matmul",
-        "bench_casts",
-        "bench_memory",
-        "bench_model",
-        "bench_numerics",
-        "bench_optim",
-        "check_estimate",
-    }
-
-
-def test_its_limits_together_stay_under_nine_minutes():
-    parts = r'^(?:tests \w+|benchmark \w+|part ".*"|part \w+) (\d+)'
-    limits = re.findall(parts, SCRIPT.read_text(), re.M)
-    assert len(limits) == 16
-    assert sum(map(int, limits)) <= NINE_MINUTES
-    assert f"seconds_in_all={NINE_MINUTES}" in SCRIPT.read_text()
-
-
-def test_a_part_that_hangs_is_killed_and_the_next_ones_run_in_what_is_left(tmp_path):
-    """It ignores the interrupt; what it had written down is in the report and the archive."""
-    text = SCRIPT.read_text()
-    text = text.replace("kill-after=10", "kill-after=1").replace(
-        "seconds_in_all=540", "seconds_in_all=12"
-    )
-    text = re.sub(r"^benchmark bench_matmul 20", "benchmark bench_matmul 1", text, flags=re.M)
-    run = Run(tmp_path, changed(tmp_path, text), HANGS="bench_matmul")
-    assert run.status == 1
-    assert "== bench_matmul: FAILED: stopped after 1 s" in run.report
-    assert run.options_of("bench_optim")
-    assert "gpu_check: failed: bench_matmul" in run.report
-
-
-def changed(tmp_path: Path, text: str) -> Path:
-    script = tmp_path / "scripts" / "gpu_check.sh"
-    script.parent.mkdir()
-    script.write_text(text)
-    return script
+@pytest.mark.parametrize("part", ["gpu_first", "-m pytest", "benchmarks/gpu.py"])
+def test_a_part_that_fails_is_named_and_costs_no_other_part(part, tmp_path):
+    run = Run(tmp_path, FAILS=part)
+    name = {"gpu_first": "first numbers", "-m pytest": "tests", "benchmarks/gpu.py": "queue"}[part]
+    assert run.status == 1 and f"gpu_check: failed: {name}" in run.said
+    assert run.programs == {"scripts/gpu_first.py", "pytest", "benchmarks/gpu.py"}
 
 
 def test_a_missing_package_costs_its_own_part_alone(tmp_path):
     run = Run(tmp_path, LACKS="pytest")
-    assert run.status == 1
-    assert "not installed: pytest" in run.report and "left out, python3 lacks pytest" in run.report
-    assert run.options_of("bench_linear")
-    assert not any(command[:2] == ["-m", "pytest"] for command in run.commands)
+    assert run.status == 1 and "no tests: python3 lacks pytest" in run.said
+    assert run.programs == {"scripts/gpu_first.py", "benchmarks/gpu.py"}
 
 
 def test_every_file_with_cuda_tests_is_named_once(run):
     """Named, because collecting the whole suite in every worker takes longer than its tests."""
-    on_gpu = [c for c in run.commands if c[:2] == ["-m", "pytest"]]
-    named = [file for command in on_gpu for file in files_of(command)]
-    inside = {
+    named = [word for word in run.tests if word.startswith("test/")]
+    marked = r"pytest\.mark\.cuda|^from shapes import .*\bDEVICES\b"
+    files = {
         str(path.relative_to(report.ROOT))
         for path in (report.ROOT / "test").rglob("test_*.py")
-        if re.search(
-            r"pytest\.mark\.cuda|^from shapes import .*\bDEVICES\b", path.read_text(), re.M
-        )
+        if re.search(marked, path.read_text(), re.M)
     }
-    inside -= {"test/benchmarks/test_gpu_check.py"}
-    covered = {file for file in inside if any(file.startswith(name) for name in named)}
-    assert covered == inside
-    assert len(named) == len(set(named))
+    assert set(named) == files and len(named) == len(files)
 
 
-def test_an_amd_gpu_is_not_asked_for_what_is_not_launched_there(tmp_path):
-    run = Run(tmp_path, FAILS="torch.version.hip is None")
-    assert run.status == 0
-    assert "== bench_casts: left out" in run.report
-    assert not run.options_of("bench_casts") + run.options_of("bench_grouped_mm")
-    (linear, _) = run.options_of("bench_linear")
-    assert bench_linear.parse(linear).recipes == ["tensorwise", "delayed", "static", "rowwise"]
-    (tests, _) = (c for c in run.commands if c[:2] == ["-m", "pytest"])
-    assert "--ignore=test/kernels/gpu" in tests and "test/test_kernel_path.py" not in tests
-
-
-def test_a_second_gpu_trains_too(run, tmp_path):
-    def trainings(run: Run) -> list[str]:
-        given = [rest for program, *rest in run.commands if program == "scripts/train_gpt.py"]
-        return [options[options.index("--nproc") + 1] for options in given]
-
-    assert trainings(run) == []
-    assert trainings(Run(tmp_path, FAILS="device_count")) == ["1", "2"]
-
-
-def test_its_options_are_understood(run):
-    first, sweep = (bench_linear.parse(o) for o in run.options_of("bench_linear"))
-    assert [shape.name for shape in first.shapes] == ["70b.attn.wo"]
-    assert first.modes == ["eager", "compiled"]
-    assert str(sweep.shapes[-1]) == "(16384,16384,16384)"
-    model, unit = (bench_model.parse(o) for o in run.options_of("bench_model"))
-    assert model.modes == ["eager", "compiled"] and not model.unit
-    assert unit.unit and "unit" in unit.recipes
-    (grouped,) = (bench_grouped_mm.parse(o) for o in run.options_of("bench_grouped_mm"))
-    assert len(grouped.shapes) == 2
-    (casts,) = run.options_of("bench_casts")
-    assert "--casts" not in casts, "all of them"
+def test_an_amd_gpu_is_not_asked_for_what_is_not_launched_there(run, tmp_path):
+    ignored = "--ignore=test/kernels/gpu"
+    assert ignored not in run.tests
+    assert ignored in Run(tmp_path, FAILS="torch.version.hip is None").tests
