@@ -182,7 +182,7 @@ class Trainer:
         def pack(saved: Tensor) -> Tensor:
             storage = saved.untyped_storage()
             kept[storage.data_ptr()] = storage
-            return saved
+            return saved.detach()  # an op that saves its own output would never free it
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
             loss = self._loss(*self._batch(), forward=self.model)

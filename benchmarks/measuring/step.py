@@ -76,7 +76,7 @@ def saved_bytes(step: Step) -> int:
     def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an op that saves its own output would never free it
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         output = step.run(step.x)  # held, so that no storage is freed and its address used again

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import weakref
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import bench_linear
 from benchmarks.measuring import step
@@ -34,6 +36,18 @@ def test_what_is_saved_for_backward_is_weighed():
     steps = steps_of(BASELINE, "tensorwise")
     assert step.saved_bytes(steps[BASELINE]) == M * K * 2  # bf16 input; the weight is a parameter
     assert M * K <= step.saved_bytes(steps["tensorwise"]) <= 0.52 * M * K * 2
+
+
+def test_what_was_weighed_is_freed():
+    outputs = []
+
+    def forward(x):
+        outputs.append(weakref.ref(y := torch.sigmoid(x)))  # saves its own output
+        return y * 2
+
+    x = torch.randn(3, 4, requires_grad=True)
+    assert step.saved_bytes(step.Step(nn.Identity(), forward, x, x)) == 3 * 4 * 4
+    assert outputs[0]() is None
 
 
 def test_static_scales_hold_the_operands():
