@@ -87,7 +87,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         for device, row in SIZES.items()
     ]
     sizes = p.add_argument_group(
-        "sizes", "\n".join(["chosen by device, if not given (steps of the demo: by its speed)", *rows])
+        "sizes", "\n".join(["chosen by device, if not given (demo.py: steps by speed)", *rows])
     )
     help_of = {
         "width": "of the residual stream, a multiple of 16",
