@@ -277,12 +277,6 @@ class Float8CastingLinear(Float8Linear):
         self.plain_type = type(linear)  # type: ignore[misc]
         return self
 
-    def to_float(self) -> nn.Linear:
-        """The inverse of `from_float`, with the original type; parameters are shared."""
-        plain = super().to_float()
-        del plain.plain_type
-        return plain
-
     def forward(self, input: Tensor) -> Tensor:
         """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""
         dtype = input.dtype
@@ -301,7 +295,10 @@ class Float8CastingLinear(Float8Linear):
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
-_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
+_OWN_ATTRIBUTES = (
+    *("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight"),
+    "plain_type",  # a class's own where `from_float` found no other
+)
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:
