@@ -93,7 +93,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def to_float(self) -> nn.Linear:
         """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
         plain: nn.Linear = with_state_of(self, self.plain_type)
-        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES):
+        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES, "plain_type"):
             plain._modules.pop(name, None)
             plain.__dict__.pop(name, None)
         return plain
@@ -295,10 +295,7 @@ class Float8CastingLinear(Float8Linear):
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
-_OWN_ATTRIBUTES = (
-    *("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight"),
-    "plain_type",  # a class's own where `from_float` found no other
-)
+_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:
