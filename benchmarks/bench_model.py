@@ -9,9 +9,12 @@ model's speed-up less than a layer's. A step is forward, backward with a random 
     tokens/s = tokens of a step / median time
 
 All models share their parameters and take turns on the clock. Compiled is block by block, as it is
-done for long stacks: equal blocks share one graph. Peak memory is `max_memory_allocated` over one
-step (not on a CPU): parameters, their gradients, what is kept for backward, and temporary buffers.
-`SQNR` compares the models' outputs, in which the errors of all blocks add up.
+done for long stacks: equal blocks share one graph. `SQNR` compares the models' outputs, in which
+the errors of all blocks add up.
+
+Peak memory is measured afterwards, each model alone in a process of its own: what is allocated
+during one step, which is parameters, their gradients, what is kept for backward, and temporary
+buffers. On a CPU it is the size of the process, the program included.
 
     python benchmarks/bench_model.py --modes eager compiled -o model.json
     python benchmarks/bench_model.py --size tiny --recipes tensorwise
@@ -31,12 +34,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
 from benchmarks.measuring import contenders, harness, report
+from benchmarks.measuring.alone import alone, peak_bytes
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.step import Step, in_turns
 from benchmarks.models.transformer import LLAMA, Stack, unit_stack
@@ -49,27 +55,56 @@ COLUMNS = report.columns(
 )  # fmt: skip
 
 
+class Operands(NamedTuple):
+    """What all contenders share: a plain model, x_BTC, g_BTC."""
+
+    plain: nn.Module
+    x: Tensor
+    grad_output: Tensor
+
+    @classmethod
+    def random(cls, options: argparse.Namespace) -> Operands:
+        sizes = replace(LLAMA[options.size], layers=options.blocks)
+        torch.manual_seed(options.seed)
+        plain = (unit_stack if options.unit else Stack)(sizes).to(options.device, torch.bfloat16)
+        batch = (sizes.batch, sizes.context, sizes.width)
+        random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
+        return cls(plain, random(batch, requires_grad=True), random(batch))
+
+
+def step(name: str, mode: str, operands: Operands) -> Step:
+    """A training step of a contender, eager or compiled."""
+    model = contenders.model_of(name, operands.plain)
+    for block in model.children() if mode == "compiled" else ():
+        block.compile(fullgraph=True, dynamic=False)
+    return Step(model, model, operands.x, operands.grad_output)
+
+
+def peak(name: str, mode: str, options: argparse.Namespace) -> Row:
+    """The peak memory of a contender, if this process has no other."""
+    run = step(name, mode, Operands.random(options))
+    return {"peak_gib": peak_bytes(run, options.device) / 2**30}
+
+
 def measure(mode: str, options: argparse.Namespace) -> list[Row]:
-    """One row per contender, all timed in the same rounds."""
-    sizes = replace(LLAMA[options.size], layers=options.blocks)
-    torch.manual_seed(options.seed)
-    plain = (unit_stack if options.unit else Stack)(sizes).to(options.device, torch.bfloat16)
-    batch = (sizes.batch, sizes.context, sizes.width)
-    random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
-    x, grad_output = random(batch, requires_grad=True), random(batch)
+    """One row per contender: all timed in the same rounds, then the memory of each alone."""
+    rows = timed(mode, options)
+    for row in rows:
+        if harness.is_late(options):
+            row.setdefault("error", "peak not measured, for lack of time")
+        elif "ms" in row:
+            row.update(alone(peak, row["layer"], mode, options))
+    return rows
 
-    def step(name: str) -> Step:
-        model = contenders.model_of(name, plain)
-        for block in model.children() if mode == "compiled" else ():
-            block.compile(fullgraph=True, dynamic=False)
-        return Step(model, model, x, grad_output)
 
-    makers = {name: partial(step, name) for name in contenders.names(options)}
+def timed(mode: str, options: argparse.Namespace) -> list[Row]:
+    operands = Operands.random(options)
+    makers = {name: partial(step, name, mode, operands) for name in contenders.names(options)}
     rows = in_turns(makers, options, mode=mode)
     samples = {row["layer"]: row["samples_s"] for row in rows if "samples_s" in row}
     for row in rows:
         if "ms" in row:
-            row["tokens_s"] = batch[0] * batch[1] / row["ms"] * 1e3
+            row["tokens_s"] = operands.x.shape[:-1].numel() / row["ms"] * 1e3
             if UNIT in samples:
                 row["ratio_to_unit"] = harness.paired_ratio(row["samples_s"], samples[UNIT])
     return rows

@@ -204,7 +204,7 @@ benchmark bench_optim 25 benchmarks/bench_optim.py --options float8 "float8 + fl
     --repeats 5 --warmup 2
 benchmark bench_memory 45 benchmarks/bench_memory.py --device cuda --models llama2-7b --blocks 4
 benchmark bench_unit 20 benchmarks/bench_model.py --unit --blocks 2 --repeats 5 \
-    --recipes tensorwise delayed unit
+    --recipes tensorwise delayed unit --stop-after 15
 # Timings, so alone.
 tests timing 15 1 cuda test/benchmarks/test_harness.py test/benchmarks/test_check_estimate.py
 benchmark bench_linear_sweep 20 benchmarks/bench_linear.py --repeats 5 --warmup 2 \

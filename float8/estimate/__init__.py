@@ -11,10 +11,12 @@
 others published (`benchmarks/published.json`).
 
 ``float8`` exports the function `estimate` under this package's name: ``float8.estimate(model)``
-works, and ``from float8.estimate import ...`` imports from the package.
+works, ``from float8.estimate import ...`` imports from the package, and the function has `DEVICES`.
 """
 
 from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate, faster_layers
 
 __all__ = ["DEVICES", "estimate", "faster_layers"]
+
+estimate.DEVICES = DEVICES  # type: ignore[attr-defined]

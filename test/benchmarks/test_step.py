@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import weakref
 
 import pytest
 import torch
+from shapes import DEVICES
+from torch import nn
 
-from benchmarks import bench_linear
-from benchmarks.measuring import step
+from benchmarks import bench_linear, bench_model
+from benchmarks.measuring import alone, step
 from benchmarks.measuring.contenders import BASELINE, SCALED, STATIC
 from benchmarks.measuring.shapes import Shape
 
@@ -34,6 +38,40 @@ def test_what_is_saved_for_backward_is_weighed():
     steps = steps_of(BASELINE, "tensorwise")
     assert step.saved_bytes(steps[BASELINE]) == M * K * 2  # bf16 input; the weight is a parameter
     assert M * K <= step.saved_bytes(steps["tensorwise"]) <= 0.52 * M * K * 2
+
+
+def test_what_was_weighed_is_freed():
+    outputs = []
+
+    def forward(x):
+        outputs.append(weakref.ref(y := torch.sigmoid(x)))  # saves its own output
+        return y * 2
+
+    x = torch.randn(3, 4, requires_grad=True)
+    assert step.saved_bytes(step.Step(nn.Identity(), forward, x, x)) == 3 * 4 * 4
+    assert outputs[0]() is None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_peak_of_a_contender_is_its_own(device, monkeypatch):
+    more = torch.ones(2**29, dtype=torch.uint8, device=device)
+    measured = []
+    monkeypatch.setattr(bench_model, "alone", lambda *a: measured.append(a) or alone.alone(*a))
+    sizes = ["--size", "tiny", "--blocks", "1", "--recipes", "tensorwise", "--no-peer"]
+    options = bench_model.parse([*sizes, "--repeats", "1", "--warmup", "1", "--device", device])
+    rows = bench_model.measure("eager", options)
+    assert [name for _, name, *_ in measured] == [row["layer"] for row in rows]
+    here = alone.peak_bytes(lambda: None, device)
+    assert here > more.nbytes
+    assert all(0 < row["peak_gib"] * 2**30 < here - more.nbytes / 2 for row in rows), rows
+
+
+def test_a_process_of_its_own_ends_as_a_row():
+    assert alone.alone(os.getpid) != os.getpid()
+    broken = alone.alone(json.loads, "{")
+    assert broken["refused"] and broken["error"].startswith("JSONDecodeError: ")
+    killed = alone.alone(os._exit, 9)
+    assert not killed["refused"] and "terminated abruptly" in killed["error"]
 
 
 def test_static_scales_hold_the_operands():

@@ -212,7 +212,8 @@ def _traceless(model: nn.Module) -> Iterator[None]:
             stack.enter_context(_pop_mode_temporarily())
         stack.callback(random.setstate, state)
         stack.enter_context(torch.random.fork_rng(devices))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        stack.enter_context(hooks(Tensor.detach, lambda x: x))  # as it is, x would never be freed
         yield
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -146,3 +148,17 @@ def test_model_arguments_and_chance_are_as_after_one_forward():
     assert (random.random(), torch.rand(())) == expected
     assert len(model.seen) == len(box["states"]) == 1 and box["states"][0] is x
     assert model.norm.num_batches_tracked == 1
+
+
+def test_what_it_computed_is_freed():
+    outputs = []
+
+    class Gate(nn.Module):
+        def forward(self, x):
+            y = torch.sigmoid(x)  # saves its own output
+            outputs.append(weakref.ref(y))
+            return y * x
+
+    unit_scale(nn.Sequential(nn.Linear(16, 16), Gate()))(torch.randn(3, 16)).sum().backward()
+    gc.collect()
+    assert len(outputs) == 2 and not any(y() is not None for y in outputs)
