@@ -15,7 +15,7 @@ is 8 windows and the median is of 7 rounds, so that all takes about three minute
 cores; each cast has a fixed cost, so that larger batches have lower ratios.
 
     python benchmarks/bench_numerics.py -o numerics.json
-    python benchmarks/bench_numerics.py --size cpu --recipes blockwise -n 10
+    python benchmarks/bench_numerics.py --recipes blockwise -n 10
 """
 
 from __future__ import annotations
@@ -46,10 +46,9 @@ COLUMNS = report.columns(
 )  # fmt: skip
 
 
-# The demo's, on each machine.
+# The demo's.
 SIZES = {
-    "cpu": Sizes(4, 256, 4, 128, batch=16),
-    "slow cpu": Sizes(2, 128, 2, 64, batch=32),
+    "cpu": Sizes(2, 128, 2, 64, batch=32),
     "cuda": Sizes(12, 1024, 8, 512, batch=32),
 }
 
@@ -109,12 +108,12 @@ def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__, repeats=7, warmup=1)
     recipes = [name for name in RECIPES if name != "unit"]
     parser.add_argument("--recipes", nargs="+", choices=recipes, default=RECIPES_HERE)
-    parser.add_argument("--size", choices=list(SIZES), help="default: slow cpu, or cuda")
+    parser.add_argument("--size", choices=list(SIZES), help="default: cpu, or cuda")
     parser.add_argument("--batch", type=harness.positive, help="default: 8, or the size's on cuda")
     parser.add_argument("-n", type=harness.positive, default=50, help="steps apart; 50")
     options = parser.parse_args(argv)
     on_cpu = harness.on_cpu(options)
-    options.size = options.size or ("slow cpu" if on_cpu else "cuda")
+    options.size = options.size or ("cpu" if on_cpu else "cuda")
     options.batch = options.batch or (8 if on_cpu else None)
     measured = partial(measure, options=options)
     return report.run("bench_numerics", argv, options, options.recipes, measured, COLUMNS, targets)

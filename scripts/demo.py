@@ -1,10 +1,13 @@
 """Train the same GPT on the same text in several recipes, and show what each costs.
 
-    bash scripts/demo.sh                     # sets up .venv, then runs this
+    bash scripts/demo.sh                     # sets up .venv, then runs this for 4 minutes
     python scripts/demo.py --steps 50        # every option of train_gpt.py but the recipe
     python scripts/demo.py --seeds 0 1 2     # each recipe three times: mean and spread
     python scripts/demo.py --recipes bf16 bf16+float8_adamw tensorwise+saved_activations
     bash scripts/demo.sh --nproc 2           # in one process, then in two under FSDP2
+
+Without --steps it first measures a few steps of each recipe, and then trains all of them for as
+many as take 4 minutes together.
 
 All runs share the initial weights, the order of the data, and bf16 mixed precision around the
 linear layers (see training/gpt.py, also for why the output head is not in float8). Recipes with
@@ -29,8 +32,7 @@ many under torchrun and FSDP2, with weights gathered as float8 where the recipe 
 (training/parallel.py says which, and why the losses are comparable). The table shows both.
 
 Writes demo.json (numbers) and demo.png (loss curves, training/curves.py) into --out-dir.
-Ctrl-C leaves a checkpoint, and --resume goes on from there, with the recipes that were already
-done.
+Ctrl-C leaves a checkpoint, and --resume with the same --steps goes on from there.
 """
 
 import json
@@ -57,13 +59,28 @@ from scripts.training.parallel import launch, leave
 from scripts.training.savings import SAVED, parts_of
 
 SHARDED = ("bf16", "tensorwise", "delayed")  # with --nproc, unless --recipes says otherwise
+SECONDS = 220  # of training, unless --steps says otherwise; imports and the report take the rest
 CONTROL = "bf16_rounded"
 RECIPES = ("bf16", CONTROL, "tensorwise", "delayed", "rowwise", "naive", "unit_bf16", "unit")
 
 
-def trainers(options: Options, recipes: list[str], seeds: list[int], folder: Path) -> list[Trainer]:
+def steps_in_time(options: Options, recipes: list[str], seeds: int, text: texts.Text) -> int:
+    """The steps for which all runs, in turns, take `SECONDS` on this machine; at least one."""
+    together = 0.0
+    for recipe in recipes:
+        trial = Trainer(replace(options, **parts_of(recipe), resume=False), text)
+        together += seeds * trial.seconds_per_step()
+    steps = max(1, int(SECONDS / together))
+    if trial.team.rank == 0:
+        print(f"{steps} steps of each recipe: they take about 4 minutes here (or give --steps)")
+    return steps
+
+
+def trainers(
+    options: Options, recipes: list[str], seeds: list[int], folder: Path, text: texts.Text
+) -> list[Trainer]:
     """One for each seed and recipe; with --resume from its checkpoint, where it has one already."""
-    text, made = texts.load(options.data, standard_library=True), []
+    made = []
     for seed in seeds:
         for recipe in recipes:
             path = folder / f"{recipe}_{seed}_{options.nproc}.pt"
@@ -114,8 +131,8 @@ COLUMNS = {
 }
 # Measured: benchmarks/results/cpu_noamx_demo_control.json
 USUAL_NOISE = (
-    "Eight such pairs, at the sizes for a CPU without AMX, ended 0.5 % apart in the mean and up to "
-    "1.8 %: a gap of that size is no difference between recipes."
+    "Eight such pairs, after 160 steps on a CPU, ended 0.5 % apart in the mean and up to 1.8 %: a "
+    "gap of that size is no difference between recipes."
 )
 SPREAD = tuple(COLUMNS)[:4]  # what differs between seeds
 
@@ -183,14 +200,18 @@ def main(argv: list[str] | None = None) -> int:
         seeds = list(dict.fromkeys(args.seeds or [options.seed]))
         launches = options.nproc > processes()
         check_writable(args.out_dir / "demo.json", "--out-dir")
-        own = replace(options, nproc=1) if launches else options
-        team = trainers(own, recipes, seeds, args.out_dir)
+        text = texts.load(options.data, standard_library=True)
+        nproc = 1 if launches else options.nproc
+        if args.steps is None:
+            own = replace(options, nproc=nproc)
+            options = replace(options, steps=steps_in_time(own, recipes, len(seeds), text))
+        team = trainers(replace(options, nproc=nproc), recipes, seeds, args.out_dir, text)
     except (ValueError, OSError) as error:
         give_up("demo.py", error)
     finished = _train(team, options, args.out_dir, first_half=launches)
     if finished and launches:
         team.clear()
-        return launch(__file__, argv, options.nproc)
+        return launch(__file__, [*argv, "--steps", str(options.steps)], options.nproc)
     return 0 if finished else 130
 
 
@@ -204,7 +225,7 @@ def _train(team: list[Trainer], options: Options, folder: Path, first_half: bool
         if ranks.rank == 0:
             report(runs, options, folder, first_half)
     elif ranks.rank == 0:
-        print("stopped: continue with the same command and --resume")
+        print(f"stopped: continue with the same command and --resume --steps {options.steps}")
     ranks.close()
     return finished
 

@@ -47,15 +47,7 @@ from scripts.training import gpt, savings
 from scripts.training.ctrl_c import CtrlC, at_once
 from scripts.training.environment import NotWritten, check_writable, environment, write_json
 from scripts.training.half_products import HalfProducts
-from scripts.training.options import (
-    EPILOG,
-    Options,
-    give_up,
-    options_from,
-    parser,
-    processes,
-    row_of,
-)
+from scripts.training.options import EPILOG, Options, give_up, options_from, parser, processes
 from scripts.training.parallel import launch, leave, team_of
 
 BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.95), 0.1, 1.0  # Llama's (arXiv:2302.13971)
@@ -152,6 +144,17 @@ class Trainer:
     def tokens_per_second(self) -> float:
         """From the median step: the first ones warm up, and other programs may run too."""
         return self.options.batch * self.options.context / statistics.median(self.history.seconds)
+
+    def seconds_per_step(self) -> float:
+        """From a few steps, of a trainer that is not used after; with its share of validations."""
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            self._train_step()
+            seconds.append(time.perf_counter() - start)
+        validation = self.options.eval_batches / 3  # in steps: a forward is a third of one
+        share = validation / self.options.eval_interval
+        return self.team.mean(statistics.median(seconds[1:]) * (1 + share))[0]
 
     def summary(self) -> dict[str, Any]:
         return {
@@ -300,8 +303,12 @@ def progress(trainers: Sequence[Trainer]) -> "tqdm[Any]":
 
 def multiplies_slowly(options: Options) -> bool:
     """Whether bf16 products gain from the detour of `HalfProducts`; tiny ones would lose."""
+    if torch.device(options.device).type != "cpu" or options.compile:
+        return False
+    # `get_capabilities` is not in every torch this runs on; without it, expect little.
+    known = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     large = options.batch * options.context * options.width >= 2**16
-    return large and row_of(options.device) == "slow cpu" and not options.compile
+    return large and not known.get("amx_bf16")
 
 
 def schedule(step: int, steps: int) -> float:

@@ -12,7 +12,7 @@ are torch's always.
 
 **Gradients** are torch's own derivatives, at the values of the copy instead of the tensor:
 ``grad_x = f'(dequantize(cast(x))) * g``. Values that are cheap to recompute (mean and rstd of a
-norm, a sigmoid) is not saved. Elementwise ops call the aten kernels of torch's own backward.
+norm, a sigmoid) are not saved. Elementwise ops call the aten kernels of torch's own backward.
 
 Two ops are off by default. ``softmax`` saves its output; in attention that is written out, without
 dropout, the following product saves that output in full anyway, and the copy comes on top.

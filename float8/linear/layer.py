@@ -93,7 +93,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def to_float(self) -> nn.Linear:
         """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
         plain: nn.Linear = with_state_of(self, self.plain_type)
-        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES):
+        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES, "plain_type"):
             plain._modules.pop(name, None)
             plain.__dict__.pop(name, None)
         return plain
@@ -276,12 +276,6 @@ class Float8CastingLinear(Float8Linear):
         self = super().from_float(linear, config, fqn)
         self.plain_type = type(linear)  # type: ignore[misc]
         return self
-
-    def to_float(self) -> nn.Linear:
-        """The inverse of `from_float`, with the original type; parameters are shared."""
-        plain = super().to_float()
-        del plain.plain_type
-        return plain
 
     def forward(self, input: Tensor) -> Tensor:
         """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""

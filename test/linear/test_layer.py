@@ -20,12 +20,17 @@ from float8 import (
     Float8LinearConfig,
     Float8Tensor,
     GemmConfig,
+    LayerNormCast,
+    RMSNormCast,
     ScalingType,
+    SwiGLUCast,
     float8_linear,
     high_precision,
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
+from float8.linear.layer import Float8CastingLinear
+from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -313,3 +318,21 @@ def test_an_operand_in_float8_is_multiplied_as_it_is(operand):
     x, w = (t.dequantize() if isinstance(t, Float8Tensor) else t for t in (x, w))
     with high_precision(layer):
         assert_bitwise(layer(x), F.linear(x, w, layer.bias))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        *((Float8Linear, (16, 32)), (Float8CastingLinear, (16, 32))),
+        *((Float8UnitLinear, (16, 32)), (Float8UnitLinearReadout, (16, 32))),
+        *((RMSNormCast, (16,)), (LayerNormCast, (16,)), (SwiGLUCast, ())),
+    ],
+)
+def test_a_module_that_was_not_converted_runs_and_becomes_plain(kind, sizes):
+    module, x = kind(*sizes), torch.randn(5, 16)
+    plain = copy.deepcopy(module).to_float()
+    assert type(plain) is kind.plain_type
+    assert vars(plain).keys() - {"limit"} == vars(kind.plain_type(*sizes)).keys()
+    assert module(x).shape == plain(x).shape
+    with high_precision(module):
+        assert_bitwise(plain(x), module(x))

@@ -1,15 +1,17 @@
 """The demo trains every recipe in turns, resumes an interrupted run, and reports it."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
 from benchmarks.models import text as texts
-from scripts import demo
+from scripts import demo, train_gpt
 from scripts.training import curves
 
 TINY = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "16", "--batch", "2"]
@@ -61,6 +63,26 @@ def test_an_interrupted_demo_resumes_every_recipe_and_reports_it(
         cells = [f"{run['final_val_loss']:.4f}", f"{run['gap_to_bf16_percent']:+.2f}"]
         assert row.split()[1:3] == cells
     assert (tmp_path / "whole" / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("step_s", "steps"), [(5.0, 16), (10.0, 8), (1000.0, 1)])
+def test_it_takes_as_long_on_any_machine(
+    step_s: float, steps: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Two recipes, and validations of 2 / 3 of a step after every second one, in 220 seconds."""
+    ticks = itertools.count(0.0, step_s)  # the clock is read before and after each step
+    monkeypatch.setattr(train_gpt, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    arguments = [*TINY, "--data", str(data), "--out-dir", str(tmp_path)]
+    arguments += ["--recipes", "bf16", "tensorwise"]
+    assert demo.main(arguments) == 0
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert [len(run["train_loss"]) for run in report["runs"]] == [steps, steps]
+    assert report["options"]["steps"] == steps
+    assert f"{steps} steps of each recipe" in capsys.readouterr().out
+    monkeypatch.setattr(demo.CtrlC, "__call__", lambda _: True)
+    assert demo.main(arguments) == 130
+    assert f"same command and --resume --steps {steps}\n" in capsys.readouterr().out
 
 
 LOSSES = {

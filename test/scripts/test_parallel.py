@@ -83,7 +83,7 @@ def test_the_demo_under_torchrun_stops_at_ctrl_c_resumes_and_prints_both_runs(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 130, out
-    assert out.count("stopped: continue with the same command and --resume") == 1
+    assert out.count("stopped: continue with the same command and --resume --steps 60") == 1
     assert not (tmp_path / "demo.json").exists()
 
     assert demo.main([*arguments, "--resume"]) == 0

@@ -14,6 +14,8 @@ compared on one model. Importing this file registers the two types for conversio
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from float8.linear.autograd import Factors
@@ -22,16 +24,19 @@ from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.functional.products import linear_factors
-from float8.unit_scaling.modules.layers import ConstrainedLayer, Linear, LinearReadout
+from float8.unit_scaling.modules.layers import Linear, LinearReadout
 
 
-class Float8UnitLinear(ConstrainedLayer, Float8Linear):
+class Float8UnitLinear(Float8Linear, Linear):
     """A `float8.unit_scaling.Linear` whose three products run in float8.
 
     Parameters, their u-muP data, ``constraint`` and ``scale_power`` are those of the plain layer.
     """
 
     plain_type = Linear
+
+    def __getstate__(self) -> dict[str, Any]:
+        return Linear.__getstate__(self) | super().__getstate__()  # parameters' roles first
 
     def _factors(self, input: Tensor) -> Factors:
         return linear_factors(input, self.weight, self.constraint, self.scale_power)
@@ -40,11 +45,10 @@ class Float8UnitLinear(ConstrainedLayer, Float8Linear):
         return U.linear(input, self._plain_weight(), self.bias, self.constraint, self.scale_power)
 
 
-class Float8UnitLinearReadout(Float8UnitLinear):
+class Float8UnitLinearReadout(Float8UnitLinear, LinearReadout):
     """A `float8.unit_scaling.LinearReadout` whose three products run in float8."""
 
     plain_type = LinearReadout
-    scale_power = LinearReadout.scale_power
 
 
 for _float8 in (Float8UnitLinear, Float8UnitLinearReadout):
