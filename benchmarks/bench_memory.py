@@ -21,10 +21,10 @@ A block's activations are those of two blocks less those of one. "per GPU" share
 gradients and states among `--gpus` GPUs, as FSDP does, and nothing else: gathered weights (two
 blocks, as a rule) and what each GPU keeps of its own batch come unshared.
 
-With --device cuda or --timed the rows are measured, each in a process of its own: step times, and
-the peak (`measuring/alone.py`). ``tokens_in_80_gb`` is how many tokens of a step fit into 80 GB, if
-what weights, gradients and states do not take grows with them. ``torchao`` is its
-recipe tensorwise.
+With --timed, or on a GPU, the rows are measured, each in a process of its own, for they do not fit
+beside each other: step times, and the peak (`measuring/alone.py`). ``tokens_in_80_gb`` is how many
+tokens of a step fit into 80 GB, if what weights, gradients and states do not take grows with them.
+``torchao`` is its recipe tensorwise.
 
     python benchmarks/bench_memory.py -o memory.json
     python benchmarks/bench_memory.py --models llama2-7b --ways bf16 tensorwise+O2
@@ -206,7 +206,7 @@ def row_of(work: tuple[str, str], options: argparse.Namespace) -> list[Row]:
     sizes = replace(LLAMA[model], layers=options.blocks or LLAMA[model].layers)
     sizes = replace(sizes, batch=options.batch or sizes.batch)
     row: Row = {"layer": way, "mode": model, "blocks": sizes.layers}
-    if not (options.timed or torch.device(options.device).type == "cuda"):
+    if not options.timed:
         return [row | trace(way, sizes)]
     row |= alone(measure, way, sizes, options)
     if row.get("error", "").startswith("OutOfMemoryError"):
@@ -244,12 +244,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--blocks", type=harness.positive, help="as many as the model has")
     parser.add_argument("--batch", type=harness.positive, help="sequences of a step")
     parser.add_argument("--compiled", action="store_true", help="compile the blocks")
-    parser.add_argument("--timed", action="store_true", help="measure on a CPU, too")
+    parser.add_argument("--timed", action="store_true", help="measure, on a GPU if there is one")
     parser.add_argument("--gpus", type=harness.positive, default=4, help="that share a model")
     parser.add_argument("--quick", action="store_true", help="sizes that take no time")
     parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
-    parser.set_defaults(device="cpu")
+    parser.set_defaults(device=None)
     options = parser.parse_args(argv)
+    on_gpu = options.timed and torch.cuda.is_available()
+    options.device = options.device or ("cuda" if on_gpu else "cpu")
+    options.timed |= not harness.on_cpu(options)
     if BASELINE not in options.ways:
         parser.error(f"--ways: {BASELINE} is what the others are compared with; name it too")
     if options.quick:

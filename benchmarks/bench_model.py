@@ -12,16 +12,18 @@ All models share their parameters and take turns on the clock. Compiled is block
 done for long stacks: equal blocks share one graph. `SQNR` compares the models' outputs, in which
 the errors of all blocks add up.
 
-Peak memory is measured afterwards, each model alone in a process of its own: what is allocated
-during one step, which is parameters, their gradients, what is kept for backward, and temporary
-buffers. On a CPU it is the size of the process, the program included.
+Peak memory is measured after all times, each model alone in a process of its own (`--no-peak`
+leaves it out): what is allocated during one step, which is parameters, their gradients, what is
+kept for backward, and temporary buffers. On a CPU it is the size of the process, the program
+included.
 
     python benchmarks/bench_model.py --modes eager compiled -o model.json
     python benchmarks/bench_model.py --size tiny --recipes tensorwise
 
-`--split` profiles a step: its time by kind of kernel, and when the device is idle. `--fsdp` shards
-each block by FSDP2. `--size qwen3-moe` and `gpt-oss` are layers of Transformers. Recipes may have
-parts, such as ``tensorwise+fast`` (`measuring/contenders.py`).
+`--split` profiles a step: its time by kind of kernel, and when the device is idle. `--sharded`
+shards each block by FSDP2, or its layers and the sequences (TP); tokens are those of a rank.
+`--size qwen3-moe` and `gpt-oss` are layers of Transformers. Recipes may have parts, such as
+``tensorwise+fast`` (`measuring/contenders.py`).
 
 With ``--unit`` the model is unit-scaled, and recipe `unit`, which measures no scale, is compared:
 
@@ -34,18 +36,22 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -56,9 +62,17 @@ from benchmarks.measuring.step import Step, in_turns
 from benchmarks.models import published
 from benchmarks.models.published import PUBLISHED, PublishedLayer
 from benchmarks.models.transformer import LLAMA, Sizes, Stack, unit_stack
-from float8 import cached_weights
+from float8 import Float8ColwiseParallel, Float8RowwiseParallel, cached_weights
 
 UNIT = "unit"
+CUT, JOINED = (
+    partial(Float8ColwiseParallel, input_layouts=Shard(1)),
+    partial(Float8RowwiseParallel, output_layouts=Shard(1)),
+)
+TP: dict[str, Callable[[], Any]] = {
+    "attention.qkv": CUT, "attention.proj": JOINED,
+    "feed_forward.gate_up": CUT, "feed_forward.down": JOINED,
+}  # fmt: skip
 COLUMNS = report.columns(
     "mode layer ms min_ms max_ms tokens_s ratio ratio_to_unit gemm_ms attention_ms cast_ms "
     "other_ms idle_ms launches saved_mib peak_gib sqnr_db error",
@@ -83,7 +97,8 @@ class Operands(NamedTuple):
         else:
             plain = (unit_stack if options.unit else Stack)(sizes)
         plain = plain.to(options.device, torch.bfloat16)
-        batch = (sizes.batch, sizes.context, sizes.width)
+        ranks = dist.get_world_size() if options.sharded == "tp" else 1
+        batch = (sizes.batch, sizes.context // ranks, sizes.width)
         random = partial(torch.randn, device=options.device, dtype=torch.bfloat16)
         return cls(plain, random(batch, requires_grad=True), random(batch))
 
@@ -97,11 +112,20 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
 
 def step(name: str, mode: str, operands: Operands, options: argparse.Namespace) -> Step:
     """A training step of a contender, eager or compiled."""
-    plain = copy.deepcopy(operands.plain) if options.fsdp else operands.plain  # shards are its own
+    plain = copy.deepcopy(operands.plain) if options.sharded else operands.plain
     model = contenders.model_of(name, plain)
-    for block in [*model.children(), model] if options.fsdp else ():
-        fully_shard(block)
-    for block in model.children() if mode == "compiled" else ():
+    blocks = list(model.children())
+    if options.sharded == "fsdp":
+        model = nn.Sequential(model)  # torch 2.11 shards no root that is a list of blocks
+        for module in [*blocks, model]:
+            fully_shard(module)
+    elif options.sharded == "tp":
+        ranks = init_device_mesh(torch.device(options.device).type, (dist.get_world_size(),))
+        parallelize_module(model, ranks, {f"*.{name}": style() for name, style in TP.items()})
+        for block in blocks:
+            block.attention.heads //= ranks.size()
+            block.attention.kv_heads //= ranks.size()
+    for block in blocks if mode == "compiled" else ():
         block.compile(fullgraph=True, dynamic=False)
     cache = cached_weights(model).__enter__() if "cached" in name.split("+") else None
     return Step(model, model, operands.x, operands.grad_output, options.microbatches, cache)
@@ -114,21 +138,9 @@ def peak(name: str, mode: str, options: argparse.Namespace) -> Row:
     return {"peak_gib": peak_bytes(run, options.device) / 2**30}
 
 
-def measure(mode: str, options: argparse.Namespace) -> list[Row]:
-    """One row per contender: all timed in the same rounds, then the memory of each alone."""
-    start_group(options)
-    rows = timed(mode, options)
-    for row in rows:
-        if options.fsdp and dist.get_world_size() > 1:
-            continue  # one process has no part of the others' memory
-        if harness.is_late(options):
-            row.setdefault("error", "peak not measured, for lack of time")
-        elif "ms" in row:
-            row.update(alone(peak, row["layer"], mode, options))
-    return rows
-
-
 def timed(mode: str, options: argparse.Namespace) -> list[Row]:
+    """One row per contender, all timed in the same rounds."""
+    start_group(options)
     operands = Operands.random(options)
     names = contenders.names(options)
     makers = {name: partial(step, name, mode, operands, options) for name in names}
@@ -152,27 +164,28 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--size", choices=("8b", "tiny", *PUBLISHED), help=default)
     parser.add_argument("--blocks", type=harness.positive, help="default: what the size says")
     parser.add_argument("--split", action="store_true", help="where does the time go?")
+    parser.add_argument("--no-peak", dest="peak", action="store_false", help="no peak memory")
     parser.add_argument("--microbatches", type=harness.positive, default=1, help="of a step")
-    parser.add_argument("--fsdp", action="store_true", help="by FSDP2; also under torchrun")
+    parser.add_argument("--sharded", choices=("fsdp", "tp"), help="also under torchrun")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
-    options.peer = options.peer and not (options.unit or options.fsdp)
+    options.peer = options.peer and not (options.unit or options.sharded)
     options.size = options.size or ("tiny" if harness.on_cpu(options) else "8b")
     options.blocks = options.blocks or sizes_of(options).layers
     return options
 
 
 def start_group(options: argparse.Namespace) -> None:
-    """With ``--fsdp`` the process group: torchrun's, or one of this process alone."""
-    if not options.fsdp or dist.is_initialized():
+    """With ``--sharded`` the process group: torchrun's, or one of this process alone."""
+    if not options.sharded or dist.is_initialized():
         return
     backend = "gloo" if harness.on_cpu(options) else "nccl"
     harness.TARGET_S = 0.0  # all ranks make equally many calls
     if "RANK" in os.environ:
+        if not harness.on_cpu(options):
+            torch.cuda.set_device(int(os.environ["RANK"]))
         dist.init_process_group(backend)
         options.output = options.output if dist.get_rank() == 0 else None
-        if not harness.on_cpu(options):
-            torch.cuda.set_device(dist.get_rank())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -180,8 +193,21 @@ def start_group(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str]) -> int:
     """Measure the model; 1 if one of our recipes failed (a refusal is no failure)."""
     options = parse(argv)
-    measured = partial(measure, options=options)
-    return report.run("bench_model", argv, options, options.modes, measured, COLUMNS)
+    rows: dict[tuple[str, str], Row] = {}
+
+    def measure(work: tuple[str, str | None]) -> list[Row]:
+        mode, name = work
+        if name is None:
+            found = timed(mode, options)
+            rows.update({(mode, row["layer"]): row for row in found})
+            return found
+        if "ms" in rows[mode, name]:
+            rows[mode, name].update(alone(peak, name, mode, options))
+        return []  # the row is there
+
+    work: list[tuple[str, str | None]] = [(mode, None) for mode in options.modes]
+    work += itertools.product(options.modes, contenders.names(options) if options.peak else ())
+    return report.run("bench_model", argv, options, work, measure, COLUMNS)
 
 
 if __name__ == "__main__":

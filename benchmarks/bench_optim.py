@@ -66,11 +66,12 @@ COLUMNS = report.columns(
 
 def new_optimizer(name: str, options: argparse.Namespace, compiled: bool) -> torch.optim.Optimizer:
     """An optimizer of `OPTIONS`, or torch's, of random parameters that are the same for all."""
-    generator = torch.Generator().manual_seed(options.seed)
+    random = partial(torch.randn, device=options.device)
+    random = partial(random, generator=torch.Generator(options.device).manual_seed(options.seed))
     dtype = torch.bfloat16 if name == "bf16 stochastic" else torch.float32
     made = []
     for shape in options.shapes:
-        values, grad = torch.randn(2, *shape, generator=generator).to(options.device, dtype)
+        values, grad = random(2, *shape).to(dtype)
         made.append(values.mul_(0.02).requires_grad_())
         made[-1].grad = grad.mul_(1e-3)
     if name in TORCH:

@@ -3,7 +3,8 @@
 Two GPTs (`models/transformer.py`), `wide`, whose layers are large enough for float8 to gain, and
 `small`, are trained from the same weights on the same batches, bf16 first:
 
-    steps        as many as bf16 takes in ``--seconds``, after its first ones; the same for all
+    steps        as many as bf16 takes in ``--seconds``, after its first ones, or as the text has
+                 batches; the same for all
     loss         of held-out text at the end, in nats per byte; `curve` has (step, seconds, loss)
     gap %        how much greater it is than bf16's of the same seed. bf16 again, from another seed,
                  shows how large noise is
@@ -94,7 +95,8 @@ def train(run: Training, options: argparse.Namespace) -> Row:
     states = [p.detach().clone() for p in what.model.parameters()]
     trial = text.windows_in_turn(FIRST, seed=run.seed + 1, **shape)
     durations = [seconds_of(partial(_step, what, optimizer, pair)) for pair in trial]
-    steps = run.steps or max(LOOKS, int(run.seconds / statistics.median(durations)))
+    most = (len(text.train) - 1) // sizes.context // sizes.batch
+    steps = run.steps or min(most, max(LOOKS, int(run.seconds / statistics.median(durations))))
     with torch.no_grad():  # back to the start: the trial's steps are not part of the run
         for parameter, state in zip(what.model.parameters(), states, strict=True):
             parameter.copy_(state)
@@ -175,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["wide", "small"])
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), help="bf16 first")
     parser.add_argument("--seconds", type=harness.positive, default=60, help="of bf16's steps")
-    parser.add_argument("--held-out", type=harness.positive, default=2**20, metavar="BYTES")
+    parser.add_argument("--held-out", type=harness.positive, default=2**18, metavar="BYTES")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     parser.add_argument("--stop-after", type=harness.positive, metavar="SECONDS")
     options = parser.parse_args(argv)

@@ -1,6 +1,7 @@
 """Compare predictions of `float8.estimate` with measurements: others' and ours.
 
-Without a file, the rows of `published.json`, and the files of `MEASURED`. A row is
+Without a file, the rows of `published.json`, and the results of the queue (`gpu.py`) that
+`READERS` know. A row is
 
     layer            forward and backward of a linear layer, with the ops that are timed beside it
     gemm             one GEMM, grouped where its shape has experts
@@ -77,10 +78,10 @@ from float8.estimate.roofline import (
 
 COLUMNS = columns("source board kind what predicted measured off fits", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
-RESULTS = FILE.parent / "results" / "h100_2026-11-27"
-NAMES = ("linear", "casts", "matmul", "model", "grouped_mm", "grouped_mm_mixtral")
-MEASURED = tuple(RESULTS / f"bench_{name}.json" for name in NAMES)
-DENSE, CASTS, LAYERS, GROUPED, MODELS = "dense GEMMs", "casts", "layers", "grouped GEMMs", "models"
+RESULTS = FILE.parent / "results"
+KINDS = DENSE, CASTS, LAYERS, GROUPED, MODELS = (
+    "dense GEMMs", "casts", "layers", "grouped GEMMs", "models",
+)  # fmt: skip
 Row = dict[str, Any]
 Pair = tuple[str, str, float, float]  # kind, what, predicted, measured
 
@@ -121,17 +122,19 @@ class Check:
     def __str__(self) -> str:
         rows = [vars(row) | {"off": f"{row.error:+.0%}"} for row in self.rows]
         lines = [table(rows, COLUMNS), "x is a speed-up over bfloat16.", ""]
-        for kind in (*dict.fromkeys(row.kind for row in self.tests), None):
+        for kind in (*KINDS, None):
             errors = self.errors(kind)
             lines.append(
-                f"{kind or 'all'}: median error {median(errors or [0]):.1%} of {len(errors)} rows, "
-                f"largest {max(errors, default=0):.0%}"
+                f"{kind or 'all'}: median error {median(errors):.1%} of {len(errors)} rows, "
+                f"largest {max(errors):.0%}"
+                if errors
+                else f"{kind or 'all'}: not measured"
             )
         return "\n".join([*lines, f"{len(self.rows) - len(self.tests)} rows determined a rate"])
 
 
 def predicted_against_published(file: str | Path = FILE) -> Check:
-    """Every published row with its prediction, and those of `MEASURED`."""
+    """Every published row with its prediction, and those of `measured_files`."""
     published = json.loads(Path(file).read_text(encoding="utf-8"))
     boards = {row["board"]: board_of(row["board"]) for row in published["rows"]}
     rows = [
@@ -143,7 +146,17 @@ def predicted_against_published(file: str | Path = FILE) -> Check:
         )
         for row in published["rows"]
     ]
-    return Check([*rows, *(row for each in MEASURED for row in of_file(each))])
+    return Check([*rows, *(row for each in measured_files() for row in of_file(each))])
+
+
+def measured_files() -> list[Path]:
+    """The committed results of the queue, of every benchmark that `READERS` know."""
+    found = []
+    for index in sorted(RESULTS.glob("*/queue.json")):
+        for name, entry in json.loads(index.read_text(encoding="utf-8")).items():
+            found += [index.parent / file for file in entry.get("files", [f"{name}.json"])]
+    known = [file for file in found if file.exists()]
+    return [f for f in known if json.loads(f.read_text(encoding="utf-8"))["benchmark"] in READERS]
 
 
 def board_of(name: str) -> Device:
@@ -331,12 +344,15 @@ def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
 
 def _of_model(result: Row, device: Device) -> Iterator[Pair]:
     """Speed-ups of a stack of blocks, whose other ops take the same time in float8."""
-    size, rows = result["options"]["size"], result["rows"]
+    options, rows = result["options"], result["rows"]
+    plain = {"unit": "False", "sharded": "None", "microbatches": "1"}  # absent from older files
+    if options["size"] not in LLAMA or any(options.get(k, v) != v for k, v in plain.items()):
+        return
     for row in rows:
         name, mode = row["layer"], row["mode"]
         if name in RECIPES and "ratio" in row and _able(device, name):
             predicted = model_speedup(result, mode, name, device)
-            yield MODELS, f"{size} {mode} {name}, x", predicted, 1 / row["ratio"]
+            yield MODELS, f"{options['size']} {mode} {name}, x", predicted, 1 / row["ratio"]
 
 
 def model_speedup(result: Row, mode: str, recipe: str, device: Device) -> float:

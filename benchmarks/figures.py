@@ -112,15 +112,15 @@ def speedups() -> tuple[dict[str, float], dict[str, float], str]:
     """Of two compiled blocks over bf16, by recipe: measured, predicted; and the GPU's name."""
     entries, measured = gpu.newest(gpu.folders_of(None)), {"bf16": 1.0}
     known = sorted((entries[n] for n in BLOCKS if n in entries), key=lambda e: str(e["date"]))
-    for entry in known:
-        for name in entry["files"]:
-            found = json.loads((entry["folder"] / name).read_text(encoding="utf-8"))
-            for row in found["rows"]:
-                if row["mode"] == "compiled" and "ratio" in row:
-                    measured[row["layer"]] = 1 / row["ratio"]
+    known = [entry for entry in known if entry["device"] == known[-1]["device"]]
+    base: dict[str, Any] = {}
+    for found in (found for entry in known for found in gpu.results_of(entry).values()):
+        rows = [row for row in found["rows"] if row["mode"] == "compiled" and "ratio" in row]
+        measured |= {row["layer"]: 1 / row["ratio"] for row in rows}
+        base = found if rows else base
     device = find_device(next(word for word in known[-1]["device"].split() if word in DEVICES))
     names = [run for run in WAYS if run in RECIPES and run not in measured]
-    predicted = {n: check_estimate.model_speedup(found, "compiled", n, device) for n in names}
+    predicted = {n: check_estimate.model_speedup(base, "compiled", n, device) for n in names}
     return measured, predicted, device.name.split()[0]
 
 

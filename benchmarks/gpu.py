@@ -12,13 +12,15 @@ without its history will do. A result counts where it is: in ``OUT``, or committ
 ``benchmarks/results/``. `list` takes the newest on any GPU, `run` asks for this GPU's.
 
 `run` takes the first experiment that fits into the time that is left, and at the end the first
-whose rows it can begin; benchmarks write each row as it is measured. After every experiment
-``OUT/results.tar.gz`` holds all files, below 16 MiB.
+whose rows it can begin; benchmarks write each row as it is measured. What is cut off is begun
+again by the next call, and of its two results the longer one stays; `training` goes on. After
+every experiment ``OUT/results.tar.gz`` holds all files, below 16 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -45,8 +47,8 @@ from benchmarks.measuring.report import ROOT
 
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "measurements.md"
 INDEX, ARCHIVE, MOST_BYTES = "queue.json", "results.tar.gz", 16 * 2**20
-SHORTEST = 15  # seconds in which it is worth to begin an experiment that may not end
-SPARE = 5  # seconds to write the archive in
+SPARE = 6  # seconds to end an experiment and to write the archive in
+TOY_DEVICE = "a CPU, at toy size"
 Row = dict[str, Any]
 
 # --- the experiments
@@ -75,6 +77,8 @@ class Experiment:
         packages: that must be importable.
         gpus: how many it needs.
         on_amd: whether AMD GPUs run it: not the Triton kernels and grouped products.
+        part: seconds of its longest part, which is not begun if fewer are left.
+        resumes: whether a later call goes on with its rows.
     """
 
     name: str
@@ -87,6 +91,8 @@ class Experiment:
     packages: tuple[str, ...] = ()
     gpus: int = 1
     on_amd: bool = True
+    part: int = 30
+    resumes: bool = False
 
     @property
     def digest(self) -> str:
@@ -110,102 +116,122 @@ class Experiment:
 
 
 ONCE = "--device cpu --repeats 1 --warmup 1"
-BLOCKS = "bench_model.py --blocks 2 --repeats 5 --stop-after {seconds}"
-TOY = f"--size tiny --blocks 1 --modes eager {ONCE}"
+TIMED = "--repeats 5 --stop-after {seconds}"
+BLOCKS = f"bench_model.py --blocks 2 {TIMED}"  # with the peak of each contender, alone
+SPEED = f"{BLOCKS} --no-peak"
+TOY = f"--size tiny --blocks 1 --modes eager --no-peer {ONCE}"
 LINEAR = "bench_linear.py --repeats 10 --stop-after {seconds}"
-TOY_LINEAR = f"--shapes 32,64,48 --modes eager {ONCE}"
+TOY_LINEAR = f"--shapes 32,64,48 --modes eager --no-peer {ONCE}"
+EXPERTS = f"bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up {TIMED}"
+TOY_EXPERTS = f"--shapes 64,32,48,2 --no-peer {ONCE}"
+TOY_TRAINING = (
+    "--models toy --seconds 1 --held-out 4096 --eager --device cpu --contenders bf16 tensorwise"
+)
 GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
 MIXTURE = (*LAYER, *GROUPED, "float8/integrations/experts.py")
 NVIDIA: dict[str, Any] = {"on_amd": False}
+BLACKWELL: dict[str, Any] = {"on_amd": False, "capability": (10, 0)}
 PUBLISHED: dict[str, Any] = {"on_amd": False, "packages": ("transformers",)}
-# The first is worth most.
+RUNS: dict[str, Any] = {"part": 110, "resumes": True}
+# The first is worth most. Seconds are those with empty caches: a compiled contender of two blocks
+# takes 13, its peak 8.
 # fmt: off
 QUEUE = (
     Experiment(
-        "split", 60, LAYER, "Where does the time of two compiled blocks of Llama-3-8B go?",
-        f"{BLOCKS} --modes compiled --recipes tensorwise delayed --split", TOY),
+        "split", 75, LAYER, "Where does the time of two compiled blocks of Llama-3-8B go?",
+        f"{SPEED} --modes compiled --recipes tensorwise delayed --split", TOY),
     Experiment(
-        "training", 360, LAYER, "Does a training end at the loss of bf16, and how much sooner?",
-        "bench_training.py --stop-after {seconds}", "--models toy --seconds 1 --held-out 4096 "
-        "--eager --device cpu --contenders bf16 tensorwise"),
+        "training", 480, LAYER, "Does a wide GPT end at the loss of bf16, and how much sooner?",
+        "bench_training.py --models wide --stop-after {seconds}", TOY_TRAINING, **RUNS),
     Experiment(
-        "memory_and_speed", 60, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
+        "memory_and_speed", 180, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
         "Is a step of four blocks of Llama-2-7B both smaller and faster than in bf16?",
-        "bench_memory.py --device cuda --models llama2-7b --blocks 4 --batch 8 --compiled --ways "
+        "bench_memory.py --timed --models llama2-7b --blocks 4 --batch 8 --compiled --ways "
         "bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
         "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}",
-        "--device cpu --quick --timed --batch 2 --ways bf16 tensorwise+saved_activations"),
+        "--device cpu --quick --ways bf16 tensorwise+saved_activations"),
     Experiment(
         "experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums of gradients precise and fast?",
-        "bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up --recipes tensorwise "
-        "tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp blockwise --repeats 5 "
-        "--stop-after {seconds}", f"--shapes 64,32,48,2 {ONCE}", **NVIDIA),
+        f"{EXPERTS} --recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp "
+        "rowwise_with_gw_hp+fast blockwise", TOY_EXPERTS, **NVIDIA),
     Experiment(
-        "blocks", 60, LAYER, "How much faster are two blocks of Llama-3-8B, beside torchao's?",
+        "blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, beside torchao's?",
         f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise", TOY),
     Experiment(
-        "compiled_recipes", 40, LAYER, "What do two compiled blocks gain in the other recipes?",
-        f"{BLOCKS} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
+        "compiled_recipes", 75, LAYER, "What do two compiled blocks gain in the other recipes?",
+        f"{SPEED} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
         "rowwise+fast", TOY),
     Experiment(
-        "producers", 30, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
+        "producers", 70, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
         "Do norms and gates that return float8 pay in two blocks?",
-        f"{BLOCKS} --modes eager compiled --no-peer --recipes tensorwise tensorwise+fuse_norms "
-        "tensorwise+swiglu_cast", TOY),
+        f"{SPEED} --modes eager compiled --no-peer --recipes tensorwise tensorwise+fuse_norms "
+        "tensorwise+swiglu_cast tensorwise+fuse_norms+swiglu_cast", TOY),
     Experiment(
-        "small_layers", 40, LAYER, "From which width on does a layer gain?",
+        "small_layers", 60, LAYER, "From which width on does a layer gain?",
         f"{LINEAR} --shapes 16384,768,768 16384,1024,1024 16384,2048,2048 --modes eager compiled "
         "graphed --recipes tensorwise", TOY_LINEAR),
     Experiment(
-        "microbatches", 20, (*LAYER, "float8/linear/weight_cache.py"),
+        "microbatches", 55, (*LAYER, "float8/linear/weight_cache.py"),
         "What do weights that are cast once per step gain over four microbatches?",
-        f"{BLOCKS} --modes eager compiled --no-peer --microbatches 4 --recipes tensorwise "
-        "tensorwise+cached rowwise+cached", TOY),
+        f"{SPEED} --modes eager compiled --no-peer --microbatches 4 --recipes tensorwise "
+        "tensorwise+cached", TOY),
     Experiment(
-        "fsdp2", 25, GATHER, "What does FSDP2's gather in float8 cost or gain in one process?",
-        f"{BLOCKS} --no-peer --fsdp --recipes tensorwise tensorwise+gather", TOY),
+        "fsdp2", 50, GATHER, "What does FSDP2's gather in float8 cost or gain in one process?",
+        f"{BLOCKS} --sharded fsdp --recipes tensorwise tensorwise+gather", TOY),
     Experiment(
-        "qwen3_moe", 20, MIXTURE, "What does a layer of Qwen3-30B-A3B gain in Transformers?",
-        "bench_model.py --size qwen3-moe --no-peer --recipes tensorwise rowwise --repeats 5", ONCE,
-        **PUBLISHED),
+        "qwen3_moe", 45, MIXTURE, "What does a layer of Qwen3-30B-A3B gain in Transformers?",
+        f"bench_model.py --size qwen3-moe --no-peer --no-peak --recipes tensorwise rowwise {TIMED}",
+        ONCE, **PUBLISHED),
     Experiment(
-        "gpt_oss", 20, MIXTURE, "What does a layer of gpt-oss-20b gain in Transformers?",
-        "bench_model.py --size gpt-oss --no-peer --recipes tensorwise rowwise --repeats 5", ONCE,
-        **PUBLISHED),
+        "gpt_oss", 45, MIXTURE, "What does a layer of gpt-oss-20b gain in Transformers?",
+        f"bench_model.py --size gpt-oss --no-peer --no-peak --recipes tensorwise rowwise {TIMED}",
+        ONCE, **PUBLISHED),
     Experiment(
-        "layer", 45, LAYER, "How much faster is one layer, in every recipe?",
+        "layer", 60, LAYER, "How much faster is one layer, in every recipe?",
         f"{LINEAR} --shapes 70b.attn.wo --modes eager compiled --recipes tensorwise delayed static "
         "rowwise blockwise", TOY_LINEAR),
     Experiment(
-        "unit_scaled", 20, LAYER, "What does it cost to find scales, in a unit-scaled model?",
-        f"{BLOCKS} --unit --recipes tensorwise delayed unit", TOY),
+        "training_small", 600, LAYER, "Does a small GPT end at the loss of bf16, and how fast?",
+        "bench_training.py --models small --stop-after {seconds}", TOY_TRAINING, **RUNS),
+    Experiment(
+        "unit_scaled", 25, LAYER, "What does it cost to find scales, in a unit-scaled model?",
+        f"{SPEED} --unit --recipes tensorwise delayed unit", TOY),
     Experiment(
         "optimizer", 30, OPTIMIZER, "How long does an optimizer step take?",
         "bench_optim.py --layers 2 --modes eager --repeats 3 --warmup 1 --options float8 "
         "'float8 + float16' --stop-after {seconds}", "--quick --device cpu"),
     Experiment(
         "casts", 30, CASTS, "Are the casts as fast as memory?",
-        "bench_casts.py --shapes 16384,8192 --contenders kernel --repeats 5 --stop-after {seconds}",
+        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}",
         f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}", **NVIDIA),
     Experiment(
         "gemms", 30, GEMMS, "How much faster are the products alone?",
         "bench_matmul.py --repeats 10 --stop-after {seconds}", f"--shapes 32,64,48 {ONCE}"),
     Experiment(
-        "inspection", 25, (*LAYER, "float8/numerics/statistics.py"),
+        "inspection", 30, (*LAYER, "float8/numerics/statistics.py"),
         "What does it cost to inspect a training?",
         "bench_numerics.py --recipes tensorwise --repeats 3 -n 20 --stop-after {seconds}",
         f"--size cpu --batch 2 -n 2 {ONCE}"),
     Experiment(
-        "two_gpus", 60, GATHER, "What does the gather in float8 gain between two GPUs, over NCCL?",
-        "bench_model.py --blocks 2 --repeats 5 --no-peer --fsdp --recipes tensorwise "
+        "two_gpus", 60, GATHER, "What does FSDP2's gather in float8 gain between two GPUs?",
+        "bench_model.py --blocks 2 --repeats 5 --no-peak --sharded fsdp --recipes tensorwise "
         "tensorwise+gather", TOY, gpus=2),
     Experiment(
-        "as_mx", 40, (*GEMMS, f"{GPU}/expand_scales.py"),
+        "two_gpus_tp", 60, (*LAYER, "float8/distributed/parallel_linear.py"),
+        "What do layers that two GPUs share, and their gather in float8, gain?",
+        "bench_model.py --blocks 2 --repeats 5 --no-peak --sharded tp --recipes tensorwise", TOY,
+        gpus=2),
+    Experiment(
+        "as_mx", 90, (*GEMMS, f"{GPU}/expand_scales.py"),
         "Are scales that are powers of two faster as MX products, on Blackwell?",
-        f"{LINEAR} --shapes 70b.attn.wo --no-peer --modes eager compiled --recipes rowwise "
-        "rowwise+unrounded blockwise blockwise+unrounded mxfp8", TOY_LINEAR, capability=(10, 0),
-        **NVIDIA),
+        f"{SPEED} --modes compiled --no-peer --split --recipes rowwise rowwise+unrounded blockwise "
+        "blockwise+unrounded mxfp8", TOY, **BLACKWELL),
+    Experiment(
+        "grouped_mx", 60, (*LAYER, *GROUPED, f"{GPU}/expand_scales.py"),
+        "Which experts gain on Blackwell, in MX formats and with scales as MX?",
+        f"{EXPERTS} --no-peer --recipes rowwise rowwise+unrounded blockwise mxfp8", TOY_EXPERTS,
+        **BLACKWELL),
 )
 # fmt: on
 
@@ -274,87 +300,133 @@ def show_queue(options: argparse.Namespace) -> int:
 
 def todo(options: argparse.Namespace, device: str) -> list[Experiment]:
     """What is to run here, by worth."""
-    chosen = [each for each in QUEUE if each.name in (options.only or [each.name])]
-    if options.toy:
-        return chosen
-    entries = newest(folders_of(options.output), device)
-    able = []
-    for each in chosen:
-        state = state_of(each, entries.get(each.name))
-        own = index_of(options.output).get(each.name, {})
-        if (reason := each.lacks) is not None:
+    entries, here, able = newest(folders_of(options.output), device), index_of(options.output), []
+    for each in QUEUE:
+        if options.only and each.name not in options.only:
+            continue
+        own, ended = here.get(each.name, {}), ("passed", "failed")
+        is_done = own.get("digest") == each.digest and own["device"] == device
+        if not options.toy and (reason := each.lacks) is not None:
             print(f"{each.name}: left out, {reason}", flush=True)
-        elif own.get("digest") == each.digest and own["ended"] in ("passed", "failed"):
+        elif options.again and options.only:
+            able.append(each)
+        elif is_done and own["ended"] in ended:
             continue  # by an earlier call with this folder
-        elif options.again or not state.startswith("measured"):
+        elif options.again or not state_of(each, entries.get(each.name)).startswith("measured"):
             able.append(each)
     return able
 
 
 def run(options: argparse.Namespace) -> int:
     """Run experiments until the time ends; 1 if one failed."""
-    begin, device = time.monotonic(), report.device_name("cpu" if options.toy else "cuda")
+    begin, device = time.monotonic(), TOY_DEVICE if options.toy else report.device_name("cuda")
     options.output.mkdir(parents=True, exist_ok=True)
     waiting, failed = todo(options, device), []
 
     def left() -> float:
         return float(options.seconds - SPARE - (time.monotonic() - begin))
 
-    while waiting and left() >= SHORTEST:
-        # In the order of worth what fits; in the end what can be begun.
-        chosen = next((each for each in waiting if each.seconds <= left()), waiting[0])
-        waiting.remove(chosen)
-        ended = execute(chosen, options, left())
-        failed += [chosen.name] if ended == "failed" else []
+    try:
+        while waiting:
+            # In the order of worth what fits; in the end what can be begun.
+            fits = (e for e in waiting if left() >= (e.part if e.resumes else e.seconds))
+            begins = (e for e in waiting if left() >= e.part)
+            if (chosen := next(fits, next(begins, None))) is None:
+                break
+            waiting.remove(chosen)
+            if execute(chosen, options, device, left()) == "failed":
+                failed.append(chosen.name)
+    finally:  # of an interrupted call, too
+        pack(options.output)
     if waiting:
         print(f"no time left for {', '.join(each.name for each in waiting)}")
     print(f"failed: {', '.join(failed)}" if failed else "none failed")
     return int(bool(failed))
 
 
-def execute(experiment: Experiment, options: argparse.Namespace, left: float) -> str:
+def execute(experiment: Experiment, options: argparse.Namespace, device: str, left: float) -> str:
     """Run one experiment for as long as there is time, and note in the index how it ended."""
     out, name, begin = options.output, experiment.name, time.monotonic()
     limit = min(left, 2 * experiment.seconds)
     command = f"{experiment.command} {experiment.toy if options.toy else ''}"
-    file, *words = shlex.split(command.replace("{seconds}", str(max(1, int(limit) - SPARE))))
+    command = command.replace("{seconds}", str(max(1, int(limit) - experiment.part)))
+    file, *words = shlex.split(command)
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(experiment.gpus)]
     words = [f"benchmarks/{file}", *words, "-o", str(out / f"{name}.json")]
     words = [sys.executable, *(ranks if experiment.gpus > 1 else ()), *words]
+
+    def note(ended: str) -> None:
+        where = report.environment("cpu" if options.toy else "cuda")
+        entry = {key: where[key] for key in ("date", "commit", "dirty")} | {"device": device}
+        entry |= {"ended": ended, "seconds": round(time.monotonic() - begin)}
+        entry["digest"] = experiment.digest
+        text = json.dumps(index_of(out) | {name: entry}, indent=1)
+        replace_text(out / INDEX, text + "\n")
+
+    is_same = index_of(out).get(name, {}).get("digest") == experiment.digest
+    keep_longer(out, name, is_same)
+    note("cut off")  # stays, if this process is killed
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
             words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            ended = "failed" if process.wait(limit) else "passed"
+            status = process.wait(limit)
+            ended = {0: "passed", report.LATE: "cut off"}.get(status, "failed")
         except subprocess.TimeoutExpired:
             ended = "cut off"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    took = time.monotonic() - begin
-    where = report.environment("cpu" if options.toy else "cuda")
-    entry = {key: where[key] for key in ("date", "commit", "dirty", "device")}
-    entry |= {"ended": ended, "seconds": round(took), "digest": experiment.digest}
-    index = index_of(out) | {name: entry}
-    (out / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        finally:
+            stop(process)
+    keep_longer(out, name, False)
+    note(ended)
     pack(out)
-    print(f"== {name}: {ended} after {took:.0f} s", flush=True)
-    print(
-        *(out / f"{name}.log").read_text(errors="replace").splitlines()[-40:], sep="\n", flush=True
-    )
+    print(f"== {name}: {ended} after {time.monotonic() - begin:.0f} s", flush=True)
+    lines = (out / f"{name}.log").read_text(errors="replace").splitlines()
+    print(*lines[-40:], sep="\n", flush=True)
     return ended
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group; torchrun hands SIGTERM on to its own ones."""
+    for each in (signal.SIGTERM, signal.SIGKILL):
+        if process.poll() is None:
+            os.killpg(process.pid, each)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SPARE / 2)
+
+
+def keep_longer(out: Path, name: str, again: bool) -> None:
+    """Restore an earlier result that has more rows; with ``again`` keep this one for that."""
+    result, earlier = out / f"{name}.json", out / f"{name}.earlier.json"
+    if earlier.exists() and measured_rows(earlier) > measured_rows(result):
+        earlier.replace(result)
+    earlier.unlink(missing_ok=True)
+    if again and result.exists():
+        replace_text(earlier, result.read_text(encoding="utf-8"))
+
+
+def measured_rows(file: Path) -> int:
+    rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    return sum("ms" in row or "error" not in row for row in rows)
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that it is whole at any moment."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def pack(out: Path) -> None:
     """Write the archive: all files; if that is too large, the index and the smallest ones."""
-    files = [file for file in out.iterdir() if file.is_file() and file.name != ARCHIVE]
+    files = [f for f in out.iterdir() if f.is_file() and f.suffix not in (".gz", ".part")]
     files.sort(key=lambda file: (file.name != INDEX, file.stat().st_size))
-    part = out.parent / f"{out.name}.{ARCHIVE}"
+    part = out / f"{ARCHIVE}.part"
     while True:
         with tarfile.open(part, "w:gz") as archive:
             for file in files:
                 archive.add(file, file.name)
-        if part.stat().st_size < MOST_BYTES:
+        if part.stat().st_size < MOST_BYTES or not files:
             break
         files.pop()
     part.replace(out / ARCHIVE)
@@ -390,20 +462,24 @@ def report_page(options: argparse.Namespace) -> int:
 def tables() -> str:
     """A table for each question with a result, the newest first; the questions that have none."""
     entries = newest(folders_of(None))
-    known = [each for each in QUEUE if entries.get(each.name, {}).get("ended") == "passed"]
+    known = [each for each in QUEUE if results_of(entries.get(each.name))]
     known.sort(key=lambda each: str(entries[each.name]["date"]), reverse=True)
     parts = [section(each, entries[each.name]) for each in known if each.name not in OFF_PAGE]
     open_ = "".join(f"- {each.decides} (`{each.name}`)\n" for each in QUEUE if each not in known)
     return "\n".join([*parts, "**Not measured yet:**\n", open_])
 
 
+def results_of(entry: Row | None) -> dict[Path, Row]:
+    """The files of an entry with what was measured, also of one that failed or was cut off."""
+    files = [entry["folder"] / name for name in entry["files"]] if entry else []
+    return {f: json.loads(f.read_text(encoding="utf-8")) for f in files if measured_rows(f)}
+
+
 def section(experiment: Experiment, entry: Row) -> str:
     """The question, what was measured on, and a table of each file."""
-    lines = []
-    for name in entry["files"]:
-        file: Path = entry["folder"] / name
-        result = json.loads(file.read_text(encoding="utf-8"))
-        rows = [row for row in result["rows"] if "error" not in row]
+    lines, ended = [], "" if entry["ended"] == "passed" else f", {entry['ended']}"
+    for file, result in results_of(entry).items():
+        rows = [row for row in result["rows"] if "ms" in row or "error" not in row]
         for row, speedup in speedups(file, rows) if entry["digest"] else ():
             row["predicted"] = 1 / speedup
         columns = {
@@ -414,8 +490,8 @@ def section(experiment: Experiment, entry: Row) -> str:
         same = [k for k in columns if len({row.get(k) for row in rows}) == 1 < len(rows)]
         same = [key for key in same if isinstance(rows[0][key], str)]  # said once
         what = "".join(f"{rows[0][key]}, " for key in same)
-        path = os.path.relpath(file, PAGE.parent)
-        lines += ["", f"{what}{entry['device']} at {entry['commit'][:8]} ([file]({path})):", ""]
+        where = f"{entry['device']} at {entry['commit'][:8]}{ended}"
+        lines += ["", f"{what}{where} ([file]({os.path.relpath(file, PAGE.parent)})):", ""]
         lines += markdown(rows, {key: columns[key] for key in columns if key not in same})
     return "\n".join([f"**{experiment.decides}** (`{experiment.name}`)", *lines, ""])
 
@@ -463,4 +539,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the experiment, as an interrupt
     sys.exit(main(sys.argv[1:]))

@@ -33,6 +33,7 @@ Row = dict[str, Any]
 Timer = Callable[[Callable[[], object], int], float]
 
 TARGET_S = 0.02
+LATE = "not measured, for lack of time"
 
 
 def host_timer(now: Callable[[], float] = time.perf_counter) -> Timer:
@@ -84,7 +85,7 @@ def runnable(
     errors: dict[str, Row] = {}
     for name, make in makers.items():
         if able and late():
-            errors[name] = {"error": "not measured, for lack of time", "refused": True}
+            errors[name] = {"error": LATE, "refused": True}
             continue
         try:
             candidate = make()

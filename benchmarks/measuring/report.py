@@ -31,6 +31,7 @@ T = TypeVar("T")
 Columns = Mapping[str, tuple[str, str]]  # a row's key -> its header and its number format
 
 PEER = "torchao "
+LATE = 3  # exit status of a benchmark that lacked time for some of its rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -167,20 +168,23 @@ def run(
         earlier: rows of a file that is continued.
 
     Returns:
-        1 if a row failed that is no peer's; a refusal is no failure.
+        1 if a row failed that is no peer's; a refusal is no failure. `LATE` if time was short.
     """
     rows: list[Row] = [*earlier]
+    is_late = False
     try:
         for index, item in enumerate(work):
-            if index and harness.is_late(options):
-                print(f"not measured, for lack of time: {', '.join(map(str, work[index:]))}")
+            if is_late := bool(index and harness.is_late(options)):
+                print(f"{harness.LATE}: {', '.join(map(str, work[index:]))}")
                 break
             rows += measure(item)
             write(name, argv, options, rows, columns)
     finally:
         show(write(name, argv, options, rows, columns, targets(rows)))
     ours = [row for row in rows if not str(row.get("layer", "")).startswith(PEER)]
-    return int(any(not row.get("refused", True) for row in ours))
+    if any(not row.get("refused", True) for row in ours):
+        return 1
+    return LATE if is_late or any(row.get("error") == harness.LATE for row in rows) else 0
 
 
 def show(report: Row) -> None:

@@ -14,7 +14,8 @@ import argparse
 import json
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from float8.estimate.roofline import Use, passes_of_layer
 from float8.linear.weight_cache import WeightCache
 
 MODES = ("eager", "compiled", "graphed")
+MOST_KERNELS = 40  # of a step, that a row names
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
 
 
@@ -99,8 +101,8 @@ def saved_bytes(step: Step) -> int:
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        for storage in (plain.untyped_storage() for plain in memory.plain_tensors(tensor)):
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor.detach()  # an op that saves its own output would never free it
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
@@ -111,61 +113,65 @@ def saved_bytes(step: Step) -> int:
     return sum(kept.values())
 
 
-def launches(step: Callable[[], object], device: str) -> int | None:
-    """How many kernels, copies and fills one step puts on the stream; None without a stream."""
-    if torch.device(device).type != "cuda":
-        return None
-    torch.cuda.synchronize()
-    cuda = [torch.profiler.ProfilerActivity.CUDA]
+def traced(step: Callable[[], object], device: str) -> list[Row]:
+    """The kernels, copies and fills that one step puts on the stream; on a CPU its ops, nested."""
+    on_cuda = torch.device(device).type == "cuda"
+    activity = torch.profiler.ProfilerActivity
+    wait: Callable[[], object] = torch.cuda.synchronize if on_cuda else lambda: None
+    wait()
     # Without acc_events torch 2.11 warns that events of earlier cycles are dropped.
-    with torch.profiler.profile(activities=cuda, acc_events=True) as profile:
+    with torch.profiler.profile(
+        activities=[activity.CUDA if on_cuda else activity.CPU], acc_events=True
+    ) as profile:
         step()
-        torch.cuda.synchronize()
+        wait()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
-        return launches_in(trace)
+        return events_in(trace, ON_THE_STREAM if on_cuda else ("cpu_op",))
 
 
-def launches_in(trace: Path) -> int:
-    """The same from a trace in Chrome's format, which includes events of the host."""
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    return sum(event.get("cat") in ON_THE_STREAM for event in events)
+def events_in(trace: Path, categories: Collection[str] = ON_THE_STREAM) -> list[Row]:
+    """Those of a trace in Chrome's format, which includes events of the host."""
+    events: list[Row] = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return [event for event in events if event.get("cat") in categories]
 
 
-# Kinds of a step's time, and what the names of their kernels (on a CPU, ops) contain. torchao's
-# casts are kernels of inductor, which names a kernel after its ops.
+# Kinds of a step's time, and what the names of their kernels (on a CPU, ops) contain; the first
+# that fits counts. Inductor names a kernel after its ops, and may name it after a product or
+# attention that it only prepares: among its kernels are casts of torchao's, perhaps fused with
+# their producer, and what is left, no GEMM. All of float8's are casts but its GEMMs, `_kernel`.
 KINDS = {
+    "cast_ms": r"^_\w+_kernel|^triton_(poi|red|per)\w*_(amax|abs|clamp)(_|$)|^float8::",
+    "other_ms": r"^triton_(poi|red|per)",
     "attention_ms": r"flash|fmha|attention|cudnn",
-    "cast_ms": r"_tiles_kernel|_rows_kernel|_lines_kernel|_amax_kernel|_cast|transpose_kernel|"
-    r"float8::(amax|cast)|triton_.*(amax|clamp)",
-    "gemm_ms": r"gemm|nvjet|cutlass|_mm|xmma|aten::(mm|linear)",
+    "gemm_ms": r"^_kernel|gemm|gemv|nvjet|cutlass|xmma|cublas|splitK|triton_tem|_mm|aten::mm",
 }
 
 
-def split_time(step: Callable[[], object], ms: float, device: str) -> Row:
+def kind_of(kernel: str) -> str:
+    """The key of `KINDS` of a kernel, by its name."""
+    return next((kind for kind, words in KINDS.items() if re.search(words, kernel)), "other_ms")
+
+
+def split_time(events: Sequence[Row], ms: float) -> Row:
     """The milliseconds of one step by kind; ``ms`` is its time without the profiler."""
-    on_cuda = torch.device(device).type == "cuda"
-    activities = torch.profiler.ProfilerActivity
-    kind = activities.CUDA if on_cuda else activities.CPU
-    with torch.profiler.profile(activities=[kind], acc_events=True) as profile:
-        step()
-        if on_cuda:
-            torch.cuda.synchronize()
-    found: Row = {**dict.fromkeys((*KINDS, "other_ms"), 0.0)}
-    for event in profile.key_averages():
-        took = (event.self_device_time_total if on_cuda else event.self_cpu_time_total) / 1e3
-        names = (name for name, words in KINDS.items() if re.search(words, event.key))
-        found[next(names, "other_ms")] += took
-    return {**found, "idle_ms": max(0.0, ms - sum(found.values()))}
+    found: Row = dict.fromkeys(KINDS, 0.0)
+    for event in events:
+        found[kind_of(event["name"])] += event["dur"] / 1e3
+    largest = Counter[str]()
+    for event in events:
+        largest[event["name"]] += event["dur"]
+    top = {name: us / 1e3 for name, us in largest.most_common(MOST_KERNELS)}
+    return {**found, "idle_ms": max(0.0, ms - sum(found.values())), "kernels_ms": top}
 
 
-def compare(step: Step, baseline: Step, device: str) -> Row:
+def compare(step: Step, baseline: Step, options: argparse.Namespace) -> Row:
     """The bytes that a step saves, its launches, and its output's SQNR to the baseline's."""
     saved = saved_bytes(step)
     row: Row = {"saved_mib": saved / 2**20, "saved_ratio": saved / saved_bytes(baseline)}
-    if (launched := launches(step, device)) is not None:
-        row["launches"] = launched
+    if not harness.on_cpu(options):
+        row["launches"] = len(traced(step, options.device))
     if step is not baseline:
         row["sqnr_db"] = sqnr_db(*(each.run(step.x).detach() for each in (baseline, step)))
     return row
@@ -179,7 +185,8 @@ def in_turns(
 ) -> list[Row]:
     """A row per candidate, timed in turns; the first is the baseline.
 
-    Candidates that are a `Step` are compared with it, too, and with ``split`` profiled.
+    Candidates that are a `Step` are compared with it, too, and with ``split`` profiled. Those by
+    CUDA graphs are not: an output is overwritten by the next run.
     """
     rows: list[Row] = []
     with torch._dynamo.config.patch(recompile_limit=64):  # all share the code of nn.Module's call
@@ -189,10 +196,10 @@ def in_turns(
         for name in makers:
             rows.append({**row, "layer": name, **rounds.row(name, first)})
             mine = rounds.runs.get(name)
-            if isinstance(mine, Step) and isinstance(base, Step):
-                rows[-1] |= compare(mine, base, options.device)
+            if isinstance(mine, Step) and isinstance(base, Step) and row.get("mode") != "graphed":
+                rows[-1] |= compare(mine, base, options)
                 if split:
-                    rows[-1] |= split_time(mine, rows[-1]["ms"], options.device)
+                    rows[-1] |= split_time(traced(mine, options.device), rows[-1]["ms"])
     return rows
 
 

@@ -1,8 +1,9 @@
 """Decoder layers of Transformers, whole: a layer of Qwen3-30B-A3B and one of gpt-oss-20b.
 
-`PublishedLayer` calls the layer as its model does, with causal attention and rotary positions:
-(B, T, C) -> (B, T, C). The sizes are Transformers' defaults of the two configs, which are those of
-the published models (gpt-oss with 32 experts); `toy` has few small experts.
+`PublishedLayer` calls the layer as its model does, with rotary positions, and causal attention but
+for gpt-oss's eager one, which gets no mask and takes the same time: (B, T, C) -> (B, T, C). The
+sizes are Transformers' defaults of the two configs, which are those of the published models
+(gpt-oss with 32 experts); `toy` has few small experts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SOURCES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 PUBLISHED = {
     "qwen3-moe": Sizes(1, 2048, 32, 4096, 4, batch=2),
-    "gpt-oss": Sizes(1, 2880, 45, 4096, 9, batch=2),
+    "gpt-oss": Sizes(1, 2880, 45, 2048, 9, batch=4),
 }
 _TOY = {"hidden_size": 128, "intermediate_size": 64, "head_dim": 32, "num_attention_heads": 4,
         "num_key_value_heads": 2, "moe_intermediate_size": 64, "num_experts": 4,

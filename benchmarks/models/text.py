@@ -90,7 +90,7 @@ def _split(root: Path, paths: Iterable[Path], skipped: set[str], largest: int | 
     seen: set[bytes] = set()
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root)
-        is_left_out = path.is_dir() or (largest is not None and path.stat().st_size > largest)
+        is_left_out = not path.is_file() or (largest is not None and path.stat().st_size > largest)
         if is_left_out or skipped & set(name.parts):
             continue
         text = path.read_bytes()

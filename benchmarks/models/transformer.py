@@ -98,6 +98,7 @@ class Attention(nn.Module):
         split = qkv_BTHD.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q_BHTD, k_BGTD, v_BGTD = (z.transpose(1, 2) for z in split)
         if rotary is not None:
+            rotary = rotary[:, : q_BHTD.shape[2]]
             q_BHTD, k_BGTD = rotate(q_BHTD, rotary), rotate(k_BGTD, rotary)
         v_BGTD = v_BGTD.contiguous()  # a view would keep all three for backward
         y_BHTD = F.scaled_dot_product_attention(
@@ -166,9 +167,8 @@ class Stack(nn.ModuleList):
         self.register_buffer("rotary", None if sizes.gpt2 else table, persistent=False)
 
     def forward(self, h_BTC: Tensor) -> Tensor:
-        rotary = None if self.rotary is None else self.rotary[:, : h_BTC.shape[1]]
         for block in self:
-            h_BTC = block(h_BTC, rotary)
+            h_BTC = block(h_BTC, self.rotary)
         return h_BTC
 
 
