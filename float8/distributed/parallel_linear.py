@@ -13,6 +13,7 @@ In high precision the layer runs the code of torch's own styles.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,6 +203,17 @@ def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
 # --- the layers
 
 
+def warn_of_high_precision() -> None:
+    """Warn, once, that a module with a float8 style has no layer in float8."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(
+            "Float8ColwiseParallel, Float8RowwiseParallel or PrepareFloat8ModuleInput runs in high "
+            "precision, because layers are not converted: call convert_to_float8_training(model), "
+            "and give layers that it leaves out torch's own styles",
+            stacklevel=3,
+        )
+
+
 class ParallelLinear(nn.Linear):
     """A parallelized ``nn.Linear`` in high precision, equal to torch's own styles."""
 
@@ -209,6 +221,7 @@ class ParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``, of local tensors or DTensors."""
+        warn_of_high_precision()
         return _in_high_precision(self, input)
 
     def extra_repr(self) -> str:
