@@ -204,14 +204,16 @@ def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def warn_of_high_precision() -> None:
-    """Warn, once, that a module with a float8 style has no layer in float8."""
-    if not torch.compiler.is_compiling():
-        warnings.warn(
-            "Float8ColwiseParallel, Float8RowwiseParallel or PrepareFloat8ModuleInput runs in high "
-            "precision, because layers are not converted: call convert_to_float8_training(model), "
-            "and give layers that it leaves out torch's own styles",
-            stacklevel=3,
-        )
+    """Warn that a module with a float8 style has no layer in float8."""
+    warnings.warn(
+        "Float8ColwiseParallel, Float8RowwiseParallel or PrepareFloat8ModuleInput runs in high "
+        "precision, because layers are not converted: call convert_to_float8_training(model), "
+        "and give layers that it leaves out torch's own styles",
+        stacklevel=3,
+    )
+
+
+warn_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class ParallelLinear(nn.Linear):

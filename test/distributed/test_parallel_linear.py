@@ -63,9 +63,10 @@ def test_a_converted_layer_stays_the_same_object_and_keeps_its_state_dict_keys(m
     assert copied[0].layout is layer.layout and copied[0].weight is not layer.weight
 
 
+@pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("style", ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"])
-def test_a_style_without_a_conversion_warns(mesh, style):
-    """Once, as Python's filter does; layers that are converted do not."""
+def test_a_style_without_a_conversion_warns(mesh, style, compiles):
+    """Once, by Python's filter; layers that are converted do not."""
     model = nn.Sequential(nn.Linear(32, 64))
     whole = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
     plan = {
@@ -74,9 +75,10 @@ def test_a_style_without_a_conversion_warns(mesh, style):
     }
     parallelize_module(model, mesh, plan[style])
     x = torch.randn(16, 32)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("default")
-        model(x), model(x)
+        run(x), run(x)
     (warning,) = warned
     assert style in str(warning.message)
     assert "call convert_to_float8_training(model)" in str(warning.message)
