@@ -71,10 +71,6 @@ class Layout:
         """The placement in which the GEMM reads an input."""
         return Replicate() if self.is_colwise else Shard(input.dim() - 1)
 
-    def placement_of(self, input: Tensor) -> Placement:
-        """The placement in which an input is given."""
-        return input.placements[0] if isinstance(input, DTensor) else self.given
-
 
 # --- parts of tensors
 
@@ -245,7 +241,7 @@ class Float8ParallelLinear(Float8Linear):
         `Float8Linear`, and also refuses an input on another mesh.
         """
         if self.high_precision:
-            return self._plain_forward(input)
+            return _in_high_precision(self, input)
         if not torch.compiler.is_compiling():
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
@@ -313,8 +309,9 @@ class Float8ParallelLinear(Float8Linear):
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
         layout = self.layout
+        given = input.placements[0] if isinstance(input, DTensor) else layout.given
         states = self._states_of_parts(
-            input=layout.placement_of(input).is_shard() or not layout.is_colwise,
+            input=given.is_shard() or not layout.is_colwise,
             grad_output=layout.output.is_shard() or layout.is_colwise,
         )
         return local(input) if layout.is_colwise else self._read(input), local(self.weight), states
@@ -340,9 +337,6 @@ class Float8ParallelLinear(Float8Linear):
     def extra_repr(self) -> str:
         """As `Float8Linear`, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
-
-    def _plain_forward(self, input: Tensor) -> Tensor:
-        return _in_high_precision(self, input)
 
 
 def local(x: Any) -> Tensor:
