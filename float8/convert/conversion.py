@@ -320,7 +320,12 @@ def odd_sizes(module: nn.Module, config: Float8LinearConfig) -> str | None:
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:
     """The reason why replacing the module would not change what runs, or None."""
-    if "forward" in module.__dict__:
+    if (forward := module.__dict__.get("forward")) is not None:
+        if str(getattr(forward, "__module__", "")).startswith("transformers.distributed"):
+            return (
+                "Transformers' tp_plan, which is not supported, replaced its forward: load without "
+                "it, convert, then parallelize_module with Float8ColwiseParallel and others"
+            )
         return "its forward was replaced by a function that would still run; convert it before that"
     if module._compiled_call_impl is not None or fqn.rpartition(".")[2] == "_orig_mod":
         return "it was compiled on its own and its graph would still run; convert, then compile"

@@ -26,6 +26,7 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
+from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
@@ -188,6 +189,18 @@ class Float8Tensor(Tensor):
     ) -> Float8Tensor:
         block, dtype = meta
         return Float8Tensor(inner["float8_data"], inner["scale"], block, dtype, inner.get("data_t"))
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """Raise an error: the gradient of a float8 result cannot enter a compiled graph.
+
+        torch.compile calls this for each result that requires grad. It traces a backward with
+        gradients of the type of the results, and gradients of a float8 result are not float8.
+        """
+        raise NotImplementedError(
+            f"{innermost_module() or 'Float8Tensor'}: a float8 tensor that requires grad leaves a "
+            "compiled graph. Compile the caller of this module, so that what makes the tensor "
+            "(PrepareFloat8ModuleInput, a fused norm) and what reads it are in one graph"
+        )
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk, of everything that its graphs depend on."""

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 
 import pytest
@@ -57,6 +58,19 @@ def test_a_pattern_matches_layers_that_were_converted_before():
     converted = convert_to_float8_training(model(64), module_filter_fn=skip)
     convert_to_float8_training(converted, module_filter_fn=filters.skip_names("up"))
     assert converted.float8_conversion.unmatched_patterns == []
+
+
+def test_layers_of_transformers_tp_plan_say_what_to_do_instead():
+    """``from_pretrained(tp_plan=...)`` replaces their forwards; Accelerate's hooks do so too."""
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    plain = model(64)
+    parallel.ALL_PARALLEL_STYLES["colwise"].install_forward(plain["up"], mesh=None)
+    plain["down"].forward = functools.partial(nn.Linear.forward, plain["down"])
+    with pytest.warns(UserWarning, match="converted no layer"):
+        why = convert_to_float8_training(plain).float8_conversion.skipped
+    assert "tp_plan, which is not supported" in why["up"]
+    assert "load without it" in why["up"] and "Float8ColwiseParallel" in why["up"]
+    assert "convert it before that" in why["down"]
 
 
 # --- what reports say, and where
