@@ -82,10 +82,8 @@ class Blockwise(Granularity):
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """``ceil(shape / block)``: the shape of the scales of a tensor."""
-    return tuple(
-        1 if extent == WHOLE else ceil_div(size, extent)
-        for size, extent in zip(shape, block, strict=True)
-    )
+    pairs = zip(shape, block, strict=True)
+    return tuple([1 if extent == WHOLE else ceil_div(size, extent) for size, extent in pairs])
 
 
 def ceil_div(size: int, extent: int) -> int:
@@ -110,4 +108,4 @@ def block_name(block: Block) -> str:
         return "tensorwise"
     if block == (1, WHOLE):
         return "rowwise"
-    return "x".join("all" if extent == WHOLE else str(extent) for extent in block)
+    return "x".join(["all" if extent == WHOLE else str(extent) for extent in block])

@@ -303,9 +303,9 @@ def cast_weight(
         both = not plan.dequantizes
         pairs = cast_operand(rounded(source, plan), plan.w, state, state is not None, True, both)
     # A delayed scale is a buffer, and a cache in place writes its own.
-    w_NK, w_KN = (
+    w_NK, w_KN = [
         (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
-    )
+    ]
     reads = as_it_is if both else dequantized
     return Float8Weight(w_NK, w_KN if both else w_NK, reads, plan.dtype, amax, weight)
 

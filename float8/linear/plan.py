@@ -51,7 +51,7 @@ def _known(
     what = key, device, dtype, grouped, compiling
     if (plan := BOUND.get(what)) is None:
         plan = bind(PLANS[key], kernels.family_of(device), dtype, grouped, compiling)
-        load_kernels(*(cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)))
+        load_kernels(*[cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)])
         BOUND[what] = plan
     return plan
 
@@ -80,7 +80,7 @@ def bind(
     def bound(gemm: Gemm, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
         if gemm.a is None or gemm.b is None:
             return replace(gemm, out_dtype=out_dtype)
-        a, b = (
+        a, b = [
             bind_cast(
                 cast,
                 family,
@@ -89,7 +89,7 @@ def bind(
                 fuses=compiling and not grouped and not is_weight,
             )
             for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
-        )
+        ]
         has_powers = gemm.has_powers and not given
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
@@ -114,7 +114,7 @@ def bind(
         is_grouped=grouped,
         on_gpu=family != CPU and not plan.emulate,
     )
-    if any(takes_powers(gemm.name) for gemm in found.gemms):
+    if any([takes_powers(gemm.name) for gemm in found.gemms]):
         found.given = bind(plan, family, dtype, grouped, compiling, given=True)
     return found
 
@@ -150,7 +150,7 @@ def load_kernels(*casts: OperandCast | None) -> None:
 
     Raises ModuleNotFoundError if Triton is not installed.
     """
-    import_kernels(tuple(cast.kernel for cast in casts if cast is not None and cast.kernel))
+    import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
 
 
 load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -61,8 +61,8 @@ def cast_sharded(
 
 def is_cast_in_parts(x: Any, how: OperandCast) -> bool:
     """Whether `cast_sharded` casts a DTensor: by one scale, or where each rank has all of it."""
-    simple = all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in x.placements)
-    return simple and (how.is_whole or not any(p.is_shard() for p in x.placements))
+    simple = all([type(p) is Shard or p.is_replicate() or p.is_partial() for p in x.placements])
+    return simple and (how.is_whole or not any([p.is_shard() for p in x.placements]))
 
 
 def placed(part: Tensor, shape: Any, mesh: Any, placements: Any) -> DTensor:
