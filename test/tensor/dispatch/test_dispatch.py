@@ -16,7 +16,7 @@ import pytest
 import torch
 from assertions import assert_bitwise, assert_same_float8
 from shapes import Case
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import E5M2, Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
@@ -151,10 +151,11 @@ def assert_kept(q: Float8Tensor, op: str, replay) -> None:
 
 @pytest.mark.parametrize("op", EVERY_OP)
 def test_every_operation_keeps_all_metadata(op):
-    """Under inference mode too."""
+    """Of a parameter and under inference mode too."""
     for name in GRANULARITIES:
         outside = example(name)
         assert_kept(outside, op, (op, name))
+        assert_kept(nn.Parameter(outside, requires_grad=False), op, (op, name, "parameter"))
         with torch.inference_mode():
             assert_kept(outside, op, (op, name, "made outside"))
             assert_kept(example(name), op, (op, name, "made inside"))
