@@ -62,12 +62,6 @@ class GatheredWeight(Float8Tensor):
             return GatheredWeight(result.float8_data, x.scale, x.block, x.dtype)
         return result
 
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
-    ) -> GatheredWeight:
-        return GatheredWeight(inner["float8_data"], inner["scale"], *meta)
-
 
 class KnownAmax:
     """The largest magnitudes of a whole weight, shared by all views of one rank's shard of it.

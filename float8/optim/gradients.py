@@ -61,10 +61,6 @@ class HeldGradient(Float8Tensor):
         return copy  # type: ignore[return-value]
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, *_: Any) -> HeldGradient:
-        return HeldGradient(inner["float8_data"], inner["scale"], *meta)
-
-    @staticmethod
     def of(gradient: Tensor, fmt: Format) -> HeldGradient:
         """A gradient of any strided shape, cast to ``fmt`` with one scale."""
         block: Block = (WHOLE,) * gradient.dim()
