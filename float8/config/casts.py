@@ -51,7 +51,8 @@ class CastConfig:
         scale_format: which numbers scales may be, see `ScaleFormat`. E8M0 scales are those of
             ``Blockwise(1, 32)`` and ``Blockwise(32, 32)``, which take no others: together they are
             an MX format.
-        static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
+        static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``. AMD
+            gfx94x, whose formats store half of the value, casts with twice the scale.
 
     Raises:
         TypeError: a field is of another type, such as torchao's enums.
@@ -149,7 +150,7 @@ class OperandCast:
     Nothing changes it after its construction.
 
     `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
-    twin on AMD gfx94x, and the block of experts.
+    twin on AMD gfx94x with its static scale, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.

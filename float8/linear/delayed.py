@@ -200,7 +200,7 @@ class DelayedCast(Cast, Switchable):
         """The format that the device of the buffers multiplies."""
         return on_device(self.format, self.scale.device)
 
-    def _scale(self) -> Tensor | None:
+    def _scale(self, fmt: Format) -> Tensor | None:
         return self.scale if self.history_ready else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:

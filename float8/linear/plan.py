@@ -20,7 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
-from float8.formats import on_family
+from float8.formats import on_family, twin_factor
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU, takes_powers
 from float8.tensor import Float8Tensor
@@ -142,7 +142,9 @@ def bind_cast(
         # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and
         # read (2), and both orientations are written (1 + 1): 6 bytes. No op makes a weight.
         kernel = None
-    return replace(cast, format=on_family(cast.format, family), block=block, kernel=kernel)
+    fmt, static = on_family(cast.format, family), cast.static
+    digits = None if static is None else repr(static * twin_factor(cast.format, fmt))
+    return replace(cast, format=fmt, block=block, kernel=kernel, static_scale=digits)
 
 
 def load_kernels(*casts: OperandCast | None) -> None:
