@@ -71,7 +71,7 @@ REFUSED = [
             lambda q: q.copy_(DELTA.double()),
         )
     ),
-    (lambda q: q.new_zeros(5, 7, 2), "zip"),
+    (lambda q: q.new_zeros(5, 7, 2), "one extent per"),
     (lambda q: q.copy_(DELTA[:5]), "expanded size"),
 ]
 
