@@ -445,7 +445,7 @@ def scaled_mm(
         ValueError: the device does not run this product, or the operands are on several devices;
             the message names the remedy.
     """
-    if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
+    if not emulate and (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     family = family_of(a_MK.device)
     is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)

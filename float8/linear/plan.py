@@ -78,10 +78,9 @@ def bind(
     grad_dtype = torch.float32 if is_narrow else dtype
 
     def bound(gemm: Gemm, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
-        if gemm.a is None or gemm.b is None:
-            return replace(gemm, out_dtype=out_dtype)
         a, b = (
-            bind_cast(
+            cast
+            and bind_cast(
                 cast,
                 family,
                 plan.emulate,
@@ -90,6 +89,8 @@ def bind(
             )
             for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
         )
+        if a is None or b is None:
+            return replace(gemm, a=a, b=b, out_dtype=out_dtype)
         has_powers = gemm.has_powers and not given
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
