@@ -14,6 +14,7 @@ from float8.arguments import check_bool, described, did_you_mean
 from float8.config.casts import (
     CastConfig,
     DelayedScalingConfig,
+    OperandCast,
     ScalingType,
     check_kind,
 )
@@ -177,35 +178,22 @@ class Float8LinearConfig:
         return deepcopy(check_config(name))
 
     def _resolve(self) -> LinearPlan:
-        x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
-        output = gemm(
-            ("output", "cast_config_input", "cast_config_weight"),
-            x.resolve(E4M3),
-            w.resolve(E4M3),
-            self.gemm_config_output,
-            self.emulate,
-        )
+        def product(name: str, a: str, b: str) -> Gemm:
+            a, b = f"cast_config_{a}", f"cast_config_{b}"
+            how: GemmConfig = getattr(self, f"gemm_config_{name}")
+            return gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
+
+        def resolved(name: str) -> OperandCast | None:
+            cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])
+            return cast.resolve(E5M2 if "grad_output" in name else E4M3)
+
+        output = product("output", "input", "weight")
         flags = self.smooth_input, self.emulate, self.pad_inner_dim, self.mxfp4_weights
         if self.dequantize_in_backward:
             return LinearPlan(output, Gemm(None, None), Gemm(None, None), *flags, dequantizes=True)
-        grad_input = gemm(
-            ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
-            g.resolve(E5M2),
-            (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
-            self.gemm_config_grad_input,
-            self.emulate,
-        )
-        grad_weight = gemm(
-            (
-                "grad_weight",
-                "cast_config_grad_output_for_grad_weight",
-                "cast_config_input_for_grad_weight",
-            ),
-            (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
-            (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
-            self.gemm_config_grad_weight,
-            self.emulate,
-        )
+        grad_input = product("grad_input", "grad_output", "weight_for_grad_input")
+        second_uses = "grad_output_for_grad_weight", "input_for_grad_weight"
+        grad_weight = product("grad_weight", *second_uses)
         return LinearPlan(output, grad_input, grad_weight, *flags)
 
     def _check_types(self) -> None:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
 from float8.kernels import cublas, plain
 
@@ -121,6 +122,11 @@ def family_of(device: torch.device) -> str:
     A device of another type takes a line here, and rows in the tables of this file and of `casts`.
     """
     return CPU if device.type != "cuda" else architecture(device.index)
+
+
+def on_device(fmt: Format, device: torch.device) -> Format:
+    """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
+    return on_family(fmt, family_of(device))
 
 
 # --- the candidates

@@ -24,7 +24,8 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.config.plan import Operand
-from float8.formats import Format, format_of, on_device, twin_factor
+from float8.formats import Format, format_of, twin_factor
+from float8.kernels.scaled_mm import on_device
 from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
 
