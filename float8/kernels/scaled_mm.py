@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
 from float8.kernels import cublas, plain
 
@@ -121,6 +122,11 @@ def family_of(device: torch.device) -> str:
     A device of another type takes a line here, and rows in the tables of this file and of `casts`.
     """
     return CPU if device.type != "cuda" else architecture(device.index)
+
+
+def on_device(fmt: Format, device: torch.device) -> Format:
+    """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
+    return on_family(fmt, family_of(device))
 
 
 # --- the candidates
@@ -445,7 +451,7 @@ def scaled_mm(
         ValueError: the device does not run this product, or the operands are on several devices;
             the message names the remedy.
     """
-    if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
+    if not emulate and (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     family = family_of(a_MK.device)
     is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)

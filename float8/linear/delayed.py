@@ -67,7 +67,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import CastConfig, DelayedScalingConfig
-from float8.formats import Format, ScaleFormat, on_device
+from float8.formats import Format, ScaleFormat
+from float8.kernels.scaled_mm import on_device
 from float8.linear.registration import FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
 from float8.linear.switch import Switchable
@@ -200,7 +201,7 @@ class DelayedCast(Cast, Switchable):
         """The format that the device of the buffers multiplies."""
         return on_device(self.format, self.scale.device)
 
-    def _scale(self) -> Tensor | None:
+    def _scale(self, fmt: Format) -> Tensor | None:
         return self.scale if self.history_ready else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:
