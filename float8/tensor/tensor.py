@@ -202,9 +202,9 @@ class Float8Tensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], meta: tuple[Block, torch.dtype, str], *_: Any
     ) -> Float8Tensor:
-        *others, scale_format = meta
+        block, dtype, scale_format = meta
         data, scale, data_t = inner["float8_data"], inner["scale"], inner.get("data_t")
-        return cls(data, scale, *others, data_t, scale_format)
+        return cls(data, scale, block, dtype, data_t, scale_format)
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
