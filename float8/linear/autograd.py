@@ -204,11 +204,11 @@ def _product_in_high_precision(
     """``a @ b.T``, at least one of which is in high precision."""
     dtype, casts = (b if gemm.b is None else a)[0].dtype, (gemm.a, gemm.b)
     if offs is None:
-        operands = [
+        a_MK, b_NK = [
             x if how is None else kernels.dequantize(x, scale, how.block, dtype)
             for (x, scale), how in zip((a, b), casts, strict=True)
         ]
-        return F.linear(*operands, bias)
+        return F.linear(a_MK, b_NK, bias)
     if gemm.a is gemm.b:
         return kernels.multiply_groups_plainly(a[0], b[0], offs)
     blocks = [(WHOLE, WHOLE) if how is None else how.block for how in casts]

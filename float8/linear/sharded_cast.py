@@ -33,7 +33,8 @@ def cast_sharded(
 
     Experts (E, N, K) share no scale, so those of sharded experts are sharded with them.
     """
-    whole = [Replicate() if p.is_partial() else p for p in x.placements]  # a cast needs the sum
+    # A cast needs the sum.
+    whole: Any = [Replicate() if p.is_partial() else p for p in x.placements]
     x = x if whole == list(x.placements) else x.redistribute(placements=whole)
     part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
     is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices
@@ -56,7 +57,8 @@ def cast_sharded(
             continue
         matrix = x.mT if is_transposed else x
         found = cast_both(matrix.to_local(), how, state, False, scale, True, False)
-        shape, placements = found.scale.shape, one
+        shape: Any = found.scale.shape
+        placements: Any = one
         if found.scale.dim() > 2:
             shape = scale_shape(matrix.shape, how.block)
             placements = [n if cut else p for n, cut, p in zip(one, is_cut, whole, strict=True)]

@@ -203,9 +203,9 @@ class Float8Tensor(Tensor):
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], meta: tuple[Block, torch.dtype, str], *_: Any
     ) -> Float8Tensor:
-        *others, scale_format = meta
+        block, dtype, scale_format = meta
         data, scale, data_t = inner["float8_data"], inner["scale"], inner.get("data_t")
-        return cls(data, scale, *others, data_t, scale_format)
+        return cls(data, scale, block, dtype, data_t, scale_format)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         """Raise an error: the gradient of a float8 result cannot enter a compiled graph.
