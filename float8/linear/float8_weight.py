@@ -232,7 +232,8 @@ def cached_tensor(layer: Any) -> Float8Tensor | None:
         return None
     with torch.no_grad(), torch.inference_mode(False):
         # The scale of a delayed cast is its buffer, into which `sync` writes.
-        return Float8Tensor(data, scale.clone(), cast.block, layer.weight.dtype)
+        dtype, scales = layer.weight.dtype, cast.scales
+        return Float8Tensor(data, scale.clone(), cast.block, dtype, None, scales)
 
 
 def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
@@ -303,9 +304,9 @@ def cast_weight(
         both = not plan.dequantizes
         pairs = cast_operand(rounded(source, plan), plan.w, state, state is not None, True, both)
     # A delayed scale is a buffer, and a cache in place writes its own.
-    w_NK, w_KN = (
+    w_NK, w_KN = [
         (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
-    )
+    ]
     reads = as_it_is if both else dequantized
     return Float8Weight(w_NK, w_KN if both else w_NK, reads, plan.dtype, amax, weight)
 
@@ -381,7 +382,7 @@ def to_resident(
         data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
         # A delayed or static scale may be shared; the weight needs its own, which ops write to.
         scale = scale.expand(scale_shape(weight.shape, block))  # a static one, of all experts
-        return Float8Tensor(data, scale.clone(), block, weight.dtype)
+        return Float8Tensor(data, scale.clone(), block, weight.dtype, None, cast.scales)
 
 
 def resident_block(weight: Tensor, config: Float8LinearConfig) -> Block:

@@ -212,7 +212,7 @@ class Float8Linear(Float8Module, nn.Linear):
         for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
             if not isinstance(cast, DelayedCast):
                 continue
-            if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+            if not any([key.startswith(f"{prefix}{name}.") for key in state_dict]):
                 cast.start_beside(weight)
 
     def _save_to_state_dict(
@@ -242,7 +242,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that are not printed below it, as children."""
         flags = ("smooth_input", "dequantize_in_backward", "mxfp4_weights")
-        parts = [super().extra_repr(), *(f"{n}=True" for n in flags if getattr(self.config, n))]
+        parts = [super().extra_repr(), *[f"{n}=True" for n in flags if getattr(self.config, n)]]
         for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
             operand = name.removeprefix("cast_")
             first = getattr(self.config, f"cast_config_{operand}")

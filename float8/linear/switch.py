@@ -72,7 +72,7 @@ def switchable_parts(model: nn.Module) -> list[HasSwitch]:
     layers = [module for module in model.modules() if isinstance(module, Switchable)]
     # Of the models that `float8.unit_scaling.transforms` returns.
     transforms = [getattr(module, "float8_products", None) for module in model.modules()]
-    return [*layers, *(t for t in transforms if t is not None)]
+    return [*layers, *[t for t in transforms if t is not None]]
 
 
 @contextmanager

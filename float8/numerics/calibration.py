@@ -54,7 +54,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion
 from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
-from float8.formats import Format, on_device
+from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.linear.plan import compute_dtype
 from float8.numerics.passes import model_unchanged, own_batch, run_model, watched
@@ -169,7 +169,7 @@ class Calibration:
 
     Attributes:
         inputs: layer name -> the `Distribution` of its input.
-        formats: layer name -> the format that its input will be cast to.
+        formats: layer name -> the format of the cast of its input.
         method: the default of `static_scales`.
         percentile: of method "percentile".
     """
@@ -276,11 +276,7 @@ def calibrate(
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")
     casts = {name: own.plan.output.a for name, own in plan.configs.items()}
-    formats = {
-        name: on_device(cast.format, plan.layers[name].weight.device)
-        for name, cast in casts.items()
-        if cast is not None
-    }
+    formats = {name: cast.format for name, cast in casts.items() if cast is not None}
     if not formats:
         raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
     inputs = {name: Distribution() for name in formats}

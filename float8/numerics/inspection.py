@@ -208,7 +208,7 @@ class _Inspection:
         plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
         if layer.high_precision:
             self.skipped[fqn] = "it ran in high precision: float8.high_precision, or an evaluation"
-        elif not any(gemm.a for gemm in plan.gemms):
+        elif not any(gemm.a or gemm.b for gemm in plan.gemms):
             self.skipped[fqn] = "its config casts nothing"
         if fqn in self.skipped:
             return None
@@ -227,7 +227,7 @@ class _Inspection:
                     self.add({labels: measure_cast(matrix)})
             if not grad:
                 return None
-            if "grad_weight" in needed and plan.x.second is not None:
+            if "grad_weight" in needed and plan.x.second and plan.g.second:
                 right = projected(of_input[-1][1], factors)
         # The scales of a resident weight's rows multiply the gradient before its cast.
         is_scaled = is_resident(weight) and weight.block == ROWWISE
