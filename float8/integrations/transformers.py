@@ -71,13 +71,15 @@ import json
 import logging
 import os
 import re
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints import plan_save, save_pretrained
@@ -94,9 +96,10 @@ from float8.integrations.conversion import (
     warn_of_version,
 )
 from float8.kernels import is_sharded
+from float8.linear.switch import Float8Module
 from float8.numerics import monitor
 
-warn_of_version("transformers", "5.23", "5.24")
+warn_of_version("transformers", "5.23", "5.25")
 
 __all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
 
@@ -151,9 +154,10 @@ def convert(
 
 def _convert(adapter: Adapter, model: nn.Module, optimizer: Any = None) -> nn.Module:
     model = adapter.convert(model, optimizer, layers_of_a_pretrained_model(model))
-    if hasattr(model, "_keys_to_ignore_on_save"):  # what save_pretrained leaves out: histories
-        own = {f"{name}.{key}" for name, c in delayed_casts(model).items() for key in c._buffers}
-        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *own}  # type: ignore[misc, assignment]
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # its save_pretrained leaves out histories
+            own = {f"{name}.{key}" for name, c in delayed_casts(part).items() for key in c._buffers}
+            part._keys_to_ignore_on_save = {*(part._keys_to_ignore_on_save or ()), *own}
     return model
 
 
@@ -206,6 +210,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
+        self._reference: nn.Module | None = None
 
     # --- what the Trainer calls
 
@@ -213,6 +218,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Convert, and update an optimizer that was built before."""
         # Set by accelerate launch, from its arguments or its file.
         refuse_fp8(args.mixed_precision, os.environ.get("ACCELERATE_FP8_BACKEND", "NO"))
+        if getattr(args, "precompute_ref_log_probs", False):
+            warnings.warn(
+                "precompute_ref_log_probs=True takes the reference's log probabilities in high "
+                "precision, and the model trains in float8: set it to False",
+                stacklevel=2,
+            )
         self._model = _convert(self.adapter, given["model"], given.get("optimizer"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -225,6 +236,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "float8.integrations.transformers.convert(model, config)"
             )
         self._model = _convert(self.adapter, model, given["optimizer"])
+        self._convert_reference(model)
         if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
                 f"nn.DataParallel over {args.n_gpu} GPUs would lose amaxes: start one process per "
@@ -292,6 +304,38 @@ class Float8Callback(TrainerCallback, ExportableState):
                 save_pretrained(model, self.save_float8, self.layout)
             if tokenizer is not None and args.should_save:
                 tokenizer.save_pretrained(self.save_float8)
+
+    def _convert_reference(self, model: nn.Module) -> None:
+        """Convert the frozen model that trainers of TRL compare ``model`` with.
+
+        Equal models then have equal log probabilities, in evaluation too.
+        """
+        # A Trainer does not hand itself to its callbacks, but it is among the callers.
+        callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        trainer = next((caller for caller in callers if isinstance(caller, Trainer)), None)
+        reference = getattr(trainer, "ref_model", None)
+        if trainer is None or reference is None or reference is self._reference:
+            return
+        is_wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if is_wrapped and not is_converted(reference):
+            warnings.warn(
+                "the trainer has sharded its ref_model, which stays in high precision, and the "
+                "model trains in float8: give it ref_model=convert(ref_model, config) of "
+                "float8.integrations.transformers, or train adapters, which need no ref_model",
+                stacklevel=2,
+            )
+            return
+        self._reference = _convert(self.adapter, reference)
+        casts = delayed_casts(model)  # both cast by the scales of the one that is trained
+        for name in delayed_casts(reference).keys() & casts.keys():
+            reference.set_submodule(name, casts[name])
+        layers = [module for module in reference.modules() if isinstance(module, Float8Module)]
+
+        def follow(reference: nn.Module, inputs: Any) -> None:
+            for layer in layers:
+                layer.training = model.training  # where evaluation is in high precision, in both
+
+        reference.register_forward_pre_hook(follow)
 
     # --- the histories
 
