@@ -23,8 +23,8 @@ The methods of the callback, which the Trainer calls:
 ===================== ==========================================================================
 ``on_init_end``       converts the model, before an optimizer is built; a model that is converted
                       already stays as it is: ``Trainer(convert(model), callbacks=[...])``
-``on_train_begin``    checks that the optimizer steps this model; continues the histories of the
-                      checkpoint that the run resumes from
+``on_train_begin``    checks that the optimizer steps this model; converts the ``ref_model`` of a
+                      trainer of TRL; continues the histories of the checkpoint that is resumed
 ``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
 ``on_log``            adds the number of active alarms to the Trainer's logs, with ``inspect_every``
 ``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint;
@@ -61,7 +61,7 @@ Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation aft
 steps with delayed scaling), DDP and FSDP2 work as the Trainer sets them up. ``nn.DataParallel``,
 which it takes for several GPUs in one process, copies a model for each forward and would lose
 amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
-Tested with Transformers 5.23.
+Tested with Transformers 5.23 and 5.24.
 """
 
 from __future__ import annotations
@@ -210,7 +210,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
-        self._reference: nn.Module | None = None
 
     # --- what the Trainer calls
 
@@ -218,12 +217,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         """Convert, and update an optimizer that was built before."""
         # Set by accelerate launch, from its arguments or its file.
         refuse_fp8(args.mixed_precision, os.environ.get("ACCELERATE_FP8_BACKEND", "NO"))
-        if getattr(args, "precompute_ref_log_probs", False):
-            warnings.warn(
-                "precompute_ref_log_probs=True takes the reference's log probabilities in high "
-                "precision, and the model trains in float8: set it to False",
-                stacklevel=2,
-            )
         self._model = _convert(self.adapter, given["model"], given.get("optimizer"))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -236,7 +229,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "float8.integrations.transformers.convert(model, config)"
             )
         self._model = _convert(self.adapter, model, given["optimizer"])
-        self._convert_reference(model)
+        self._convert_reference(args, model)
         if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
                 f"nn.DataParallel over {args.n_gpu} GPUs would lose amaxes: start one process per "
@@ -305,37 +298,37 @@ class Float8Callback(TrainerCallback, ExportableState):
             if tokenizer is not None and args.should_save:
                 tokenizer.save_pretrained(self.save_float8)
 
-    def _convert_reference(self, model: nn.Module) -> None:
+    def _convert_reference(self, args: Any, model: nn.Module) -> None:
         """Convert the frozen model that trainers of TRL compare ``model`` with.
 
         Equal models then have equal log probabilities, in evaluation too.
         """
         # A Trainer does not hand itself to its callbacks, but it is among the callers.
         callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-        trainer = next((caller for caller in callers if isinstance(caller, Trainer)), None)
+        trainer: Any = next((caller for caller in callers if isinstance(caller, Trainer)), None)
         reference = getattr(trainer, "ref_model", None)
-        if trainer is None or reference is None or reference is self._reference:
-            return
-        is_wrapped = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if is_wrapped and not is_converted(reference):
+        stays = getattr(args, "precompute_ref_log_probs", False)
+        if reference is not None and not is_converted(reference):
+            stays |= trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # sharded by now
+        if stays:
             warnings.warn(
-                "the trainer has sharded its ref_model, which stays in high precision, and the "
-                "model trains in float8: give it ref_model=convert(ref_model, config) of "
-                "float8.integrations.transformers, or train adapters, which need no ref_model",
+                "the reference has log probabilities of high precision, and the model trains in "
+                "float8: set precompute_ref_log_probs=False; for FSDP give the trainer ref_model="
+                "convert(ref_model, config) of float8.integrations.transformers",
                 stacklevel=2,
             )
-            return
-        self._reference = _convert(self.adapter, reference)
-        casts = delayed_casts(model)  # both cast by the scales of the one that is trained
-        for name in delayed_casts(reference).keys() & casts.keys():
-            reference.set_submodule(name, casts[name])
-        layers = [module for module in reference.modules() if isinstance(module, Float8Module)]
+        elif reference is not None:
+            reference = _convert(self.adapter, reference)
+            casts = delayed_casts(model)  # both cast by the scales of the one that is trained
+            for name in delayed_casts(reference).keys() & casts.keys():
+                reference.set_submodule(name, casts[name])
+            layers = [module for module in reference.modules() if isinstance(module, Float8Module)]
 
-        def follow(reference: nn.Module, inputs: Any) -> None:
-            for layer in layers:
-                layer.training = model.training  # where evaluation is in high precision, in both
+            def follow(reference: nn.Module, inputs: Any) -> None:
+                for layer in layers:
+                    layer.training = model.training  # in eval mode both may leave float8
 
-        reference.register_forward_pre_hook(follow)
+            reference.register_forward_pre_hook(follow)
 
     # --- the histories
 

@@ -232,15 +232,15 @@ def test_a_reference_model_computes_as_the_model_does(
     assert not any(trainer.differences)
 
 
-def test_a_reference_that_stays_in_high_precision_is_warned_of(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reason", ["is_fsdp_enabled", "precompute_ref_log_probs"])
+def test_a_reference_that_stays_in_high_precision_is_warned_of(reason, tmp_path, monkeypatch):
     monkeypatch.setattr("trainers.Trainer", Preferences)
-    trainer = trainer_of(tmp_path, llama(), callback := Float8Callback())
-    trainer.ref_model, trainer.is_fsdp_enabled = llama(), True
-    with pytest.warns(UserWarning, match=r"ref_model=convert\(ref_model, config\)"):
+    trainer = trainer_of(tmp_path, llama(), Float8Callback())
+    trainer.ref_model = llama()
+    setattr(trainer if reason == "is_fsdp_enabled" else trainer.args, reason, True)
+    with pytest.warns(UserWarning, match=r"set precompute.*ref_model=convert\(ref_model, config\)"):
         trainer.begin()
-    arguments = SimpleNamespace(mixed_precision="bf16", precompute_ref_log_probs=True)
-    with pytest.warns(UserWarning, match="precompute_ref_log_probs.*set it to False"):
-        callback.on_init_end(arguments, None, None, model=trainer.model)
+    assert not hasattr(trainer.ref_model, "float8_conversion")
 
 
 class TestRefusals:
