@@ -68,7 +68,6 @@ from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import re
 import traceback
@@ -103,7 +102,6 @@ warn_of_version("transformers", "5.23", "5.25")
 
 __all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
 
-logger = logging.getLogger("float8")
 _SMALL = re.compile(r"\bpooler\b|\blora_")
 
 
@@ -340,9 +338,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         casts = {} if self._model is None else delayed_casts(self._model)
         buffers = {f"{n}.{key}": b for n, cast in casts.items() for key, b in cast.named_buffers()}
         histories = safetensors.save({n: b.detach().cpu().contiguous() for n, b in buffers.items()})
-        given = {name: getattr(self, name) for name in ("inspect_every", "layout")}
-        for name in ("report_path", "save_float8"):
-            given[name] = None if getattr(self, name) is None else str(getattr(self, name))
+        names = ("inspect_every", "layout", "report_path", "save_float8")
+        given = {n: str(v) if isinstance(v := getattr(self, n), Path) else v for n in names}
         return {
             "args": {"float8_in_evaluation": self.adapter.float8_in_evaluation, **given},
             "attributes": {"histories": base64.b64encode(histories).decode("ascii")},
@@ -351,12 +348,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _restore(self, state: dict[str, Any]) -> None:
         assert self._model is not None
         histories = safetensors.load(base64.b64decode(state["attributes"]["histories"]))
-        missing = []
-        for name, cast in sorted(delayed_casts(self._model).items()):
+        for name, cast in delayed_casts(self._model).items():
             keys = [key for key, _ in cast.named_buffers() if f"{name}.{key}" in histories]
-            if keys:
+            if keys:  # otherwise it starts a new one
                 cast.load_state_dict({key: histories[f"{name}.{key}"] for key in keys})
-            else:
-                missing.append(name)
-        if missing:
-            logger.info("%d delayed casts start a new history: %s", len(missing), missing)
