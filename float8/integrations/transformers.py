@@ -78,7 +78,7 @@ from typing import Any
 
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints import plan_save, save_pretrained
@@ -303,7 +303,7 @@ class Float8Callback(TrainerCallback, ExportableState):
         """
         # A Trainer does not hand itself to its callbacks, but it is among the callers.
         callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
-        trainer: Any = next((caller for caller in callers if isinstance(caller, Trainer)), None)
+        trainer: Any = next((each for each in callers if hasattr(each, "callback_handler")), None)
         reference = getattr(trainer, "ref_model", None)
         stays = getattr(args, "precompute_ref_log_probs", False)
         if reference is not None and not is_converted(reference):
