@@ -43,6 +43,7 @@ their sources: none of them has loaded a file of this library.
 from __future__ import annotations
 
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ from float8.linear.scaling import bind_and_cast
 from float8.tensor import Float8Tensor
 
 Shape = tuple[int, ...]
+COMPRESSED_TENSORS = "compressed-tensors"  # the ``quant_method``
 WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
 MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -266,6 +268,10 @@ class Layout(ABC):
                     )
         return {"quant_method": self.method} | self._config() | {self.skipped_key: names}
 
+    def all_of(self, module: str) -> str:
+        """The entry of the list for all that is inside of a module."""
+        return f"re:{re.escape(module)}\\." if self.method == COMPRESSED_TENSORS else module
+
     @abstractmethod
     def _config(self) -> dict[str, Any]:
         """The fields of the ``quantization_config`` that say how weights are stored."""
@@ -402,7 +408,7 @@ class CompressedTensors(Layout):
     static_inputs: bool = False
 
     name: ClassVar[str] = "compressed_tensors"
-    method: ClassVar[str] = "compressed-tensors"
+    method: ClassVar[str] = COMPRESSED_TENSORS
     one_scale: ClassVar[Shape] = (1,)
     # Names are compared whole (compressed-tensors, ``utils/match.py``).
     skips = operator.eq
@@ -517,7 +523,7 @@ class MXFP4(Layout):
 
     granularity, scale_format = MX, ScaleFormat.E8M0_FLOOR
     name: ClassVar[str] = "mxfp4"
-    method: ClassVar[str] = "compressed-tensors"
+    method: ClassVar[str] = COMPRESSED_TENSORS
     data_key: ClassVar[str] = ".weight_packed"
     data_dtype: ClassVar[torch.dtype] = torch.uint8
     is_mxfp4: ClassVar[bool] = True

@@ -72,8 +72,8 @@ def planned(
     """
     check_module(model, "float8.checkpoints")
     check_bool(recast, "recast")
-    places, readers = published(model), owners(model)
-    layout = layout_for(model, layout)
+    readers, layout = owners(model), layout_for(model, layout)
+    places = published(model, layout.method)
     in_float8, skipped, projected = _found(model, places, readers, layout)
     for key in sorted(projected):
         if len(places[key].shape) == 3 and key not in in_float8:
@@ -120,7 +120,15 @@ def planned(
         return mxfp4.project(part) if key in projected and not is_resident(part) else part
 
     specs = {key: Spec(tensor_of(model, s).dtype, tuple(s.shape)) for key, s in places.items()}
-    return Writing(layout, specs, layers, skipped, max_shard_bytes, read)
+    modules = {*in_float8.values()}
+    left = {  # readers also go by the names of modules, and engines by those of matrices
+        its if isinstance(module, nn.Linear) else layout.all_of(its)
+        for key, slot in places.items()
+        if key.removesuffix(WEIGHT) in skipped
+        for its, module, _ in readers[id(tensor_of(model, slot))]
+        if module not in modules and not isinstance(module, nn.Embedding)
+    }
+    return Writing(layout, specs, layers, skipped, max_shard_bytes, read, left)
 
 
 def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
@@ -147,8 +155,7 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
     if layout is None and any(config.mxfp4_weights for config in configs.values()):
-        is_gpt_oss = getattr(transformers_config(model), "model_type", "") == GptOss.name
-        return GptOss() if is_gpt_oss and has_experts else MXFP4()
+        return GptOss() if _is_gpt_oss(model) and has_experts else MXFP4()
     if layout is None and by == MX and has_experts and transformers_config(model) is not None:
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
     named: dict[Any, Layout] = {
@@ -208,14 +215,13 @@ def _found(
             elif config.plan.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
                 skipped[name] = "its config multiplies the weight in high precision"
             elif not fits:
-                as_it_is = f"files have its weight as {key} of shape {tuple(slot.shape)}"
-                skipped[name] = as_it_is if layout.dims == 2 else "the layout is one of experts"
+                skipped[name] = _unfit(model, key, slot, layout)
             elif layout.is_mxfp4 and not is_trained:
                 skipped[name] = "it does not train with mxfp4_weights=True, as others do"
             else:
                 in_float8[name] = module
             projected |= {key} if config.mxfp4_weights and not others else set()
-        elif is_matrix and not isinstance(module, nn.Embedding):
+        elif (is_matrix and not isinstance(module, nn.Embedding)) or _is_stack(module, slot):
             kind = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
             skipped[name] = reasons.get(module, f"it is a {kind} that was not converted")
     for sharing in readers.values():  # linear layers that have no weight of their own in the file
@@ -225,6 +231,23 @@ def _found(
             if other and is_linear and name not in in_float8:
                 skipped.setdefault(name, f"its weight is that of {other}")
     return in_float8, skipped, projected
+
+
+def _unfit(model: nn.Module, key: str, slot: Slot, layout: Layout) -> str:
+    """Why a layout does not have a weight that the model multiplies in float8."""
+    if layout.dims == 3:
+        return "the layout is one of experts"
+    dtype = str(tensor_of(model, slot).dtype).removeprefix("torch.")
+    last, shape = key.rpartition(".")[2], tuple(slot.shape)
+    why = f"it trains in float8 and is saved in {dtype}: files have it as {last} of shape {shape}"
+    if len(shape) == 3 and _is_gpt_oss(model):
+        return f"{why}; with mxfp4_weights=True it trains and is saved in MXFP4"
+    return f"{why}, and not as NAME.weight"
+
+
+def _is_stack(module: nn.Module, slot: Slot) -> bool:
+    """Whether files have a tensor as a stack of experts."""
+    return len(slot.shape) == 3 and "Expert" in type(module).__name__
 
 
 def _multiplies_in_float8(module: nn.Module, name: str) -> Any:
@@ -238,6 +261,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while (inside := inside_of(model)) is not None:
         model = model.get_submodule(inside)
     return model
+
+
+def _is_gpt_oss(model: nn.Module) -> bool:
+    return getattr(transformers_config(model), "model_type", "") == GptOss.name
 
 
 def transformers_config(model: nn.Module) -> Any:
