@@ -10,10 +10,11 @@ ROOT = Path(__file__).parent
 VERSION = runpy.run_path(str(ROOT / "float8" / "version.py"))["__version__"]
 URL = "https://github.com/float8-developers/float8"
 DEMO = ["tqdm", "matplotlib"]
+READER = "compressed-tensors; python_version >= '3.11'"  # by which Transformers reads checkpoints
 # One per file of float8/integrations/; which versions were tested is said there.
 INTEGRATIONS = {
     "accelerate": ["accelerate"],
-    "transformers": ["transformers; python_version >= '3.11'", "accelerate"],
+    "transformers": ["transformers; python_version >= '3.11'", "accelerate", READER],
     "lightning": ["lightning"],
     "torchtitan": ["torchtitan; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
@@ -25,7 +26,7 @@ FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package i
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
 # Readers of what float8.checkpoints and torch.onnx write.
-TEST += [*CHECKPOINTS, "compressed-tensors; python_version >= '3.11'", "peft"]
+TEST += [*CHECKPOINTS, "peft"]
 TEST += ["onnx", "onnxruntime", "onnxscript"]
 DEV = [RUFF, "mypy==2.4.1", *TEST]
 

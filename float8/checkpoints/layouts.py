@@ -449,15 +449,12 @@ def _one_group(kind: str, weights: Any, inputs: Any) -> dict[str, Any]:
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": inputs,
-        "output_activations": None,
         "format": kind,
     }
     return {
         "format": kind,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
     }
 
 

@@ -120,13 +120,13 @@ def planned(
         return mxfp4.project(part) if key in projected and not is_resident(part) else part
 
     specs = {key: Spec(tensor_of(model, s).dtype, tuple(s.shape)) for key, s in places.items()}
-    modules = {*in_float8.values()}
+    stored = {*in_float8.values()}
     left = {  # readers also go by the names of modules, and engines by those of matrices
         its if isinstance(module, nn.Linear) else layout.all_of(its)
         for key, slot in places.items()
         if key.removesuffix(WEIGHT) in skipped
         for its, module, _ in readers[id(tensor_of(model, slot))]
-        if module not in modules and not isinstance(module, nn.Embedding)
+        if module not in stored and not isinstance(module, nn.Embedding)
     }
     return Writing(layout, specs, layers, skipped, max_shard_bytes, read, left)
 
@@ -238,11 +238,9 @@ def _unfit(model: nn.Module, key: str, slot: Slot, layout: Layout) -> str:
     if layout.dims == 3:
         return "the layout is one of experts"
     dtype = str(tensor_of(model, slot).dtype).removeprefix("torch.")
-    last, shape = key.rpartition(".")[2], tuple(slot.shape)
-    why = f"it trains in float8 and is saved in {dtype}: files have it as {last} of shape {shape}"
-    if len(shape) == 3 and _is_gpt_oss(model):
-        return f"{why}; with mxfp4_weights=True it trains and is saved in MXFP4"
-    return f"{why}, and not as NAME.weight"
+    has = f"{key.rpartition('.')[2]} of shape {tuple(slot.shape)}"
+    why = f"it trains in float8 and is saved in {dtype}, because files have it as {has}"
+    return f"{why}; mxfp4_weights=True stores it in MXFP4" if _is_gpt_oss(model) else why
 
 
 def _is_stack(module: nn.Module, slot: Slot) -> bool:

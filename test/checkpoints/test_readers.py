@@ -15,7 +15,8 @@ import torch
 from assertions import assert_bitwise, assert_sqnr_at_least
 from published_models import MIXTURES, MODELS, convert, mixture_of, model_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import float8
 from float8 import Blockwise, Rowwise, ScaleFormat, ScalingType, filters
@@ -188,10 +189,28 @@ def test_modules_in_high_precision_are_listed_by_every_name():
     assert {f"{layer}.mlp.experts", f"{layer}.mlp.router"} < {*fine}
 
 
+@pytest.mark.parametrize("module_filter_fn", [NO_HEAD, left_out])
+@pytest.mark.parametrize("name", ["llama4", "mixtral", "phimoe", "gpt_oss"])
+def test_on_a_gpu_transformers_makes_float8_of_what_the_file_has_so(name, module_filter_fn):
+    """It replaces modules of this name before it loads them, which needs no GPU."""
+    model = float8.convert_to_float8_training(
+        model_of(name), config="blockwise", module_filter_fn=module_filter_fn
+    )
+    plan = plan_save(model)
+    with torch.device("meta"):
+        theirs = model_of(name)
+    options = {key: x for key, x in plan.quantization_config.items() if key != "quant_method"}
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**options), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(theirs)
+    slots = published(model)
+    stored = {slots[f"{layer}.weight"].parameter.rpartition(".")[0] for layer in plan.layers}
+    assert {n for n, m in theirs.named_modules() if type(m).__name__.startswith("FP8")} == stored
+
+
 def test_experts_of_gpt_oss_that_are_saved_in_bfloat16_are_said_to_be():
     plan = plan_save(convert(model_of("gpt_oss").bfloat16(), "tensorwise"))
     why = plan.skipped["model.layers.1.mlp.experts.down_proj"]
-    assert why.startswith("it trains in float8 and is saved in bfloat16: ")
+    assert why.startswith("it trains in float8 and is saved in bfloat16, because ")
     assert "mxfp4_weights=True" in why
     lines = [line for line in str(plan).splitlines() if "layers.*.mlp.experts.down_proj" in line]
     assert len(lines) == 1  # of both layers
