@@ -275,7 +275,7 @@ def _reverted(model: Any, prefix: str, own: dict[str, Tensor]) -> list[tuple[str
 
     rules = getattr(model, "_weight_conversions", None) or ()  # those by which it was loaded
     if any(hasattr(op, "hf_quantizer") for rule in rules for op in getattr(rule, "operations", ())):
-        model._weight_conversions = None  # of quantised files: take those of plain ones
+        model._weight_conversions = None  # of quantised files; Transformers 5.24 drops them
     roots = {name: _without_data(x.shape) for name, x in own.items()}
     name_of = {x.untyped_storage()._cdata: name for name, x in roots.items()}
     with _NoCopies():
