@@ -10,7 +10,7 @@ each expert and projection, often under other names::
 
 `published` says where each tensor of a file lies inside the model: one table for saving, which
 reads these parts, and for loading, which writes them. The rules are Transformers' own, hundreds of
-them, so none is written here. The table is read off a run of its ``revert_weight_conversion``, by
+them, so one alone is written here: that of Llama 4's experts, which it has as code. The table is read off a run of its ``revert_weight_conversion``, by
 which ``save_pretrained`` converts, on tensors without data (tested with Transformers 5.23). A
 tensor that it returns is a view of a parameter, whose offset and strides say which part. Strides
 are chosen so that no two dimensions share one. A result that is no view, such as rows permuted for
@@ -28,6 +28,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -116,21 +117,20 @@ def published(model: nn.Module, method: str = "") -> dict[str, Slot]:
 def _matrices_of(plain: nn.Module, key: str, slot: Slot) -> list[tuple[str, Slot]]:
     """A stack of Llama 4's experts as matrices; any other tensor as it is.
 
-    Of files of compressed-tensors Transformers reads its experts as linear layers
+    From files of compressed-tensors Transformers reads these experts as linear layers
     (``SequentialLlama4TextExperts``, ``quantizers/base.py``).
     """
     parent, _, own = slot.parameter.rpartition(".")
     if type(plain.get_submodule(parent)).__name__ != "Llama4TextExperts":
         return [(key, slot)]
     count, rows, columns = slot.shape
-    size = columns // 2 if own == "gate_up_proj" else columns
-    parts = {"gate_proj": 0, "up_proj": size} if own == "gate_up_proj" else {own: 0}
+    parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+    size = columns // len(parts)
     found = []
-    for expert in range(count):
-        for part, start in parts.items():
-            index = expert, slice(0, rows), slice(start, start + size)
-            matrix = Slot(slot.parameter, index, True, torch.Size((size, rows)))
-            found.append((f"{key.removesuffix(own)}{expert}.{part}.weight", matrix))
+    for expert, (i, part) in product(range(count), enumerate(parts)):
+        index = expert, slice(0, rows), slice(i * size, (i + 1) * size)
+        matrix = Slot(slot.parameter, index, True, torch.Size((size, rows)))
+        found.append((f"{key.removesuffix(own)}{expert}.{part}.weight", matrix))
     return found
 
 

@@ -195,6 +195,8 @@ def _found(
         for name, why in report.skipped.items()
     }
     trains_mxfp4 = any(c.mxfp4_weights for m in model.modules() if (c := own_config(m)) is not None)
+    listed = (getattr(module, "_keep_in_fp32_modules", None) or () for module in model.modules())
+    kept = tuple({end for ends in listed for end in ends})  # ends of names
     in_float8: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     projected: set[str] = set()
@@ -202,6 +204,7 @@ def _found(
         parent, _, own = slot.parameter.rpartition(".")
         module, name = model.get_submodule(parent), key.removesuffix(WEIGHT)
         is_matrix = key.endswith(WEIGHT) and len(slot.shape) == 2
+        is_stack = len(slot.shape) == 3 and "Expert" in type(module).__name__
         fits = is_matrix if layout.dims == 2 else getattr(module, "is_transposed", False)
         if (config := _multiplies_in_float8(module, own)) is not None:
             others = [
@@ -214,14 +217,14 @@ def _found(
                 skipped[name] = f"its weight is also {others[0]}, which reads it in high precision"
             elif config.plan.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
                 skipped[name] = "its config multiplies the weight in high precision"
-            elif not fits:
+            elif not fits or parent.endswith(kept):
                 skipped[name] = _unfit(model, key, slot, layout)
             elif layout.is_mxfp4 and not is_trained:
                 skipped[name] = "it does not train with mxfp4_weights=True, as others do"
             else:
                 in_float8[name] = module
             projected |= {key} if config.mxfp4_weights and not others else set()
-        elif (is_matrix and not isinstance(module, nn.Embedding)) or _is_stack(module, slot):
+        elif is_stack or (is_matrix and not isinstance(module, nn.Embedding)):
             kind = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
             skipped[name] = reasons.get(module, f"it is a {kind} that was not converted")
     for sharing in readers.values():  # linear layers that have no weight of their own in the file
@@ -237,15 +240,12 @@ def _unfit(model: nn.Module, key: str, slot: Slot, layout: Layout) -> str:
     """Why a layout does not have a weight that the model multiplies in float8."""
     if layout.dims == 3:
         return "the layout is one of experts"
+    if len(slot.shape) == 2 and key.endswith(WEIGHT):
+        return "Transformers keeps it in high precision (_keep_in_fp32_modules)"
     dtype = str(tensor_of(model, slot).dtype).removeprefix("torch.")
     has = f"{key.rpartition('.')[2]} of shape {tuple(slot.shape)}"
     why = f"it trains in float8 and is saved in {dtype}, because files have it as {has}"
     return f"{why}; mxfp4_weights=True stores it in MXFP4" if _is_gpt_oss(model) else why
-
-
-def _is_stack(module: nn.Module, slot: Slot) -> bool:
-    """Whether files have a tensor as a stack of experts."""
-    return len(slot.shape) == 3 and "Expert" in type(module).__name__
 
 
 def _multiplies_in_float8(module: nn.Module, name: str) -> Any:

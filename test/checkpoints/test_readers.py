@@ -190,15 +190,14 @@ def test_modules_in_high_precision_are_listed_by_every_name():
 
 
 @pytest.mark.parametrize("module_filter_fn", [NO_HEAD, left_out])
-@pytest.mark.parametrize("name", ["llama4", "mixtral", "phimoe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama4", "mixtral", "phimoe", "gpt_oss", "deepseek_v4"])
 def test_on_a_gpu_transformers_makes_float8_of_what_the_file_has_so(name, module_filter_fn):
     """It replaces modules of this name before it loads them, which needs no GPU."""
-    model = float8.convert_to_float8_training(
-        model_of(name), config="blockwise", module_filter_fn=module_filter_fn
-    )
-    plan = plan_save(model)
+    model = model_of(name) if name in MODELS else mixture_of(name)
     with torch.device("meta"):
-        theirs = model_of(name)
+        theirs = type(model)(model.config)
+    float8.convert_to_float8_training(model, config="blockwise", module_filter_fn=module_filter_fn)
+    plan = plan_save(model)
     options = {key: x for key, x in plan.quantization_config.items() if key != "quant_method"}
     quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**options), pre_quantized=True)
     quantizer._process_model_before_weight_loading(theirs)
