@@ -10,11 +10,12 @@ each expert and projection, often under other names::
 
 `published` says where each tensor of a file lies inside the model: one table for saving, which
 reads these parts, and for loading, which writes them. The rules are Transformers' own, hundreds of
-them, so one alone is written here: that of Llama 4's experts, which it has as code. The table is read off a run of its ``revert_weight_conversion``, by
-which ``save_pretrained`` converts, on tensors without data (tested with Transformers 5.23). A
-tensor that it returns is a view of a parameter, whose offset and strides say which part. Strides
-are chosen so that no two dimensions share one. A result that is no view, such as rows permuted for
-rotary embeddings, has no place inside a parameter, and is refused by its name.
+them, so one alone is written here: that of Llama 4's experts, which it has as code. The table is
+read off a run of its ``revert_weight_conversion``, by which ``save_pretrained`` converts, on
+tensors without data (tested with Transformers 5.23). A tensor that it returns is a view of a
+parameter, whose offset and strides say which part. Strides are chosen so that no two dimensions
+share one. A result that is no view, such as rows permuted for rotary embeddings, has no place
+inside a parameter, and is refused by its name.
 
 Transformers' rules ask for the classes of modules. So the run takes a copy of the tree of modules
 (parameters are shared) in which wrappers, the classes that FSDP2 makes, and those of this library
