@@ -68,6 +68,15 @@ MODELS = {
     ),
 }  # fmt: skip
 
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID = {  # with layers of other kinds than attention
+    "bailing_hybrid": {},
+    "granitemoehybrid": {"layer_types": ["attention", "mamba"], "mamba_n_heads": 4},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": LINEAR,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_moe_text": LINEAR,
+}
 # Other mixtures, by the names of their configs; of the classes in ``transformers/models`` all that
 # are causal language models, and run on a CPU with the sizes below.
 MIXTURES = (
@@ -76,7 +85,7 @@ MIXTURES = (
     "flint", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "granitemoe", "granitemoe_swa",
     "granitemoeshared", "hunyuan_v1_moe", "hy_v3", "hy_v4", "inkling_text", "jetmoe", "kolibri1",
     "laguna", "longcat_flash", "mellum", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "olmoe",
-    "qwen2_moe", "solar_open",
+    "qwen2_moe", "solar_open", *HYBRID,
 )  # fmt: skip
 TINY = MOE | {
     "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
@@ -97,6 +106,7 @@ def mixture_of(name: str) -> torch.nn.Module:
     kind = CONFIG_MAPPING[name]
     torch.manual_seed(0)
     own = {key: x for key, x in TINY.items() if key in inspect.signature(kind).parameters}
+    own |= HYBRID.get(name, {})
     model = AutoModelForCausalLM.from_config(kind(**own)).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.1)

@@ -45,7 +45,7 @@ def misread(folder, plain, layers, method=""):
     try:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=plain.dtype)
         with torch.no_grad():
-            theirs(TOKENS)  # some weights are decompressed by the first forward
+            theirs(TOKENS, use_cache=False)  # some weights are decompressed by the first forward
     except (RuntimeError, ValueError):
         return set(layers)
     wrong, own, stacks = set(), ours.state_dict(), theirs.state_dict()
