@@ -14,6 +14,7 @@ Nothing is changed before the third.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections.abc import Iterable
@@ -156,6 +157,7 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
+        importlib.import_module("float8.kernels.flops")  # which imports Triton, where it is
         plain = self.plain_layers
         swapped = {m: _rule_of(m).convert(m, self.configs[fqn], fqn) for fqn, m in plain.items()}
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
