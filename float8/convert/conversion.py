@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -24,6 +25,7 @@ from typing import Any, cast
 from torch import nn
 from torch.backends import mha
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
@@ -33,6 +35,7 @@ from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
+from float8.linear.delayed import name_in_model
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
 from float8.linear.registration import (
@@ -50,6 +53,8 @@ NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
+# Converted models -> their report, until `float8.convert.calls` has told what ran.
+UNTOLD: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
 FUSED = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
 
@@ -66,6 +71,9 @@ class Conversion:
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
         recipe: the recipe of the converted layers and its flags; several if layers differ.
+        elements: name of a float8 layer -> elements of its matrices.
+        all_elements: of all parameters with two dimensions and more, without embeddings.
+        unnamed: kind of module -> elements of those that no line above names, as of an ``LSTM``.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -74,12 +82,28 @@ class Conversion:
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
     recipe: str = ""
+    elements: dict[str, int] = field(default_factory=dict)
+    all_elements: int = 0
+    unnamed: dict[str, int] = field(default_factory=dict)
+
+    def share_of(self, layers: Iterable[str]) -> str:
+        """The elements of some float8 layers, as a percentage of all elements of matrices."""
+        return self._percent(sum(self.elements[fqn] for fqn in layers))
+
+    def _percent(self, elements: int) -> str:
+        return f"{100 * elements / max(self.all_elements, 1):.1f} %"
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
+        if sum(self.elements.values()) < self.all_elements:
+            experts += f", {self.share_of(self.elements)} of the matrix elements"
         lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
         lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
+        kinds = sorted(self.unnamed.items(), key=lambda item: -item[1])
+        lines += [
+            f"left alone: {kind}: {self._percent(n)} of the matrix elements" for kind, n in kinds
+        ]
         lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
         lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n  ".join(lines)
@@ -176,7 +200,9 @@ class ConversionPlan:
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
+        _count_elements(model, conversion)
         model.float8_conversion = conversion  # type: ignore[assignment]
+        UNTOLD[model] = conversion
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
         unchanged = any(c != self.config for c in own.values())
@@ -254,6 +280,26 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
         for fqn, layer in plan.plain_layers.items()
         if layer in inside and is_sharded(layer._parameters.get("weight"))
     ]
+
+
+def _count_elements(model: nn.Module, conversion: Conversion) -> None:
+    """Count the elements of matrices; a tied one counts as float8 if any of its layers is."""
+    seen: set[int] = set()
+    named = sorted(model.named_modules(), key=lambda item: own_config(item[1]) is None)
+    for fqn, module in named:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        for name, p in module._parameters.items():
+            if p is None or is_lazy(p) or p.dim() < 2 or id(p) in seen:
+                continue
+            seen.add(id(p))
+            conversion.all_elements += p.numel()
+            if own_config(module) is not None and name in weights_of(module):
+                counts, key = conversion.elements, name_in_model(fqn)
+            else:
+                counts, key = conversion.unnamed, type(module).__name__
+            if fqn not in conversion.skipped or counts is conversion.elements:
+                counts[key] = counts.get(key, 0) + p.numel()
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:

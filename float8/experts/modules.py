@@ -114,6 +114,7 @@ class Float8Experts(Float8Module):
             _show_grouped_mm_to_modes()
         if self.high_precision:
             return self._plain_forward(*args, **kwargs)
+        self.switch.note_call()
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)

@@ -26,6 +26,7 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
+from float8.tensor.running_module import hint_of_weights
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
@@ -243,6 +244,8 @@ class Float8Tensor(Tensor):
                 " and write into it with x.copy_(values), which casts them. For merge_and_unload "
                 "of PEFT call float8.convert_from_float8_training(model) first"
             )
+        else:
+            message += hint_of_weights(args)
         raise NotImplementedError(message)
 
 
