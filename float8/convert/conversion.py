@@ -86,24 +86,19 @@ class Conversion:
     all_elements: int = 0
     unnamed: dict[str, int] = field(default_factory=dict)
 
-    def share_of(self, layers: Iterable[str]) -> str:
-        """The elements of some float8 layers, as a percentage of all elements of matrices."""
-        return self._percent(sum(self.elements[fqn] for fqn in layers))
-
-    def _percent(self, elements: int) -> str:
-        return f"{100 * elements / max(self.all_elements, 1):.1f} %"
+    def share_of(self, elements: Iterable[int]) -> str:
+        """Their sum as a percentage of the elements of all matrices."""
+        return f"{100 * sum(elements) / max(self.all_elements, 1):.1f} % of the matrix elements"
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
         if sum(self.elements.values()) < self.all_elements:
-            experts += f", {self.share_of(self.elements)} of the matrix elements"
+            experts += f", {self.share_of(self.elements.values())}"
         lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
         lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
         kinds = sorted(self.unnamed.items(), key=lambda item: -item[1])
-        lines += [
-            f"left alone: {kind}: {self._percent(n)} of the matrix elements" for kind, n in kinds
-        ]
+        lines += [f"left alone: {kind}: {self.share_of([n])}" for kind, n in kinds]
         lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
         lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n  ".join(lines)
@@ -285,20 +280,17 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
 def _count_elements(model: nn.Module, conversion: Conversion) -> None:
     """Count the elements of matrices; a tied one counts as float8 if any of its layers is."""
     seen: set[int] = set()
-    named = sorted(model.named_modules(), key=lambda item: own_config(item[1]) is None)
-    for fqn, module in named:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            continue
-        for name, p in module._parameters.items():
-            if p is None or is_lazy(p) or p.dim() < 2 or id(p) in seen:
+    for fqn, m in sorted(model.named_modules(), key=lambda item: own_config(item[1]) is None):
+        own = {} if own_config(m) is None else weights_of(m)
+        for name, p in m._parameters.items():
+            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in seen:
                 continue
             seen.add(id(p))
             conversion.all_elements += p.numel()
-            if own_config(module) is not None and name in weights_of(module):
-                counts, key = conversion.elements, name_in_model(fqn)
-            else:
-                counts, key = conversion.unnamed, type(module).__name__
-            if fqn not in conversion.skipped or counts is conversion.elements:
+            counts = conversion.elements if name in own else conversion.unnamed
+            key = name_in_model(fqn) if name in own else type(m).__name__
+            if name in own or fqn not in conversion.skipped:
                 counts[key] = counts.get(key, 0) + p.numel()
 
 

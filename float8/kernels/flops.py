@@ -20,16 +20,14 @@ from float8.kernels.scaled_mm import load_kernel
 _OURS, _ATEN = torch.ops.float8, torch.ops.aten
 
 
-def of_matrices(a: Any, a_scale: Any, b: Any, *others: Any, **kwargs: Any) -> int:
-    """(M, K) by (N, K)."""
-    return 2 * prod(a) * int(b[0])
+def of_products(a: Any, a_scale: Any, b: Any, *others: Any, **kwargs: Any) -> int:
+    """(M, K) by (N, K), or (T, K) by (E, N, K)."""
+    return 2 * prod(a) * int(b[-2])
 
 
-def of_groups(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, a_block: Any, b_block: Any,
-    dtype: Any, align: int, *others: Any, **kwargs: Any,
-) -> int:  # fmt: skip
+def of_groups(a: Any, a_scale: Any, b: Any, b_scale: Any, offs: Any, *others: Any, **_: Any) -> int:
     """(T, C) by (E, N, C); or (M, P) by (N, P), without the columns between groups."""
+    align = others[3]
     between = -(offs[0] * (1 - align) // align) * align if len(b) == 2 else 0
     return 2 * int(a[0]) * (int(a[1]) - between) * int(b[-2])
 
@@ -39,13 +37,13 @@ def of_torch(a: Any, b: Any, *others: Any, **kwargs: Any) -> int:
     return 2 * prod(a if len(b) == 3 else a[-2:]) * int(b[-1])
 
 
-register_flop_formula([_OURS.scaled_mm, _OURS.cublas_blockwise_mm])(of_matrices)
-register_flop_formula(_OURS.grouped_mm)(of_groups)
+# In plain PyTorch there are no columns between groups.
+register_flop_formula([_OURS.scaled_mm, _OURS.cublas_blockwise_mm, _OURS.grouped_mm])(of_products)
 for _op in (_ATEN._grouped_mm, _ATEN._scaled_grouped_mm):
     if _op not in flop_registry:
         register_flop_formula(_op)(of_torch)
 if torch.cuda.is_available() and find_spec("triton") is not None:
     load_kernel("blockwise_mm")
     load_kernel("grouped_mm")
-    register_flop_formula(_OURS.blockwise_mm)(of_matrices)
+    register_flop_formula(_OURS.blockwise_mm)(of_products)
     register_flop_formula(_OURS.grouped_mm_gpu)(of_groups)

@@ -190,26 +190,24 @@ class Calibration:
             ValueError: a layer got no input, or one that was all zero or not finite.
         """
         chosen = _checked_method(method or self.method)
-        if self._problems:
-            raise ValueError(self._problems)
-        return self._scales(chosen)
+        scales, problems = self._scales(chosen)
+        if problems:
+            raise ValueError(problems)
+        return scales
 
-    @property
-    def _problems(self) -> str:
-        """The layers that no static scale fits, with the reasons; "" if there are none."""
-        reasons = [(fqn, _reason_against(values)) for fqn, values in self.inputs.items()]
-        found = folded((fqn, why) for fqn, why in reasons if why is not None)
-        remedy = (
+    def _scales(self, method: str) -> tuple[dict[str, float], str]:
+        """The scale of each layer that has one, and a message about the others, or ""."""
+        reasons = {layer: _reason_against(values) for layer, values in self.inputs.items()}
+        found = folded((layer, why) for layer, why in reasons.items() if why is not None)
+        message = (
             "no static scale fits these layers; calibrate on data that reaches them, or leave "
             "them out by module_filter_fn, in calibrate and in the conversion:"
         )
-        return "\n  ".join([remedy, *found]) if found else ""
-
-    def _scales(self, method: str) -> dict[str, float]:
-        fitting = {
-            n: values for n, values in self.inputs.items() if _reason_against(values) is None
-        }
-        return {n: v.scale(self.formats[n], method, self.percentile) for n, v in fitting.items()}
+        fitting = [layer for layer, why in reasons.items() if why is None]
+        return {
+            layer: self.inputs[layer].scale(self.formats[layer], method, self.percentile)
+            for layer in fitting
+        }, "\n  ".join([message, *found]) if found else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """What the scale of each layer loses of the data, lowest SQNR first.
@@ -217,8 +215,8 @@ class Calibration:
         Keys: layer, format, elements, amax, scale, sqnr (dB), saturated, flushed (fractions),
         amax_scale and amax_sqnr, those of method "amax". Layers that no scale fits have no row.
         """
-        rows, widest = [], self._scales("amax")
-        for layer, scale in self._scales(self.method).items():
+        rows, (widest, _) = [], self._scales("amax")
+        for layer, scale in self._scales(self.method)[0].items():
             values, fmt = self.inputs[layer], self.formats[layer]
             found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
             (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
@@ -238,7 +236,8 @@ class Calibration:
 
     def __str__(self) -> str:
         head = f'static scales by "{self.method}" of {len(self.inputs)} layers'
-        return "\n".join(filter(None, [head, self.table(10), self._problems]))
+        problems = self._scales(self.method)[1]
+        return "\n".join([head, self.table(10), *([problems] if problems else [])])
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def test_products_of_a_gpu_count_the_same(recipe, arch, experts):
         offs = empty(experts, dtype=torch.int32) if experts else None
         config = Float8LinearConfig.from_recipe_name(recipe)
         step(config, x, w, g, offs=offs)  # imports the kernels
-        known = {"blockwise_mm": flops.of_matrices, "grouped_mm_gpu": flops.of_groups}
+        known = {"blockwise_mm": flops.of_products, "grouped_mm_gpu": flops.of_groups}
         known = {op: f for n, f in known.items() if (op := getattr(torch.ops.float8, n, None))}
         found = count(lambda: step(config, x, w, g, offs=offs), custom_mapping=known)
     # torch's own grouped product does not say which tokens of grad_weight are padding.
