@@ -40,7 +40,7 @@ def tell_what_ran() -> None:
         off = [(name_in_model(n), NOT_CALLED) for n in layers if n not in on | maybe]
         elements = [conversion.elements.get(name_in_model(n), 0) for n in on | maybe]
         share = ("up to " if maybe else "") + conversion.share_of(elements)
-        lines = [f"{share} have run in float8", *folded(off)]
+        lines = [f"{type(model).__name__}: {share} have run in float8", *folded(off)]
         logger.log(logging.WARNING if off else logging.INFO, "%s", "\n  ".join(lines))
 
 

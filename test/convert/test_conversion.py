@@ -178,7 +178,7 @@ def test_the_first_step_names_the_layers_that_were_not_called(caplog):
         model(x).sum().backward()
         float8.after_step(nn.ModuleList([model]))
     (line,) = messages(caplog)  # once
-    assert line.splitlines()[0] == "25.0 % of the matrix elements have run in float8"
+    assert line.splitlines()[0] == "Blocks: 25.0 % of the matrix elements have run in float8"
     for name in ("qkv", "same"):
         assert f"  blocks.*.{name} (3 layers): it is converted, but was not called" in line
     assert "skip_names in module_filter_fn" in line
@@ -205,7 +205,7 @@ def test_what_was_called_is_known_of_compiled_models_too(compiled, caplog):
         float8.after_step(model)
     (line,) = messages(caplog)
     # Blocks and layers share a graph, so that `same` may have run by that of `proj`.
-    assert line.startswith("up to 43.8 % of the matrix elements have run in float8")
+    assert line.startswith("Blocks: up to 43.8 % of the matrix elements have run in float8")
     assert "blocks.*.qkv (3 layers): it is converted, but was not called" in line
     assert "blocks.*.same" not in line
     assert backend.frame_count == 1  # a call is noted without a guard, and no graph breaks

@@ -184,7 +184,7 @@ def test_a_model_trains_and_loads_plain_checkpoints(caplog):
     with caplog.at_level(logging.INFO, logger="float8"):
         float8.after_step(converted)
     share = str(done).splitlines()[0].rpartition(", ")[2]  # routers stay
-    assert caplog.messages == [f"{share} have run in float8"]
+    assert caplog.messages == [f"Sequential: {share} have run in float8"]
     assert_same(actual, results(convert(other, "rowwise"), x))
 
 
