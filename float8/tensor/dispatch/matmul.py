@@ -15,6 +15,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.granularity import transpose_block
+from float8.tensor.running_module import hint_of_weights
 from float8.tensor.tensor import PLAIN_BASE, Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -36,7 +37,8 @@ def _addmm(
             f"{func}: float8 multiplies two Float8Tensors (M, K) and (K, N) of one dtype, and adds "
             f"a plain bias, with beta=alpha=1; a, b and bias are Float8Tensors: {is_float8}, a and "
             f"b {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}. Cast with "
-            f"Float8Tensor.from_high_precision, or call .dequantize(). {PLAIN_BASE}"
+            "Float8Tensor.from_high_precision, or call .dequantize()"
+            f"{hint_of_weights((a, b))}. {PLAIN_BASE}"
         )
     return kernels.scaled_mm(
         a.float8_data,
