@@ -137,15 +137,16 @@ class Report:
 
     @property
     def casts(self) -> list[CastStatistics]:
-        """Worst first: casts of inf or NaN, then those with a problem, then by SQNR.
+        """Worst first: by level, by kind of problem and its size; those without one by SQNR.
 
         The SQNR alone would put a cast last that keeps one huge element and flushes all others.
         """
+        found = [cast for problem in problems_of(self._rows) for cast in problem.casts]
+        order = {id(cast): i for i, cast in reversed([*enumerate(found)])}
 
-        def place(cast: CastStatistics) -> tuple[bool, int, float]:
-            known = math.inf if cast.sqnr is None else cast.sqnr
-            sqnr = -math.inf if cast.nonfinite else known
-            return sqnr > -math.inf, -level_of(cast), sqnr
+        def place(cast: CastStatistics) -> tuple[int, float, float]:
+            sqnr = math.inf if cast.sqnr is None else cast.sqnr
+            return -level_of(cast), order.get(id(cast), math.inf), sqnr
 
         return sorted(self._rows, key=place)
 
