@@ -11,12 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from float8.arguments import check_bool, described, did_you_mean
-from float8.config.casts import (
-    CastConfig,
-    DelayedScalingConfig,
-    ScalingType,
-    check_kind,
-)
+from float8.config.casts import CastConfig, DelayedScalingConfig, ScalingType, check_kind
 from float8.config.plan import Gemm, GemmConfig, LinearPlan, gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise

@@ -35,12 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
-from float8.numerics.statistics import (
-    LABELS,
-    CastStatistics,
-    Histogram,
-    merged,
-)
+from float8.numerics.statistics import LABELS, CastStatistics, Histogram, merged
 from float8.version import __version__
 
 if TYPE_CHECKING:
