@@ -11,7 +11,8 @@ E5M2   ``torch.float8_e5m2``        57344     2^-16                    NaN and i
 
 (Micikevicius et al., "FP8 formats for deep learning", arXiv 2209.05433, table 1.) AMD's gfx94x
 has the ``fnuz`` twins, one exponent lower and with a single zero: `E4M3FNUZ` (max 240) and
-`E5M2FNUZ` (max 57344). `on_device` maps a format to the twin that a device multiplies.
+`E5M2FNUZ` (max 57344). `on_family` maps a format to the twin that a device multiplies. With twice
+the scale, the twin has every value of the format.
 
 The numbers come from torch; nothing else in the package writes 448 or 57344 down.
 
@@ -119,23 +120,11 @@ class ScaleFormat(str, enum.Enum):
         return torch.float8_e8m0fnu if self.is_e8m0 else torch.float32
 
 
-FNUZ_FAMILY = "gfx94"  # the device family that multiplies the fnuz formats
-
-
 def on_family(fmt: Format, family: str) -> Format:
     """The twin of ``fmt`` that a device family multiplies (`float8.kernels.family_of`)."""
-    return _FNUZ_TWIN.get(fmt, fmt) if family == FNUZ_FAMILY else fmt
+    return _FNUZ_TWIN.get(fmt, fmt) if family == "gfx94" else fmt
 
 
-def on_device(fmt: Format, device: torch.device) -> Format:
-    """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
-    return on_family(fmt, FNUZ_FAMILY) if device.type == "cuda" and _device_is_fnuz() else fmt
-
-
-def _device_is_fnuz() -> bool:
-    is_amd = torch.version.hip is not None and torch.cuda.is_available()
-    return is_amd and FNUZ_FAMILY in torch.cuda.get_device_properties(0).gcnArchName
-
-
-# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
-_device_is_fnuz._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def twin_factor(fmt: Format, twin: Format) -> float:
+    """What a scale of data in ``fmt`` is multiplied by for its twin, which stores half of it."""
+    return 1.0 if fmt == twin else 2.0

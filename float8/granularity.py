@@ -17,7 +17,8 @@ batch size, and slices and empty tensors keep a meaning. Everything else follows
 - ``scale.shape == ceil(shape / block)`` (`scale_shape`); a whole dimension has extent 1;
 - a transpose swaps the block together with the shape;
 - granularity is stated in the orientation of a GEMM operand, the last dimension being the
-  contraction.
+  contraction;
+- a vector is one row, and a number one element of it: its block has the last extents alone.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Rowwise(Granularity):
 
     def block_of(self, shape: Sequence[int]) -> Block:
         """1 along every dimension but the last, -1 along that one."""
-        return (1,) * (len(shape) - 1) + (WHOLE,)
+        return ((1,) * len(shape) + (WHOLE,))[1:]
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,15 @@ class Blockwise(Granularity):
 
     def block_of(self, shape: Sequence[int]) -> Block:
         """``rows`` and ``cols`` along the last two dimensions, 1 along the others."""
-        return (1,) * (len(shape) - 2) + (self.rows, self.cols)
+        return ((1,) * len(shape) + (self.rows, self.cols))[2:]
 
 
 def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
     """``ceil(shape / block)``: the shape of the scales of a tensor."""
-    return tuple(
-        1 if extent == WHOLE else ceil_div(size, extent)
-        for size, extent in zip(shape, block, strict=True)
-    )
+    if len(shape) != len(block):
+        raise ValueError(f"shape {tuple(shape)} needs one extent per dimension, got block {block}")
+    pairs = zip(shape, block, strict=True)
+    return tuple([1 if extent == WHOLE else ceil_div(size, extent) for size, extent in pairs])
 
 
 def ceil_div(size: int, extent: int) -> int:
@@ -105,9 +106,9 @@ def transpose_block(block: Block) -> Block:
 
 
 def block_name(block: Block) -> str:
-    """``tensorwise``, ``rowwise``, or the extents of a matrix's block, such as ``1x128``."""
-    if block == (WHOLE, WHOLE):
+    """``tensorwise``, ``rowwise``, or the extents of a block, such as ``1x128``."""
+    if set(block) <= {WHOLE}:
         return "tensorwise"
-    if block == (1, WHOLE):
+    if block[-1] == WHOLE and set(block[:-1]) == {1}:
         return "rowwise"
-    return "x".join("all" if extent == WHOLE else str(extent) for extent in block)
+    return "x".join(["all" if extent == WHOLE else str(extent) for extent in block])

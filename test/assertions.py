@@ -101,7 +101,7 @@ def assert_same_float8(actual: Any, expected: Any, replay: Any = "") -> None:
     """Two Float8Tensors with the same bytes, scale bits, block, format, dtype and device."""
     assert_bitwise(actual.float8_data, expected.float8_data, replay, "data")
     assert_bitwise(actual.scale, expected.scale, replay, "scale")
-    for name in ("block", "format", "dtype", "device", "requires_grad"):
+    for name in ("block", "format", "scale_format", "dtype", "device", "requires_grad"):
         mine, theirs = getattr(actual, name), getattr(expected, name)
         if mine != theirs:
             raise AssertionError(_text(name, replay, f"{mine}, not {theirs}"))

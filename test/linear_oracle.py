@@ -27,7 +27,7 @@ _TENSORWISE = {
 _MX = ((E4M3, MX, "e8m0"), (E4M3, MX, "e8m0"))
 _MX_2D = ((E4M3, MX, "e8m0"), (E4M3, MX_SQUARE, "e8m0"))
 _ROWWISE = ((E4M3, ROW, "power_of_two"), (E4M3, ROW, "power_of_two"))
-GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
+GEMMS: dict[str, dict[str, tuple[Operand | None, Operand | None] | None]] = {
     "tensorwise": _TENSORWISE,
     "delayed": _TENSORWISE,
     "unit": {
@@ -49,6 +49,30 @@ GEMMS: dict[str, dict[str, tuple[Operand, Operand] | None]] = {
         "grad_weight": ((E4M3, ONE, "power_of_two"), (E4M3, ONE, "power_of_two")),
     },
 }
+# What no hardware multiplies. An operand that is None is in high precision.
+_E5M2, _X64 = (E5M2, TENSOR, "float32"), (E4M3, (1, 64), "e8m0")
+_BYTE, _FLOOR = (E4M3, TENSOR, "e8m0"), (E5M2, ROW, "e8m0_floor")
+_WEIGHT, _INPUT = (E4M3, ROW, "float32"), (E4M3, ONE, "float32")
+_BLOCK, _SMALL = (E4M3, (1, 32), "float32"), (E4M3, (16, 24), "power_of_two")
+_NAMES = ("output", "grad_input", "grad_weight")
+EMULATED = {
+    "E5M2": dict.fromkeys(_NAMES, (_E5M2, _E5M2)),
+    "E8M0 with 1x64": dict.fromkeys(_NAMES, (_X64, _X64)),
+    "E8M0 of tensors and rows": dict(
+        zip(_NAMES, ((_BYTE, _FLOOR), (_FLOOR, _FLOOR), (_FLOOR, _BYTE)), strict=True)
+    ),
+    "1x32 in float32": dict(
+        zip(_NAMES, ((_BLOCK, _SMALL), (_E5M2, _SMALL), (_E5M2, _BLOCK)), strict=True)
+    ),
+    "weight only": {"output": (None, _WEIGHT), "grad_input": (None, _WEIGHT), "grad_weight": None},
+    "input only": {"output": (_INPUT, None), "grad_input": None, "grad_weight": (None, _INPUT)},
+    "gradient only": {
+        "output": None,
+        "grad_input": (_FLOOR, None),
+        "grad_weight": (_FLOOR, None),
+    },
+}
+GEMMS |= EMULATED
 
 
 @dataclass(frozen=True)
@@ -75,7 +99,7 @@ def expected(
 
 
 def product(
-    operands: tuple[Operand, Operand] | None,
+    operands: tuple[Operand | None, Operand | None] | None,
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
@@ -87,20 +111,25 @@ def product(
     else:
         (a_codes, a_scale), (b_codes, b_scale) = map(_cast, (a, b), operands, wholes)
         exact = (a_codes * a_scale) @ (b_codes * b_scale).t()
-        if operands[0][1][1] == -1:  # one scale per row: multiply codes, round, scale, round
+        by_row = None not in operands and operands[0][1][1] == operands[1][1][1] == -1
+        if by_row:  # multiply codes, round, scale, round
             codes = a_codes.float() @ b_codes.float().t()
             if a.dtype == torch.bfloat16:  # float16 would overflow, float32 has nothing to round
                 codes = codes.bfloat16().float()
             plain = (codes * a_scale[:, :1].float() * b_scale[:, :1].float().t()).to(a.dtype)
         else:
-            plain = ((a_codes * a_scale).float() @ (b_codes * b_scale).float().t()).to(a.dtype)
+            dtype = a.dtype if None in operands else torch.float32  # to which it is dequantised
+            a32, b32 = ((a_codes * a_scale).to(dtype), (b_codes * b_scale).to(dtype))
+            plain = (a32.float() @ b32.float().t()).to(a.dtype)
     if bias is not None:
         exact, plain = exact + bias.double(), plain + bias
     return Product(exact, plain)
 
 
-def _cast(x: Tensor, operand: Operand, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cast(x: Tensor, operand: Operand | None, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     """The values of the codes, and the scale of every element, in float64."""
+    if operand is None:
+        return x.double(), torch.ones_like(x, dtype=torch.float64)
     (dtype, block, scaling), x = operand, x.contiguous()
     if isinstance(scaling, str):
         shares_scale = whole is not None and block == TENSOR

@@ -22,7 +22,7 @@ def saved_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
             storages[storage.data_ptr()] = storage.nbytes()
-        return x.detach()  # an op that saves its own output would never free it
+        return x  # itself: `saved_activations` finds a copy by the tensor that was saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         kept = forward()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib
 
 import oracle
 import pytest
 import torch
 
-from float8.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, format_of, on_device
+from float8.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, format_of
 
+module = importlib.import_module("float8.kernels.scaled_mm")  # kernels has its function
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -28,17 +29,10 @@ def test_another_dtype_is_refused_and_the_known_are_listed(dtype):
 TWINS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 
 
-@pytest.mark.parametrize(
-    ("hip", "arch", "has_twins"),
-    [(None, "", False), ("6.4", "gfx942:sramecc+", True), ("6.4", "gfx950", False)],
-)
+@pytest.mark.parametrize("family", ["gfx94", "gfx95", "sm_90"])
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_gfx94_multiplies_the_fnuz_twins_and_others_the_format_itself(
-    fmt, hip, arch, has_twins, monkeypatch
-):
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    properties = SimpleNamespace(gcnArchName=arch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    assert on_device(fmt, CUDA) is (TWINS.get(fmt, fmt) if has_twins else fmt)
-    assert on_device(fmt, CPU) is fmt
+def test_gfx94_multiplies_the_fnuz_twins_and_others_the_format_itself(fmt, family, monkeypatch):
+    monkeypatch.setattr(module, "architecture", lambda index: family)
+    has_twins = family == "gfx94"
+    assert module.on_device(fmt, CUDA) is (TWINS.get(fmt, fmt) if has_twins else fmt)
+    assert module.on_device(fmt, CPU) is fmt

@@ -51,8 +51,8 @@ class CopyOp:
 
     def call(self, cache: CopyCache, inputs: Inputs, options: Options) -> Tensor | None:
         """The op's result; or None if it would save no memory, for torch to compute."""
-        needs = tuple(x is not None and x.requires_grad for x in inputs)
-        largest = max(x.numel() for x in inputs if x is not None)
+        needs = tuple([x is not None and x.requires_grad for x in inputs])
+        largest = max([x.numel() for x in inputs if x is not None])
         restorers: list[Restorer] = []
         parts: list[Tensor] = []
         is_worthwhile = False
@@ -104,7 +104,7 @@ class _SavedCopies(torch.autograd.Function):
                 saved += [parts.pop(0), parts.pop(0)]
         ctx.save_for_backward(*saved)
         ctx.op, ctx.options, ctx.restorers = op, options, restorers
-        ctx.inputs = tuple(None if x is None else (x.shape, x.dtype) for x in inputs)
+        ctx.inputs = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])
         ctx.parts = len(tensors) - count
         return out
 

@@ -172,7 +172,7 @@ class CopyCache:
         """
         if x.numel() < self.min_size or x.dtype not in HIGH_PRECISION_DTYPES or not x.requires_grad:
             return False
-        is_broadcast = any(s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True))
+        is_broadcast = any([s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)])
         return not is_broadcast and not isinstance(_base(x), nn.Parameter)
 
     def save(self, x: Tensor, index: int) -> Saved:
@@ -193,16 +193,17 @@ class CopyCache:
             traced.append((x, saved))
             return
         restorer, parts = saved
-        entry = _Entry(version_of(x), tuple(weakref.ref(part) for part in parts), restorer)
+        entry = _Entry(version_of(x), tuple([weakref.ref(part) for part in parts]), restorer)
         _ENTRIES.setdefault(_base(x), {})[self.fmt, _place(x)] = entry
 
     def _find(self, x: Tensor) -> Saved | None:
         if (traced := self._of_graph()) is not None:
-            return next((saved for y, saved in traced if y is x), None)
+            found = [saved for y, saved in traced if y is x]
+            return found[0] if found else None
         entry = _ENTRIES.get(_base(x), {}).get((self.fmt, _place(x)))
         if entry is None or entry.version != version_of(x):
             return None
-        parts = tuple(part for ref in entry.parts if (part := ref()) is not None)
+        parts = tuple([part for ref in entry.parts if (part := ref()) is not None])
         return (entry.restorer, parts) if len(parts) == len(entry.parts) else None
 
 

@@ -95,7 +95,7 @@ def _elementwise(backward: Callable[..., Tensor]) -> Callable[..., Grads]:
 
 
 def _two(input: Tensor, other: Any) -> Arguments | None:
-    are_real = all(isinstance(x, Tensor) and not x.is_complex() for x in (input, other))
+    are_real = all([isinstance(x, Tensor) and not x.is_complex() for x in (input, other)])
     return ((input, other), {}) if are_real else None
 
 
@@ -111,7 +111,7 @@ def _saves_factors(needs: Needs) -> tuple[int, ...]:
 def _mul_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """``(g b, g a)``."""
     factors = iter(saved)
-    return tuple(g * next(factors) if need else None for need in needs)
+    return tuple([g * next(factors) if need else None for need in needs])
 
 
 def _linear_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
@@ -164,9 +164,9 @@ def _norm_gradient(
     there. Without eps torch takes float32's epsilon for every dtype, since it normalises in
     float32.
     """
-    dtypes = (g.dtype, *(each.dtype for each in saved))
+    dtypes = (g.dtype, *[each.dtype for each in saved])
     dtype = functools.reduce(torch.promote_types, dtypes if g.is_cuda else (torch.float32,))
-    g, x, *rest = (each.to(dtype) for each in (g, *saved))
+    g, x, *rest = [each.to(dtype) for each in (g, *saved)]
     weight, shape = rest[0] if rest else None, list(normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps
     if not centred:

@@ -130,9 +130,9 @@ _is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _is_supported(inputs: tuple[Tensor | None, ...]) -> bool:
     """Whether an op is differentiated at all, and on plain tensors."""
     tensors = [x for x in inputs if x is not None]
-    if any(x.is_nested or is_traceable_wrapper_subclass(x) for x in tensors):
+    if any([x.is_nested or is_traceable_wrapper_subclass(x) for x in tensors]):
         return False
-    return any(x.requires_grad for x in tensors)
+    return any([x.requires_grad for x in tensors])
 
 
 class _Forward:

@@ -37,9 +37,6 @@ class ScalingType(enum.Enum):
     DISABLED = "disabled"
 
 
-_MX_BLOCKS = (Blockwise(1, 32), Blockwise(32, 32))
-
-
 @dataclass(frozen=True)
 class CastConfig:
     """How one operand becomes float8.
@@ -49,9 +46,10 @@ class CastConfig:
         granularity: which elements share a scale, in GEMM-operand orientation.
         target_dtype: a float8 dtype; None is E4M3 for input and weight, E5M2 for grad_output.
         scale_format: which numbers scales may be, see `ScaleFormat`. E8M0 scales are those of
-            ``Blockwise(1, 32)`` and ``Blockwise(32, 32)``, which take no others: together they are
-            an MX format.
-        static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``.
+            ``Blockwise(1, 32)`` and ``Blockwise(32, 32)``, which take no others but with
+            ``emulate=True``: together they are an MX format.
+        static_scale: with ``STATIC`` only: the dequantisation scale, ``value = data * scale``. AMD
+            gfx94x, whose formats store half of the value, casts with twice the scale.
 
     Raises:
         TypeError: a field is of another type, such as torchao's enums.
@@ -70,18 +68,14 @@ class CastConfig:
         check_kind("scale_format", self.scale_format, ScaleFormat)
         if self.target_dtype is not None:
             format_of(self.target_dtype)
-        is_mx, kind = self.granularity in _MX_BLOCKS, self.scaling_type
-        if kind is not ScalingType.DISABLED and is_mx != self.scale_format.is_e8m0:
+        kind = self.scaling_type
+        is_static, is_e8m0 = kind is ScalingType.STATIC, self.scale_format.is_e8m0
+        is_kept = is_static or kind is ScalingType.DELAYED
+        if is_kept and (self.granularity != Tensorwise() or is_e8m0):
             raise ValueError(
-                f"granularity={self.granularity} and scale_format={self.scale_format} do not fit: "
-                "give Blockwise(1, 32) or (32, 32) with ScaleFormat.E8M0 (OCP MX), or another with "
-                "ScaleFormat.FLOAT32 or POWER_OF_TWO"
-            )
-        is_static = kind is ScalingType.STATIC
-        if (is_static or kind is ScalingType.DELAYED) and self.granularity != Tensorwise():
-            raise ValueError(
-                f"{kind.value} scaling keeps one scale per tensor, got granularity "
-                f"{self.granularity}; use Tensorwise() or ScalingType.DYNAMIC"
+                f"{kind.value} scaling keeps one float32 scale per tensor, got granularity "
+                f"{self.granularity} and {self.scale_format}; use Tensorwise() and FLOAT32 or "
+                "POWER_OF_TWO, or ScalingType.DYNAMIC"
             )
         if is_static != (self.static_scale is not None):
             raise ValueError(
@@ -149,7 +143,7 @@ class OperandCast:
     Nothing changes it after its construction.
 
     `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
-    twin on AMD gfx94x, and the block of experts.
+    twin on AMD gfx94x with its static scale, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.

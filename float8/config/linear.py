@@ -14,6 +14,7 @@ from float8.arguments import check_bool, described, did_you_mean
 from float8.config.casts import (
     CastConfig,
     DelayedScalingConfig,
+    OperandCast,
     ScalingType,
     check_kind,
 )
@@ -22,10 +23,6 @@ from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
 PLANS: dict[str, LinearPlan] = {}  # `Float8LinearConfig.key` -> its plan
-
-
-def _fast() -> GemmConfig:
-    return GemmConfig(use_fast_accum=True)
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,9 @@ class Float8LinearConfig:
             Otherwise small values are rounded again, by at most 2^-18 of the amax.
         pad_inner_dim: pad dimensions that are no multiple of 16 with zeros, on devices whose GEMM
             needs it, instead of refusing. Conversion then takes layers of any sizes.
-        emulate: run the reference path on every device.
+        emulate: run the reference path, plain PyTorch, on every device: products that no hardware
+            runs too. They may be of any two formats, granularities and scale formats, or of one
+            operand in float8 and one in high precision.
         enable_amax_init: delayed casts use dynamic scales in the first 16 steps, or ``history_len``
             if that is less: amaxes grow fastest at the start of a training. False starts from a
             scale of 1, as TransformerEngine does.
@@ -80,23 +79,22 @@ class Float8LinearConfig:
 
     Raises:
         TypeError: a field is of another type, or unknown; the message says what to write.
-        ValueError: a GEMM that no hardware runs: one operand in float8 and the other not, or E5M2
-            for both; or a delayed second use beside another first one; or settings of delayed
-            scaling where no cast is delayed; or ``smooth_input`` beside a cast that does not fit
-            it; or ``dequantize_in_backward`` beside casts of second uses, ``smooth_input``, or an
-            output in high precision; or ``mxfp4_weights`` beside float32 scales of weights,
-            ``smooth_input`` or ``enable_fsdp_float8_all_gather``. The message names the GEMM, the
-            fields, and what to set.
+        ValueError: without ``emulate``, a GEMM that no hardware runs: one operand in float8 and the
+            other not, E5M2 for both, or E8M0 scales of other blocks than an MX format's. A delayed
+            second use beside another first one; settings of delayed scaling where no cast is
+            delayed; ``smooth_input`` beside a cast that does not fit it; ``dequantize_in_backward``
+            beside casts of second uses, ``smooth_input``, or an operand of the output in high
+            precision; or ``mxfp4_weights`` beside float32 scales of weights, ``smooth_input`` or
+            ``enable_fsdp_float8_all_gather``. The message names the fields and what to set.
     """
 
-    # Made anew for each config, so that no two configs share a part that could be changed.
     cast_config_input: CastConfig = field(default_factory=CastConfig)
     cast_config_weight: CastConfig = field(default_factory=CastConfig)
     cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
     cast_config_input_for_grad_weight: CastConfig | None = None
     cast_config_weight_for_grad_input: CastConfig | None = None
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    gemm_config_output: GemmConfig = field(default_factory=_fast)
+    gemm_config_output: GemmConfig = field(default=GemmConfig(use_fast_accum=True))
     gemm_config_grad_input: GemmConfig = field(default_factory=GemmConfig)
     gemm_config_grad_weight: GemmConfig = field(default_factory=GemmConfig)
     delayed_scaling: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)
@@ -124,13 +122,13 @@ class Float8LinearConfig:
             self._check_smooth_input()
         if self.mxfp4_weights:
             self._check_mxfp4_weights()
-        is_off = self.cast_config_input.scaling_type is ScalingType.DISABLED
+        plan = self._resolve()
+        is_off = plan.output.a is None or plan.output.b is None
         if self.dequantize_in_backward and (is_off or self.smooth_input):
             raise ValueError(
                 "dequantize_in_backward=True reads the float8 input and weight of the output GEMM, "
-                "and this config has none, or smooth_input=True; leave it out"
+                "and this config lacks one, or has smooth_input=True; leave it out"
             )
-        plan = self._resolve()
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
         for name, value in (("plan", plan), ("uses_delayed_scaling", delayed), ("key", repr(plan))):
             object.__setattr__(self, name, value)
@@ -175,32 +173,22 @@ class Float8LinearConfig:
         return deepcopy(check_config(name))
 
     def _resolve(self) -> LinearPlan:
-        x, w, g = self.cast_config_input, self.cast_config_weight, self.cast_config_grad_output
-        output = gemm(
-            ("output", "cast_config_input", "cast_config_weight"),
-            x.resolve(E4M3),
-            w.resolve(E4M3),
-            self.gemm_config_output,
-        )
+        def product(name: str, a: str, b: str) -> Gemm:
+            a, b = f"cast_config_{a}", f"cast_config_{b}"
+            how: GemmConfig = getattr(self, f"gemm_config_{name}")
+            return gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
+
+        def resolved(name: str) -> OperandCast | None:
+            cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])
+            return cast.resolve(E5M2 if "grad_output" in name else E4M3)
+
+        output = product("output", "input", "weight")
         flags = self.smooth_input, self.emulate, self.pad_inner_dim, self.mxfp4_weights
         if self.dequantize_in_backward:
             return LinearPlan(output, Gemm(None, None), Gemm(None, None), *flags, dequantizes=True)
-        grad_input = gemm(
-            ("grad_input", "cast_config_grad_output", "cast_config_weight_for_grad_input"),
-            g.resolve(E5M2),
-            (self.cast_config_weight_for_grad_input or w).resolve(E4M3),
-            self.gemm_config_grad_input,
-        )
-        grad_weight = gemm(
-            (
-                "grad_weight",
-                "cast_config_grad_output_for_grad_weight",
-                "cast_config_input_for_grad_weight",
-            ),
-            (self.cast_config_grad_output_for_grad_weight or g).resolve(E5M2),
-            (self.cast_config_input_for_grad_weight or x).resolve(E4M3),
-            self.gemm_config_grad_weight,
-        )
+        grad_input = product("grad_input", "grad_output", "weight_for_grad_input")
+        second_uses = "grad_output_for_grad_weight", "input_for_grad_weight"
+        grad_weight = product("grad_weight", *second_uses)
         return LinearPlan(output, grad_input, grad_weight, *flags)
 
     def _check_types(self) -> None:
@@ -327,8 +315,9 @@ def recipe_of(config: Float8LinearConfig) -> str:
     """What to call a config: its recipe and the flags beside it, ``rowwise, emulate=True``."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(config) if f.name in _FLAGS}
     flags = [f"{n}={v}" for n, d in defaults.items() if (v := getattr(config, n)) != d]
-    plain = replace(config, **defaults)
-    found = (name for name, recipe in RECIPES.items() if recipe == plain)
+    parts = [f.name for f in fields(config) if f.compare and f.name not in _FLAGS]
+    own = [getattr(config, part) for part in parts]
+    found = (n for n, known in RECIPES.items() if [getattr(known, p) for p in parts] == own)
     return ", ".join([next(found, "own config"), *flags])
 
 

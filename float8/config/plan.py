@@ -39,7 +39,8 @@ class Gemm:
     """One product ``a @ b.T``.
 
     Args:
-        a, b: the casts of the operands; both None where the product is in high precision.
+        a, b: the casts of the operands; both None where the product is in high precision. With
+            ``emulate`` one may be: the other is dequantised to the compute dtype.
         use_fast_accum: see `GemmConfig`.
         name: on a device, the GEMM that multiplies, see `float8.kernels.gemm_for`.
         refusal: the reason why no GEMM of the device multiplies, or None.
@@ -96,6 +97,7 @@ class Operand:
         self.is_shared = is_cast and first.transposed() == second  # type: ignore[union-attr]
 
 
+_MX = ((1, 32), (32, 32))
 GEMM_NAMES = ("output", "grad_input", "grad_weight")
 
 
@@ -161,27 +163,50 @@ class LinearPlan:
         self.is_tiled = self.mxfp4_weights or any(extent not in (1, WHOLE) for extent in extents)
 
 
+_OR = "or set emulate=True to run them in plain PyTorch"
+
+
 def gemm(
-    names: tuple[str, str, str], a: OperandCast | None, b: OperandCast | None, config: GemmConfig
+    names: tuple[str, str, str],
+    a: OperandCast | None,
+    b: OperandCast | None,
+    config: GemmConfig,
+    emulate: bool,
 ) -> Gemm:
     """The product of two resolved casts; ValueError if no hardware multiplies the two.
 
-    ``names`` are the product's and the fields of its two operands, for the message.
+    ``names`` are the product's and the fields of its two operands, for the message. With
+    ``emulate`` any two are multiplied.
     """
+    if not emulate:
+        _check_hardware(names, a, b)
+    has_fast_accum = a is None or b is None or a.block[1] == b.block[1] == WHOLE
+    return Gemm(a, b, config.use_fast_accum and has_fast_accum)
+
+
+def _check_hardware(
+    names: tuple[str, str, str], a: OperandCast | None, b: OperandCast | None
+) -> None:
     product, name_a, name_b = names
+    for name, cast in ((name_a, a), (name_b, b)):
+        if cast is not None and (cast.block in _MX) != cast.scale_format.is_e8m0:
+            raise ValueError(
+                f"the {product} GEMM has blocks {cast.block} with {cast.scale_format} ({name}), "
+                "which no hardware multiplies: give Blockwise(1, 32) or (32, 32) with "
+                "ScaleFormat.E8M0 (OCP MX), another granularity with FLOAT32 or POWER_OF_TWO, "
+                f"{_OR}"
+            )
     if (a is None) != (b is None):
         off, on = (name_a, name_b) if a is None else (name_b, name_a)
         raise ValueError(
             f"the {product} GEMM has one operand in high precision ({off}) and one in float8 "
-            f"({on}); no hardware multiplies the two. Disable both, or give {off} a float8 cast"
+            f"({on}); no hardware multiplies the two. Disable both, give {off} a float8 cast, {_OR}"
         )
     if a is not None and b is not None and _is_e5m2(a.format) and _is_e5m2(b.format):
         raise ValueError(
             f"the {product} GEMM would multiply E5M2 by E5M2 ({name_a}, {name_b}), which no "
-            "hardware does; set target_dtype=torch.float8_e4m3fn for one of them"
+            f"hardware does; set target_dtype=torch.float8_e4m3fn for one of them, {_OR}"
         )
-    has_fast_accum = a is None or b is None or a.block[1] == b.block[1] == WHOLE
-    return Gemm(a, b, config.use_fast_accum and has_fast_accum)
 
 
 def _is_e5m2(fmt: Format) -> bool:

@@ -14,8 +14,11 @@ Nothing is changed before the third.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +26,7 @@ from typing import Any, cast
 from torch import nn
 from torch.backends import mha
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
@@ -41,13 +45,19 @@ from float8.linear.registration import (
     stacked_weights,
     weights_of,
 )
-from float8.linear.switch import Float8Module
+from float8.linear.switch import Float8Module, Switch
 
 logger = logging.getLogger("float8")
 
 NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
+)
+# Converted models -> their report, and for each matrix in float8 its elements and the switches of
+# its layers, whose names may change; until `float8.convert.calls` has told what ran.
+Matrices = list[tuple[int, set[Switch]]]
+UNTOLD: weakref.WeakKeyDictionary[nn.Module, tuple[Conversion, Matrices]] = (
+    weakref.WeakKeyDictionary()
 )
 FUSED = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
@@ -65,6 +75,9 @@ class Conversion:
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
         recipe: the recipe of the converted layers and its flags; several if layers differ.
+        elements: of the matrices of float8 layers.
+        all_elements: of all parameters with two dimensions and more, without embeddings.
+        unnamed: kind of module -> elements of those that no line above names, as of an ``LSTM``.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -73,12 +86,23 @@ class Conversion:
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
     recipe: str = ""
+    elements: int = 0
+    all_elements: int = 0
+    unnamed: dict[str, int] = field(default_factory=dict)
+
+    def share_of(self, elements: int) -> str:
+        """A number of elements as a percentage of those of all matrices."""
+        return f"{100 * elements / max(self.all_elements, 1):.1f} % of the matrix elements"
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
+        if self.elements < self.all_elements:
+            experts += f", {self.share_of(self.elements)}"
         lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
         lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
+        kinds = sorted(self.unnamed.items(), key=lambda item: -item[1])
+        lines += [f"left alone: {kind}: {self.share_of(n)}" for kind, n in kinds]
         lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
         lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n  ".join(lines)
@@ -156,6 +180,7 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
+        importlib.import_module("float8.kernels.flops")  # which imports Triton, where it is
         plain = self.plain_layers
         swapped = {m: _rule_of(m).convert(m, self.configs[fqn], fqn) for fqn, m in plain.items()}
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
@@ -174,6 +199,7 @@ class ConversionPlan:
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
+        UNTOLD[model] = conversion, _count_elements(model, conversion)
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
@@ -254,6 +280,27 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
     ]
 
 
+def _count_elements(model: nn.Module, conversion: Conversion) -> Matrices:
+    """Count the elements of matrices; a tied one is in float8 if any of its layers is."""
+    switches: dict[int, set[Switch]] = defaultdict(set)
+    for layer in model.modules():
+        for weight in {} if own_config(layer) is None else weights_of(layer).values():
+            switches[id(weight)].add(cast(Any, layer).switch)
+    matrices: dict[int, tuple[int, set[Switch]]] = {}
+    for fqn, m in model.named_modules():
+        for p in m._parameters.values():
+            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in switches
+            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in matrices:
+                continue
+            matrices[id(p)] = p.numel(), switches.get(id(p), set())
+            if id(p) not in switches and fqn not in conversion.skipped:
+                kind = type(m).__name__
+                conversion.unnamed[kind] = conversion.unnamed.get(kind, 0) + p.numel()
+    conversion.elements = sum(size for size, layers in matrices.values() if layers)
+    conversion.all_elements = sum(size for size, _ in matrices.values())
+    return list(matrices.values())
+
+
 def own_config(module: nn.Module) -> Float8LinearConfig | None:
     """The config of a converted layer or of converted experts, or None for other modules."""
     if isinstance(module, Float8Linear):
@@ -320,7 +367,12 @@ def odd_sizes(module: nn.Module, config: Float8LinearConfig) -> str | None:
 
 def runs_something_else(module: nn.Module, fqn: str) -> str | None:
     """The reason why replacing the module would not change what runs, or None."""
-    if "forward" in module.__dict__:
+    if (forward := module.__dict__.get("forward")) is not None:
+        if str(getattr(forward, "__module__", "")).startswith("transformers.distributed"):
+            return (
+                "Transformers' tp_plan, which is not supported, replaced its forward: load without "
+                "it, convert, then parallelize_module with Float8ColwiseParallel and others"
+            )
         return "its forward was replaced by a function that would still run; convert it before that"
     if module._compiled_call_impl is not None or fqn.rpartition(".")[2] == "_orig_mod":
         return "it was compiled on its own and its graph would still run; convert, then compile"

@@ -32,9 +32,9 @@ from float8 import kernels
 from float8.config import OperandCast
 from float8.convert.conversion import own_config
 from float8.distributed.rank_comparison import compare_layer
-from float8.formats import on_device
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.float8_weight import version_of
+from float8.linear.plan import bind_cast
 from float8.linear.registration import weights_of
 from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
@@ -61,12 +61,6 @@ class GatheredWeight(Float8Tensor):
         if func in (aten.detach.default, aten.alias.default, aten.as_strided.default):
             return GatheredWeight(result.float8_data, x.scale, x.block, x.dtype)
         return result
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
-    ) -> GatheredWeight:
-        return GatheredWeight(inner["float8_data"], inner["scale"], *meta)
 
 
 class KnownAmax:
@@ -99,9 +93,10 @@ class KnownAmax:
 
 
 def weight_cast(layer: Any, weight: Tensor) -> tuple[OperandCast, DelayedState | None]:
-    """The cast of a layer's gathered weight for its output, and the state of a delayed one."""
+    """The bound cast of a layer's gathered weight for its output, and a delayed one's state."""
     cast = own_config(layer).plan.output.b  # type: ignore[union-attr]
     assert cast is not None
+    cast = bind_cast(cast, kernels.family_of(weight.device))
     if weight.dim() == 3:  # experts share no scale
         return replace(cast, block=(1, *cast.block)), None
     return cast, layer.casts[1].state
@@ -161,12 +156,12 @@ def cast_shard(
     rounded = shard.to(dtype)  # first, as autocast, DDP and one process do
     scale = known_scale(cast, state, rounded)
     if scale is None:
-        fmt, owners = on_device(cast.format, shard.device), weights_of(layer).values()
+        owners = weights_of(layer).values()
         if (amax := known.of(owners)) is None:
             amax = max_over_ranks(amax_of_shard(shard, cast, size, group), group)
             known.remember(amax, shard, owners)
         amax = amax.to(dtype).float()
-        scale = kernels.scale_from_amax(amax, fmt.max, cast.scales)
+        scale = kernels.scale_from_amax(amax, cast.largest, cast.scales)
     scale = scale.expand(scale_shape(size, cast.block))  # static: one per expert, all equal
     if state is not None and layer.training:
         kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))

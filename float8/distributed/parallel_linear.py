@@ -13,6 +13,7 @@ In high precision the layer runs the code of torch's own styles.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ from float8.config.plan import Operand
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
-from float8.linear.layer import Float8Linear, function_of, linear_in_float8
+from float8.linear.layer import FUNCTIONS, Float8Linear, linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
@@ -69,10 +70,6 @@ class Layout:
     def read(self, input: Tensor) -> Placement:
         """The placement in which the GEMM reads an input."""
         return Replicate() if self.is_colwise else Shard(input.dim() - 1)
-
-    def placement_of(self, input: Tensor) -> Placement:
-        """The placement in which an input is given."""
-        return input.placements[0] if isinstance(input, DTensor) else self.given
 
 
 # --- parts of tensors
@@ -147,7 +144,7 @@ class _SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any
     ) -> Tensor:
-        product = function_of(call.plan).forward(ctx, x, w_NK, None, call)
+        product = FUNCTIONS[call.plan.smooth_input].forward(ctx, x, w_NK, None, call)
         ctx.parts = mesh, shard, product.shape[shard.dim]
         return moved(placed(product, mesh, Partial()), shard)
 
@@ -159,7 +156,7 @@ class _SummedLinear(torch.autograd.Function):
             how = (call.plan.g.first, call.states[2], call.record, *ctx.parts)
             data, scale = _cast_and_gather(g, *how)
             whole = Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
-            grad_x, grad_w, _ = function_of(call.plan).gradients(ctx, whole)
+            grad_x, grad_w, _ = FUNCTIONS[call.plan.smooth_input].gradients(ctx, whole)
         return grad_x, grad_w, None, None, None
 
 
@@ -202,6 +199,19 @@ def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
 # --- the layers
 
 
+def warn_of_high_precision() -> None:
+    """Warn that a module with a float8 style has no layer in float8."""
+    warnings.warn(
+        "Float8ColwiseParallel, Float8RowwiseParallel or PrepareFloat8ModuleInput runs in high "
+        "precision, because layers are not converted: call convert_to_float8_training(model), "
+        "and give layers that it leaves out torch's own styles",
+        stacklevel=3,
+    )
+
+
+warn_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class ParallelLinear(nn.Linear):
     """A parallelized ``nn.Linear`` in high precision, equal to torch's own styles."""
 
@@ -209,6 +219,7 @@ class ParallelLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As ``nn.Linear``, of local tensors or DTensors."""
+        warn_of_high_precision()
         return _in_high_precision(self, input)
 
     def extra_repr(self) -> str:
@@ -230,7 +241,7 @@ class Float8ParallelLinear(Float8Linear):
         `Float8Linear`, and also refuses an input on another mesh.
         """
         if self.high_precision:
-            return self._plain_forward(input)
+            return _in_high_precision(self, input)
         if not torch.compiler.is_compiling():
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
@@ -298,8 +309,9 @@ class Float8ParallelLinear(Float8Linear):
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
         layout = self.layout
+        given = input.placements[0] if isinstance(input, DTensor) else layout.given
         states = self._states_of_parts(
-            input=layout.placement_of(input).is_shard() or not layout.is_colwise,
+            input=given.is_shard() or not layout.is_colwise,
             grad_output=layout.output.is_shard() or layout.is_colwise,
         )
         return local(input) if layout.is_colwise else self._read(input), local(self.weight), states
@@ -325,9 +337,6 @@ class Float8ParallelLinear(Float8Linear):
     def extra_repr(self) -> str:
         """As `Float8Linear`, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
-
-    def _plain_forward(self, input: Tensor) -> Tensor:
-        return _in_high_precision(self, input)
 
 
 def local(x: Any) -> Tensor:

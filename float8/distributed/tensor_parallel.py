@@ -48,6 +48,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
+from float8.convert.conversion import own_config
 from float8.distributed.parallel_linear import (
     Float8ParallelLinear,
     Layout,
@@ -56,6 +57,7 @@ from float8.distributed.parallel_linear import (
     gather_in_float8,
     placed,
     sends_in_float8,
+    warn_of_high_precision,
 )
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import compute_dtype, plan_for
@@ -67,7 +69,8 @@ class Float8ColwiseParallel(ColwiseParallel):
     """``ColwiseParallel`` for float8: an input that is cut (sequences) is gathered as float8.
 
     Arguments as ``ColwiseParallel``. Works on an ``nn.Linear`` (converted later, or never) and on a
-    `Float8Linear`. The input may also be what `PrepareFloat8ModuleInput` made.
+    `Float8Linear`. One that runs without conversion warns. The input may also be what
+    `PrepareFloat8ModuleInput` made.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -78,7 +81,8 @@ class Float8RowwiseParallel(RowwiseParallel):
     """``RowwiseParallel`` for float8: the gradient of a scattered output is gathered as float8.
 
     Arguments as ``RowwiseParallel``. Works on an ``nn.Linear`` (converted later, or never) and on a
-    `Float8Linear`. The bias is added once, after the sum over ranks.
+    `Float8Linear`. One that runs without conversion warns. The bias is added once, after the sum
+    over ranks.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -117,7 +121,8 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     `Float8Tensor`: gradients are summed over layers first, and then over ranks in one
     reduce-scatter. With ``use_local_output=True`` it is a `Float8Tensor`, and every layer sums its
     gradient over ranks by itself. A layer of that style that is in high precision reads the
-    dequantised values. ``torch.compile`` must see the module and its caller in one graph.
+    dequantised values. A module without float8 layers warns. ``torch.compile`` must see the module
+    and its caller in one graph.
 
     Args:
         fwd_config_submodule_fqn: the name, within the module, of the `Float8Linear` whose config
@@ -160,6 +165,8 @@ def _config_of_layers(module: nn.Module, fqn: str | None) -> Float8LinearConfig 
     """The config that casts a module's input; None if the input stays in high precision."""
     below = module if fqn is None else module.get_submodule(fqn)
     layers = [m for m in below.modules() if isinstance(m, Float8Linear)]
+    if not any(own_config(m) for m in below.modules()):
+        warn_of_high_precision()
     if not layers or any(layer.high_precision for layer in layers):
         return None
     casts = {layer.config.cast_config_input: layer.fqn for layer in layers}

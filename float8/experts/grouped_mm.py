@@ -82,7 +82,7 @@ def _refuses(
         return ValueError(REFUSES_SMOOTH_EXPERTS)
     fits = x.dim() == 2 and w.dim() == 3 and offs.shape == w.shape[:1]
     if not fits or x.shape[1] != w.shape[1] or not x.device == w.device == offs.device:
-        given = ", ".join(f"{tuple(each.shape)} on {each.device}" for each in (x, w, offs))
+        given = ", ".join([f"{tuple(each.shape)} on {each.device}" for each in (x, w, offs)])
         return ValueError(
             f"x must be (T, K), w (E, K, N) and offs (E,), on one device, got {given}; for a "
             "weight (E, N, K) pass weight.mT"

@@ -109,7 +109,7 @@ class _Produce(torch.autograd.Function):
         else:
             grads = _norm_backward(g_MK, as_matrix(x), second, third, *statistics)
         pairs = zip(grads, (x, second, third), strict=True)
-        shaped = (None if grad is None else grad.reshape(like.shape) for grad, like in pairs)
+        shaped = [None if grad is None else grad.reshape(like.shape) for grad, like in pairs]
         return *shaped, None, None, None
 
 
@@ -160,7 +160,7 @@ def _norm_backward(
     On a GPU torch's own kernels compute them where all dtypes are equal.
     """
     *mean, rstd = statistics
-    one_dtype = all(t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias))
+    one_dtype = all([t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias)])
     if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
         aten, x_MK, g_MK = torch.ops.aten, x_MK.contiguous(), g_MK.contiguous()
         size, needs = [x_MK.shape[1]], [True, weight is not None, bias is not None]

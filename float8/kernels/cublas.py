@@ -68,10 +68,7 @@ def multiply(
     is_mx = a_block in _MX and b_block in _MX
     is_blockwise = a_block[1] != WHOLE and not is_mx
     if is_mx:
-        a_scale, b_scale = (
-            _aligned_vector(scale if scale.dim() == 1 else mx_scales(scale, block, size))
-            for scale, block, size in ((a_scale, a_block, rows), (b_scale, b_block, columns))
-        )
+        a_scale, b_scale = _mx_vector(a_scale, a_block, rows), _mx_vector(b_scale, b_block, columns)
     inner = _missing_of_contraction(b_NK.shape[1], a_block)
     a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
     b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
@@ -102,6 +99,11 @@ def multiply(
     if out.shape[1] != columns:
         out = out.narrow(1, 0, columns)
     return out if out.shape[0] == rows else out.narrow(0, 0, rows)
+
+
+def _mx_vector(scale: Tensor, block: Block, size: int) -> Tensor:
+    """Scales in cuBLASLt's order, in which those with one dimension are already."""
+    return _aligned_vector(scale if scale.dim() == 1 else mx_scales(scale, block, size))
 
 
 def _aligned_vector(x: Tensor) -> Tensor:

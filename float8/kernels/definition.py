@@ -204,7 +204,7 @@ def swiglu_backward(
     grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor, limit: float | None = None
 ) -> Tensor:
     """(M, 2 F): the gradients of gate and up, in gate's dtype; 0 beyond the limit."""
-    grad32, gate32, up32 = (x.to(torch.float32) for x in (grad_MF, gate_MF, up_MF))
+    grad32, gate32, up32 = [x.to(torch.float32) for x in (grad_MF, gate_MF, up_MF)]
     gate, up = clamped(gate32, up32, limit)
     sigmoid = gate.sigmoid()
     grad_gate = grad32 * up * (sigmoid * (1 + gate * (1 - sigmoid)))

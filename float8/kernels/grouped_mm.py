@@ -62,7 +62,7 @@ def grouped_mm(
     """The definition of both products, group by group by `cpu.scaled_mm`.
 
     Args:
-        a: (T, C) or (M, P); float8, or in high precision without scales.
+        a: (T, C) or (M, P); float8, or in high precision without scales, as b may be.
         a_scale: of a, float32 or E8M0.
         b: (E, N, C) or (N, P).
         b_scale: of b; for experts ``ceil(shape / b_block)``, or (1, 1, 1) for all of them.
@@ -86,28 +86,30 @@ def grouped_mm(
         a_part = a[rows] if of_experts else a[:, columns]
         b_part = b[group] if of_experts else b[:, columns]
         where = out[rows if of_experts else group]
-        if a_scale is None or b_scale is None:
+        if of_experts:
+            a_its = a_scale if a_scale is None or a_block[0] == WHOLE else a_scale[rows]
+            b_its = b_scale if b_scale is None else b_scale[group if b_scale.shape[0] > 1 else 0]
+        else:
+            a_its = _scale_of_group(a_scale, a_block, group, start, end - begin)
+            b_its = _scale_of_group(b_scale, b_block, group, start, end - begin)
+        if a_its is None or b_its is None:
+            if a_its is not None:
+                a_part = cpu.dequantize(a_part, a_its, a_block, out_dtype)
+            if b_its is not None:
+                b_part = cpu.dequantize(b_part, b_its, b_block, out_dtype)
             if not of_experts:
                 # oneDNN's 16-bit GEMM (torch 2.13) multiplies what follows an odd row by 0: NaN if
                 # that is NaN, as tokens of no group may be. By columns it reads no further.
                 a_part = a_part.t().contiguous().t()
             where.copy_(a_part @ b_part.t())
             continue
-        if of_experts:
-            a_scale_part = a_scale[rows] if a_block[0] != WHOLE else a_scale
-            b_scale_part = b_scale[group if b_scale.shape[0] > 1 else 0]
-        else:
-            a_scale_part = _scale_of_group(a_scale, a_block, group, start, end - begin)
-            b_scale_part = _scale_of_group(b_scale, b_block, group, start, end - begin)
-        cpu.scaled_mm(
-            a_part, a_scale_part, b_part, b_scale_part, a_block, b_block, None, out_dtype, where
-        )
+        cpu.scaled_mm(a_part, a_its, b_part, b_its, a_block, b_block, None, out_dtype, where)
     return out
 
 
-def _scale_of_group(scale: Tensor, block: Block, group: int, start: int, size: int) -> Tensor:
-    """The scales of one group of a transposed token operand, as of a matrix."""
-    if block[0] == WHOLE:
+def _scale_of_group(scale: Any, block: Block, group: int, start: int, size: int) -> Any:
+    """The scales of one group of a transposed token operand, as of a matrix; None of None."""
+    if scale is None or block[0] == WHOLE:
         return scale
     if block[1] == WHOLE:
         return scale[group][:, None]
@@ -326,20 +328,20 @@ def multiply_groups(
 ) -> Tensor:
     """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
 
-    Raises ValueError if K or N of experts is no multiple of 16 and ``pad`` is False, or if the
-    scales of blocks of 1x32 are not E8M0.
+    Raises ValueError on a GPU if K or N of experts is no multiple of 16 and ``pad`` is False, or if
+    the scales of blocks of 1x32 are not E8M0.
     """
+    if gemm == PLAIN:
+        out: Tensor = torch.ops.float8.grouped_mm.default(
+            a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
+        )
+        return out
     for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
         if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:
             raise ValueError(
                 f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
                 "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
             )
-    if gemm == PLAIN:
-        out: Tensor = torch.ops.float8.grouped_mm.default(
-            a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
-        )
-        return out
     if 0 in (*a.shape, *b.shape, *offs.shape):
         return _empty(a, b, offs, out_dtype)
     if b_block[-1] == _MX_BLOCK[-1] and b_scale.dim() == 3:  # not those that are swizzled

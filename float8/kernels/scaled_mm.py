@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
 from float8.kernels import cublas, plain
 
@@ -123,6 +124,11 @@ def family_of(device: torch.device) -> str:
     return CPU if device.type != "cuda" else architecture(device.index)
 
 
+def on_device(fmt: Format, device: torch.device) -> Format:
+    """The twin of ``fmt`` that ``device`` multiplies: ``fnuz`` on AMD gfx94x, else ``fmt``."""
+    return on_family(fmt, family_of(device))
+
+
 # --- the candidates
 
 
@@ -154,7 +160,7 @@ def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | Non
             f"{torch.version.cuda}"
         )
     if out_dtype not in (written := written_dtypes(arch, product)):
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in written)
+        names = " or ".join([str(dtype).removeprefix("torch.") for dtype in written])
         return (
             f"writes a {product} product in {names} only, not {out_dtype}: use bfloat16 "
             "(model.bfloat16() or torch.autocast) or a tensorwise recipe"
@@ -165,7 +171,7 @@ def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | Non
 def _cuda_version() -> tuple[int, ...]:
     if torch.version.cuda is None:  # a CPU build tracing FakeTensors
         return _CUBLASLT_CUDA
-    return tuple(int(part) for part in torch.version.cuda.split(".")[:2])
+    return tuple([int(part) for part in torch.version.cuda.split(".")[:2]])
 
 
 def triton_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
@@ -204,7 +210,7 @@ def _triton_multiply(
     """
     load_kernel("blockwise_mm")
     if missing := -a_MK.shape[1] % ALIGNMENT:
-        a_MK, b_NK = (cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK))
+        a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
     a_MK, b_NK = cublas.contraction_last(a_MK), cublas.contraction_last(b_NK)
     return torch.ops.float8.blockwise_mm.default(
         a_MK, a_scale, b_NK, b_scale, a_block[0], b_block[0], bias_N, out_dtype
@@ -291,9 +297,9 @@ def product_of(a_block: Block, b_block: Block) -> str | None:
 def refuses_granularity(a_block: Block, b_block: Block) -> str | None:
     """The reason why no hardware at all multiplies operands with these blocks, or None."""
     if product_of(a_block, b_block) is None:
-        pairs = ", ".join(f"{a} by {b}" for a, b in _PRODUCTS)
+        pairs = ", ".join([f"{a} by {b}" for a, b in _PRODUCTS])
         return (
-            f"no hardware multiplies blocks {a_block} by {b_block} (-1: the whole dimension); "
+            f"no hardware multiplies {block_name(a_block)} by {block_name(b_block)} scales; "
             f"it multiplies {pairs}. Use one of those or {_EMULATE}"
         )
     return None
@@ -371,7 +377,7 @@ def takes_powers(gemm: str) -> bool:
 def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:
     """The reason why a GEMM does not take these sizes without padding, or None."""
     sizes = {"contraction": contraction, "columns": columns}
-    bad = " and ".join(f"{name}={size}" for name, size in sizes.items() if size % multiple)
+    bad = " and ".join([f"{name}={size}" for name, size in sizes.items() if size % multiple])
     return f"{bad} not a multiple of {multiple}" if bad else None
 
 
@@ -445,7 +451,7 @@ def scaled_mm(
         ValueError: the device does not run this product, or the operands are on several devices;
             the message names the remedy.
     """
-    if (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
+    if not emulate and (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     family = family_of(a_MK.device)
     is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)

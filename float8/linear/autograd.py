@@ -39,6 +39,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
+from float8.granularity import WHOLE
 from float8.kernels.scaled_mm import takes_powers
 from float8.linear.float8_weight import (
     Float8Weight,
@@ -173,13 +174,11 @@ def product(
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
     ``a`` and ``b`` are the results of the casts of ``gemm``; in high precision, the matrix and
-    None. The bias is in the compute dtype. ``factor`` is that of unit scaling, or None. ``offs``
-    has the ends of groups of tokens, for a grouped product.
+    None, beside which the other is dequantised. The bias is in the compute dtype. ``factor`` is
+    that of unit scaling, or None. ``offs`` has the ends of groups of tokens, for a grouped product.
     """
     if gemm.a is None or gemm.b is None:
-        if offs is None:
-            return times(F.linear(a[0], b[0], bias), factor)
-        return times(kernels.multiply_groups_plainly(a[0], b[0], offs), factor)
+        return times(_product_in_high_precision(gemm, a, b, bias, offs), factor)
     (a_data, a_scale), (b_data, b_scale) = a, b
     if gemm.refusal is not None and 0 not in (*a_data.shape, *b_data.shape):
         raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
@@ -197,6 +196,24 @@ def product(
             name, a_data, a_scale, b_data, b_scale, *blocks, bias, dtype, fast, pad
         )
     return times(out, factor)
+
+
+def _product_in_high_precision(
+    gemm: Gemm, a: Pair, b: Pair, bias: Tensor | None, offs: Tensor | None
+) -> Tensor:
+    """``a @ b.T``, at least one of which is in high precision."""
+    dtype, casts = (b if gemm.b is None else a)[0].dtype, (gemm.a, gemm.b)
+    if offs is None:
+        a_MK, b_NK = [
+            x if how is None else kernels.dequantize(x, scale, how.block, dtype)
+            for (x, scale), how in zip((a, b), casts, strict=True)
+        ]
+        return F.linear(a_MK, b_NK, bias)
+    if gemm.a is gemm.b:
+        return kernels.multiply_groups_plainly(a[0], b[0], offs)
+    blocks = [(WHOLE, WHOLE) if how is None else how.block for how in casts]
+    out: Tensor = torch.ops.float8.grouped_mm.default(*a, *b, offs, *blocks, dtype, gemm.align)
+    return out
 
 
 # --- operands

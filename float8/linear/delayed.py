@@ -67,7 +67,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import CastConfig, DelayedScalingConfig
-from float8.formats import Format, ScaleFormat, on_device
+from float8.formats import Format, ScaleFormat
+from float8.kernels.scaled_mm import on_device
 from float8.linear.registration import FIRST_SYNC_CHECKS
 from float8.linear.scaling import Cast, DelayedState, max_over_ranks
 from float8.linear.switch import Switchable
@@ -200,7 +201,7 @@ class DelayedCast(Cast, Switchable):
         """The format that the device of the buffers multiplies."""
         return on_device(self.format, self.scale.device)
 
-    def _scale(self) -> Tensor | None:
+    def _scale(self, fmt: Format) -> Tensor | None:
         return self.scale if self.history_ready else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:
@@ -227,7 +228,7 @@ class DelayedCast(Cast, Switchable):
             super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if not any(prefix + name in state_dict for name in self._buffers):
+        if not any([prefix + name in state_dict for name in self._buffers]):
             return  # a plain checkpoint; if it has a weight, the layer calls start_beside
         self._take_age_from(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -316,7 +317,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 def _is_first(model: nn.Module, casts: list[DelayedCast]) -> bool:
     if casts:
-        return not all(cast.synced for cast in casts)
+        return not all([cast.synced for cast in casts])
     # Another rank's model may have delayed casts: it would wait for this rank.
     return not torch.compiler.is_compiling() and not _checked.issuperset(_parts_checked(model))
 
@@ -357,7 +358,7 @@ _WRAPPERS = {
 
 def name_in_model(fqn: str) -> str:
     """A module's name without the parts that wrappers add."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
+    return ".".join([part for part in fqn.split(".") if part not in _WRAPPERS])
 
 
 def ranks_of(group: Group | None) -> list[int]:
@@ -507,7 +508,7 @@ def _install_hook() -> None:
 def _count_step(optimizer: Optimizer) -> None:
     if torch.compiler.is_compiling():
         return  # to read a learning rate that is a tensor would break the graph of a compiled step
-    if not _unsynced or all(_is_zero(group.get("lr", 1)) for group in optimizer.param_groups):
+    if not _unsynced or all([_is_zero(group.get("lr", 1)) for group in optimizer.param_groups]):
         return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_unsynced.items()):
         layers = [m for m in model.modules() if _is_unsynced(m)]
@@ -515,7 +516,7 @@ def _count_step(optimizer: Optimizer) -> None:
             del _unsynced[model]
             continue
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in stepped for layer in layers for p in layer.parameters()):
+        if not any([id(p) in stepped for layer in layers for p in layer.parameters()]):
             continue
         steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
         if steps[id(optimizer)] == 2:
@@ -535,7 +536,7 @@ def _is_zero(lr: float | Tensor) -> bool:
 
 
 def _is_unsynced(layer: nn.Module) -> bool:
-    return any(isinstance(c, DelayedCast) and not c.synced for c in layer.children())
+    return any([isinstance(c, DelayedCast) and not c.synced for c in layer.children()])
 
 
 def keep_ddp_from_broadcasting(root: nn.Module) -> None:

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
-from float8.granularity import WHOLE, Block, scale_shape
+from float8.granularity import WHOLE, Block, block_name, scale_shape
 from float8.kernels import mxfp4
 from float8.linear.registration import weights_of
 from float8.linear.scaling import (
@@ -213,28 +213,6 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     return cached
 
 
-def cached_tensor(layer: Any) -> Float8Tensor | None:
-    """The cached weight of a layer as a `Float8Tensor` of the weight's dtype; nothing is cast.
-
-    It was rounded to the compute dtype and cast as the output GEMM reads it, with the scale of a
-    delayed or static cast where there is one. The data is the cache's own memory. The next step
-    replaces it; with ``in_place`` it overwrites it.
-
-    Returns None without a cached weight, and where the weight was written to or
-    replaced since its cast; see `float8.linear.weight_cache`. None also where the scales are in the
-    layout of MX GEMMs on a GPU.
-    """
-    cached = layer.cached_weight
-    if cached is None or not cached.is_of(layer.weight):
-        return None
-    (data, scale), cast = cached.row_major, layer.config.plan.output.b
-    if scale.dim() != data.dim():  # swizzled, see `float8.kernels.cublas`
-        return None
-    with torch.no_grad(), torch.inference_mode(False):
-        # The scale of a delayed cast is its buffer, into which `sync` writes.
-        return Float8Tensor(data, scale.clone(), cast.block, layer.weight.dtype)
-
-
 def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
     if plan.smooth_input:
@@ -303,9 +281,9 @@ def cast_weight(
         both = not plan.dequantizes
         pairs = cast_operand(rounded(source, plan), plan.w, state, state is not None, True, both)
     # A delayed scale is a buffer, and a cache in place writes its own.
-    w_NK, w_KN = (
+    w_NK, w_KN = [
         (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
-    )
+    ]
     reads = as_it_is if both else dequantized
     return Float8Weight(w_NK, w_KN if both else w_NK, reads, plan.dtype, amax, weight)
 
@@ -347,9 +325,8 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
     if is_known or is_cast_again or output.transposed().block == grad_input.block:
         return None
     return (
-        f"its weight has one scale for each block {output.block} (-1: the whole dimension), and "
-        "grad_input cannot use such scales; use Tensorwise(), Rowwise() or Blockwise(128, 128) "
-        "weights, or an MX format"
+        f"its weight has {block_name(output.block)} scales, which grad_input cannot use; use "
+        "Tensorwise(), Rowwise() or Blockwise(128, 128) weights, or an MX format"
     )
 
 
@@ -381,7 +358,7 @@ def to_resident(
         data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
         # A delayed or static scale may be shared; the weight needs its own, which ops write to.
         scale = scale.expand(scale_shape(weight.shape, block))  # a static one, of all experts
-        return Float8Tensor(data, scale.clone(), block, weight.dtype)
+        return Float8Tensor(data, scale.clone(), block, weight.dtype, None, cast.scales)
 
 
 def resident_block(weight: Tensor, config: Float8LinearConfig) -> Block:

@@ -191,6 +191,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
+        self.switch.note_call()
         # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
         # multiplied by scales of other elements.
         is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
@@ -212,7 +213,7 @@ class Float8Linear(Float8Module, nn.Linear):
         for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
             if not isinstance(cast, DelayedCast):
                 continue
-            if not any(key.startswith(f"{prefix}{name}.") for key in state_dict):
+            if not any([key.startswith(f"{prefix}{name}.") for key in state_dict]):
                 cast.start_beside(weight)
 
     def _save_to_state_dict(
@@ -242,7 +243,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that are not printed below it, as children."""
         flags = ("smooth_input", "dequantize_in_backward", "mxfp4_weights")
-        parts = [super().extra_repr(), *(f"{n}=True" for n in flags if getattr(self.config, n))]
+        parts = [super().extra_repr(), *[f"{n}=True" for n in flags if getattr(self.config, n)]]
         for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
             operand = name.removeprefix("cast_")
             first = getattr(self.config, f"cast_config_{operand}")
@@ -309,9 +310,8 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
     return new
 
 
-def function_of(plan: LinearPlan) -> Any:
-    """The autograd function of a layer: its ``forward``, and ``gradients``, what backward runs."""
-    return SmoothLinearFunction if plan.smooth_input else Float8LinearFunction
+# ``plan.smooth_input`` -> the autograd function: ``forward``, and ``gradients``, of its backward.
+FUNCTIONS: dict[bool, Any] = {False: Float8LinearFunction, True: SmoothLinearFunction}
 
 
 def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -322,7 +322,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
     """
     call.plan = plan_of_call(call.plan, input, weight)
     with without_autocast(input):
-        result: Tensor = function_of(call.plan).apply(input, weight, bias, call)
+        result: Tensor = FUNCTIONS[call.plan.smooth_input].apply(input, weight, bias, call)
     return result
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
-from float8.formats import on_family
+from float8.formats import on_family, twin_factor
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU, takes_powers
 from float8.tensor import Float8Tensor
@@ -51,7 +51,7 @@ def _known(
     what = key, device, dtype, grouped, compiling
     if (plan := BOUND.get(what)) is None:
         plan = bind(PLANS[key], kernels.family_of(device), dtype, grouped, compiling)
-        load_kernels(*(cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)))
+        load_kernels(*[cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)])
         BOUND[what] = plan
     return plan
 
@@ -78,10 +78,9 @@ def bind(
     grad_dtype = torch.float32 if is_narrow else dtype
 
     def bound(gemm: Gemm, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
-        if gemm.a is None or gemm.b is None:
-            return replace(gemm, out_dtype=out_dtype)
-        a, b = (
-            bind_cast(
+        a, b = [
+            cast
+            and bind_cast(
                 cast,
                 family,
                 plan.emulate,
@@ -89,7 +88,9 @@ def bind(
                 fuses=compiling and not grouped and not is_weight,
             )
             for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
-        )
+        ]
+        if a is None or b is None:
+            return replace(gemm, a=a, b=b, out_dtype=out_dtype)
         has_powers = gemm.has_powers and not given
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
@@ -114,7 +115,7 @@ def bind(
         is_grouped=grouped,
         on_gpu=family != CPU and not plan.emulate,
     )
-    if any(takes_powers(gemm.name) for gemm in found.gemms):
+    if any([takes_powers(gemm.name) for gemm in found.gemms]):
         found.given = bind(plan, family, dtype, grouped, compiling, given=True)
     return found
 
@@ -142,7 +143,9 @@ def bind_cast(
         # and writes 1: 3 bytes per element. The compiler cannot fuse a kernel: x is written (2) and
         # read (2), and both orientations are written (1 + 1): 6 bytes. No op makes a weight.
         kernel = None
-    return replace(cast, format=on_family(cast.format, family), block=block, kernel=kernel)
+    fmt, static = on_family(cast.format, family), cast.static
+    digits = None if static is None else repr(static * twin_factor(cast.format, fmt))
+    return replace(cast, format=fmt, block=block, kernel=kernel, static_scale=digits)
 
 
 def load_kernels(*casts: OperandCast | None) -> None:
@@ -150,7 +153,7 @@ def load_kernels(*casts: OperandCast | None) -> None:
 
     Raises ModuleNotFoundError if Triton is not installed.
     """
-    import_kernels(tuple(cast.kernel for cast in casts if cast is not None and cast.kernel))
+    import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
 
 
 load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]

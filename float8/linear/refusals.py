@@ -14,7 +14,7 @@ from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, block_name
 from float8.kernels import mxfp4
 from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
 from float8.linear.plan import autocasts
@@ -34,7 +34,7 @@ REFUSES_SMOOTH_EXPERTS = (
 def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
     """The reason why a layer with this weight cannot run this config on any device, or None."""
     if weight.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        known = ", ".join([str(dtype) for dtype in HIGH_PRECISION_DTYPES])
         return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
     if config.smooth_input and weight.dim() == 3:
         return REFUSES_SMOOTH_EXPERTS
@@ -54,7 +54,7 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
     ``weight`` is (N, K), or of experts (E, K, N). Whoever raises it puts the name in front.
     """
     if input.dtype not in HIGH_PRECISION_DTYPES:
-        known = ", ".join(str(dtype) for dtype in HIGH_PRECISION_DTYPES)
+        known = ", ".join([str(dtype) for dtype in HIGH_PRECISION_DTYPES])
         return TypeError(f"input is {input.dtype}; float8 is cast from {known}")
     if input.dtype != weight.dtype and not autocasts(input.device.type):
         return TypeError(
@@ -98,8 +98,8 @@ def refuses_float8_input(
         )
     if not fits or input.float8_data.dtype != cast.dtype:
         return (
-            f"input is a Float8Tensor in {input.format} with block {block}; this config reads "
-            f"{format_of(cast.dtype)} with block {expected} (-1: the whole dimension). {how}"
+            f"input is a Float8Tensor in {input.format} with {block_name(block)} scales; this "
+            f"config reads {format_of(cast.dtype)} with {block_name(expected[-2:])} ones. {how}"
         )
     if plan.is_grouped and cast.swizzled and is_e8m0(input.scale):
         return (
@@ -125,7 +125,7 @@ def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> i
     gemms = [gemm for gemm in config.plan.gemms if gemm.a is not None]
     if config.pad_inner_dim or config.emulate or not gemms:
         return 1
-    return max(_multiple(gemm, stacked) for gemm in gemms)
+    return max([_multiple(gemm, stacked) for gemm in gemms])
 
 
 def _multiple(gemm: Gemm, grouped: bool) -> int:

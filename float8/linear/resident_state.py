@@ -173,5 +173,6 @@ def _joined(
             f"it is {data.dtype}, and the layer's weight is {weight.float8_data.dtype}"
         )
     data, scale = (contraction_last(layer, x.detach()) for x in (data, scale))
-    joined: Float8Tensor = contraction_last(layer, Float8Tensor(data, scale, block, weight.dtype))
-    return joined
+    joined = Float8Tensor(data, scale, block, weight.dtype, None, cast.scales)
+    result: Float8Tensor = contraction_last(layer, joined)
+    return result

@@ -24,7 +24,8 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.config.plan import Operand
-from float8.formats import Format, format_of, on_device
+from float8.formats import Format, format_of, twin_factor
+from float8.kernels.scaled_mm import on_device
 from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
 
@@ -80,17 +81,15 @@ class Cast:
         config = self.config
         if config.scaling_type is ScalingType.DISABLED:
             return x
+        fmt = on_device(self.format, x.device)
         return Float8Tensor.from_high_precision(
-            x,
-            on_device(self.format, x.device),
-            config.granularity,
-            self._scale(),
-            config.scale_format,
+            x, fmt, config.granularity, self._scale(fmt), config.scale_format
         )
 
-    def _scale(self) -> Tensor | float | None:
-        """The scale to cast with; None computes it from the tensor."""
-        return self.config.static_scale
+    def _scale(self, fmt: Format) -> Tensor | float | None:
+        """The scale of data in ``fmt``, this format or its twin; None computes it from x."""
+        scale = self.config.static_scale
+        return None if scale is None else scale * twin_factor(self.format, fmt)
 
     def extra_repr(self) -> str:
         """The summary of the config, with the format's name."""

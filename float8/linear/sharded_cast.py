@@ -29,40 +29,50 @@ def cast_sharded(
     row_major: bool,
     transpose: bool,
 ) -> kernels.Orientations:
-    """`float8.linear.scaling.cast_both` of a DTensor; the results are DTensors."""
-    whole = [Replicate() if p.is_partial() else p for p in x.placements]  # a cast needs the sum
+    """`float8.linear.scaling.cast_both` of a DTensor; the results are DTensors.
+
+    Experts (E, N, K) share no scale, so those of sharded experts are sharded with them.
+    """
+    # A cast needs the sum.
+    whole: Any = [Replicate() if p.is_partial() else p for p in x.placements]
     x = x if whole == list(x.placements) else x.redistribute(placements=whole)
     part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
+    is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices
     is_recorded = record and how.is_delayed and state is not None
     scale = scale.to_local() if isinstance(scale, DTensor) else scale
     scale = known_scale(how, state, part) if scale is None else scale
     if how.is_whole and (is_recorded or scale is None):
         amax = kernels.amax(part, how.block)
-        for index, placement in enumerate(whole):
-            if placement.is_shard():
+        for index, cut in enumerate(is_cut):
+            if cut:
                 amax = max_over_ranks(amax, mesh.get_group(index))
         if is_recorded:  # here, for a `sync` that does not reduce over this mesh
             kernels.record_amax(state.current_amax, amax)  # type: ignore[union-attr]
         if scale is None:
             scale = kernels.scale_from_amax(amax, how.largest, how.scales)
     results: list[Any] = []
-    for wanted, matrix in ((row_major, x), (transpose, x.t())):
+    for wanted, is_transposed in ((row_major, False), (transpose, True)):
         if not wanted:
             results += [x, None]
             continue
+        matrix = x.mT if is_transposed else x
         found = cast_both(matrix.to_local(), how, state, False, scale, True, False)
-        shape = scale_shape(matrix.shape, how.block)
+        shape: Any = found.scale.shape
+        placements: Any = one
+        if found.scale.dim() > 2:
+            shape = scale_shape(matrix.shape, how.block)
+            placements = [n if cut else p for n, cut, p in zip(one, is_cut, whole, strict=True)]
         results += [
             placed(found.data, matrix.shape, mesh, matrix.placements),
-            placed(found.scale, shape, mesh, one),
+            placed(found.scale, shape, mesh, placements),
         ]
     return kernels.Orientations(*results)
 
 
 def is_cast_in_parts(x: Any, how: OperandCast) -> bool:
     """Whether `cast_sharded` casts a DTensor: by one scale, or where each rank has all of it."""
-    simple = all(type(p) is Shard or p.is_replicate() or p.is_partial() for p in x.placements)
-    return simple and (how.is_whole or not any(p.is_shard() for p in x.placements))
+    simple = all([type(p) is Shard or p.is_replicate() or p.is_partial() for p in x.placements])
+    return simple and (how.is_whole or not any([p.is_shard() for p in x.placements]))
 
 
 def placed(part: Tensor, shape: Any, mesh: Any, placements: Any) -> DTensor:

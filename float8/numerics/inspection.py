@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.config.plan import GEMM_NAMES, Operand
+from float8.convert.calls import NOT_CALLED
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
@@ -134,7 +135,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
         # Of the models that `float8.unit_scaling.transforms.float8` returns.
         products = getattr(module, "float8_products", None)
         if isinstance(module, Float8Linear):
-            layers[fqn], skipped[fqn] = module, "it was not called"
+            layers[fqn], skipped[fqn] = module, NOT_CALLED
         elif isinstance(module, Float8Experts):
             skipped[fqn] = "the casts of experts are not watched"
         elif products is not None:
@@ -208,7 +209,7 @@ class _Inspection:
         plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
         if layer.high_precision:
             self.skipped[fqn] = "it ran in high precision: float8.high_precision, or an evaluation"
-        elif not any(gemm.a for gemm in plan.gemms):
+        elif not any(gemm.a or gemm.b for gemm in plan.gemms):
             self.skipped[fqn] = "its config casts nothing"
         if fqn in self.skipped:
             return None
@@ -227,7 +228,7 @@ class _Inspection:
                     self.add({labels: measure_cast(matrix)})
             if not grad:
                 return None
-            if "grad_weight" in needed and plan.x.second is not None:
+            if "grad_weight" in needed and plan.x.second and plan.g.second:
                 right = projected(of_input[-1][1], factors)
         # The scales of a resident weight's rows multiply the gradient before its cast.
         is_scaled = is_resident(weight) and weight.block == ROWWISE

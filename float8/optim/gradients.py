@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import E4M3, Format, format_of, on_device
+from float8.formats import E4M3, Format, format_of
 from float8.granularity import WHOLE, Block
-from float8.kernels.scaled_mm import SUPPORT
+from float8.kernels.scaled_mm import SUPPORT, on_device
 from float8.tensor import Float8Tensor
 
 __all__ = ["hold_gradients_in_float8"]
@@ -59,10 +59,6 @@ class HeldGradient(Float8Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> HeldGradient:
         memo[id(self)] = copy = self.detach().clone()
         return copy  # type: ignore[return-value]
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, *_: Any) -> HeldGradient:
-        return HeldGradient(inner["float8_data"], inner["scale"], *meta)
 
     @staticmethod
     def of(gradient: Tensor, fmt: Format) -> HeldGradient:

@@ -10,18 +10,20 @@ weight that was sharded.
 - Other scales serve rows of several shards, so each rank keeps all of them: 4 bytes per 16,384
   elements in blocks of 128x128.
 
-FSDP2 makes a shard by ``new_zeros`` of the Parameter, into which it copies a part of ``split``. It
-calls `Float8Shard.fsdp_pre_all_gather` and `Float8Shard.fsdp_post_all_gather` at each gather. A
-shard is no operand: operations that compute raise an error.
+FSDP2 makes a shard by ``new_zeros`` of the Parameter, into which it copies a part of ``split``; of
+any other caller both return Float8Tensors. It calls `Float8Shard.fsdp_pre_all_gather` and
+`Float8Shard.fsdp_post_all_gather` at each gather. A shard is no operand: operations that compute
+raise an error.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from float8.granularity import Block, ceil_div, scale_shape
 from float8.tensor.parts import is_e8m0
@@ -156,6 +158,15 @@ class Float8Shard(Tensor):
         return Float8Shard(data, scale, x.block, dtype, x.has_rows)
 
 
+def is_for_fsdp(x: Tensor) -> bool:
+    """Whether FSDP2 shards the Parameter x: its code is on the stack, for it has no hook there."""
+    frame: Any = sys._getframe() if isinstance(x, nn.Parameter) else None
+    while frame and frame.f_globals.get("__name__") != _FSDP_PARAM:
+        frame = frame.f_back
+    return frame is not None
+
+
+_FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 # Operations on data and scales alike.
 _BOTH = {
     *(aten.detach.default, aten.alias.default, aten.clone.default, aten.empty_like.default),

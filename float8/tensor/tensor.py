@@ -26,10 +26,20 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
+from float8.tensor.running_module import hint_of_weights, innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
+# The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
+_SCALE_FORMATS = {
+    dtype: [f.value for f in ScaleFormat if f.dtype == dtype]
+    for dtype in (ScaleFormat.FLOAT32.dtype, ScaleFormat.E8M0.dtype)
+}
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
+PLAIN_BASE = (
+    "In PEFT, merge_and_unload, DoRA, OLoRA and PiSSA need a plain base: call "
+    "float8.convert_from_float8_training(model) first"
+)
 
 
 class Float8Tensor(Tensor):
@@ -43,6 +53,8 @@ class Float8Tensor(Tensor):
         data_t: the transposed copy of ``data``, row-major, or None: (K, M) for data (..., K), whose
             leading dimensions are flattened to M. The GEMM that contracts M reads it. The results
             of ops on the tensor have none.
+        scale_format: which numbers scales may be that ops like ``copy_`` compute: a `ScaleFormat`
+            or its value. The default is that of the scale's dtype, ``FLOAT32`` or ``E8M0``.
 
     Raises:
         TypeError: data is not float8, or dtype not a high-precision one.
@@ -58,6 +70,8 @@ class Float8Tensor(Tensor):
     """The transposed copy of the data, row-major, or None if the tensor was made without it."""
     block: Block
     """The extent per dimension that shares a scale; -1 is the whole dimension."""
+    scale_format: str
+    """Which numbers new scales may be: the value of a `ScaleFormat`."""
 
     @staticmethod
     def __new__(
@@ -67,12 +81,13 @@ class Float8Tensor(Tensor):
         block: Block,
         dtype: torch.dtype,
         data_t: Tensor | None = None,
+        scale_format: str = "",
     ) -> Float8Tensor:
         """See the class."""
         # A view of a tensor from outside inference_mode is, like its base, no inference tensor.
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
-                return Float8Tensor.__new__(cls, data, scale, block, dtype, data_t)
+                return Float8Tensor.__new__(cls, data, scale, block, dtype)
         self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
@@ -92,6 +107,7 @@ class Float8Tensor(Tensor):
         block: Block,
         dtype: torch.dtype,
         data_t: Tensor | None = None,
+        scale_format: str = "",
     ) -> None:
         format_of(data.dtype)
         check_high_precision(dtype)
@@ -100,6 +116,8 @@ class Float8Tensor(Tensor):
         self.scale = scale
         self.block = tuple(block)
         self.data_t = data_t
+        known = _SCALE_FORMATS[scale.dtype]
+        self.scale_format = scale_format if scale_format in known else known[0]
 
     @staticmethod
     def from_high_precision(
@@ -131,7 +149,9 @@ class Float8Tensor(Tensor):
             scale_tensor = kernels.scale_from_amax(amax, fmt.max, scale_format.value)
         else:
             scale_tensor = given_scale(scale, x, block)
-        result: Float8Tensor = _ToFloat8.apply(x, scale_tensor, block, fmt.dtype)
+        result: Float8Tensor = _ToFloat8.apply(
+            x, scale_tensor, block, fmt.dtype, scale_format.value
+        )
         return result
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -156,7 +176,7 @@ class Float8Tensor(Tensor):
             )
         _DATA.__set__(self, value)
         self.float8_data, self.scale, self.data_t = value.float8_data, value.scale, value.data_t
-        self.block = value.block
+        self.block, self.scale_format = value.block, value.scale_format
 
     @property
     def format(self) -> Format:
@@ -176,31 +196,46 @@ class Float8Tensor(Tensor):
             self.scale if scale is None else scale,
             self.block if block is None else block,
             self.dtype if dtype is None else dtype,
+            scale_format=self.scale_format,
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Block, torch.dtype, str]]:
         parts = ["float8_data", "scale"] + ([] if self.data_t is None else ["data_t"])
-        return parts, (self.block, self.dtype)
+        return parts, (self.block, self.dtype, self.scale_format)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: tuple[Block, torch.dtype], size: Any, stride: Any
+        cls, inner: dict[str, Tensor], meta: tuple[Block, torch.dtype, str], *_: Any
     ) -> Float8Tensor:
-        block, dtype = meta
-        return Float8Tensor(inner["float8_data"], inner["scale"], block, dtype, inner.get("data_t"))
+        block, dtype, scale_format = meta
+        data, scale, data_t = inner["float8_data"], inner["scale"], inner.get("data_t")
+        return cls(data, scale, block, dtype, data_t, scale_format)
+
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """Raise an error: the gradient of a float8 result cannot enter a compiled graph.
+
+        torch.compile calls this for each result that requires grad. It traces a backward with
+        gradients of the type of the results, and gradients of a float8 result are not float8.
+        """
+        raise NotImplementedError(
+            f"{innermost_module() or 'Float8Tensor'}: a float8 tensor that requires grad leaves a "
+            "compiled graph. Compile the caller of this module, so that what makes the tensor "
+            "(PrepareFloat8ModuleInput, a fused norm) and what reads it are in one graph"
+        )
 
     def _stable_hash_for_caching(self) -> str:
         """A key for torch.compile's cache on disk, of everything that its graphs depend on."""
         tensors = [getattr(self, name) for name in self.__tensor_flatten__()[0]]
         parts = [(t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors]
-        return repr((parts, self.block, self.dtype, self.requires_grad))
+        return repr((parts, self.block, self.dtype, self.scale_format, self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors cannot be pickled outside torch.save; uint8 tensors can.
         bytes_ = self.float8_data.detach().view(torch.uint8)
         scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
         parts = (bytes_, self.float8_data.dtype, scale, self.block, self.dtype)
-        return _rebuild, (*parts, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (*parts, self.requires_grad, is_parameter, self.scale_format)
 
     def share_memory_(self) -> Float8Tensor:
         """Raise an error: torch's would end the process at the wrapper, which has no storage."""
@@ -239,10 +274,10 @@ class Float8Tensor(Tensor):
                 return result
         message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
         if func._schema.is_mutable:
-            message += (
-                " and write into it with x.copy_(values), which casts them. For merge_and_unload "
-                "of PEFT call float8.convert_from_float8_training(model) first"
-            )
+            message += " and write into it with x.copy_(values), which casts them"
+        else:
+            message += hint_of_weights(args)
+        message += f". {PLAIN_BASE}"
         raise NotImplementedError(message)
 
 
@@ -262,13 +297,14 @@ def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]
 class _ToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype
+        ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, scale_format: str
     ) -> Float8Tensor:
-        return Float8Tensor(kernels.cast(x, scale, block, dtype), scale, block, x.dtype)
+        data = kernels.cast(x, scale, block, dtype)
+        return Float8Tensor(data, scale, block, x.dtype, None, scale_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return grad, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return grad, None, None, None, None
 
 
 class _Dequantize(torch.autograd.Function):
@@ -290,12 +326,12 @@ def _rebuild(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
+    scale_format: str = "",  # of files that version 1.0.0 wrote
 ) -> Float8Tensor:
     """Unpickle a Float8Tensor."""
     scale = scale.view(torch.float8_e8m0fnu) if scale.dtype == torch.uint8 else scale
-    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype).requires_grad_(
-        requires_grad
-    )
+    tensor = Float8Tensor(bytes_.view(data_dtype), scale, block, dtype, None, scale_format)
+    tensor.requires_grad_(requires_grad)
     # A parameter of a tensor subclass is an instance with an attribute that nn.Parameter sets.
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor  # type: ignore[return-value]
 

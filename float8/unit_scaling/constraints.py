@@ -47,7 +47,7 @@ def gmean(*scales: float) -> float:
 
 def hmean(*scales: float) -> float:
     """The harmonic mean of the scales; of 1/fan_in and 1/fan_out it is Glorot's."""
-    return len(scales) / sum(1 / scale for scale in scales)
+    return len(scales) / sum([1 / scale for scale in scales])
 
 
 def amean(*scales: float) -> float:
@@ -108,4 +108,4 @@ def apply_constraint(constraint_name: Constraint, *scales: float) -> tuple[float
             raise ValueError(f"{constraint!r} is no constraint: use one of {known}, or None")
         constraint = _CONSTRAINTS[constraint]
     scale = constraint(*scales)
-    return scale if isinstance(scale, tuple) else tuple(scale for _ in scales)
+    return scale if isinstance(scale, tuple) else (scale,) * len(scales)

@@ -50,7 +50,7 @@ def overridable(function: Decorated) -> Decorated:
 
     @functools.wraps(function)
     def visible(*args: Any, **kwargs: Any) -> Any:
-        tensors = tuple(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        tensors = tuple([x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)])
         # has_torch_function under torch.compile misses modes that are entered in the graph.
         if has_torch_function(tensors) or (
             torch.compiler.is_compiling() and torch._C._len_torch_function_stack() > 0

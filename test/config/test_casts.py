@@ -19,19 +19,28 @@ Cast = CastConfig
 OF_DELAYED = {"scaling_type": DELAYED}
 E5M2 = CastConfig(target_dtype=torch.float8_e5m2)
 FNUZ = CastConfig(target_dtype=torch.float8_e5m2fnuz)
+FLOOR = ScaleFormat.E8M0_FLOOR
+WEIGHT_ONLY = Linear(OFF, cast_config_grad_output=OFF, emulate=True)
 REFUSED = [
     (partial(Cast, scaling_type="dynamic"), TypeError, "ScalingType"),
     (partial(Cast, granularity="row"), TypeError, "Granularity"),
     (partial(Cast, granularity=Rowwise), TypeError, "Granularity"),
     (partial(Cast, target_dtype=torch.float16), TypeError, "float16"),
-    (partial(Cast, DELAYED, granularity=Rowwise()), ValueError, "one scale per tensor.*Tensorwise"),
-    (partial(replace, Cast(granularity=Rowwise()), **OF_DELAYED), ValueError, "one scale per tens"),
-    (partial(Cast, STATIC, Rowwise(), static_scale=1.0), ValueError, "one scale per tensor"),
+    (
+        partial(Cast, DELAYED, granularity=Rowwise()),
+        ValueError,
+        "one float32.*Tensorwise",
+    ),
+    (partial(replace, Cast(granularity=Rowwise()), **OF_DELAYED), ValueError, "one float32 scale"),
+    (partial(Cast, STATIC, Rowwise(), static_scale=1.0), ValueError, "one float32 scale"),
     (partial(Cast, STATIC), ValueError, "needs a static_scale"),
     (partial(Cast, static_scale=1.0), ValueError, "this is ScalingType.DYNAMIC"),
     (partial(Cast, DELAYED, static_scale=1.0), ValueError, "this is ScalingType.DELAYED"),
-    (partial(Cast, granularity=Blockwise(1, 32)), ValueError, "ScaleFormat.E8M0"),
-    (partial(Cast, scale_format=ScaleFormat.E8M0_FLOOR), ValueError, "do not fit"),
+    (partial(Linear, Cast(granularity=Blockwise(1, 32))), ValueError, "output.*ScaleFormat.E8M0"),
+    (partial(Linear, E5M2, Cast(scale_format=FLOOR)), ValueError, "E8M0_FLOOR.*weight.*emulate"),
+    (partial(Cast, DELAYED, scale_format=FLOOR), ValueError, "float32 scale.*E8M0_FLOOR.*POWER"),
+    (partial(Cast, STATIC, static_scale=1.0, scale_format=FLOOR), ValueError, "one float32 scale"),
+    (partial(replace, WEIGHT_ONLY, dequantize_in_backward=True), ValueError, "lacks one"),
     (partial(Cast, scale_format="e8m0"), TypeError, "ScaleFormat"),
     (partial(Cast, STATIC, static_scale=3.0, scale_format=POW2), ValueError, "no power of two"),
     *(  # a static scale is a positive float32 with a finite reciprocal

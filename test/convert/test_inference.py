@@ -12,7 +12,12 @@ import weakref
 import oracle
 import pytest
 import torch
-from assertions import assert_bitwise, assert_error_within_baseline, assert_sqnr_at_least
+from assertions import (
+    assert_bitwise,
+    assert_error_within_baseline,
+    assert_same_float8,
+    assert_sqnr_at_least,
+)
 from shapes import pairs
 from torch import Tensor, nn
 
@@ -240,6 +245,11 @@ def test_a_checkpoint_holds_plain_codes_and_loads_strictly(recipe, assign):
         trained = convert_to_float8_training(mlp(seed=5), config=config_of(recipe))
         trained.load_state_dict(each, assign=assign)
         assert_bitwise(trained[0].weight, model[0].weight.dequantize())
+        new = mlp(seed=9)
+        with torch.no_grad():  # a cast by the recipe
+            other[0].weight.copy_(new[0].weight)
+        converted = convert_to_float8_inference(new, config=config_of(recipe))
+        assert_same_float8(other[0].weight, converted[0].weight)
     for strict in (False, True):  # which would copy the float8 data and drop the scales
         plain = mlp(seed=5)
         with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight: .*\[160, 48, 1\]"):

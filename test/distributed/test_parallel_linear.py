@@ -1,6 +1,7 @@
 """Tensor-parallel layers on a fake process group: conversion, layouts and refusals."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from float8 import (
     Float8Tensor,
     convert_from_float8_training,
     convert_to_float8_training,
+    high_precision,
 )
 from float8.distributed.parallel_linear import Float8ParallelLinear, ParallelLinear
 from float8.distributed.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
 )
 
 
@@ -58,6 +61,30 @@ def test_a_converted_layer_stays_the_same_object_and_keeps_its_state_dict_keys(m
     assert all(a is b for a, b in zip(layer.buffers(), buffers, strict=True))
     copied = copy.deepcopy(model)
     assert copied[0].layout is layer.layout and copied[0].weight is not layer.weight
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("style", ["Float8ColwiseParallel", "PrepareFloat8ModuleInput"])
+def test_a_style_without_a_conversion_warns(mesh, style, compiles):
+    """Once, by Python's filter; layers that are converted do not."""
+    model = nn.Sequential(nn.Linear(32, 64))
+    whole = {"input_layouts": Replicate(), "desired_input_layouts": Replicate()}
+    plan = {
+        "Float8ColwiseParallel": {"0": Float8ColwiseParallel()},
+        "PrepareFloat8ModuleInput": PrepareFloat8ModuleInput(**whole, use_local_output=True),
+    }
+    parallelize_module(model, mesh, plan[style])
+    x = torch.randn(16, 32)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiles else model
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        run(x), run(x)
+    (warning,) = warned
+    assert style in str(warning.message)
+    assert "call convert_to_float8_training(model)" in str(warning.message)
+    convert_to_float8_training(model)(x)
+    with high_precision(model):
+        model(x)
 
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

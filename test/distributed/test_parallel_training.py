@@ -17,7 +17,12 @@ from parallel_forms import FORMS, WORLD, ddp, fsdp1, fsdp2, mesh, trains
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+)
 
 import float8.distributed.rank_comparison  # noqa: F401  compares the layers of ranks
 from float8.distributed import float8_gather, sharded_weight
@@ -226,14 +231,15 @@ def examples(rank):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble])
 @pytest.mark.parametrize("recipe", ["delayed", "unit"])
 def test_a_pipeline_trains(rank, recipe, schedule):
     """Losses, gradients and parameters: the same microbatches in the same order."""
     single, mine = one.make(recipe), halves(one.make(recipe))[rank]
     own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))["data"]
     stage = PipelineStage(mine, rank, 2, torch.device("cpu"), *examples(rank))
-    parallel = schedule(stage, PIPELINE_MICROBATCHES, loss_fn=lambda y, g: (y * g).sum())
+    stages = [stage] if schedule is ScheduleInterleavedZeroBubble else stage
+    parallel = schedule(stages, PIPELINE_MICROBATCHES, loss_fn=lambda y, g: (y * g).sum())
     optimizers = one.adamw(single), one.adamw(mine)
     for step in range(2):
         data = [one.batch(step, 0, m) for m in range(PIPELINE_MICROBATCHES)]

@@ -301,6 +301,23 @@ def test_in_high_precision_layers_equal_torchs_styles(rank, plan):
     assert torch.equal(step(convert_from_float8_training(model), x, g)[0], found[0])
 
 
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("plan", ["prepared", "prepared, local"])
+def test_a_prepared_module_is_compiled_with_its_caller(rank, plan):
+    """On its own its hook would be another graph, which a gradient cannot enter in float8."""
+    mesh = all_ranks()
+    x, g = (part(integers(B, S, K, seed=s), mesh, 1) for s in (1, 2))
+    model = parallelized(make_model(), mesh, plan, EXACT["dynamic"])
+    expected = step(model, x, g)
+    model.zero_grad()
+    caller = torch.compile(nn.Sequential(model), backend="aot_eager", fullgraph=True)
+    assert_is_part_of(step(model, x, g, caller), expected, mesh, None)
+    model.compile(backend="aot_eager")
+    with pytest.raises(Exception, match=r"FeedForward: a float8 tensor .* Compile the caller"):
+        step(model, x, g)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("plan", ["prepared", "prepared, local"])
 def test_an_input_is_cast_once_for_all_layers(rank, plan):

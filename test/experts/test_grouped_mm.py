@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import grouped_oracle
+import layer_check
 import pytest
 import torch
 from assertions import assert_bitwise, assert_error_within_baseline
@@ -23,13 +24,16 @@ from float8.linear.refusals import refuses_float8_input
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
+# Tokens have blocks of one row.
+EMULATED = [name for name in layer_check.EMULATED if name != "1x32 in float32"]
 K, N = 96, 160
 SIZES = (7, 0, 130, 1, 40)
 BEYOND = 11
 
 
 def config_of(recipe: str) -> Float8LinearConfig:
-    return Float8LinearConfig.from_recipe_name(recipe)
+    known = layer_check.EMULATED
+    return known[recipe] if recipe in known else Float8LinearConfig.from_recipe_name(recipe)
 
 
 def make(
@@ -76,7 +80,7 @@ def check_values(recipe, x, w, offs, g):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@EVERY_RECIPE
+@pytest.mark.parametrize("recipe", [*RECIPES, *EMULATED])
 def test_values(recipe, dtype):
     x, w, offs, g = make(dtype=dtype)
     out, grad_x, grad_w = check_values(recipe, x, w, offs, g)

@@ -73,6 +73,11 @@ def one_order_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return definition.layer_norm(x.flatten(0, -2), weight, bias, 1e-5)[0].reshape(x.shape)
 
 
+def at_most(x: Tensor, limit: float) -> Tensor:
+    """With gradient 1 at the limit, as `torch.clamp` had before torch 2.14; since then it has 0."""
+    return torch.where(x > limit, limit, x)
+
+
 class Kind(NamedTuple):
     """A module that returns float8, and the same in plain PyTorch."""
 
@@ -92,7 +97,7 @@ KINDS = {
     ),
     "clamped gate": Kind(
         lambda config=None, dtype=None, size=K: SwiGLUCast(config, limit=0.75),
-        lambda a, b: F.silu(a.clamp(max=0.75)) * b.clamp(-0.75, 0.75),
+        lambda a, b: F.silu(at_most(a, 0.75)) * -at_most(-at_most(b, 0.75), 0.75),
         inputs=2,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import math
 import pickle
@@ -18,8 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from float8 import Float8Linear, Float8LinearConfig, Float8Tensor, float8_linear
 from float8 import sync_float8_amax_and_scale_history as sync
 from float8.config import CastConfig, DelayedScalingConfig, ScalingType
+from float8.distributed.float8_gather import weight_cast
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
 from float8.granularity import Blockwise
+from float8.linear.plan import BOUND
+from float8.linear.scaling import cast_matrix
 
 DELAYED = CastConfig(ScalingType.DELAYED)
 BUFFERS = ("amax_history", "scale", "current_amax")
@@ -119,6 +123,38 @@ def test_amd_s_twin_of_the_format_is_cast_there(monkeypatch):
     x = torch.randn(5, 123)
     expected = Float8Tensor.from_high_precision(x, E4M3FNUZ)
     assert_same_float8(layer_of(CastConfig()).cast_input(x), expected)
+    static = CastConfig(ScalingType.STATIC, static_scale=8 / 448)
+    expected = Float8Tensor.from_high_precision(x, E4M3, scale=8 / 448)
+    assert_bitwise(layer_of(static).cast_input(x).dequantize() + 0, expected.dequantize() + 0)
+
+
+@pytest.mark.parametrize("target", [None, torch.float8_e4m3fnuz])
+def test_static_scales_mean_the_same_values_in_amd_s_twins(target, monkeypatch):
+    """Of a layer, and of a weight that FSDP2 gathers; values up to 8 do not saturate."""
+    cast = CastConfig(ScalingType.STATIC, target_dtype=target, static_scale=8 / 448)
+    other = CastConfig(ScalingType.STATIC, static_scale=8 / 448)
+    config = Float8LinearConfig(other, cast, other, emulate=True)
+    layer, x, g = Float8Linear(48, 32, config=config), torch.randn(5, 48), torch.randn(5, 32)
+    x[0, :2] = torch.tensor([8.0, -8.0])
+    x.requires_grad_()
+
+    def results():
+        BOUND.clear()
+        x.grad = layer.weight.grad = None
+        out = layer(x)
+        out.backward(g)
+        weight = weight_cast(layer, layer.weight)[0]
+        data, scale = cast_matrix(layer.weight.detach(), weight)
+        return [out + 0, x.grad + 0, layer.weight.grad + 0, data.float() * scale + 0]
+
+    expected = results()
+    with monkeypatch.context() as patch:
+        for name in ("float8.kernels", "float8.kernels.scaled_mm"):
+            patch.setattr(importlib.import_module(name), "family_of", lambda device: "gfx94")
+        found = results()
+    BOUND.clear()
+    for mine, its in zip(found, expected, strict=True):
+        assert_bitwise(mine, its)
 
 
 # --- the state of a delayed cast

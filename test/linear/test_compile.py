@@ -5,6 +5,7 @@ because both run the same GEMM on the CPU. Inductor may fuse a layer's cast with
 input; it then has eager's bits where it rounds as eager does (``emulate_precision_casts``).
 """
 
+import ast
 import copy
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,8 @@ from functools import partial
 import pytest
 import torch
 from assertions import assert_all_bitwise, assert_bitwise
+from fresh import ROOT
+from layer_check import EMULATED
 from meter import GemmCounter, saved_bytes
 from recompute import keep_products
 from shapes import pairs
@@ -37,13 +40,29 @@ whole = partial(checkpoint, use_reentrant=False)
 selectively = partial(
     whole, context_fn=partial(create_selective_checkpoint_contexts, keep_products)
 )
+# Files of which dynamo traces some function.
+TRACED = {
+    ".": ("granularity",),
+    "activations": ("*",),
+    "experts": ("grouped_mm",),
+    "fusion": ("autograd",),
+    "kernels": ("cublas", "definition", "grouped_mm", "moments", "optimizer_step", "scaled_mm"),
+    "linear": (
+        *("autograd", "delayed", "float8_weight", "layer", "plan", "refusals", "scaling"),
+        *("sharded_cast", "smoothing", "switch"),
+    ),
+    "optim": ("moment",),
+    "unit_scaling": ("constraints", "registry", "functional/*", "modules/*"),
+    "unit_scaling/transforms": ("unit_scale",),
+}
 REGIONS = {"none": lambda model, x: model(x), "whole": whole, "selective": selectively}
 
 
 def model_of(recipe, k, n):
     """A layer between others: what can go wrong in tracing does so in one."""
     model = nn.Sequential(nn.RMSNorm(k), nn.Linear(k, n), nn.SiLU()).bfloat16()
-    config = replace(RECIPES[recipe], pad_inner_dim=True)  # converts all sizes
+    known = RECIPES | EMULATED
+    config = replace(known[recipe], pad_inner_dim=True)  # converts all sizes
     return convert_to_float8_training(model, config=config)
 
 
@@ -78,7 +97,7 @@ def test_layers_compiled_by_inductor_have_the_bits_of_eager():
         assert_bits_of_eager(model.bfloat16(), x, g, "inductor")
 
 
-@pairs(recipe=list(RECIPES), region=list(REGIONS), size=[(32, 64, 48), (130, 250, 131)])
+@pairs(recipe=[*RECIPES, *EMULATED], region=list(REGIONS), size=[(32, 64, 48), (130, 250, 131)])
 def test_a_layer_compiles_to_one_graph_with_the_bits_of_eager(recipe, region, size):
     """Recomputed too, where other bits have been NaN: torchtitan#1056, #865."""
     m, k, n = size
@@ -177,3 +196,15 @@ def test_the_functional_form_and_its_float8_inputs_compile():
         assert_bitwise(found, expected)
         grads = (torch.autograd.grad(out, x, g, retain_graph=True) for out in (found, expected))
         assert_bitwise(*(grad for (grad,) in grads))
+
+
+@pytest.mark.parametrize(("folder", "names"), TRACED.items())
+def test_what_dynamo_traces_has_no_generator_expression(folder, names):
+    """Dynamo of torch 2.14 raises "generator already executing" for some; it takes any list."""
+    for name in names:
+        files = list((ROOT / "float8" / folder).glob(f"{name}.py"))
+        assert files, name
+        for path in files:
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            lines = [node.lineno for node in nodes if isinstance(node, ast.GeneratorExp)]
+            assert not lines, f"{path}, lines {lines}: write a list in place of each generator"

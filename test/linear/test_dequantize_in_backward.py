@@ -204,7 +204,7 @@ def test_what_has_no_meaning_is_refused():
     for config, words in (
         (RECIPES["rowwise_with_gw_hp"], "cast_config_(input|weight)_for.*leave it None"),
         (replace(RECIPES["tensorwise"], smooth_input=True), "smooth_input"),
-        (Float8LinearConfig(off, off, off), "has none"),
+        (Float8LinearConfig(off, off, off), "lacks one"),
     ):
         with pytest.raises(ValueError, match=words):
             replace(config, dequantize_in_backward=True)

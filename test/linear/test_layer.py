@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from assertions import assert_bitwise
-from layer_check import check_layer, run, skip_if_refused
+from layer_check import EMULATED, check_layer, run, skip_if_refused
 from meter import GemmCounter, saved_bytes
 from shapes import pairs
 from torch import nn
@@ -53,6 +53,17 @@ def assert_same(found, expected, replay, names=None):
 # --- numbers
 
 
+@pairs(
+    name=list(EMULATED),
+    shape=[(48, 160, 96), (5, 123, 7), (1, 16, 16)],
+    dtype=[torch.float32, torch.bfloat16],
+)
+def test_emulation_multiplies_what_no_hardware_does(name, shape, dtype):
+    check_layer(name, shape, dtype)
+    with pytest.raises(ValueError, match=r"GEMM.*hardware.*, or set emulate=True"):
+        replace(EMULATED[name], emulate=False)
+
+
 INVARIANT = {"rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit", "delayed"}
 
 
@@ -69,6 +80,11 @@ def test_a_token_does_not_depend_on_its_batch_where_the_page_says_so(recipe):
         whole = layer.eval()(x)
         alone = torch.cat([layer(x[i : i + n]) for i, n in ((0, 16), (16, 1), (17, 15))])
     assert torch.equal(whole[:32], alone) == (recipe in INVARIANT)
+    x[40, 3] = torch.nan
+    for each, reaches in ((layer, {"tensorwise"}), (layer_of(recipe), {"tensorwise", "delayed"})):
+        out = each(x)
+        assert out[40].isnan().all()
+        assert out[:32].isnan().all() if recipe in reaches else out[:32].isfinite().all()
 
 
 @EVERY_RECIPE

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import one_process as one
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -22,7 +24,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as ddp
 
 import float8
@@ -60,6 +62,25 @@ def fsdp2(model, over=None, **options):
     return fully_shard(model, **options)
 
 
+def from_meta(model):
+    """Shard a model on the meta device, and fill it afterwards."""
+    values = [p.detach() for p in model.parameters()]
+    sharded = fsdp2(model.to("meta")).to_empty(device="cpu")
+    for p, value in zip(sharded.parameters(), values, strict=True):
+        p.detach().copy_(distribute_tensor(value, p.device_mesh, p.placements))
+    return sharded
+
+
+def in_backward(model):
+    """An optimizer for each sharded parameter, which steps as soon as the gradient is complete."""
+    if not isinstance(model, FSDPModule):
+        return one.adamw(model)
+    for p in model.parameters():
+        own = torch.optim.AdamW([p], lr=0.01)
+        p.register_post_accumulate_grad_hook(lambda p, own=own: (own.step(), own.zero_grad()))
+    return SimpleNamespace(step=lambda: None, zero_grad=lambda: None)
+
+
 def by_columns(p):
     return Shard(1) if p.dim() == 2 else Shard(0)
 
@@ -95,6 +116,8 @@ FORMS = {
     "FSDP2, kept": form(fsdp2, {"reshard_after_forward": False}),
     "FSDP2, columns": form(fsdp2, {"shard_placement_fn": by_columns}),
     "FSDP2, on CPUs": form(fsdp2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "FSDP2, from meta": form(from_meta),
+    "FSDP2, in backward": form(fsdp2, microbatches=(1, 1, 1), optimizer=in_backward),
     "FSDP2, float8.optim": form(fsdp2, optimizer=lambda m: float8.optim.SGD(m.parameters(), 0.01)),
     # Sums over pairs that shard, then over pairs that replicate: the order of `one_process`.
     "HSDP": {"wrap": lambda model: fsdp2(model, mesh()), "ranks": 4},

@@ -9,6 +9,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
+from layer_check import EMULATED
 from recompute import KINDS, Checkpointed
 from torch import nn
 
@@ -77,6 +78,25 @@ def test_rows_are_those_of_the_three_products(recipe, autocast):
         assert (row.format, row.scaling, row.calls) == (cast.format.name, "dynamic", 1)
         names = {(-1, -1): "tensorwise", (1, -1): "rowwise"}
         assert row.granularity == names.get(cast.block, "x".join(map(str, cast.block)))
+
+
+@pytest.mark.parametrize("name", ["weight only", "input only", "gradient only"])
+def test_an_operand_that_is_alone_in_float8_has_rows(name):
+    layer = Float8Linear.from_float(nn.Linear(24, 40), EMULATED[name])
+    plan, w = layer.config.plan, layer.weight
+    x, g = torch.randn(30, 24, requires_grad=True), torch.randn(30, 40)
+    with inspect(layer) as report:
+        layer(x).backward(g)
+    casts = {
+        ("input", "output"): (x, plan.output.a),
+        ("weight", "output"): (w, plan.output.b),
+        ("grad_output", "grad_input"): (g, plan.grad_input.a),
+        ("weight", "grad_input"): (w.t(), plan.grad_input.b),
+        ("input", "grad_weight"): (x.t(), plan.grad_weight.b),
+        ("grad_output", "grad_weight"): (g.t(), plan.grad_weight.a),
+    }
+    expected = {key: by_hand(matrix, cast) for key, (matrix, cast) in casts.items() if cast}
+    assert {key[1:]: pytest.approx(row.sqnr) for key, row in rows(report).items()} == expected
 
 
 def train(model, watched, steps=3, accumulate=2):

@@ -5,6 +5,8 @@ Torch's fake process group stands for the other ranks: this process is rank 0 of
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import oracle
 import pytest
 import torch
@@ -14,7 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from float8 import E4M3, Float8Tensor, Rowwise, Tensorwise
+from float8 import E4M3, CastConfig, Float8Tensor, Rowwise, ScalingType, Tensorwise
+from float8.config.plan import Operand
+from float8.linear.scaling import cast_matrix, cast_operand
 
 
 @pytest.fixture
@@ -36,6 +40,32 @@ def test_a_given_scale_may_be_a_dtensor(mesh, is_rowwise):
     codes = oracle.cast(x, scale, granularity.block_of(x.shape), torch.float8_e4m3fn)
     assert_bitwise(q.float8_data.to_local(), codes)
     assert_bitwise(q.scale.to_local(), scale)
+
+
+@pytest.mark.parametrize(
+    ("placement", "granularity", "static"),
+    [
+        (Shard(0), Tensorwise(), None),
+        (Shard(0), Tensorwise(), 0.125),
+        (Replicate(), Tensorwise(), None),
+        (Replicate(), Rowwise(), None),
+    ],
+)
+def test_stacks_of_matrices_are_cast_one_by_one(mesh, placement, granularity, static):
+    kind = ScalingType.DYNAMIC if static is None else ScalingType.STATIC
+    cast = CastConfig(kind, granularity, static_scale=static).resolve(E4M3)
+    how = replace(cast, block=(1, *cast.block))
+    x = torch.randn(3, 5, 24) * torch.tensor([1.0, 8.0, 64.0])[:, None, None]
+    found = cast_operand(DTensor.from_local(x, mesh, [placement]), Operand(how, how))
+    for (data, scale), source in zip(found, (x, x.mT), strict=True):
+        experts = 6 if isinstance(placement, Shard) else 3
+        expected, its_scale = cast_matrix(source, how)
+        assert data.shape == (experts, *source.shape[1:])
+        assert_bitwise(data.to_local(), expected)
+        assert_bitwise(scale.to_local(), its_scale)
+        assert static is not None or len(scale) == experts
+    first = cast_operand(DTensor.from_local(x, mesh, [placement]), Operand(how, how), second=False)
+    assert_bitwise(first[0][0].to_local(), cast_matrix(x, how)[0])
 
 
 def test_a_collective_is_refused(mesh):

@@ -48,9 +48,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import Format, on_device
+from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.kernels import cpu
+from float8.kernels.scaled_mm import on_device
 from float8.linear.scaling import constant, max_over_ranks
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %

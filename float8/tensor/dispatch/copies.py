@@ -2,11 +2,10 @@
 
 ``x.to(dtype)`` changes the dtype that the tensor stands for, not its bytes; ``x.to(device)`` moves
 data and scale together. ``copy_`` from a high-precision tensor casts with the destination's own
-scales' granularity and format, computing new scales; from a Float8Tensor of the same kind it copies
-bytes, and one of another kind is dequantised first. Into a view of part of a tensor it casts with
+granularity and formats, computing new scales; from a Float8Tensor of the same kind it copies bytes,
+and one of another kind is dequantised first. Into a view of part of a tensor it casts with
 the scales that are there, which other elements share. The ``*_like`` and ``new_*`` functions make
-Float8Tensors of the same kind with scale 1; ``new_zeros`` of a Parameter makes a `Float8Shard`, as
-FSDP2 needs it.
+Float8Tensors of the same kind with scale 1; for FSDP2 ``new_zeros`` makes a `Float8Shard`.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from float8 import kernels
-from float8.formats import ScaleFormat
 from float8.granularity import scale_shape
-from float8.tensor.parts import check_high_precision, is_e8m0
-from float8.tensor.shard import Float8Shard
+from float8.tensor.parts import check_high_precision
+from float8.tensor.shard import Float8Shard, is_for_fsdp
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -82,8 +80,8 @@ def _cast_like(destination: Float8Tensor, source: Tensor, scale: Tensor | None) 
     source = source.to(destination.device).expand(destination.shape)
     fmt, block = destination.format, destination.block
     if scale is None:
-        scales = ScaleFormat.E8M0 if is_e8m0(destination.scale) else ScaleFormat.FLOAT32
-        scale = kernels.scale_from_amax(kernels.amax(source, block), fmt.max, scales.value)
+        amax = kernels.amax(source, block)
+        scale = kernels.scale_from_amax(amax, fmt.max, destination.scale_format)
     return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
 
 
@@ -97,7 +95,7 @@ def _new(
     dtype: torch.dtype | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    if func is aten.new_zeros.default and isinstance(x, nn.Parameter):
+    if func is aten.new_zeros.default and is_for_fsdp(x):
         return Float8Shard.zeros(x, torch.Size(*size))
     data = func(x.float8_data.view(torch.uint8), *size, **kwargs).view(x.float8_data.dtype)
     scale = x.scale.new_ones(scale_shape(data.shape, x.block), device=data.device)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from float8.tensor.dispatch.copies import is_part
-from float8.tensor.parts import is_e8m0
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -39,7 +38,7 @@ def _scale_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
     change = torch.mul if func in (aten.mul_.Tensor, aten.mul_.Scalar) else torch.div
     is_one = not isinstance(factor, Tensor) or factor.numel() == 1
-    if not is_one or x.scale.numel() != 1 or is_part(x) or is_e8m0(x.scale):
+    if not is_one or x.scale.numel() != 1 or is_part(x) or x.scale_format != "float32":
         return x.copy_(change(x.dequantize(torch.float32), factor))
     x.scale.copy_(change(x.scale, factor).reshape(x.scale.shape))
     return x

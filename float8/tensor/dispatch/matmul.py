@@ -15,7 +15,8 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.granularity import transpose_block
-from float8.tensor.tensor import Float8Tensor, implements
+from float8.tensor.running_module import hint_of_weights
+from float8.tensor.tensor import PLAIN_BASE, Float8Tensor, implements
 
 aten = torch.ops.aten
 
@@ -37,6 +38,7 @@ def _addmm(
             f"a plain bias, with beta=alpha=1; a, b and bias are Float8Tensors: {is_float8}, a and "
             f"b {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}. Cast with "
             "Float8Tensor.from_high_precision, or call .dequantize()"
+            f"{hint_of_weights((a, b))}. {PLAIN_BASE}"
         )
     return kernels.scaled_mm(
         a.float8_data,

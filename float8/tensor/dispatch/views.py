@@ -2,8 +2,8 @@
 
 The rules follow from the block. A dimension of extent -1 (one scale) or 1 (one scale per index)
 can be sliced anywhere; one of extent B only at multiples of B, because a partial block would shift
-the others. ``split`` makes `Float8Shard`s of the rows of a Parameter, for FSDP2. Dimensions may be
-merged or split where the scale has the same structure:
+the others. For FSDP2 ``split`` makes `Float8Shard`s. Dimensions may be merged or split where the
+scale has the same structure:
 
 - tensorwise: any reshape, the scale stays a single number;
 - otherwise dimensions of extent 1 merge and split freely before the first blocked dimension and
@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.tensor.shard import Float8Shard
+from float8.tensor.shard import Float8Shard, is_for_fsdp
 from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -111,7 +110,7 @@ def _select(func: Any, x: Float8Tensor, dim: int, index: int) -> Float8Tensor:
 @implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, x: Float8Tensor, sizes: int | Sequence[int], dim: int = 0) -> list[Any]:
     parts, start, datas = [], 0, func(x.float8_data, sizes, dim)
-    if isinstance(x, nn.Parameter) and dim == 0:
+    if dim == 0 and is_for_fsdp(x):
         has_rows = x.block[0] == 1
         scales = func(x.scale, sizes) if has_rows else [x.scale] * len(datas)
         shards = zip(datas, scales, strict=True)

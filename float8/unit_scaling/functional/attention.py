@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     alpha = 1 / (1 + 4 * query.shape[-1] / sharpness**2)
     flat = _std_of_flat_attention(query.shape[-2], key.shape[-2], is_causal)
     factor = (1 - dropout_p) ** 0.5 / logarithmic_interpolation(alpha, flat, 1.0)
-    query, key, value = (scale_bwd(x, factor) for x in (query, key, value))
+    query, key, value = [scale_bwd(x, factor) for x in (query, key, value)]
     output = F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=temperature, enable_gqa=enable_gqa
     )
@@ -104,7 +104,7 @@ def sqrt_softmax_attention(
     """
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
-        key, value = (x.repeat_interleave(repeats, dim=-3) for x in (key, value))
+        key, value = [x.repeat_interleave(repeats, dim=-3) for x in (key, value)]
     logits_LS = query @ key.transpose(-2, -1) * _temperature(query, mult, scale)
     if is_causal:
         seen = torch.ones(logits_LS.shape[-2:], dtype=torch.bool, device=logits_LS.device).tril()

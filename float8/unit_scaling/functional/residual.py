@@ -74,10 +74,10 @@ def add(
     copies = [max(product_of(shape), 1) / max(x.numel(), 1) for x in (input, other)]
     grads = 1 / copies[0] ** 0.5, 1 / copies[1] ** 0.5 / (abs(alpha) or 1)
     output_scale, *grads_tied = apply_constraint(constraint, output_scale, *grads)
-    left, right = (
+    left, right = [
         scale_bwd(x, scale) if x.is_floating_point() else x
         for x, scale in zip((input, other), grads_tied, strict=True)
-    )
+    ]
     return scale_fwd(torch.add(left, right, alpha=alpha), output_scale)
 
 

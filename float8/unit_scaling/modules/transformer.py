@@ -160,7 +160,7 @@ class MHSA(nn.Module):
         qkv = qkv.unflatten(-1, (3, self.heads, -1)).movedim(-3, 0).transpose(-3, -2)
         q_HSD, k_HSD, v_HSD = qkv.unbind(0)
         if self.rotary_base is not None:
-            q_HSD, k_HSD = (rotary(x, self.rotary_base) for x in (q_HSD, k_HSD))
+            q_HSD, k_HSD = [rotary(x, self.rotary_base) for x in (q_HSD, k_HSD)]
         dropout_p = self.dropout_p if self.training else 0.0
         heads_HSD = _ATTENTIONS[self.attention](
             q_HSD, k_HSD, v_HSD, None, dropout_p, self.is_causal, self.mult
@@ -277,7 +277,7 @@ class TransformerStack(DepthSequential):
         rule = residual_scaling or transformer_residual_scaling_rule()
         taus = [rule(i, 2 * layers) for i in range(2 * layers)]
         pairs = zip(taus[::2], taus[1::2], strict=True)
-        super().__init__(*(TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=b) for a, b in pairs))
+        super().__init__(*[TransformerLayer(**kwargs, mhsa_tau=a, mlp_tau=b) for a, b in pairs])
 
 
 class TransformerDecoder(nn.Sequential):
