@@ -518,6 +518,11 @@ def speedups(file: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
             yield row, each.predicted
 
 
+def ended(number: int, _: object) -> None:
+    """Handle SIGTERM as Python does an interrupt: the experiment that runs is ended, too."""
+    sys.exit(128 + number)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -539,5 +544,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the experiment, as an interrupt
+    signal.signal(signal.SIGTERM, ended)
     sys.exit(main(sys.argv[1:]))

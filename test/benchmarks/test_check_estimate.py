@@ -102,7 +102,7 @@ def model_rows(device):
 
 def test_committed_results_are_within_a_third():
     for file in measured_files():
-        assert max(abs(row.error) for row in of_file(file)) < 1 / 3
+        assert max((abs(row.error) for row in of_file(file)), default=0) < 1 / 3
 
 
 def test_a_rate_and_a_ramp_are_fitted_to_times_that_have_them():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +16,20 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import QUEUE, Experiment
+from benchmarks.measuring.report import ROOT
 
 PROGRAM = """
 import json, sys, time
 name, file = sys.argv[1], sys.argv[sys.argv.index("-o") + 1]
 print("output of", name)
-json.dump({"columns": {}, "rows": [name]}, open(file, "w"))
+try:
+    rows = int(open("rows").read())
+except OSError:
+    rows = 1
+json.dump({"columns": {}, "rows": rows * [{"name": name}]}, open(file, "w"))
 if name == "hangs":
     time.sleep(60)
-sys.exit(name == "fails")
+sys.exit({"fails": 1, "late": 3}.get(name, 0))
 """
 
 
@@ -43,7 +51,9 @@ def repository(tmp_path, monkeypatch):
 
 def queue(monkeypatch, **seconds: int) -> None:
     rows = [
-        Experiment(name, its, ("kernel.py",), f"what {name} decides", f"bench.py {name}", "")
+        Experiment(
+            name, its, ("kernel.py",), f"what {name} decides", f"bench.py {name}", "", part=10
+        )
         for name, its in seconds.items()
     ]
     monkeypatch.setattr(gpu, "QUEUE", tuple(rows))
@@ -65,8 +75,7 @@ def test_the_first_that_fit_run_and_a_later_call_goes_on(repository, monkeypatch
     queue(monkeypatch, long=400, first=10, second=10)
     out = repository / "out"
     assert run(out, seconds=100) == ["first", "second", "long"]  # long: what can be begun, last
-    monkeypatch.setattr(gpu, "SHORTEST", 200)
-    assert run(repository / "other", seconds=100) == []
+    assert run(repository / "other", seconds=12) == []
     assert "no time left for long, first, second" in capsys.readouterr().out
     assert run(out) == []
     with tarfile.open(out / gpu.ARCHIVE) as archive:
@@ -81,12 +90,97 @@ def test_what_fails_or_hangs_is_noted_and_the_rest_runs(repository, monkeypatch,
     assert gpu.main(["run", "-o", str(out), "--seconds", "100"]) == 1
     ended = {name: entry["ended"] for name, entry in gpu.index_of(out).items()}
     assert ended == {"fails": "failed", "hangs": "cut off", "good": "passed"}
-    assert json.loads((out / "hangs.json").read_text())["rows"] == ["hangs"]
+    assert json.loads((out / "hangs.json").read_text())["rows"] == [{"name": "hangs"}]
     said = capsys.readouterr().out
     assert "output of hangs" in said and "failed: fails" in said
     assert run(out) == ["hangs"]  # what was cut off is begun again, what failed is not
-    assert run(out, "--again", "--only", "good") == []  # this folder has it
+    assert run(out, "--again") == ["hangs"]  # this folder has the others
+    assert run(out, "--again", "--only", "good") == ["good"]
     assert run(repository / "new", "--only", "good") == ["good"]
+
+
+def test_what_lacked_time_is_begun_again_and_the_longer_result_stays(repository, monkeypatch):
+    queue(monkeypatch, late=10)
+    out = repository / "out"
+    for rows in (3, 2, 4):
+        (repository / "rows").write_text(str(rows))
+        assert run(out) == ["late"]
+        assert gpu.index_of(out)["late"]["ended"] == "cut off"
+        assert len(json.loads((out / "late.json").read_text())["rows"]) == max(3, rows)
+    (repository / "kernel.py").write_text("two")  # what the rows were measured of is gone
+    (repository / "rows").write_text("1")
+    run(out)
+    assert len(json.loads((out / "late.json").read_text())["rows"]) == 1
+    assert not [*out.glob("*.earlier.json"), *out.glob("*.part")]
+
+
+def test_one_that_resumes_is_begun_where_it_does_not_end(repository, monkeypatch):
+    queue(monkeypatch, first=400, second=10)
+    first, second = gpu.QUEUE
+    for resumes, order in ((False, ["second", "first"]), (True, ["first", "second"])):
+        monkeypatch.setattr(gpu, "QUEUE", (replace(first, resumes=resumes), second))
+        assert run(repository / f"{resumes}", seconds=100) == order
+
+
+INTERRUPTED = """
+import os, signal, subprocess, sys, threading
+from benchmarks import gpu
+out, pid, number = sys.argv[1:]
+popen = subprocess.Popen
+
+def started(words, **options):
+    process = popen([sys.executable, "-c", "import time; time.sleep(60)"], **options)
+    open(f"{out}/split.json", "w").write('{"rows": [{}]}')
+    open(pid, "w").write(str(process.pid))
+    threading.Timer(1, os.kill, (os.getpid(), int(number))).start()
+    return process
+
+gpu.report.environment("cpu")  # it starts processes, too
+gpu.report.environment = lambda _, found=gpu.report.environment("cpu"): found
+gpu.subprocess.Popen = started
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGTERM, gpu.ended)
+gpu.main(["run", "--toy", "--only", "split", "-o", out])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_what_was_measured_outlives_an_interrupted_call(number, tmp_path):
+    out, pid = tmp_path / "out", tmp_path / "pid"
+    words = [sys.executable, "-c", INTERRUPTED, str(out), str(pid), str(int(number))]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, check=False, timeout=120)
+    assert done.returncode, done.stderr
+    child = int(pid.read_text())
+    if number == signal.SIGKILL:
+        os.kill(child, signal.SIGKILL)  # nothing can end it then
+    else:
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+        with tarfile.open(out / gpu.ARCHIVE) as archive:
+            assert {"split.json", gpu.INDEX} <= set(archive.getnames())
+    assert gpu.index_of(out)["split"]["ended"] == "cut off"
+    assert gpu.measured_rows(out / "split.json") == 1
+
+
+def test_a_result_at_toy_size_is_no_result(repository, monkeypatch):
+    queue(monkeypatch, one=10)
+    assert run(repository / "out", "--toy") == ["one"]
+    assert run(repository / "out", "--toy") == []
+    assert run(repository / "out") == ["one"]
+
+
+def test_the_report_has_what_was_measured_before_an_experiment_ended(repository, monkeypatch):
+    queue(monkeypatch, one=10, other=10)
+    row = {"layer": "rowwise", "ms": 2.0, "error": "peak: out of memory"}
+    result = {"benchmark": "b", "columns": {}, "environment": {}, "rows": [row, {"error": "no"}]}
+    entry = {"date": "2026", "commit": "c", "device": "G", "digest": "d", "ended": "cut off"}
+    folder = gpu.RESULTS / "a"
+    folder.mkdir(parents=True)
+    (folder / gpu.INDEX).write_text(json.dumps({"one": entry}))
+    (folder / "one.json").write_text(json.dumps(result))
+    text = gpu.tables()
+    assert "G at c, cut off ([file]" in text and "| rowwise | 2.00 |" in text
+    assert "- what other decides" in text and "- what one decides" not in text
 
 
 def test_a_result_is_stale_when_a_file_on_which_it_depends_changes(repository, monkeypatch, capsys):

@@ -53,13 +53,14 @@ def test_what_was_weighed_is_freed():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_peak_of_a_contender_is_its_own(device, monkeypatch):
+def test_the_peak_of_a_contender_is_its_own(device, monkeypatch, tmp_path):
     more = torch.ones(2**29, dtype=torch.uint8, device=device)
     measured = []
     monkeypatch.setattr(bench_model, "alone", lambda *a: measured.append(a) or alone.alone(*a))
     sizes = ["--size", "tiny", "--blocks", "1", "--recipes", "tensorwise", "--no-peer"]
-    options = bench_model.parse([*sizes, "--repeats", "1", "--warmup", "1", "--device", device])
-    rows = bench_model.measure("eager", options)
+    once = ["--repeats", "1", "--warmup", "1", "--device", device]
+    assert bench_model.main([*sizes, *once, "-o", str(tmp_path / "out.json")]) == 0
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [name for _, name, *_ in measured] == [row["layer"] for row in rows]
     here = alone.peak_bytes(lambda: None, device)
     assert here > more.nbytes
@@ -88,10 +89,49 @@ def test_launches_are_what_stands_on_the_stream(tmp_path):
     events = [{"cat": category, "ph": "X"} for category in categories] + [{"ph": "M"}]
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps({"traceEvents": events}))
-    assert step.launches_in(trace) == 3
+    assert len(step.events_in(trace)) == 3
 
 
 @pytest.mark.cuda
 def test_launches_of_a_known_program():
     x = torch.ones(1024, device="cuda")
-    assert step.launches(lambda: (x.mul_(2), x.add_(1), x.sin_()), "cuda") == 3
+    events = step.traced(lambda: (x.mul_(2), x.add_(1), x.sin_()), "cuda")
+    split = step.split_time(events, 1.0)
+    assert len(events) == 3 and split["other_ms"] > 0 and split["idle_ms"] > 0
+
+
+# As profilers show them: of this library, of inductor (torchao's float8, too), of cuBLAS, CUTLASS,
+# DeepGEMM, cuDNN and PyTorch.
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    {
+        "cast_ms": "_tiles_kernel _rows_kernel _amax_kernel _cast_weight_kernel _expand_kernel "
+        "_columns_kernel _transpose_kernel triton_red_fused_abs_max_2 "
+        "triton_red_fused__to_copy_abs_max_mul_silu_view_0 triton_per_fused_abs_amax_1 "
+        "triton_per_fused__to_copy_abs_clamp_max_mul_reciprocal_view_1 "
+        "triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_t_view_4",
+        "gemm_ms": "_kernel nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NNT nvjet_qqtst_128x256_128x4 "
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1 "
+        "cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm90<cutlass::gemm::Gemm>> "
+        "ampere_bf16_s16816gemm_bf16_128x256_ldg8_f2f_stages_64x3_nn triton_tem_fused_mm_3 "
+        "cublasLt::splitKreduce_kernel<32,16,int> sm90_fp8_gemm_1d2d_impl aten::mm",
+        "attention_ms": "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_31 "
+        "void_pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128,cutlass::bfloat16_t>> "
+        "fmha_cutlassB_bf16_aligned_128x64_k128_sm80 "
+        "cudnn::fusion::compute_dot_do_o_specialized<__nv_bfloat16>",
+        "other_ms": "triton_poi_fused_add_mul_silu_silu_backward_split_7 triton_poi_fused_mm_2 "
+        "triton_red_fused__fused_rms_norm_add_3 Memset_(Device) Memcpy_DtoD "
+        "triton_poi_fused__scaled_dot_product_cudnn_attention_transpose_2 "
+        "at::native::vectorized_elementwise_kernel<4> ncclDevKernel_AllGather_RING_LL",
+    }.items(),
+)
+def test_a_kernel_is_counted_as_what_its_name_says(kind, names):
+    assert {step.kind_of(name): name for name in names.split()}.keys() == {kind}
+
+
+def test_the_time_of_a_step_is_split_by_kind():
+    events = [{"name": "nvjet_x", "dur": 2e3}, {"name": "Memset", "dur": 5e2}]
+    split = step.split_time([*events, events[0]], 6.0)
+    assert split.pop("kernels_ms") == {"nvjet_x": 4.0, "Memset": 0.5}
+    named = {"gemm_ms": 4.0, "other_ms": 0.5, "idle_ms": 1.5, "cast_ms": 0, "attention_ms": 0}
+    assert split == named
