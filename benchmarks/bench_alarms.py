@@ -216,7 +216,7 @@ def watch(run: Watched, data: Path | None = None, device: str = "cpu") -> Row:
         training.loss, training.optimizer, straight_to_zero(run.steps), batches(),
         training.what.clipped, training.after_step, monitor,
     )  # fmt: skip
-    for step, loss in enumerate(losses):
+    for step, loss in enumerate(map(float, losses)):
         looks += monitor.report is not None and monitor.report.step == step
         last = loss / training.loss_factor if math.isfinite(loss) else last
     row: Row = {"error": "no loss is finite"} if math.isnan(last) else {"loss": last}

@@ -25,16 +25,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
@@ -44,13 +43,13 @@ from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.models import text as texts
 from benchmarks.models.transformer import GPT, Sizes
-from benchmarks.quality.contenders import BASE, Contender, contender
+from benchmarks.quality.contenders import BASE, contender
 from benchmarks.quality.study import known_rows
 from benchmarks.quality.training import (
-    CLIP,
     evaluate,
     in_autocast,
     optimizer_of,
+    steps_of,
     straight_to_zero,
     usual_rate,
 )
@@ -87,14 +86,20 @@ def train(run: Training, options: argparse.Namespace) -> Row:
     what = contender(run.contender, GPT(sizes).to(device))
     for block in () if options.eager else what.model.get_submodule("blocks").children():
         block.compile(dynamic=False)
-    text, shape = texts.installed(), {"batch": sizes.batch, "context": sizes.context}
+    text = texts.installed()
     held_out = min(options.held_out, len(text.held_out) // 2)
     seconds_of = partial(harness.timer_for(device), calls=1)
     optimizer = optimizer_of(what, usual_rate(run.contender, sizes.width))
-    peaks = [group["lr"] for group in optimizer.param_groups]
     states = [p.detach().clone() for p in what.model.parameters()]
-    trial = text.windows_in_turn(FIRST, seed=run.seed + 1, **shape)
-    durations = [seconds_of(partial(_step, what, optimizer, pair)) for pair in trial]
+
+    def losses(count: int, seed: int, factors: Iterable[float]) -> Iterator[torch.Tensor]:
+        batches = text.windows_in_turn(count, seed=seed, batch=sizes.batch, context=sizes.context)
+        moved = ((tokens.to(device), targets.to(device)) for tokens, targets in batches)
+        loss_of = in_autocast(what.model)
+        return steps_of(loss_of, optimizer, factors, moved, what.clipped, what.after_step)
+
+    trial = losses(FIRST, run.seed + 1, itertools.repeat(1.0))
+    durations = [seconds_of(partial(next, trial)) for _ in range(FIRST)]
     most = (len(text.train) - 1) // sizes.context // sizes.batch
     steps = run.steps or min(most, max(LOOKS, int(run.seconds / statistics.median(durations))))
     with torch.no_grad():  # back to the start: the trial's steps are not part of the run
@@ -102,43 +107,24 @@ def train(run: Training, options: argparse.Namespace) -> Row:
             parameter.copy_(state)
     optimizer.state.clear()
     del states
-    _reset_peak(device)
+    on_cuda = torch.device(device).type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
     seconds, curve, look = 0.0, [], -(-steps // LOOKS)
-    factors, batches = straight_to_zero(steps), text.windows_in_turn(steps, seed=run.seed, **shape)
+    row: Row = {"steps": steps, "curve": curve, "text": text.digest, "bytes": len(text.train)}
+    row["parameters"] = sum(p.numel() for p in what.model.parameters())
+    training = losses(steps, run.seed, straight_to_zero(steps))
     for first in range(0, steps, look):
-        some = itertools.islice(zip(factors, batches, strict=True), look)
-        seconds += seconds_of(partial(_steps, what, optimizer, peaks, some))
+        seconds += seconds_of(lambda: list(itertools.islice(training, look)))
         loss = evaluate(what.model, sizes.context, text, held_out, device)
+        if not math.isfinite(loss):
+            return row | {"error": f"diverged: loss not finite at step {first + look}"}
         curve.append([min(first + look, steps), seconds, loss])
     tokens = sizes.batch * sizes.context
-    row: Row = {"steps": steps, "loss": loss, "seconds": seconds, "curve": curve}
-    row |= {"tokens_s": steps * tokens / seconds, "text": text.digest, "bytes": len(text.train)}
-    row["parameters"] = sum(p.numel() for p in what.model.parameters())
-    if torch.device(device).type == "cuda":
+    row |= {"loss": loss, "seconds": seconds, "tokens_s": steps * tokens / seconds}
+    if on_cuda:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return row
-
-
-def _reset_peak(device: str) -> None:
-    if torch.device(device).type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _step(what: Contender, optimizer: torch.optim.Optimizer, pair: texts.Pair) -> None:
-    device = next(what.model.parameters()).device
-    loss = in_autocast(what.model)(*(part.to(device, non_blocking=True) for part in pair))
-    loss.backward()
-    nn.utils.clip_grad_norm_(what.clipped, CLIP)
-    optimizer.step()
-    optimizer.zero_grad()
-    what.after_step()
-
-
-def _steps(what: Contender, optimizer: Any, peaks: Sequence[float], some: Iterator[Any]) -> None:
-    for factor, pair in some:
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
-        _step(what, optimizer, pair)
 
 
 def runs(options: argparse.Namespace) -> Iterator[Training]:

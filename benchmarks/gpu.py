@@ -72,7 +72,6 @@ class Experiment:
         decides: the question that its result answers.
         command: a file of ``benchmarks/`` and its options, without ``-o``; ``{seconds}`` is the
             time that is left.
-        toy: options that end the command with ``--toy``.
         capability: the least compute capability of the GPU.
         packages: that must be importable.
         gpus: how many it needs.
@@ -86,7 +85,6 @@ class Experiment:
     paths: tuple[str, ...]
     decides: str
     command: str
-    toy: str
     capability: tuple[int, int] = (8, 9)
     packages: tuple[str, ...] = ()
     gpus: int = 1
@@ -101,137 +99,117 @@ class Experiment:
         return hashlib.sha256(b"\0".join([self.command.encode(), *contents])).hexdigest()[:16]
 
     @property
-    def lacks(self) -> str | None:
-        """What this machine lacks, or None."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if missing:
-            return f"needs {', '.join(missing)}"
-        if torch.version.hip is not None and not self.on_amd:
-            return "needs an NVIDIA GPU"
-        if torch.cuda.device_count() < self.gpus:
-            return f"needs {self.gpus} GPU{'s' * (self.gpus > 1)}"
-        if torch.cuda.get_device_capability() < self.capability:
-            return f"needs sm_{self.capability[0]}{self.capability[1]}"
-        return None
+    def needs(self) -> str:
+        """What a machine must have."""
+        gpus = [f"{self.gpus} GPUs"] if self.gpus > 1 else []
+        maker = [] if self.on_amd else ["NVIDIA"]
+        major, minor = self.capability
+        return ", ".join([f"sm_{major}{minor}", *maker, *self.packages, *gpus])
+
+    @property
+    def is_able(self) -> bool:
+        """Whether this machine has it."""
+        return (
+            torch.cuda.device_count() >= self.gpus
+            and (torch.version.hip is None or self.on_amd)
+            and torch.cuda.get_device_capability() >= self.capability
+            and all(importlib.util.find_spec(name) for name in self.packages)
+        )
 
 
+# fmt: off
 ONCE = "--device cpu --repeats 1 --warmup 1"
+TOYS = {  # what makes a command small, by its file
+    "bench_model.py": f"--blocks 1 --modes eager --no-peer {ONCE}",
+    "bench_linear.py": f"--shapes 32,64,48 --modes eager --no-peer {ONCE}",
+    "bench_grouped_mm.py": f"--shapes 64,32,48,2 --no-peer {ONCE}",
+    "bench_matmul.py": f"--shapes 32,64,48 {ONCE}",
+    "bench_casts.py": f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}",
+    "bench_memory.py": "--device cpu --quick --ways bf16 tensorwise+saved_activations",
+    "bench_optim.py": "--quick --device cpu",
+    "bench_numerics.py": f"--size cpu --batch 2 -n 2 {ONCE}",
+    "bench_training.py": "--models toy --seconds 1 --held-out 4096 --eager --device cpu "
+                         "--contenders bf16 tensorwise",
+}
 TIMED = "--repeats 5 --stop-after {seconds}"
 BLOCKS = f"bench_model.py --blocks 2 {TIMED}"  # with the peak of each contender, alone
 SPEED = f"{BLOCKS} --no-peak"
-TOY = f"--size tiny --blocks 1 --modes eager --no-peer {ONCE}"
-LINEAR = "bench_linear.py --repeats 10 --stop-after {seconds}"
-TOY_LINEAR = f"--shapes 32,64,48 --modes eager --no-peer {ONCE}"
+BOTH = f"{SPEED} --modes eager compiled --no-peer"
+LAYERS = "bench_linear.py --repeats 10 --stop-after {seconds} --shapes"
 EXPERTS = f"bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up {TIMED}"
-TOY_EXPERTS = f"--shapes 64,32,48,2 --no-peer {ONCE}"
-TOY_TRAINING = (
-    "--models toy --seconds 1 --held-out 4096 --eager --device cpu --contenders bf16 tensorwise"
-)
-GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
+PUBLISHED = f"bench_model.py --no-peer --no-peak --recipes tensorwise rowwise {TIMED} --size"
+SHARED = "bench_model.py --blocks 2 --repeats 5 --no-peak --recipes tensorwise"  # by all ranks
 MIXTURE = (*LAYER, *GROUPED, "float8/integrations/experts.py")
+GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
+AS_MX = (*LAYER, *GROUPED, f"{GPU}/expand_scales.py")
 NVIDIA: dict[str, Any] = {"on_amd": False}
 BLACKWELL: dict[str, Any] = {"on_amd": False, "capability": (10, 0)}
-PUBLISHED: dict[str, Any] = {"on_amd": False, "packages": ("transformers",)}
+TRANSFORMERS: dict[str, Any] = {"on_amd": False, "packages": ("transformers",)}
 RUNS: dict[str, Any] = {"part": 110, "resumes": True}
 # The first is worth most. Seconds are those with empty caches: a compiled contender of two blocks
 # takes 13, its peak 8.
-# fmt: off
 QUEUE = (
-    Experiment(
-        "split", 75, LAYER, "Where does the time of two compiled blocks of Llama-3-8B go?",
-        f"{SPEED} --modes compiled --recipes tensorwise delayed --split", TOY),
-    Experiment(
-        "training", 480, LAYER, "Does a wide GPT end at the loss of bf16, and how much sooner?",
-        "bench_training.py --models wide --stop-after {seconds}", TOY_TRAINING, **RUNS),
-    Experiment(
-        "memory_and_speed", 180, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
+    Experiment("split", 75, LAYER, "Where does the time of two compiled blocks of Llama-3-8B go?",
+        f"{SPEED} --modes compiled --recipes tensorwise delayed --split"),
+    Experiment("training", 480, LAYER, "Does a wide GPT end at bf16's loss, and how much sooner?",
+        "bench_training.py --models wide --stop-after {seconds}", **RUNS),
+    Experiment("memory_and_speed", 180, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
         "Is a step of four blocks of Llama-2-7B both smaller and faster than in bf16?",
         "bench_memory.py --timed --models llama2-7b --blocks 4 --batch 8 --compiled --ways "
         "bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
-        "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}",
-        "--device cpu --quick --ways bf16 tensorwise+saved_activations"),
-    Experiment(
-        "experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
+        "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}"),
+    Experiment("experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums of gradients precise and fast?",
         f"{EXPERTS} --recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp "
-        "rowwise_with_gw_hp+fast blockwise", TOY_EXPERTS, **NVIDIA),
-    Experiment(
-        "blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, beside torchao's?",
-        f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise", TOY),
-    Experiment(
-        "compiled_recipes", 75, LAYER, "What do two compiled blocks gain in the other recipes?",
+        "rowwise_with_gw_hp+fast blockwise", **NVIDIA),
+    Experiment("blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, and torchao's?",
+        f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise"),
+    Experiment("compiled_recipes", 75, LAYER, "What do the blocks gain in the other recipes?",
         f"{SPEED} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
-        "rowwise+fast", TOY),
-    Experiment(
-        "producers", 70, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
-        "Do norms and gates that return float8 pay in two blocks?",
-        f"{SPEED} --modes eager compiled --no-peer --recipes tensorwise tensorwise+fuse_norms "
-        "tensorwise+swiglu_cast tensorwise+fuse_norms+swiglu_cast", TOY),
-    Experiment(
-        "small_layers", 60, LAYER, "From which width on does a layer gain?",
-        f"{LINEAR} --shapes 16384,768,768 16384,1024,1024 16384,2048,2048 --modes eager compiled "
-        "graphed --recipes tensorwise", TOY_LINEAR),
-    Experiment(
-        "microbatches", 55, (*LAYER, "float8/linear/weight_cache.py"),
+        "rowwise+fast"),
+    Experiment("producers", 70, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
+        "Do norms and gates that return float8 pay in the blocks?",
+        f"{BOTH} --recipes tensorwise tensorwise+fuse_norms tensorwise+swiglu_cast "
+        "tensorwise+fuse_norms+swiglu_cast"),
+    Experiment("small_layers", 60, LAYER, "From which width on does a layer gain?",
+        f"{LAYERS} 16384,768,768 16384,1024,1024 16384,2048,2048 --modes eager compiled graphed "
+        "--recipes tensorwise"),
+    Experiment("microbatches", 55, (*LAYER, "float8/linear/weight_cache.py"),
         "What do weights that are cast once per step gain over four microbatches?",
-        f"{SPEED} --modes eager compiled --no-peer --microbatches 4 --recipes tensorwise "
-        "tensorwise+cached", TOY),
-    Experiment(
-        "fsdp2", 50, GATHER, "What does FSDP2's gather in float8 cost or gain in one process?",
-        f"{BLOCKS} --sharded fsdp --recipes tensorwise tensorwise+gather", TOY),
-    Experiment(
-        "qwen3_moe", 45, MIXTURE, "What does a layer of Qwen3-30B-A3B gain in Transformers?",
-        f"bench_model.py --size qwen3-moe --no-peer --no-peak --recipes tensorwise rowwise {TIMED}",
-        ONCE, **PUBLISHED),
-    Experiment(
-        "gpt_oss", 45, MIXTURE, "What does a layer of gpt-oss-20b gain in Transformers?",
-        f"bench_model.py --size gpt-oss --no-peer --no-peak --recipes tensorwise rowwise {TIMED}",
-        ONCE, **PUBLISHED),
-    Experiment(
-        "layer", 60, LAYER, "How much faster is one layer, in every recipe?",
-        f"{LINEAR} --shapes 70b.attn.wo --modes eager compiled --recipes tensorwise delayed static "
-        "rowwise blockwise", TOY_LINEAR),
-    Experiment(
-        "training_small", 600, LAYER, "Does a small GPT end at the loss of bf16, and how fast?",
-        "bench_training.py --models small --stop-after {seconds}", TOY_TRAINING, **RUNS),
-    Experiment(
-        "unit_scaled", 25, LAYER, "What does it cost to find scales, in a unit-scaled model?",
-        f"{SPEED} --unit --recipes tensorwise delayed unit", TOY),
-    Experiment(
-        "optimizer", 30, OPTIMIZER, "How long does an optimizer step take?",
+        f"{BOTH} --microbatches 4 --recipes tensorwise tensorwise+cached"),
+    Experiment("fsdp2", 50, GATHER, "What does FSDP2's float8 gather cost or gain in one process?",
+        f"{BLOCKS} --sharded fsdp --recipes tensorwise tensorwise+gather"),
+    Experiment("qwen3_moe", 45, MIXTURE, "What does a layer of Qwen3-30B-A3B in Transformers gain?",
+        f"{PUBLISHED} qwen3-moe", **TRANSFORMERS),
+    Experiment("gpt_oss", 45, MIXTURE, "What does a layer of gpt-oss-20b in Transformers gain?",
+        f"{PUBLISHED} gpt-oss", **TRANSFORMERS),
+    Experiment("layer", 60, LAYER, "How much faster is one layer, in every recipe?",
+        f"{LAYERS} 70b.attn.wo --modes eager compiled --recipes tensorwise delayed static rowwise "
+        "blockwise"),
+    Experiment("training_small", 600, LAYER, "Does a small GPT end at bf16's loss, and how fast?",
+        "bench_training.py --models small --stop-after {seconds}", **RUNS),
+    Experiment("unit_scaled", 25, LAYER, "What does it cost to find scales, if a model is scaled?",
+        f"{SPEED} --unit --recipes tensorwise delayed unit"),
+    Experiment("optimizer", 30, OPTIMIZER, "How long does an optimizer step take?",
         "bench_optim.py --layers 2 --modes eager --repeats 3 --warmup 1 --options float8 "
-        "'float8 + float16' --stop-after {seconds}", "--quick --device cpu"),
-    Experiment(
-        "casts", 30, CASTS, "Are the casts as fast as memory?",
-        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}",
-        f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}", **NVIDIA),
-    Experiment(
-        "gemms", 30, GEMMS, "How much faster are the products alone?",
-        "bench_matmul.py --repeats 10 --stop-after {seconds}", f"--shapes 32,64,48 {ONCE}"),
-    Experiment(
-        "inspection", 30, (*LAYER, "float8/numerics/statistics.py"),
+        "'float8 + float16' --stop-after {seconds}"),
+    Experiment("casts", 30, CASTS, "Are the casts as fast as memory?",
+        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}", **NVIDIA),
+    Experiment("gemms", 30, GEMMS, "How much faster are the products alone?",
+        "bench_matmul.py --repeats 10 --stop-after {seconds}"),
+    Experiment("inspection", 30, (*LAYER, "float8/numerics/statistics.py"),
         "What does it cost to inspect a training?",
-        "bench_numerics.py --recipes tensorwise --repeats 3 -n 20 --stop-after {seconds}",
-        f"--size cpu --batch 2 -n 2 {ONCE}"),
-    Experiment(
-        "two_gpus", 60, GATHER, "What does FSDP2's gather in float8 gain between two GPUs?",
-        "bench_model.py --blocks 2 --repeats 5 --no-peak --sharded fsdp --recipes tensorwise "
-        "tensorwise+gather", TOY, gpus=2),
-    Experiment(
-        "two_gpus_tp", 60, (*LAYER, "float8/distributed/parallel_linear.py"),
-        "What do layers that two GPUs share, and their gather in float8, gain?",
-        "bench_model.py --blocks 2 --repeats 5 --no-peak --sharded tp --recipes tensorwise", TOY,
-        gpus=2),
-    Experiment(
-        "as_mx", 90, (*GEMMS, f"{GPU}/expand_scales.py"),
-        "Are scales that are powers of two faster as MX products, on Blackwell?",
+        "bench_numerics.py --recipes tensorwise --repeats 3 -n 20 --stop-after {seconds}"),
+    Experiment("two_gpus", 60, GATHER, "What does FSDP2's float8 gather gain between two GPUs?",
+        f"{SHARED} tensorwise+gather --sharded fsdp", gpus=2),
+    Experiment("two_gpus_tp", 60, (*LAYER, "float8/distributed/parallel_linear.py"),
+        "What do layers that two GPUs share, and their float8 gather, gain?",
+        f"{SHARED} --sharded tp", gpus=2),
+    Experiment("as_mx", 90, AS_MX, "Are powers of two as scales faster as MX, on Blackwell?",
         f"{SPEED} --modes compiled --no-peer --split --recipes rowwise rowwise+unrounded blockwise "
-        "blockwise+unrounded mxfp8", TOY, **BLACKWELL),
-    Experiment(
-        "grouped_mx", 60, (*LAYER, *GROUPED, f"{GPU}/expand_scales.py"),
-        "Which experts gain on Blackwell, in MX formats and with scales as MX?",
-        f"{EXPERTS} --no-peer --recipes rowwise rowwise+unrounded blockwise mxfp8", TOY_EXPERTS,
-        **BLACKWELL),
+        "blockwise+unrounded mxfp8", **BLACKWELL),
+    Experiment("grouped_mx", 60, AS_MX, "Which experts gain on Blackwell, in MX and as MX?",
+        f"{EXPERTS} --no-peer --recipes rowwise rowwise+unrounded blockwise mxfp8", **BLACKWELL),
 )
 # fmt: on
 
@@ -284,9 +262,7 @@ def show_queue(options: argparse.Namespace) -> int:
             "experiment": each.name,
             "seconds": each.seconds,
             "state": state_of(each, entries.get(each.name)),
-            "needs": f"sm_{each.capability[0]}{each.capability[1]}"
-            + "".join(f", {name}" for name in each.packages)
-            + (f", {each.gpus} GPUs" if each.gpus > 1 else ""),
+            "needs": each.needs,
             "decides": each.decides,
         }
         for each in QUEUE
@@ -306,8 +282,8 @@ def todo(options: argparse.Namespace, device: str) -> list[Experiment]:
             continue
         own, ended = here.get(each.name, {}), ("passed", "failed")
         is_done = own.get("digest") == each.digest and own["device"] == device
-        if not options.toy and (reason := each.lacks) is not None:
-            print(f"{each.name}: left out, {reason}", flush=True)
+        if not (options.toy or each.is_able):
+            print(f"{each.name}: left out, needs {each.needs}", flush=True)
         elif options.again and options.only:
             able.append(each)
         elif is_done and own["ended"] in ended:
@@ -348,9 +324,9 @@ def execute(experiment: Experiment, options: argparse.Namespace, device: str, le
     """Run one experiment for as long as there is time, and note in the index how it ended."""
     out, name, begin = options.output, experiment.name, time.monotonic()
     limit = min(left, 2 * experiment.seconds)
-    command = f"{experiment.command} {experiment.toy if options.toy else ''}"
-    command = command.replace("{seconds}", str(max(1, int(limit) - experiment.part)))
+    command = experiment.command.replace("{seconds}", str(max(1, int(limit) - experiment.part)))
     file, *words = shlex.split(command)
+    words += shlex.split(TOYS[file]) if options.toy else []
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(experiment.gpus)]
     words = [f"benchmarks/{file}", *words, "-o", str(out / f"{name}.json")]
     words = [sys.executable, *(ranks if experiment.gpus > 1 else ()), *words]

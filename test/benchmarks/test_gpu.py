@@ -42,7 +42,8 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Experiment, "lacks", property(lambda self: None))
+    monkeypatch.setattr(Experiment, "is_able", True)
+    monkeypatch.setattr(gpu, "TOYS", {"bench.py": ""})
     where = {"date": "2026-01-01", "commit": "c" * 40, "dirty": False, "device": "G"}
     monkeypatch.setattr(gpu.report, "environment", lambda device: where)
     monkeypatch.setattr(gpu.report, "device_name", lambda device: "G")
@@ -51,9 +52,7 @@ def repository(tmp_path, monkeypatch):
 
 def queue(monkeypatch, **seconds: int) -> None:
     rows = [
-        Experiment(
-            name, its, ("kernel.py",), f"what {name} decides", f"bench.py {name}", "", part=10
-        )
+        Experiment(name, its, ("kernel.py",), f"what {name} decides", f"bench.py {name}", part=10)
         for name, its in seconds.items()
     ]
     monkeypatch.setattr(gpu, "QUEUE", tuple(rows))
@@ -230,7 +229,8 @@ def test_every_row_names_files_and_a_program_that_are_there():
     assert len({each.name for each in QUEUE}) == len(QUEUE)
     for each in QUEUE:
         assert each.digest
-        assert (gpu.ROOT / "benchmarks" / each.command.split()[0]).is_file() and each.toy
+        file = each.command.split()[0]
+        assert (gpu.ROOT / "benchmarks" / file).is_file() and file in gpu.TOYS
 
 
 def test_the_page_has_the_tables_of_the_committed_results(tmp_path, monkeypatch):
