@@ -61,7 +61,7 @@ from benchmarks.measuring.harness import Row
 from benchmarks.measuring.step import Step, in_turns
 from benchmarks.models import published
 from benchmarks.models.published import PUBLISHED, PublishedLayer
-from benchmarks.models.transformer import LLAMA, Sizes, Stack, unit_stack
+from benchmarks.models.transformer import LLAMA, Attention, Sizes, Stack, unit_stack
 from float8 import Float8ColwiseParallel, Float8RowwiseParallel, cached_weights
 
 UNIT = "unit"
@@ -122,9 +122,10 @@ def step(name: str, mode: str, operands: Operands, options: argparse.Namespace) 
     elif options.sharded == "tp":
         ranks = init_device_mesh(torch.device(options.device).type, (dist.get_world_size(),))
         parallelize_module(model, ranks, {f"*.{name}": style() for name, style in TP.items()})
-        for block in blocks:
-            block.attention.heads //= ranks.size()
-            block.attention.kv_heads //= ranks.size()
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.heads //= ranks.size()
+                module.kv_heads //= ranks.size()
     for block in blocks if mode == "compiled" else ():
         block.compile(fullgraph=True, dynamic=False)
     cache = cached_weights(model).__enter__() if "cached" in name.split("+") else None
@@ -187,7 +188,8 @@ def start_group(options: argparse.Namespace) -> None:
         dist.init_process_group(backend)
         options.output = options.output if dist.get_rank() == 0 else None
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store: Any = vars(dist)["HashStore"]()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -30,7 +30,6 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,7 +87,7 @@ def train(run: Training, options: argparse.Namespace) -> Row:
         block.compile(dynamic=False)
     text = texts.installed()
     held_out = min(options.held_out, len(text.held_out) // 2)
-    seconds_of = partial(harness.timer_for(device), calls=1)
+    timer = harness.timer_for(device)
     optimizer = optimizer_of(what, usual_rate(run.contender, sizes.width))
     states = [p.detach().clone() for p in what.model.parameters()]
 
@@ -99,7 +98,7 @@ def train(run: Training, options: argparse.Namespace) -> Row:
         return steps_of(loss_of, optimizer, factors, moved, what.clipped, what.after_step)
 
     trial = losses(FIRST, run.seed + 1, itertools.repeat(1.0))
-    durations = [seconds_of(partial(next, trial)) for _ in range(FIRST)]
+    durations = [timer(lambda: next(trial), 1) for _ in range(FIRST)]
     most = (len(text.train) - 1) // sizes.context // sizes.batch
     steps = run.steps or min(most, max(LOOKS, int(run.seconds / statistics.median(durations))))
     with torch.no_grad():  # back to the start: the trial's steps are not part of the run
@@ -110,16 +109,17 @@ def train(run: Training, options: argparse.Namespace) -> Row:
     on_cuda = torch.device(device).type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    seconds, curve, look = 0.0, [], -(-steps // LOOKS)
+    curve: list[tuple[int, float, float]] = []
+    seconds, look = 0.0, -(-steps // LOOKS)
     row: Row = {"steps": steps, "curve": curve, "text": text.digest, "bytes": len(text.train)}
     row["parameters"] = sum(p.numel() for p in what.model.parameters())
     training = losses(steps, run.seed, straight_to_zero(steps))
     for first in range(0, steps, look):
-        seconds += seconds_of(lambda: list(itertools.islice(training, look)))
+        seconds += timer(lambda: list(itertools.islice(training, look)), 1)
         loss = evaluate(what.model, sizes.context, text, held_out, device)
         if not math.isfinite(loss):
             return row | {"error": f"diverged: loss not finite at step {first + look}"}
-        curve.append([min(first + look, steps), seconds, loss])
+        curve.append((min(first + look, steps), seconds, loss))
     tokens = sizes.batch * sizes.context
     row |= {"loss": loss, "seconds": seconds, "tokens_s": steps * tokens / seconds}
     if on_cuda:

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ INDEX, ARCHIVE, MOST_BYTES = "queue.json", "results.tar.gz", 16 * 2**20
 SPARE = 6  # seconds to end an experiment and to write the archive in
 TOY_DEVICE = "a CPU, at toy size"
 Row = dict[str, Any]
+NVIDIA, BLACKWELL, TWO = ("sm_89", "NVIDIA"), ("sm_100", "NVIDIA"), "2 GPUs"
 
 # --- the experiments
 
@@ -72,10 +73,7 @@ class Experiment:
         decides: the question that its result answers.
         command: a file of ``benchmarks/`` and its options, without ``-o``; ``{seconds}`` is the
             time that is left.
-        capability: the least compute capability of the GPU.
-        packages: that must be importable.
-        gpus: how many it needs.
-        on_amd: whether AMD GPUs run it: not the Triton kernels and grouped products.
+        needs: of `HERE`.
         part: seconds of its longest part, which is not begun if fewer are left.
         resumes: whether a later call goes on with its rows.
     """
@@ -85,10 +83,7 @@ class Experiment:
     paths: tuple[str, ...]
     decides: str
     command: str
-    capability: tuple[int, int] = (8, 9)
-    packages: tuple[str, ...] = ()
-    gpus: int = 1
-    on_amd: bool = True
+    needs: tuple[str, ...] = ("sm_89",)
     part: int = 30
     resumes: bool = False
 
@@ -98,25 +93,14 @@ class Experiment:
         contents = [(ROOT / path).read_bytes() for path in self.paths]
         return hashlib.sha256(b"\0".join([self.command.encode(), *contents])).hexdigest()[:16]
 
-    @property
-    def needs(self) -> str:
-        """What a machine must have."""
-        gpus = [f"{self.gpus} GPUs"] if self.gpus > 1 else []
-        maker = [] if self.on_amd else ["NVIDIA"]
-        major, minor = self.capability
-        return ", ".join([f"sm_{major}{minor}", *maker, *self.packages, *gpus])
 
-    @property
-    def is_able(self) -> bool:
-        """Whether this machine has it."""
-        return (
-            torch.cuda.device_count() >= self.gpus
-            and (torch.version.hip is None or self.on_amd)
-            and torch.cuda.get_device_capability() >= self.capability
-            and all(importlib.util.find_spec(name) for name in self.packages)
-        )
-
-
+HERE: dict[str, Callable[[], bool]] = {  # what an experiment may need -> whether it is here
+    "sm_89": lambda: torch.cuda.get_device_capability() >= (8, 9),
+    "sm_100": lambda: torch.cuda.get_device_capability() >= (10, 0),
+    "NVIDIA": lambda: torch.version.hip is None,  # Triton kernels and grouped products
+    "transformers": lambda: importlib.util.find_spec("transformers") is not None,
+    TWO: lambda: torch.cuda.device_count() > 1,
+}
 # fmt: off
 ONCE = "--device cpu --repeats 1 --warmup 1"
 TOYS = {  # what makes a command small, by its file
@@ -142,9 +126,6 @@ SHARED = "bench_model.py --blocks 2 --repeats 5 --no-peak --recipes tensorwise" 
 MIXTURE = (*LAYER, *GROUPED, "float8/integrations/experts.py")
 GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
 AS_MX = (*LAYER, *GROUPED, f"{GPU}/expand_scales.py")
-NVIDIA: dict[str, Any] = {"on_amd": False}
-BLACKWELL: dict[str, Any] = {"on_amd": False, "capability": (10, 0)}
-TRANSFORMERS: dict[str, Any] = {"on_amd": False, "packages": ("transformers",)}
 RUNS: dict[str, Any] = {"part": 110, "resumes": True}
 # The first is worth most. Seconds are those with empty caches: a compiled contender of two blocks
 # takes 13, its peak 8.
@@ -161,7 +142,7 @@ QUEUE = (
     Experiment("experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums of gradients precise and fast?",
         f"{EXPERTS} --recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp "
-        "rowwise_with_gw_hp+fast blockwise", **NVIDIA),
+        "rowwise_with_gw_hp+fast blockwise", needs=NVIDIA),
     Experiment("blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, and torchao's?",
         f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise"),
     Experiment("compiled_recipes", 75, LAYER, "What do the blocks gain in the other recipes?",
@@ -180,9 +161,9 @@ QUEUE = (
     Experiment("fsdp2", 50, GATHER, "What does FSDP2's float8 gather cost or gain in one process?",
         f"{BLOCKS} --sharded fsdp --recipes tensorwise tensorwise+gather"),
     Experiment("qwen3_moe", 45, MIXTURE, "What does a layer of Qwen3-30B-A3B in Transformers gain?",
-        f"{PUBLISHED} qwen3-moe", **TRANSFORMERS),
+        f"{PUBLISHED} qwen3-moe", needs=(*NVIDIA, "transformers")),
     Experiment("gpt_oss", 45, MIXTURE, "What does a layer of gpt-oss-20b in Transformers gain?",
-        f"{PUBLISHED} gpt-oss", **TRANSFORMERS),
+        f"{PUBLISHED} gpt-oss", needs=(*NVIDIA, "transformers")),
     Experiment("layer", 60, LAYER, "How much faster is one layer, in every recipe?",
         f"{LAYERS} 70b.attn.wo --modes eager compiled --recipes tensorwise delayed static rowwise "
         "blockwise"),
@@ -194,22 +175,22 @@ QUEUE = (
         "bench_optim.py --layers 2 --modes eager --repeats 3 --warmup 1 --options float8 "
         "'float8 + float16' --stop-after {seconds}"),
     Experiment("casts", 30, CASTS, "Are the casts as fast as memory?",
-        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}", **NVIDIA),
+        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}", needs=NVIDIA),
     Experiment("gemms", 30, GEMMS, "How much faster are the products alone?",
         "bench_matmul.py --repeats 10 --stop-after {seconds}"),
     Experiment("inspection", 30, (*LAYER, "float8/numerics/statistics.py"),
         "What does it cost to inspect a training?",
         "bench_numerics.py --recipes tensorwise --repeats 3 -n 20 --stop-after {seconds}"),
     Experiment("two_gpus", 60, GATHER, "What does FSDP2's float8 gather gain between two GPUs?",
-        f"{SHARED} tensorwise+gather --sharded fsdp", gpus=2),
+        f"{SHARED} tensorwise+gather --sharded fsdp", needs=("sm_89", TWO)),
     Experiment("two_gpus_tp", 60, (*LAYER, "float8/distributed/parallel_linear.py"),
         "What do layers that two GPUs share, and their float8 gather, gain?",
-        f"{SHARED} --sharded tp", gpus=2),
+        f"{SHARED} --sharded tp", needs=("sm_89", TWO)),
     Experiment("as_mx", 90, AS_MX, "Are powers of two as scales faster as MX, on Blackwell?",
         f"{SPEED} --modes compiled --no-peer --split --recipes rowwise rowwise+unrounded blockwise "
-        "blockwise+unrounded mxfp8", **BLACKWELL),
+        "blockwise+unrounded mxfp8", needs=BLACKWELL),
     Experiment("grouped_mx", 60, AS_MX, "Which experts gain on Blackwell, in MX and as MX?",
-        f"{EXPERTS} --no-peer --recipes rowwise rowwise+unrounded blockwise mxfp8", **BLACKWELL),
+        f"{EXPERTS} --recipes rowwise rowwise+unrounded blockwise mxfp8", needs=BLACKWELL),
 )
 # fmt: on
 
@@ -225,17 +206,14 @@ def index_of(folder: Path) -> dict[str, Row]:
 
 def newest(folders: Sequence[Path], device: str | None = None) -> dict[str, Row]:
     """Of each experiment the newest entry with a result, of one GPU if it is named."""
-    found: dict[str, Row] = {}
-    for folder in folders:
-        for name, entry in index_of(folder).items():
-            if device is not None and entry["device"] != device:
-                continue
-            # What failed or was cut off does not hide a result.
-            rank = entry["ended"] == "passed", entry["date"]
-            if name not in found or rank > found[name]["rank"]:
-                known = {"files": [f"{name}.json"], "folder": folder, "rank": rank}
-                found[name] = known | entry
-    return found
+    entries = [
+        (name, {"files": [f"{name}.json"], "folder": folder} | entry)
+        for folder in folders
+        for name, entry in index_of(folder).items()
+        if device in (None, entry["device"])
+    ]
+    # The last one counts: what failed or was cut off does not hide a result.
+    return dict(sorted(entries, key=lambda each: (each[1]["ended"] == "passed", each[1]["date"])))
 
 
 def state_of(experiment: Experiment, entry: Row | None) -> str:
@@ -258,16 +236,11 @@ def show_queue(options: argparse.Namespace) -> int:
     """Print the queue."""
     entries = newest(folders_of(options.output))
     rows = [
-        {
-            "experiment": each.name,
-            "seconds": each.seconds,
-            "state": state_of(each, entries.get(each.name)),
-            "needs": each.needs,
-            "decides": each.decides,
-        }
+        vars(each)
+        | {"state": state_of(each, entries.get(each.name)), "needs": " ".join(each.needs)}
         for each in QUEUE
     ]
-    print(report.table(rows, report.columns("experiment seconds state needs decides")))
+    print(report.table(rows, report.columns("name seconds state needs decides", name="experiment")))
     return 0
 
 
@@ -280,15 +253,13 @@ def todo(options: argparse.Namespace, device: str) -> list[Experiment]:
     for each in QUEUE:
         if options.only and each.name not in options.only:
             continue
-        own, ended = here.get(each.name, {}), ("passed", "failed")
-        is_done = own.get("digest") == each.digest and own["device"] == device
-        if not (options.toy or each.is_able):
-            print(f"{each.name}: left out, needs {each.needs}", flush=True)
-        elif options.again and options.only:
-            able.append(each)
-        elif is_done and own["ended"] in ended:
-            continue  # by an earlier call with this folder
-        elif options.again or not state_of(each, entries.get(each.name)).startswith("measured"):
+        own, again = here.get(each.name, {}), options.again
+        is_measured = state_of(each, entries.get(each.name)).startswith("measured")
+        is_same = own.get("digest") == each.digest and own["device"] == device
+        is_done = is_same and own["ended"] in ("passed", "failed")  # by an earlier call
+        if missing := [name for name in each.needs if not (options.toy or HERE[name]())]:
+            print(f"{each.name}: left out, needs {', '.join(missing)}", flush=True)
+        elif (again and options.only) or (not is_done and (again or not is_measured)):
             able.append(each)
     return able
 
@@ -327,24 +298,22 @@ def execute(experiment: Experiment, options: argparse.Namespace, device: str, le
     command = experiment.command.replace("{seconds}", str(max(1, int(limit) - experiment.part)))
     file, *words = shlex.split(command)
     words += shlex.split(TOYS[file]) if options.toy else []
-    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", str(experiment.gpus)]
-    words = [f"benchmarks/{file}", *words, "-o", str(out / f"{name}.json")]
-    words = [sys.executable, *(ranks if experiment.gpus > 1 else ()), *words]
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node=2"] if TWO in experiment.needs else []
+    words = [*ranks, f"benchmarks/{file}", *words, "-o", str(out / f"{name}.json")]
 
     def note(ended: str) -> None:
         where = report.environment("cpu" if options.toy else "cuda")
         entry = {key: where[key] for key in ("date", "commit", "dirty")} | {"device": device}
         entry |= {"ended": ended, "seconds": round(time.monotonic() - begin)}
-        entry["digest"] = experiment.digest
-        text = json.dumps(index_of(out) | {name: entry}, indent=1)
-        replace_text(out / INDEX, text + "\n")
+        index = index_of(out) | {name: entry | {"digest": experiment.digest}}
+        report.replace_text(out / INDEX, json.dumps(index, indent=1) + "\n")
 
     is_same = index_of(out).get(name, {}).get("digest") == experiment.digest
     keep_longer(out, name, is_same)
     note("cut off")  # stays, if this process is killed
     with (out / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
-            words, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *words], cwd=ROOT, stdout=log, stderr=log, start_new_session=True
         )
         try:
             status = process.wait(limit)
@@ -378,19 +347,12 @@ def keep_longer(out: Path, name: str, again: bool) -> None:
         earlier.replace(result)
     earlier.unlink(missing_ok=True)
     if again and result.exists():
-        replace_text(earlier, result.read_text(encoding="utf-8"))
+        report.replace_text(earlier, result.read_text(encoding="utf-8"))
 
 
 def measured_rows(file: Path) -> int:
     rows = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
     return sum("ms" in row or "error" not in row for row in rows)
-
-
-def replace_text(file: Path, text: str) -> None:
-    """Write a file so that it is whole at any moment."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 def pack(out: Path) -> None:
@@ -412,10 +374,7 @@ def pack(out: Path) -> None:
 
 # Too long for a page: their files have them.
 OFF_PAGE = {"casts", "gemms", "inspection"}
-FIRST, LAST = (
-    "<!-- made by benchmarks/gpu.py report -->",
-    "<!-- end of benchmarks/gpu.py report -->",
-)
+FIRST, LAST = (f"<!-- {what} benchmarks/gpu.py report -->" for what in ("made by", "end of"))
 SHOWN = (
     "shape mode layer optimizer seed steps ms predicted ratio ratio_to_unit tokens_s gap_percent "
     "sooner gemm_ms attention_ms cast_ms other_ms idle_ms peak_mib peak_gib tokens_in_80_gb "
@@ -456,8 +415,8 @@ def section(experiment: Experiment, entry: Row) -> str:
     lines, ended = [], "" if entry["ended"] == "passed" else f", {entry['ended']}"
     for file, result in results_of(entry).items():
         rows = [row for row in result["rows"] if "ms" in row or "error" not in row]
-        for row, speedup in speedups(file, rows) if entry["digest"] else ():
-            row["predicted"] = 1 / speedup
+        if entry["digest"]:
+            predict(file, rows)
         columns = {
             key: (result["columns"].get(key, head), spec)
             for key, (head, spec) in report.columns(SHOWN, predicted="predicted").items()
@@ -482,21 +441,13 @@ def markdown(rows: Sequence[Row], columns: report.Columns) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
-def speedups(file: Path, rows: Sequence[Row]) -> Iterator[tuple[Row, float]]:
-    """The rows whose speed-up `float8.estimate` predicts, with that."""
-    try:
-        found = check_estimate.of_file(file)
-    except ValueError:  # another benchmark, or a GPU without a datasheet
-        return
-    for row, each in itertools.product(rows, found):
-        name = f"{row.get('mode')} {row.get('layer')}, x"
-        if each.what.endswith(name) and row.get("shape", "") in each.what:
-            yield row, each.predicted
-
-
-def ended(number: int, _: object) -> None:
-    """Handle SIGTERM as Python does an interrupt: the experiment that runs is ended, too."""
-    sys.exit(128 + number)
+def predict(file: Path, rows: Sequence[Row]) -> None:
+    """Add the ratios that `float8.estimate` predicts, if it does for this benchmark and GPU."""
+    with contextlib.suppress(ValueError):
+        for row, each in itertools.product(rows, check_estimate.of_file(file)):
+            name = f"{row.get('mode')} {row.get('layer')}, x"
+            if each.what.endswith(name) and row.get("shape", "") in each.what:
+                row["predicted"] = 1 / each.predicted
 
 
 def main(argv: Sequence[str]) -> int:
@@ -520,5 +471,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, ended)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as an interrupt
     sys.exit(main(sys.argv[1:]))

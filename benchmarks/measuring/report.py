@@ -227,7 +227,12 @@ def write(
     if options.output is None:
         return report
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    part = options.output.with_name(options.output.name + ".part")
-    part.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
-    part.replace(options.output)
+    replace_text(options.output, json.dumps(report, indent=1, allow_nan=False) + "\n")
     return report
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write a file so that it is whole at any moment."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)

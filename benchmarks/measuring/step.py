@@ -53,8 +53,8 @@ def compiled(layer: nn.Module, mode: str) -> Callable[[torch.Tensor], torch.Tens
     """What calls a layer in one of `MODES`; ``graphed`` is compiled with CUDA graphs."""
     if mode == "eager":
         return layer
-    options = {"mode": "reduce-overhead"} if mode == "graphed" else {}
-    run: Any = torch.compile(layer, fullgraph=True, dynamic=False, **options)
+    how = "reduce-overhead" if mode == "graphed" else None
+    run: Any = torch.compile(layer, fullgraph=True, dynamic=False, mode=how)
     return run
 
 

@@ -42,7 +42,7 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     monkeypatch.setattr(gpu, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Experiment, "is_able", True)
+    monkeypatch.setitem(gpu.HERE, "sm_89", lambda: True)
     monkeypatch.setattr(gpu, "TOYS", {"bench.py": ""})
     where = {"date": "2026-01-01", "commit": "c" * 40, "dirty": False, "device": "G"}
     monkeypatch.setattr(gpu.report, "environment", lambda device: where)
@@ -138,7 +138,7 @@ gpu.report.environment("cpu")  # it starts processes, too
 gpu.report.environment = lambda _, found=gpu.report.environment("cpu"): found
 gpu.subprocess.Popen = started
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGTERM, gpu.ended)
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 gpu.main(["run", "--toy", "--only", "split", "-o", out])
 """
 
