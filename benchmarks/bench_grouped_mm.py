@@ -5,7 +5,8 @@ One step is forward and backward of one grouped GEMM, casts included:
     ratio = time(float8.grouped_mm) / time(torch.nn.functional.grouped_mm)    below 1: faster
 
 in bfloat16, for the experts of four models (`measuring/shapes.py`). All candidates of a shape
-share operands and groups, and are timed in turns. The router is simulated: the size of a group is
+share operands and groups, and are timed in turns. Weights of ``tensorwise+cached`` and
+``blockwise+cached`` are in float8 before the step. The router is simulated: the size of a group is
 uniform between 0 and twice the mean, and a multiple of 32, because torchao's grouped GEMMs need
 that. These (torchao.prototype.moe_training) are measured where they are importable (`--no-peer`
 leaves them out). On a CPU its MXFP8 is emulated, and its rowwise casts are refused: they are
@@ -41,12 +42,12 @@ from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
 from benchmarks.measuring.step import Step, compiled, in_turns, moved_by_casts
-from float8 import grouped_mm
+from float8 import E4M3, Float8Tensor, grouped_mm
 from float8.estimate import roofline
 from float8.estimate.roofline import Shape as LayerShape
 from float8.estimate.roofline import Use
 
-BASELINE = "F.grouped_mm"
+BASELINE, CACHED = "F.grouped_mm", "cached"
 MULTIPLE = 32  # of the size of a group
 TARGET = Shape(4096, 512, 1024, 8)
 PEERS = {"rowwise": "_to_fp8_rowwise_then_scaled_grouped_mm",
@@ -96,6 +97,20 @@ def function(name: str, on_cpu: bool) -> Product:
     return partial(peer, **options)
 
 
+def in_float8(weight: Tensor, name: str) -> nn.Parameter:
+    """The weight (E, N, K) as a step reads it that does not cast it; no two experts share a scale.
+
+    Only where both of its GEMMs read one scale: tensorwise and blockwise.
+    """
+    how = contenders.config_of(name).cast_config_weight.granularity
+    experts = [Float8Tensor.from_high_precision(w, E4M3, how) for w in weight.detach()]
+    data, scale = (
+        torch.stack(parts)
+        for parts in zip(*((each.float8_data, each.scale) for each in experts), strict=True)
+    )
+    return nn.Parameter(Float8Tensor(data, scale, (1, *experts[0].block), weight.dtype))
+
+
 def moved_bytes(shape: Shape, recipe: str | None) -> float:
     """The bytes that one step reads and writes on CUDA, counted; None is bfloat16.
 
@@ -103,9 +118,10 @@ def moved_bytes(shape: Shape, recipe: str | None) -> float:
     """
     sizes = LayerShape(shape.M, shape.K, shape.N, shape.E)
     plan = None if recipe is None else contenders.config_of(recipe).plan
+    cast = recipe is None or CACHED not in recipe.split("+")
     kinds = roofline.kinds_of_plan(plan, Use())
     moved = sum(roofline.gemm_bytes(kind, sizes, name) for name, kind in kinds.items())
-    elements = (shape.M * shape.K, shape.E * shape.K * shape.N, shape.M * shape.N)
+    elements = (shape.M * shape.K, cast * shape.E * shape.K * shape.N, shape.M * shape.N)
     return moved if plan is None else moved + moved_by_casts(plan, elements)[0]
 
 
@@ -121,7 +137,8 @@ def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
 
     def step(name: str) -> Step:
         multiply = function(name, harness.on_cpu(options))
-        layer = Grouped(weight, offs.to(options.device), multiply)
+        own = in_float8(weight, name) if CACHED in name.split("+") else weight
+        layer = Grouped(own, offs.to(options.device), multiply)
         return Step(layer, compiled(layer, mode), x, grad_output)
 
     names = contenders.names(options, BASELINE, PEERS)

@@ -140,9 +140,9 @@ QUEUE = (
         "bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
         "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}"),
     Experiment("experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
-        "Which experts gain, with sums of gradients precise and fast?",
-        f"{EXPERTS} --recipes tensorwise tensorwise+fast rowwise rowwise+fast rowwise_with_gw_hp "
-        "rowwise_with_gw_hp+fast blockwise", needs=NVIDIA),
+        "Which experts gain, with sums precise and fast, and weights cast once?",
+        f"{EXPERTS} --recipes tensorwise tensorwise+fast tensorwise+cached rowwise rowwise+fast "
+        "rowwise_with_gw_hp rowwise_with_gw_hp+fast blockwise blockwise+cached", needs=NVIDIA),
     Experiment("blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, and torchao's?",
         f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise"),
     Experiment("compiled_recipes", 75, LAYER, "What do the blocks gain in the other recipes?",

@@ -8,7 +8,7 @@ A recipe may have parts, as in ``tensorwise+fast``:
     fast          sums of gradients are fast, as those of the output
     fuse_norms    norms return float8 (`float8.fuse_norms`)
     swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
-    cached        weights are cast once per step (`float8.cached_weights`)
+    cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
     gather        FSDP2 gathers weights in float8
     unrounded     scales are no powers of two, so that Blackwell runs no MX product
 """
