@@ -2,8 +2,7 @@
 
 Candidates that are timed in turns are alive together (`harness.py`). So a benchmark measures twice:
 time with all of them, memory with one per process. The processes are forked from one that has
-imported torch and float8 and used no device: each begins in the time that the device takes, not the
-imports.
+imported torch and used no device: each begins in the time that the device takes, not the imports.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def alone(measure: Callable[..., Row], *arguments: Any) -> Row:
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # for the new process
     context = get_context("forkserver")
-    context.set_forkserver_preload(["float8", "torch._dynamo"])
+    context.set_forkserver_preload(["torch"])
     with ProcessPoolExecutor(1, context) as processes:
         try:
             return processes.submit(_tried, measure, *arguments).result()
