@@ -35,7 +35,7 @@ from float8.linear.layer import Float8Linear, function_of, linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import DelayedState, cast_matrix, sharded_state
+from float8.linear.scaling import DelayedState, cast_matrix, record, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -103,14 +103,16 @@ def _cast_and_gather(
     x: Tensor,
     how: OperandCast,
     state: DelayedState | None,
-    record: bool,
+    records: bool,
     mesh: DeviceMesh,
     shard: Any,
     length: int,
 ) -> tuple[Tensor, Tensor]:
     """Data and scale of a whole tensor, of which x is this rank's part, in high precision."""
     state = sharded_state(state, mesh.get_group().group_name)
-    data, scale = cast_matrix(as_matrix(x), how, state, record, None)
+    found = cast_matrix(as_matrix(x), how, state, finds_amax=records)
+    record(state, found.amax)
+    data, scale, _ = found.row_major  # type: ignore[misc]
     bytes_ = data.reshape(x.shape).view(torch.uint8)  # gloo has no float8
     whole = moved(placed(bytes_, mesh, shard, length), Replicate())
     return whole.view(data.dtype), scale.clone()  # a delayed scale is a buffer, which sync changes

@@ -11,6 +11,7 @@ tensors get the definition, which is made of aten ops.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +23,20 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import cpu, definition
 from float8.kernels.cublas import is_sharded
+from float8.kernels.definition import scale_from_amax
 
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 
 
-def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _register(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    key: str = "CompositeExplicitAutograd",
+) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"float8::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.float8, name).default
 
@@ -83,7 +90,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
     return _amax_op(x, block) if _is_op_of(x) else definition.amax(x, block)
 
 
-def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+def cast_by_scale(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.cast`."""
     run = _cast_op if _is_op_of(x) else definition.cast
     return run(x, scale, block, dtype)
@@ -105,78 +112,86 @@ def column_amaxes(x_MK: Tensor) -> Tensor:
 
 # --- a cast, in one orientation or both
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
 
 
-def _cast_plain(
+def _cast_both(
     x: Tensor,
     scale: Tensor | None,
     block: Sequence[int],
     dtype: torch.dtype,
     scale_format: str,
+    swizzled: bool,
     row_major: bool,
     transposed: bool,
+    finds_amax: bool,
     where: Any = cpu,
 ) -> Outputs:
-    block, outputs = tuple(block), []
-    for wanted, source in ((row_major, x), (transposed, x.mT)):
-        if not wanted:
-            outputs += [x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0))]
-        elif scale is None:
-            outputs += where.cast_dynamic(source, block, dtype, scale_format)
-        else:
-            outputs += [where.cast(source, scale, block, dtype), x.new_empty((0, 0))]
-    return tuple(outputs)  # type: ignore[return-value]
-
-
-def _cast_plain_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    scale_format: str,
-    row_major: bool,
-    transposed: bool,
-) -> Outputs:
-    scale_dtype = ScaleFormat(scale_format).dtype
+    block, nothing, largest = (1, *block)[-x.dim() :], x.new_empty((0, 0)), torch.finfo(dtype).max
+    is_given, is_whole = scale is not None, block[-2:] == (WHOLE, WHOLE)
+    amax = where.amax(x, block) if is_whole and (finds_amax or not is_given) else nothing
+    if is_whole and not is_given:
+        scale = scale_from_amax(amax, largest, scale_format)
     outputs = []
     for wanted, source in ((row_major, x), (transposed, x.mT)):
         if not wanted:
-            outputs += [x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0))]
+            outputs += [nothing.to(dtype), nothing]
             continue
-        new = x.new_empty((0, 0))
-        if scale is None:
-            new = x.new_empty(scale_shape(source.shape, tuple(block)), dtype=scale_dtype)
-        outputs += [torch.empty_like(source, dtype=dtype), new]
-    return tuple(outputs)  # type: ignore[return-value]
+        own = scale
+        if own is None:
+            own = scale_from_amax(where.amax(source, block), largest, scale_format)
+        # By a float32 scale that was computed from x, finite values stay in the format's range.
+        fits = (True,) if where is cpu and not is_given and own.dtype == torch.float32 else ()
+        outputs += [where.cast(source, own, block, dtype, *fits), nothing if is_given else own]
+    if is_whole and not is_given:
+        outputs[1::2] = scale, nothing
+    return *outputs, amax.clone() if finds_amax else nothing  # type: ignore[return-value]
 
 
-_cast_plain_op = _register(
-    "cast_plain(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, "
-    "bool row_major, bool transposed) -> (Tensor data, Tensor scale, Tensor data_t, "
-    "Tensor scale_t)",
-    _cast_plain,
-    _cast_plain_fake,
+def _cast_both_fake(
+    x: Tensor,
+    scale: Tensor | None,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    scale_format: str,
+    swizzled: bool,
+    row_major: bool,
+    transposed: bool,
+    finds_amax: bool,
+) -> Outputs:
+    if x.device.type != "cpu":  # in the layouts that a GPU's GEMMs read
+        layouts = importlib.import_module("float8.kernels.gpu.cast")
+        how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
+        found: Outputs = layouts.empty_outputs(x, scale, *how)
+        return found
+    block, nothing = (1, *block)[-x.dim() :], x.new_empty((0, 0))
+    is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
+    outputs = []
+    for wanted, source, has_scale in (
+        (row_major, x, is_whole or row_major),
+        (transposed, x.mT, transposed and not is_whole),
+    ):
+        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else nothing.to(dtype))
+        shape = scale_shape(source.shape, block)
+        is_new = has_scale and scale is None
+        outputs.append(x.new_empty(shape, dtype=scale_dtype) if is_new else nothing)
+    one = scale_shape(x.shape, block)
+    return *outputs, x.new_empty(one, dtype=torch.float32) if finds_amax else nothing  # type: ignore
+
+
+_cast_both_op = _register(
+    "cast(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, bool swizzled, "
+    "bool row_major, bool transposed, bool finds_amax) -> "
+    "(Tensor data, Tensor scale_out, Tensor data_t, Tensor scale_t, Tensor amax)",
+    _cast_both,
+    _cast_both_fake,
+    "CPU",
 )
 
 
-def cast_plain(
-    x: Tensor,
-    scale: Tensor | None,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str,
-    row_major: bool,
-    transposed: bool,
-) -> Outputs:
-    """Cast a matrix, or a stack of them: row-major and transposed, each as `definition.cast`.
-
-    The arguments are those of `float8.kernels.casts.cast_operand`. With a ``scale``, that of the
-    one orientation that is wanted, or of the tensor, no scales are returned.
-    """
-    if _is_op_of(x):
-        return _cast_plain_op(x, scale, block, dtype, scale_format, row_major, transposed)
-    return _cast_plain(x, scale, block, dtype, scale_format, row_major, transposed, definition)
+def cast_by_definition(*arguments: Any) -> Outputs:
+    """The op ``cast``, made of aten's ops."""
+    return _cast_both(*arguments, where=definition)
 
 
 # --- a product

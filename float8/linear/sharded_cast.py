@@ -8,6 +8,7 @@ computes scales of rows from what it reads, which would be a part of the row.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,56 +18,55 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from float8 import kernels
 from float8.config import OperandCast
 from float8.granularity import scale_shape
-from float8.linear.scaling import DelayedState, cast_both, known_scale, max_over_ranks
+from float8.kernels import Casts, Float8Matrix
+from float8.linear.scaling import DelayedState, known_scale, max_over_ranks
 
 
 def cast_sharded(
     x: Any,
     how: OperandCast,
     state: DelayedState | None,
-    record: bool,
     scale: Tensor | None,
     row_major: bool,
-    transpose: bool,
-) -> kernels.Orientations:
-    """`float8.linear.scaling.cast_both` of a DTensor; the results are DTensors.
+    transposed: bool,
+    finds_amax: bool,
+) -> Casts:
+    """`float8.linear.scaling.cast_matrix` of a DTensor; the results are DTensors.
 
     Experts (E, N, K) share no scale, so those of sharded experts are sharded with them.
     """
-    # A cast needs the sum.
-    whole: Any = [Replicate() if p.is_partial() else p for p in x.placements]
+    finds_amax = finds_amax and how.is_delayed and state is not None
+    if not is_cast_in_parts(x, how):
+        scale = known_scale(how, state, x) if scale is None else scale
+        return kernels.cast(x, replace(how, kernel=None), scale, row_major, transposed, finds_amax)
+    whole = [Replicate() if p.is_partial() else p for p in x.placements]  # a cast needs the sum
     x = x if whole == list(x.placements) else x.redistribute(placements=whole)
     part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
     is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices
-    is_recorded = record and how.is_delayed and state is not None
-    scale = scale.to_local() if isinstance(scale, DTensor) else scale
+    scale, amax = scale.to_local() if isinstance(scale, DTensor) else scale, None
     scale = known_scale(how, state, part) if scale is None else scale
-    if how.is_whole and (is_recorded or scale is None):
+    if how.is_whole and (finds_amax or scale is None):
         amax = kernels.amax(part, how.block)
         for index, cut in enumerate(is_cut):
-            if cut:
+            if cut:  # here, for a `sync` that does not reduce over this mesh
                 amax = max_over_ranks(amax, mesh.get_group(index))
-        if is_recorded:  # here, for a `sync` that does not reduce over this mesh
-            kernels.record_amax(state.current_amax, amax)  # type: ignore[union-attr]
         if scale is None:
             scale = kernels.scale_from_amax(amax, how.largest, how.scales)
-    results: list[Any] = []
-    for wanted, is_transposed in ((row_major, False), (transpose, True)):
-        if not wanted:
-            results += [x, None]
-            continue
-        matrix = x.mT if is_transposed else x
-        found = cast_both(matrix.to_local(), how, state, False, scale, True, False)
-        shape: Any = found.scale.shape
-        placements: Any = one
-        if found.scale.dim() > 2:
+
+    def placed_cast(matrix: Any) -> Float8Matrix:
+        data, its, block = kernels.cast(matrix.to_local(), how, scale).row_major  # type: ignore
+        shape, placements = its.shape, one
+        if its.dim() > 2:
             shape = scale_shape(matrix.shape, how.block)
             placements = [n if cut else p for n, cut, p in zip(one, is_cut, whole, strict=True)]
-        results += [
-            placed(found.data, matrix.shape, mesh, matrix.placements),
-            placed(found.scale, shape, mesh, placements),
-        ]
-    return kernels.Orientations(*results)
+        data = placed(data, matrix.shape, mesh, matrix.placements)
+        return Float8Matrix(data, placed(its, shape, mesh, placements), block)
+
+    return Casts(
+        placed_cast(x) if row_major else None,
+        placed_cast(x.mT) if transposed else None,
+        amax if finds_amax else None,
+    )
 
 
 def is_cast_in_parts(x: Any, how: OperandCast) -> bool:

@@ -303,8 +303,8 @@ def _casts(
             matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
         else:
             source = x.t() if is_second else x
-            data, scale = bind_and_cast(source, how, state, emulate=layer.config.emulate)
-            matrix = _local_part(Float8Matrix(data, scale, how.block, source))
+            found_cast = bind_and_cast(source, how, state, emulate=layer.config.emulate)
+            matrix = _local_part(Float8Matrix(*found_cast, source))
             suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
         labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)
