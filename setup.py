@@ -10,12 +10,14 @@ ROOT = Path(__file__).parent
 VERSION = runpy.run_path(str(ROOT / "float8" / "version.py"))["__version__"]
 URL = "https://github.com/float8-developers/float8"
 DEMO = ["tqdm", "matplotlib"]
-# One per file of float8/integrations/; which versions were tested is said there.
+ACCELERATE = "accelerate>=1.15,<1.16"
+READER = "compressed-tensors; python_version >= '3.11'"  # by which Transformers reads checkpoints
+# One per file of float8/integrations/, with the versions of which it does not warn.
 INTEGRATIONS = {
-    "accelerate": ["accelerate"],
-    "transformers": ["transformers; python_version >= '3.11'", "accelerate"],
-    "lightning": ["lightning"],
-    "torchtitan": ["torchtitan; python_version >= '3.11'"],
+    "accelerate": [ACCELERATE],
+    "transformers": ["transformers>=5.23,<5.25; python_version >= '3.11'", ACCELERATE, READER],
+    "lightning": ["lightning>=2.6,<2.7"],
+    "torchtitan": ["torchtitan>=0.3,<0.4; python_version >= '3.11'"],
     "torchao": ["torchao"],  # Float8LinearConfig.from_torchao
 }
 CHECKPOINTS = ["safetensors"]  # float8.checkpoints
@@ -25,7 +27,8 @@ FRAMEWORKS = sorted({package for packages in INTEGRATIONS.values() for package i
 TEST = ["pytest>=8", "pytest-cov", "pytest-xdist", "hypothesis", "build", *DEMO, *DOCS]
 TEST += FRAMEWORKS
 # Readers of what float8.checkpoints and torch.onnx write.
-TEST += [*CHECKPOINTS, "compressed-tensors; python_version >= '3.11'", "peft"]
+TEST += [*CHECKPOINTS, "peft"]
+TEST += ["trl; python_version >= '3.11'"]  # docs/frameworks/trl.md
 TEST += ["onnx", "onnxruntime", "onnxscript"]
 DEV = [RUFF, "mypy==2.4.1", *TEST]
 

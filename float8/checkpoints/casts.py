@@ -2,8 +2,8 @@
 
 The first of these that applies:
 
-1. *stored*: the weight is in float8, resident, cached, or in the files of a source, with the
-   layout's granularity and scales: its bytes as they are.
+1. *stored*: the weight is in float8, resident or in the files of a source, with the layout's
+   granularity and scales: its bytes as they are.
 2. *training cast*: the layer casts its weight with that granularity and such scales: that cast,
    with its state. The file has the bits that the next forward would multiply.
 3. *cast anew*: any other weight in high precision: one cast with the layout's own granularity.
@@ -24,7 +24,7 @@ from float8.checkpoints.layouts import MX, Layout
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
-from float8.linear.float8_weight import cached_tensor, is_resident
+from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
 from float8.tensor import Float8Tensor
 
@@ -46,7 +46,6 @@ class StoredLayer:
         how: `STORED`, `TRAINING_CAST`, `CAST_ANEW` or `RECAST`.
         scale_format: which numbers its scales are, where it is cast.
         known: the scale of a static or delayed cast; None computes it.
-        cached: the stored weight of a cache; None where the weight itself is in float8.
     """
 
     name: str
@@ -56,7 +55,6 @@ class StoredLayer:
     how: str
     scale_format: ScaleFormat
     known: Tensor | None = None
-    cached: Float8Tensor | None = None
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -73,7 +71,7 @@ class StoredLayer:
         ``scale`` is the one that it shares with other layers. Raises ValueError if a weight that is
         cast is not finite.
         """
-        found: Tensor | None = weight if self.cached is None else self.cached
+        found = weight
         if self.how != STORED:
             plain = weight.dequantize(torch.float32) if is_resident(weight) else weight
             if not bool(plain.isfinite().all()):  # a given scale would make an inf finite
@@ -104,13 +102,8 @@ def stored_layer(
     ``recast`` allows casting a float8 weight of another granularity again.
     """
     anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
-    linear, problem = module if isinstance(module, Float8Linear) else None, None
-    stored: Float8Tensor | None = None
-    if weight is not None and is_resident(weight):
-        stored = weight
-    elif linear is not None and weight is linear.weight:
-        stored = cached_tensor(linear)
-    fits = None if stored is None else layout.fit(stored)
+    problem = None
+    fits = layout.fit(weight) if weight is not None and is_resident(weight) else None
     if layout.name != "fine_grained" and layout.granularity == MX and shape[-1] % 32:
         problem = f"in_features={shape[-1]} is not a multiple of 32"
     elif layout.static_inputs and input_scale is None:
@@ -118,14 +111,12 @@ def stored_layer(
             "it has no static input scale, which this layout stores: give input_scales="
             "float8.calibrate(model, batches).static_scales(), or take a layout with dynamic inputs"
         )
-    elif stored is weight and isinstance(fits, str) and not recast:
+    elif isinstance(fits, str) and not recast:
         problem = f"{fits}: recast=True dequantises it and casts again, which rounds twice"
     if problem is not None:
         return problem
-    if isinstance(fits, Float8Tensor):
-        return replace(anew, how=STORED, cached=None if stored is weight else stored)
-    if stored is not None and stored is weight:
-        return replace(anew, how=RECAST)
+    if fits is not None:
+        return replace(anew, how=RECAST if isinstance(fits, str) else STORED)
     config = None if module is None else own_config(module)
     trained = None if config is None else config.plan.output.b
     if layout.is_mxfp4:
@@ -137,7 +128,7 @@ def stored_layer(
         or not _holds(layout.scale_format, trained.scale_format)
     ):
         return anew
-    known, state = None, None if linear is None else linear.casts[1].state
+    known, state = None, module.casts[1].state if isinstance(module, Float8Linear) else None
     if trained.static_scale is not None:
         known = torch.full((1, 1), float(trained.static_scale))
     elif trained.scaling_type is ScalingType.DELAYED and state is not None and state.ready:

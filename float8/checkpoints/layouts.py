@@ -43,6 +43,7 @@ their sources: none of them has loaded a file of this library.
 from __future__ import annotations
 
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ from float8.linear.scaling import bind_and_cast
 from float8.tensor import Float8Tensor
 
 Shape = tuple[int, ...]
+COMPRESSED_TENSORS = "compressed-tensors"  # the ``quant_method``
 WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
 MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
@@ -267,6 +269,10 @@ class Layout(ABC):
                     )
         return {"quant_method": self.method} | self._config() | {self.skipped_key: names}
 
+    def all_of(self, module: str) -> str:
+        """The entry of the list for all that is inside of a module."""
+        return f"re:{re.escape(module)}\\." if self.method == COMPRESSED_TENSORS else module
+
     @abstractmethod
     def _config(self) -> dict[str, Any]:
         """The fields of the ``quantization_config`` that say how weights are stored."""
@@ -403,7 +409,7 @@ class CompressedTensors(Layout):
     static_inputs: bool = False
 
     name: ClassVar[str] = "compressed_tensors"
-    method: ClassVar[str] = "compressed-tensors"
+    method: ClassVar[str] = COMPRESSED_TENSORS
     one_scale: ClassVar[Shape] = (1,)
     # Names are compared whole (compressed-tensors, ``utils/match.py``).
     skips = operator.eq
@@ -444,15 +450,12 @@ def _one_group(kind: str, weights: Any, inputs: Any) -> dict[str, Any]:
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": inputs,
-        "output_activations": None,
         "format": kind,
     }
     return {
         "format": kind,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
     }
 
 
@@ -518,7 +521,7 @@ class MXFP4(Layout):
 
     granularity, scale_format = MX, ScaleFormat.E8M0_FLOOR
     name: ClassVar[str] = "mxfp4"
-    method: ClassVar[str] = "compressed-tensors"
+    method: ClassVar[str] = COMPRESSED_TENSORS
     data_key: ClassVar[str] = ".weight_packed"
     data_dtype: ClassVar[torch.dtype] = torch.uint8
     is_mxfp4: ClassVar[bool] = True

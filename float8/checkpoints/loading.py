@@ -203,7 +203,8 @@ def matched(model: nn.Module, source: Source, ignore: Sequence[str]) -> dict[str
     of keys to leave out, besides those that a model of Transformers leaves out. Raises ValueError
     if keys are missing or unexpected, or if shapes or dtypes differ.
     """
-    slots, readers = published(model), owners(model)
+    method = "" if source.layout is None else source.layout.method
+    readers, slots = owners(model), published(model, method)
     places = {  # every name of a tensor -> its key
         within(name, own): key
         for key, slot in slots.items()

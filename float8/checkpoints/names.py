@@ -10,11 +10,12 @@ each expert and projection, often under other names::
 
 `published` says where each tensor of a file lies inside the model: one table for saving, which
 reads these parts, and for loading, which writes them. The rules are Transformers' own, hundreds of
-them, so none is written here. The table is read off a run of its ``revert_weight_conversion``, by
-which ``save_pretrained`` converts, on tensors without data (tested with Transformers 5.23). A
-tensor that it returns is a view of a parameter, whose offset and strides say which part. Strides
-are chosen so that no two dimensions share one. A result that is no view, such as rows permuted for
-rotary embeddings, has no place inside a parameter, and is refused by its name.
+them, so one alone is written here: that of Llama 4's experts, which it has as code. The table is
+read off a run of its ``revert_weight_conversion``, by which ``save_pretrained`` converts, on
+tensors without data (tested with Transformers 5.23). A tensor that it returns is a view of a
+parameter, whose offset and strides say which part. Strides are chosen so that no two dimensions
+share one. A result that is no view, such as rows permuted for rotary embeddings, has no place
+inside a parameter, and is refused by its name.
 
 Transformers' rules ask for the classes of modules. So the run takes a copy of the tree of modules
 (parameters are shared) in which wrappers, the classes that FSDP2 makes, and those of this library
@@ -28,6 +29,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from operator import attrgetter
 from typing import Any
 
@@ -35,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from float8.checkpoints.layouts import COMPRESSED_TENSORS
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.linear.delayed import DelayedCast
 from float8.linear.layer import with_state_of
@@ -84,8 +87,10 @@ class Slot:
         return replace(self, index=tuple(index), shape=torch.Size(sizes))
 
 
-def published(model: nn.Module) -> dict[str, Slot]:
+def published(model: nn.Module, method: str = "") -> dict[str, Slot]:
     """Where each tensor of a published checkpoint lies inside a model, by key.
+
+    ``method`` is the ``quant_method`` of the checkpoint; names depend on it in Llama 4 alone.
 
     The model is plain or converted; it may be compiled, sharded by FSDP2, in a wrapper, or on the
     meta device. The keys are those that the plain model's ``save_pretrained`` writes, in the order
@@ -103,9 +108,31 @@ def published(model: nn.Module) -> dict[str, Slot]:
         rest = {name: x for name, x in rest.items() if name not in own}
         slots += _reverted(pretrained, prefix, own)
     slots += [(name, Slot(name, (), False, x.shape)) for name, x in rest.items()]
+    if method == COMPRESSED_TENSORS:
+        slots = [part for key, slot in slots for part in _matrices_of(plain, key, slot)]
     order = {name: position for position, name in enumerate(kept)}
     slots.sort(key=lambda item: order[item[1].parameter])  # stable: parts keep their order
     return {key: replace(slot, parameter=names[slot.parameter]) for key, slot in slots}
+
+
+def _matrices_of(plain: nn.Module, key: str, slot: Slot) -> list[tuple[str, Slot]]:
+    """A stack of Llama 4's experts as matrices; any other tensor as it is.
+
+    From files of compressed-tensors Transformers reads these experts as linear layers
+    (``SequentialLlama4TextExperts``, ``quantizers/base.py``).
+    """
+    parent, _, own = slot.parameter.rpartition(".")
+    if type(plain.get_submodule(parent)).__name__ != "Llama4TextExperts":
+        return [(key, slot)]
+    count, rows, columns = slot.shape
+    parts = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+    size = columns // len(parts)
+    found = []
+    for expert, (i, part) in product(range(count), enumerate(parts)):
+        index = expert, slice(0, rows), slice(i * size, (i + 1) * size)
+        matrix = Slot(slot.parameter, index, True, torch.Size((size, rows)))
+        found.append((f"{key.removesuffix(own)}{expert}.{part}.weight", matrix))
+    return found
 
 
 def tensor_of(model: nn.Module, slot: Slot) -> Tensor:
@@ -154,10 +181,17 @@ def within(prefix: str, name: str) -> str:
 def owners(model: nn.Module) -> Owners:
     """Tensor, by id -> the modules that have it: name without those of wrappers, module, own name.
 
-    Shared modules come several times.
+    Shared modules come several times. Raises ValueError for layers that compressed-tensors runs.
     """
     found: Owners = defaultdict(list)
     for _, plain, module in walk(model):
+        own_dicts = isinstance(module._parameters, dict)
+        if hasattr(module, "quantization_scheme") or not own_dicts:  # it has casts and scales
+            raise ValueError(
+                f"{plain or 'the model'} is run by compressed-tensors: give from_pretrained "
+                "quantization_config=CompressedTensorsConfig(dequantize=True), or load the files "
+                "into a plain model by float8.checkpoints.load"
+            )
         for own, tensor in (module._parameters | module._buffers).items():
             found[id(tensor)].append((plain, module, own))
     return found
@@ -240,6 +274,9 @@ def _reverted(model: Any, prefix: str, own: dict[str, Tensor]) -> list[tuple[str
     """(key, slot) of a model of Transformers, whose parameters are ``own`` under a prefix."""
     from transformers.core_model_loading import revert_weight_conversion  # >= 5
 
+    rules = getattr(model, "_weight_conversions", None) or ()  # those by which it was loaded
+    if any(hasattr(op, "hf_quantizer") for rule in rules for op in getattr(rule, "operations", ())):
+        model._weight_conversions = None  # of quantised files; Transformers 5.24 drops them
     roots = {name: _without_data(x.shape) for name, x in own.items()}
     name_of = {x.untyped_storage()._cdata: name for name, x in roots.items()}
     with _NoCopies():

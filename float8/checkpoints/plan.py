@@ -12,7 +12,7 @@ scale per tensor get their largest, once, from high precision. Stored weights ke
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -103,8 +103,9 @@ class Writing:
 
     ``specs`` has the keys of the model or of the source, and how tensors are stored that are in
     high precision; ``layers`` the layers in float8, or the reason why one cannot be stored.
-    ``read(key)`` returns a whole tensor; of sharded models, all ranks call it. Raises ValueError
-    with all these reasons, or if readers would take a name of ``skipped`` for one of ``layers``.
+    ``read(key)`` returns a whole tensor; of sharded models, all ranks call it. ``left`` has other
+    names of modules in high precision. Raises ValueError with all these reasons, or if readers
+    would take a name of ``skipped`` or ``left`` for one of ``layers``.
 
     Attributes:
         plan: what the result will be.
@@ -119,6 +120,7 @@ class Writing:
         skipped: dict[str, str],
         max_shard_bytes: float,
         read: Callable[[str], Tensor],
+        left: Collection[str] = (),
     ) -> None:
         if problems := [(name, why) for name, why in layers.items() if isinstance(why, str)]:
             raise ValueError("\n  ".join([f"{layout!r} cannot store:", *folded(problems)]))
@@ -136,7 +138,7 @@ class Writing:
         for key, spec in specs.items():
             stored |= self._layers[key].specs if key in self._layers else {key: spec}
         tensors = in_files(stored, max_shard_bytes)
-        config = {} if layout is None else layout.quantization_config(own, skipped)
+        config = {} if layout is None else layout.quantization_config(own, [*skipped, *left])
         how = {name: self._how(layer) for name, layer in own.items()}
         self.plan = SavePlan(layout, how, skipped, tensors, config)
 

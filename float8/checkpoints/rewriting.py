@@ -26,7 +26,7 @@ import torch
 
 from float8.checkpoints.casts import StoredLayer, stored_layer
 from float8.checkpoints.files import INDEX_SUFFIX, SUFFIX, Spec
-from float8.checkpoints.layouts import WEIGHT, Layout
+from float8.checkpoints.layouts import COMPRESSED_TENSORS, WEIGHT, Layout
 from float8.checkpoints.plan import Writing
 from float8.checkpoints.source import Source
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES
@@ -67,8 +67,16 @@ def rewriting(
     in_float8 = set(source.layers) or {
         name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
+    methods = [each.method for each in (source.layout, layout) if each is not None]
+    is_llama4 = '"model_type": "llama4' in json.dumps(_config_of(source))
+    if is_llama4 and methods.count(COMPRESSED_TENSORS) == 1:
+        raise ValueError(
+            "readers take Llama 4's experts as matrices from compressed-tensors alone, and else as "
+            "stacks: use float8.checkpoints.load and save_pretrained"
+        )
     layers: dict[str, StoredLayer | str] = {}
     skipped: dict[str, str] = {}
+    left: set[str] = set()
     specs = {key: replace(spec, file="") for key, spec in source.weights.items()}
     if isinstance(target, torch.dtype):
         for key, spec in specs.items():
@@ -79,6 +87,10 @@ def rewriting(
         skipped = {name: why for name in matrices if name not in in_float8}
         if "lm_head.weight" not in specs:
             skipped["lm_head"] = "it has the weight of the embedding, if there is one"
+        for key, spec in specs.items():
+            if len(spec.shape) == 3 and "expert" in key and key not in source.layers:
+                skipped[key.removesuffix(WEIGHT)] = "it is a stack of experts"
+                left.add(layout.all_of(key.removesuffix(WEIGHT).rpartition(".")[0]))
         layers |= dict.fromkeys(source.layers.keys() - matrices, "it is a stack of experts")
         for name, spec in matrices.items():
             if name in in_float8:
@@ -87,7 +99,14 @@ def rewriting(
                 layers[name] = stored_layer(
                     name, spec.shape, weight, layout, scale, None, recast=True
                 )
-    return Writing(layout, specs, layers, skipped, max_shard_bytes, source.read)
+    return Writing(layout, specs, layers, skipped, max_shard_bytes, source.read, left)
+
+
+def _config_of(source: Source) -> dict[str, Any]:
+    """The ``config.json`` of a source, empty if there is none."""
+    path = source.folder / _CONFIGS[0]
+    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found
 
 
 def files_beside(
@@ -98,10 +117,9 @@ def files_beside(
     files: dict[str, str | bytes] = {
         file.name: file.read_bytes() for file in beside if not file.name.endswith(_LEFT_OUT)
     }
-    path = source.folder / _CONFIGS[0]
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = _config_of(source)
     config.pop("quantization_config", None)
-    configs = {path.name: config}
+    configs = {_CONFIGS[0]: config}
     if isinstance(target, torch.dtype):
         for name in {"dtype", "torch_dtype"} & config.keys():
             config[name] = str(target).removeprefix("torch.")

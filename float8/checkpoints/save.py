@@ -230,7 +230,7 @@ def weight_updates(
     """The weights of a model as a float8 checkpoint has them, one tensor at a time.
 
     `save_pretrained` writes the same names, tensors and bits. Each scale follows its weight.
-    Weights that are in float8 already, resident or by `float8.cached_weights`, are not cast again.
+    Weights that are resident in float8 are not cast again.
     One parameter is gathered at a time, and its matrices are cast one after the other.
 
     Args:

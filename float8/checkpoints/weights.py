@@ -72,8 +72,8 @@ def planned(
     """
     check_module(model, "float8.checkpoints")
     check_bool(recast, "recast")
-    places, readers = published(model), owners(model)
-    layout = layout_for(model, layout)
+    readers, layout = owners(model), layout_for(model, layout)
+    places = published(model, layout.method)
     in_float8, skipped, projected = _found(model, places, readers, layout)
     for key in sorted(projected):
         if len(places[key].shape) == 3 and key not in in_float8:
@@ -120,7 +120,15 @@ def planned(
         return mxfp4.project(part) if key in projected and not is_resident(part) else part
 
     specs = {key: Spec(tensor_of(model, s).dtype, tuple(s.shape)) for key, s in places.items()}
-    return Writing(layout, specs, layers, skipped, max_shard_bytes, read)
+    stored = {*in_float8.values()}
+    left = {  # readers also go by the names of modules, and engines by those of matrices
+        its if isinstance(module, nn.Linear) else layout.all_of(its)
+        for key, slot in places.items()
+        if key.removesuffix(WEIGHT) in skipped
+        for its, module, _ in readers[id(tensor_of(model, slot))]
+        if module not in stored and not isinstance(module, nn.Embedding)
+    }
+    return Writing(layout, specs, layers, skipped, max_shard_bytes, read, left)
 
 
 def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
@@ -147,8 +155,7 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
     if layout is None and any(config.mxfp4_weights for config in configs.values()):
-        is_gpt_oss = getattr(transformers_config(model), "model_type", "") == GptOss.name
-        return GptOss() if is_gpt_oss and has_experts else MXFP4()
+        return GptOss() if _is_gpt_oss(model) and has_experts else MXFP4()
     if layout is None and by == MX and has_experts and transformers_config(model) is not None:
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
     named: dict[Any, Layout] = {
@@ -188,6 +195,8 @@ def _found(
         for name, why in report.skipped.items()
     }
     trains_mxfp4 = any(c.mxfp4_weights for m in model.modules() if (c := own_config(m)) is not None)
+    listed = (getattr(module, "_keep_in_fp32_modules", None) or () for module in model.modules())
+    kept = tuple({end for ends in listed for end in ends})  # ends of names
     in_float8: dict[str, nn.Module] = {}
     skipped: dict[str, str] = {}
     projected: set[str] = set()
@@ -195,6 +204,7 @@ def _found(
         parent, _, own = slot.parameter.rpartition(".")
         module, name = model.get_submodule(parent), key.removesuffix(WEIGHT)
         is_matrix = key.endswith(WEIGHT) and len(slot.shape) == 2
+        is_stack = len(slot.shape) == 3 and "Expert" in type(module).__name__
         fits = is_matrix if layout.dims == 2 else getattr(module, "is_transposed", False)
         if (config := _multiplies_in_float8(module, own)) is not None:
             others = [
@@ -207,15 +217,14 @@ def _found(
                 skipped[name] = f"its weight is also {others[0]}, which reads it in high precision"
             elif config.plan.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
                 skipped[name] = "its config multiplies the weight in high precision"
-            elif not fits:
-                as_it_is = f"files have its weight as {key} of shape {tuple(slot.shape)}"
-                skipped[name] = as_it_is if layout.dims == 2 else "the layout is one of experts"
+            elif not fits or parent.endswith(kept):
+                skipped[name] = _unfit(model, key, slot, layout)
             elif layout.is_mxfp4 and not is_trained:
                 skipped[name] = "it does not train with mxfp4_weights=True, as others do"
             else:
                 in_float8[name] = module
             projected |= {key} if config.mxfp4_weights and not others else set()
-        elif is_matrix and not isinstance(module, nn.Embedding):
+        elif is_stack or (is_matrix and not isinstance(module, nn.Embedding)):
             kind = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
             skipped[name] = reasons.get(module, f"it is a {kind} that was not converted")
     for sharing in readers.values():  # linear layers that have no weight of their own in the file
@@ -225,6 +234,18 @@ def _found(
             if other and is_linear and name not in in_float8:
                 skipped.setdefault(name, f"its weight is that of {other}")
     return in_float8, skipped, projected
+
+
+def _unfit(model: nn.Module, key: str, slot: Slot, layout: Layout) -> str:
+    """Why a layout does not have a weight that the model multiplies in float8."""
+    if layout.dims == 3:
+        return "the layout is one of experts"
+    if len(slot.shape) == 2 and key.endswith(WEIGHT):
+        return "Transformers keeps it in high precision (_keep_in_fp32_modules)"
+    dtype = str(tensor_of(model, slot).dtype).removeprefix("torch.")
+    has = f"{key.rpartition('.')[2]} of shape {tuple(slot.shape)}"
+    why = f"it trains in float8 and is saved in {dtype}, because files have it as {has}"
+    return f"{why}; mxfp4_weights=True stores it in MXFP4" if _is_gpt_oss(model) else why
 
 
 def _multiplies_in_float8(module: nn.Module, name: str) -> Any:
@@ -238,6 +259,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while (inside := inside_of(model)) is not None:
         model = model.get_submodule(inside)
     return model
+
+
+def _is_gpt_oss(model: nn.Module) -> bool:
+    return getattr(transformers_config(model), "model_type", "") == GptOss.name
 
 
 def transformers_config(model: nn.Module) -> Any:

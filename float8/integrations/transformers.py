@@ -23,8 +23,8 @@ The methods of the callback, which the Trainer calls:
 ===================== ==========================================================================
 ``on_init_end``       converts the model, before an optimizer is built; a model that is converted
                       already stays as it is: ``Trainer(convert(model), callbacks=[...])``
-``on_train_begin``    checks that the optimizer steps this model; continues the histories of the
-                      checkpoint that the run resumes from
+``on_train_begin``    checks that the optimizer steps this model; converts the ``ref_model`` of a
+                      trainer of TRL; continues the histories of the checkpoint that is resumed
 ``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
 ``on_log``            adds the number of active alarms to the Trainer's logs, with ``inspect_every``
 ``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint;
@@ -61,16 +61,17 @@ Activation checkpointing, bf16, ``torch_compile=True`` (one more compilation aft
 steps with delayed scaling), DDP and FSDP2 work as the Trainer sets them up. ``nn.DataParallel``,
 which it takes for several GPUs in one process, copies a model for each forward and would lose
 amaxes: delayed recipes are refused there. With ``model_init`` let that return ``convert(...)``.
-Tested with Transformers 5.23.
+Tested with Transformers 5.23 and 5.24.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-import logging
 import os
 import re
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,13 @@ from float8.integrations.conversion import (
     warn_of_version,
 )
 from float8.kernels import is_sharded
+from float8.linear.switch import Float8Module
 from float8.numerics import monitor
 
-warn_of_version("transformers", "5.23", "5.24")
+warn_of_version("transformers", "5.23", "5.25")
 
 __all__ = ["Float8Callback", "convert", "layers_of_a_pretrained_model"]
 
-logger = logging.getLogger("float8")
 _SMALL = re.compile(r"\bpooler\b|\blora_")
 
 
@@ -151,9 +152,10 @@ def convert(
 
 def _convert(adapter: Adapter, model: nn.Module, optimizer: Any = None) -> nn.Module:
     model = adapter.convert(model, optimizer, layers_of_a_pretrained_model(model))
-    if hasattr(model, "_keys_to_ignore_on_save"):  # what save_pretrained leaves out: histories
-        own = {f"{name}.{key}" for name, c in delayed_casts(model).items() for key in c._buffers}
-        model._keys_to_ignore_on_save = {*(model._keys_to_ignore_on_save or ()), *own}  # type: ignore[misc, assignment]
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):  # its save_pretrained leaves out histories
+            own = {f"{name}.{key}" for name, c in delayed_casts(part).items() for key in c._buffers}
+            part._keys_to_ignore_on_save = {*(part._keys_to_ignore_on_save or ()), *own}
     return model
 
 
@@ -225,6 +227,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "float8.integrations.transformers.convert(model, config)"
             )
         self._model = _convert(self.adapter, model, given["optimizer"])
+        self._convert_reference(args, model)
         if args.n_gpu > 1 and delayed_casts(model):
             raise ValueError(
                 f"nn.DataParallel over {args.n_gpu} GPUs would lose amaxes: start one process per "
@@ -293,6 +296,38 @@ class Float8Callback(TrainerCallback, ExportableState):
             if tokenizer is not None and args.should_save:
                 tokenizer.save_pretrained(self.save_float8)
 
+    def _convert_reference(self, args: Any, model: nn.Module) -> None:
+        """Convert the frozen model that trainers of TRL compare ``model`` with.
+
+        Equal models then have equal log probabilities, in evaluation too.
+        """
+        # A Trainer does not hand itself to its callbacks, but it is among the callers.
+        callers = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(None))
+        trainer: Any = next((each for each in callers if hasattr(each, "callback_handler")), None)
+        reference = getattr(trainer, "ref_model", None)
+        stays = getattr(args, "precompute_ref_log_probs", False)
+        if reference is not None and not is_converted(reference):
+            stays |= trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # sharded by now
+        if stays:
+            warnings.warn(
+                "the reference has log probabilities of high precision, and the model trains in "
+                "float8: set precompute_ref_log_probs=False; for FSDP give the trainer ref_model="
+                "convert(ref_model, config) of float8.integrations.transformers",
+                stacklevel=2,
+            )
+        elif reference is not None:
+            reference = _convert(self.adapter, reference)
+            casts = delayed_casts(model)  # both cast by the scales of the one that is trained
+            for name in delayed_casts(reference).keys() & casts.keys():
+                reference.set_submodule(name, casts[name])
+            layers = [module for module in reference.modules() if isinstance(module, Float8Module)]
+
+            def follow(reference: nn.Module, inputs: Any) -> None:
+                for layer in layers:
+                    layer.training = model.training  # in eval mode both may leave float8
+
+            reference.register_forward_pre_hook(follow)
+
     # --- the histories
 
     def state(self) -> dict[str, Any]:
@@ -303,9 +338,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         casts = {} if self._model is None else delayed_casts(self._model)
         buffers = {f"{n}.{key}": b for n, cast in casts.items() for key, b in cast.named_buffers()}
         histories = safetensors.save({n: b.detach().cpu().contiguous() for n, b in buffers.items()})
-        given = {name: getattr(self, name) for name in ("inspect_every", "layout")}
-        for name in ("report_path", "save_float8"):
-            given[name] = None if getattr(self, name) is None else str(getattr(self, name))
+        names = ("inspect_every", "layout", "report_path", "save_float8")
+        given = {n: str(v) if isinstance(v := getattr(self, n), Path) else v for n in names}
         return {
             "args": {"float8_in_evaluation": self.adapter.float8_in_evaluation, **given},
             "attributes": {"histories": base64.b64encode(histories).decode("ascii")},
@@ -314,12 +348,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def _restore(self, state: dict[str, Any]) -> None:
         assert self._model is not None
         histories = safetensors.load(base64.b64decode(state["attributes"]["histories"]))
-        missing = []
-        for name, cast in sorted(delayed_casts(self._model).items()):
+        for name, cast in delayed_casts(self._model).items():
             keys = [key for key, _ in cast.named_buffers() if f"{name}.{key}" in histories]
-            if keys:
+            if keys:  # otherwise it starts a new one
                 cast.load_state_dict({key: histories[f"{name}.{key}"] for key in keys})
-            else:
-                missing.append(name)
-        if missing:
-            logger.info("%d delayed casts start a new history: %s", len(missing), missing)

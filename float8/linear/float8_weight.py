@@ -218,29 +218,6 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     return cached
 
 
-def cached_tensor(layer: Any) -> Float8Tensor | None:
-    """The cached weight of a layer as a `Float8Tensor` of the weight's dtype; nothing is cast.
-
-    It was rounded to the compute dtype and cast as the output GEMM reads it, with the scale of a
-    delayed or static cast where there is one. The data is the cache's own memory. The next step
-    replaces it; with ``in_place`` it overwrites it.
-
-    Returns None without a cached weight, and where the weight was written to or
-    replaced since its cast; see `float8.linear.weight_cache`. None also where the scales are in the
-    layout of MX GEMMs on a GPU.
-    """
-    cached = layer.cached_weight
-    if cached is None or not cached.is_of(layer.weight):
-        return None
-    (data, scale, _), cast = cached.row_major, layer.config.plan.output.b
-    if scale.dim() != data.dim():  # swizzled, see `float8.kernels.cublas`
-        return None
-    with torch.no_grad(), torch.inference_mode(False):
-        # The scale of a delayed cast is its buffer, into which `sync` writes.
-        dtype, scales = layer.weight.dtype, cast.scales
-        return Float8Tensor(data, scale.clone(), cast.block, dtype, None, scales)
-
-
 def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
     if plan.smooth_input:

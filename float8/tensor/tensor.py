@@ -36,6 +36,10 @@ _SCALE_FORMATS = {
 }
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
+PLAIN_BASE = (
+    "In PEFT, merge_and_unload, DoRA, OLoRA and PiSSA need a plain base: call "
+    "float8.convert_from_float8_training(model) first"
+)
 
 
 class Float8Tensor(Tensor):
@@ -270,10 +274,8 @@ class Float8Tensor(Tensor):
                 return result
         message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
         if func._schema.is_mutable:
-            message += (
-                " and write into it with x.copy_(values), which casts them. For merge_and_unload "
-                "of PEFT call float8.convert_from_float8_training(model) first"
-            )
+            message += " and write into it with x.copy_(values), which casts them"
+        message += f". {PLAIN_BASE}"
         raise NotImplementedError(message)
 
 

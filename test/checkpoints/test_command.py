@@ -252,6 +252,29 @@ def test_a_dry_run_writes_nothing_and_bad_arguments_change_nothing(plain, fine, 
             main([*words, *wrong])
 
 
+def test_llama_4_is_refused_where_readers_take_its_experts_otherwise(tmp_path, capsys):
+    """As stacks of most files, as matrices of those of compressed-tensors."""
+    stack = "model.layers.0.feed_forward.experts.down_proj"
+    tensors = tensors_of("plain") | {stack: torch.randn(2, 32, 64)}
+    folder, out = write(tmp_path / "llama4", "plain", tensors), str(tmp_path / "out")
+    to_rows = ("--layout", "compressed_tensors:rowwise")
+    assert run(capsys, "convert", folder, out, *to_rows)[0] == 0  # of a model of another type
+    for path in (folder, out):
+        config = json.loads((Path(path) / "config.json").read_text())
+        config["text_config"] = {"model_type": "llama4_text"}
+        (Path(path) / "config.json").write_text(json.dumps(config))
+    new, why = str(tmp_path / "new"), "Llama 4.* matrices from compressed-tensors.* save_pretrained"
+    assert_refused(capsys, ("convert", folder, new, *to_rows), why)
+    assert_refused(capsys, ("convert", out, new, "--layout", "bfloat16"), why)
+    words = ("convert", folder, new, "--json", "--layout")
+    found = json.loads(run(capsys, *words, "fine_grained")[1])
+    assert found["skipped"][stack] == "it is a stack of experts"
+    left = found["quantization_config"]["modules_to_not_convert"]
+    assert {stack, "model.layers.0.feed_forward.experts"} < {*left}
+    ignored = config["quantization_config"]["ignore"]
+    assert r"re:model\.layers\.0\.feed_forward\.experts\." in ignored
+
+
 def test_values_that_are_not_finite_and_a_full_disk_leave_nothing(tmp_path, capsys):
     tensors = tensors_of("plain")
     tensors[f"{Q}.weight"][3, 4] = torch.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 
 import pytest
 
@@ -11,46 +12,47 @@ pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 
 import torch
-from assertions import assert_bitwise
-from published_models import convert, model_of
+from assertions import assert_bitwise, assert_sqnr_at_least
+from published_models import MIXTURES, MODELS, convert, mixture_of, model_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import float8
-from float8 import Blockwise, Rowwise, ScaleFormat, ScalingType
+from float8 import Blockwise, Rowwise, ScaleFormat, ScalingType, filters
 from float8.checkpoints import (
     CompressedTensors,
     FineGrained,
     load,
     plan_save,
     save_pretrained,
+    weight_updates,
 )
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.checkpoints.names import published
 from float8.config import OperandCast
 from float8.convert.conversion import own_config
+from float8.experts.modules import _REGISTERED
 from float8.linear.scaling import bind_and_cast
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
 
 
-def misread(folder, plain, layers):
+def misread(folder, plain, layers, method=""):
     """The layers of which Transformers has other values than the files; all, if it fails."""
     ours = load(copy.deepcopy(plain), folder)
     try:
         theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=plain.dtype)
         with torch.no_grad():
-            theirs(TOKENS)  # some weights are decompressed by the first forward
+            theirs(TOKENS, use_cache=False)  # some weights are decompressed by the first forward
     except (RuntimeError, ValueError):
         return set(layers)
-    wrong, stacks = set(), theirs.state_dict()
-    for key, slot in published(ours).items():
-        found, expected = (
-            slot.of(stacks[slot.parameter]),
-            slot.of(ours.state_dict()[slot.parameter]),
-        )
-        if not torch.equal(found, expected):
+    wrong, own, stacks = set(), ours.state_dict(), theirs.state_dict()
+    for key, slot in published(ours, method).items():
+        # Llama 4's experts are linear layers of their own.
+        found = stacks[key] if key in stacks else slot.of(stacks[slot.parameter])
+        if not torch.equal(found, slot.of(own[slot.parameter])):
             wrong.add(key.removesuffix(".weight"))
     return wrong
 
@@ -118,6 +120,116 @@ def test_transformers_reads_what_the_documentation_says(name, sizes, recipe, lay
         q = "model.layers.0.self_attn.q_proj"
         x = torch.randn(16, 128).to(plain.dtype)
         assert_bitwise(resident.get_submodule(q)(x), model.get_submodule(q)(x))
+
+
+NO_HEAD = filters.skip_names("lm_head")
+
+
+def left_out(module, name):
+    """Experts, and what belongs to them, in high precision."""
+    return isinstance(module, torch.nn.Linear) and not re.search("expert|lm_head", name)
+
+
+@pytest.mark.filterwarnings("ignore:.*calls no grouped_mm", "ignore:Using FP8 quantized models")
+@pytest.mark.parametrize("module_filter_fn", [NO_HEAD, left_out])
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        *((name, recipe) for name in ("llama4", "phimoe", "gpt_oss") for recipe in RECIPES),
+        *(pytest.param(name, "rowwise", marks=pytest.mark.slow) for name in MIXTURES),
+    ],
+)
+def test_transformers_reads_the_default_of_every_mixture(name, recipe, module_filter_fn, tmp_path):
+    """Names of files and modules differ; and experts, in float8 or not, are matrices or stacks."""
+    plain = model_of(name) if name in MODELS else mixture_of(name)
+    plain = plain.bfloat16() if recipe == "mxfp8" else plain
+    model = float8.convert_to_float8_training(
+        copy.deepcopy(plain), config=recipe, module_filter_fn=module_filter_fn
+    )
+    plan = save_pretrained(model, tmp_path / "it")
+    assert misread(tmp_path / "it", plain, plan.layers, plan.layout.method) == set()
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("in_float8", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_llama_4_computes_the_same_from_matrices(recipe, in_float8, tmp_path, monkeypatch):
+    """Its experts are stacks in memory, and matrices in files of compressed-tensors."""
+    plain = model_of("llama4")
+    model = copy.deepcopy(plain)
+    if in_float8:
+        kind = type(plain.model.layers[0].feed_forward.experts)
+        monkeypatch.setitem(_REGISTERED, kind, kind.forward)
+    float8.convert_to_float8_training(model, config=recipe, module_filter_fn=NO_HEAD)
+    plan = save_pretrained(model, tmp_path / "it")
+    name = "model.layers.0.feed_forward.experts.3.up_proj"
+    assert (name in plan.layers, name in plan.skipped) == (in_float8, not in_float8)
+    assert (name in plan.quantization_config["ignore"]) != in_float8
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "it", quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    ours = load(copy.deepcopy(plain), tmp_path / "it")
+    assert_sqnr_at_least(theirs(TOKENS).logits, ours(TOKENS).logits, 90)
+    assert_sqnr_at_least(ours(TOKENS).logits, plain(TOKENS).logits, 10)
+
+
+def test_modules_in_high_precision_are_listed_by_every_name():
+    """Transformers goes by names of modules, vLLM by the matrices ``experts.0.gate_proj``."""
+    model = float8.convert_to_float8_training(
+        model_of("phimoe"), config="rowwise", module_filter_fn=left_out
+    )
+    ignored = plan_save(model).quantization_config["ignore"]
+    layer = "model.layers.0"
+    names = {f"{layer}.block_sparse_moe.gate", f"{layer}.mlp.router", "lm_head"}
+    assert names < {*ignored} and f"{layer}.self_attn.q_proj" not in ignored
+    pattern = next(name for name in ignored if name.startswith(r"re:model\.layers\.0\."))
+    assert re.match(pattern[3:], f"{layer}.mlp.experts.0.gate_proj")
+    assert not re.match(pattern[3:], f"{layer}.mlp.experts_gate")
+    fine = plan_save(model, "fine_grained").quantization_config["modules_to_not_convert"]
+    assert {f"{layer}.mlp.experts", f"{layer}.mlp.router"} < {*fine}
+
+
+@pytest.mark.parametrize("module_filter_fn", [NO_HEAD, left_out])
+@pytest.mark.parametrize("name", ["llama4", "mixtral", "phimoe", "gpt_oss", "deepseek_v4"])
+def test_on_a_gpu_transformers_makes_float8_of_what_the_file_has_so(name, module_filter_fn):
+    """It replaces modules of this name before it loads them, which needs no GPU."""
+    model = model_of(name) if name in MODELS else mixture_of(name)
+    with torch.device("meta"):
+        theirs = type(model)(model.config)
+    float8.convert_to_float8_training(model, config="blockwise", module_filter_fn=module_filter_fn)
+    plan = plan_save(model)
+    options = {key: x for key, x in plan.quantization_config.items() if key != "quant_method"}
+    quantizer = FineGrainedFP8HfQuantizer(FineGrainedFP8Config(**options), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(theirs)
+    slots = published(model)
+    stored = {slots[f"{layer}.weight"].parameter.rpartition(".")[0] for layer in plan.layers}
+    assert {n for n, m in theirs.named_modules() if type(m).__name__.startswith("FP8")} == stored
+
+
+def test_experts_of_gpt_oss_that_are_saved_in_bfloat16_are_said_to_be():
+    plan = plan_save(convert(model_of("gpt_oss").bfloat16(), "tensorwise"))
+    why = plan.skipped["model.layers.1.mlp.experts.down_proj"]
+    assert why.startswith("it trains in float8 and is saved in bfloat16, because ")
+    assert "mxfp4_weights=True" in why
+    lines = [line for line in str(plan).splitlines() if "layers.*.mlp.experts.down_proj" in line]
+    assert len(lines) == 1  # of both layers
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+@pytest.mark.parametrize("has_run", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_what_compressed_tensors_runs_is_refused_with_the_remedy(name, has_run, tmp_path):
+    save_pretrained(convert(model_of(name), "rowwise"), tmp_path / "it")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "it")
+    if has_run:  # which decompresses it
+        theirs(TOKENS)
+    for call in [plan_save, weight_updates, lambda m: load(m, tmp_path / "it")]:
+        with pytest.raises(ValueError, match=r"run by compressed-tensors: .*dequantize=True"):
+            call(theirs)
+    dequantised = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "it", quantization_config=CompressedTensorsConfig(dequantize=True)
+    )
+    assert plan_save(convert(dequantised, "rowwise")).layers
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])

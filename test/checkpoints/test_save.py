@@ -25,7 +25,7 @@ from float8.checkpoints import (
     plan_save,
     save_pretrained,
 )
-from float8.checkpoints.casts import CAST_ANEW, RECAST, STORED, TRAINING_CAST
+from float8.checkpoints.casts import CAST_ANEW, RECAST, TRAINING_CAST
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Rowwise
 
@@ -174,23 +174,6 @@ def test_delayed_scales_are_those_in_use(tmp_path):
         assert found[f"attention.{name}_proj.weight_scale"].item() == largest
     for name, buffer in model.named_buffers():
         assert_bitwise(buffer, before.get_buffer(name), name)
-
-
-def test_cached_weights_are_not_cast_again(tmp_path):
-    model = model_of("blockwise")
-    with float8.cached_weights(model):
-        cached = model.first.cached_weight.row_major
-        assert plan_save(model).layers["first"] == STORED
-        found = saved(model, tmp_path)
-        assert_bitwise(found["first.weight"], cached[0])
-        model.first.weight.data = model.first.weight + 1  # the cache is stale
-        with torch.no_grad():
-            model.first.weight.add_(1)
-        assert plan_save(model).layers["first"] == TRAINING_CAST
-    weight = model.attention.o_proj.weight
-    assert_bitwise(
-        found["attention.o_proj.weight"], quantized(weight, (128, 128), "power_of_two")[0]
-    )
 
 
 def test_resident_weights_of_another_granularity_are_cast_again_only_if_asked(tmp_path):

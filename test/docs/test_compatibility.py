@@ -18,6 +18,14 @@ def test_the_page_has_the_tables_of_the_code():
     )
 
 
+def test_an_extra_installs_versions_of_which_the_integration_does_not_warn():
+    extras = compatibility.setup_arguments()["extras_require"]
+    known = re.findall(r"\| `(\S+)` \| [\d.]+ \| `float8\[(\w+)\]`", compatibility.frameworks())
+    assert len(known) == 4
+    for span, name in known:
+        assert extras[name][0].partition(";")[0] == f"{name}{span}"
+
+
 def test_every_architecture_of_the_code_has_a_row():
     assert {CPU, *SUPPORT} < set(compatibility.GPUS)
 

@@ -10,7 +10,12 @@ import torch
 from fresh import ROOT
 from pages import blocks_of, check_command, lacks, run_page
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("full_start")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("full_start"),
+    # Of what TRL and PEFT ask Transformers for.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning"),
+]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = [page for page in PAGES if blocks_of(page.read_text(encoding="utf-8"))]
 

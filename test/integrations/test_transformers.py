@@ -191,6 +191,58 @@ def test_accelerates_settings_mean_what_they_say():
     assert model.float8_conversion.converted == ["model.layers.0.mlp.up_proj"]
 
 
+class Preferences(Trainer):
+    """As trainers of TRL, which keep a frozen ``ref_model`` and compare log probabilities."""
+
+    ref_model = None
+
+    def compute_loss(self, model, inputs, *args, return_outputs=False, **options):
+        loss = model(**inputs).loss
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            differs = loss.detach() - self.ref_model(**inputs).loss
+        self.differences.append(differs.item())
+        return (loss, {}) if return_outputs else loss
+
+    def begin(self):
+        self.callback_handler.optimizer = self.create_optimizer()
+        self.callback_handler.on_train_begin(self.args, self.state, self.control)
+
+
+EARLY = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(history_len=1))
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["plain", "converted before"])
+@pytest.mark.parametrize("recipe", [RECIPES["tensorwise"], EARLY], ids=["tensorwise", "delayed"])
+@pytest.mark.parametrize("float8_in_evaluation", [False, True])
+def test_a_reference_model_computes_as_the_model_does(
+    recipe, float8_in_evaluation, before, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trainers.Trainer", Preferences)
+    callback = Float8Callback(recipe, float8_in_evaluation=float8_in_evaluation)
+    options = {"learning_rate": 0.0, "max_steps": 3, "save_strategy": "no"}
+    trainer = trainer_of(tmp_path, llama(), callback, prediction_loss_only=True, **options)
+    trainer.ref_model, trainer.differences = llama().requires_grad_(False), []
+    if before:
+        convert(trainer.ref_model, recipe)
+    for _ in range(2):
+        trainer.train()
+        trainer.evaluate()
+    assert isinstance(trainer.ref_model.model.layers[0].mlp.up_proj, Float8Linear)
+    assert len(trainer.differences) == 14  # 2 of 3 steps of 2 microbatches, and an evaluation
+    assert not any(trainer.differences)
+
+
+@pytest.mark.parametrize("reason", ["is_fsdp_enabled", "precompute_ref_log_probs"])
+def test_a_reference_that_stays_in_high_precision_is_warned_of(reason, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainers.Trainer", Preferences)
+    trainer = trainer_of(tmp_path, llama(), Float8Callback())
+    trainer.ref_model = llama()
+    setattr(trainer if reason == "is_fsdp_enabled" else trainer.args, reason, True)
+    with pytest.warns(UserWarning, match=r"set precompute.*ref_model=convert\(ref_model, config\)"):
+        trainer.begin()
+    assert not hasattr(trainer.ref_model, "float8_conversion")
+
+
 class TestRefusals:
     def test_a_model_init_that_makes_a_plain_model(self, tmp_path):
         arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_steps=1)

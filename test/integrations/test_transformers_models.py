@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from trainers import (  # noqa: F401
     LAYERS,
@@ -26,7 +27,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+import float8
 from float8.config import RECIPES
+from float8.convert.filters import Because
 from float8.integrations.transformers import Float8Callback, convert
 
 
@@ -77,3 +80,43 @@ def test_an_encoder_generates_in_high_precision_too(tmp_path):
     assert torch.equal(scores(), expected)
     trainer.train()
     assert counts == [4, 4]
+
+
+class Wrapper(nn.Sequential):
+    """As ``SentenceTransformer``: it saves by the ``save_pretrained`` of its first module."""
+
+    @property
+    def _keys_to_ignore_on_save(self):
+        return []
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_model_inside_of_another_is_saved_without_histories(recipe, tmp_path):
+    model = convert(Wrapper(llama().model), recipe)
+    assert len(model.float8_conversion.converted) == LAYERS
+    model[0].save_pretrained(tmp_path)
+    assert load_file(tmp_path / "model.safetensors").keys() == llama().model.state_dict().keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_dora": True},
+        *({"init_lora_weights": name} for name in ("olora", "pissa", "pissa_niter_4")),
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_adapters_that_read_the_weight_of_their_base_name_the_remedy(options):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=["up_proj"], **options)
+    with pytest.raises((NotImplementedError, ValueError), match="convert_from_float8_training"):
+        peft.get_peft_model(float8.convert_to_float8_inference(llama()), lora)
+    base = float8.convert_from_float8_training(float8.convert_to_float8_inference(llama()))
+    model = peft.get_peft_model(base, lora)
+    if "use_dora" not in options:  # which reads it in every step
+        own = Because(lambda module, fqn: "an adapter" if "lora_" in fqn else None)
+        model = float8.convert_to_float8_inference(model, module_filter_fn=own)
+    tokens = data_of(2)[1]["input_ids"][None]
+    model(tokens, labels=tokens).loss.backward()
+    assert all(p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)

@@ -138,9 +138,10 @@ def test_inputs_stay_in_high_precision_under_high_precision(tmp_path):
 
 def test_what_onnx_cannot_say_is_refused_with_the_way_out(tmp_path):
     path, x = str(tmp_path / "m.onnx"), input_of((4, 304), torch.float32)
-    mx = layer_of("mxfp8", None, torch.float32)
-    with pytest.raises(torch.onnx.OnnxExporterError, match=r"scales of torch\.float8_e8m0fnu"):
-        exported(mx, x, path)
+    for recipe in ("mxfp8", "mxfp8_2d"):
+        mx = layer_of(recipe, None, torch.float32)
+        with pytest.raises(torch.onnx.OnnxExporterError, match=r"scales of torch\.float8_e8m0fnu"):
+            exported(mx, x, path)
     model = float8.convert_to_float8_training(nn.Sequential(nn.Linear(304, 144)))
     words = r"0: .*call float8\.convert_to_float8_inference\(model\)"
     with pytest.raises(torch.onnx.OnnxExporterError, match=words):

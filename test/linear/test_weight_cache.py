@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from assertions import assert_all_bitwise, assert_bitwise, assert_same_float8
+from assertions import assert_all_bitwise, assert_bitwise
 from shapes import pairs
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -24,7 +24,6 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.linear.float8_weight import cached_tensor, to_resident
 
 
 def model(recipe="tensorwise", dtype=torch.bfloat16):
@@ -252,32 +251,6 @@ def test_a_cache_in_place_does_not_write_a_delayed_scale():
     with cached_weights(net, in_place=True):
         net.load_state_dict(plain, strict=False)
         assert net[0].cast_weight.scale == 0 and not net[0].cast_weight.history_ready
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"])
-def test_the_cached_weight_is_had_as_a_tensor_while_it_is_current(recipe, in_place):
-    """After a step, without another cast, in the bits of the layer's own."""
-    net = model(recipe)
-    assert cached_tensor(net[0]) is None
-    with cached_weights(net, in_place=in_place) as cache:
-        train(net)
-        with Casts() as casts:
-            w8 = cached_tensor(net[0])
-        assert casts.sizes == []
-        expected = to_resident(net[0].weight, net[0].config, net[0].casts[1].state)
-        assert_same_float8(w8, expected.detach())
-        microbatch(net, 5)
-        sync_float8_amax_and_scale_history(net)  # which moves delayed scales, but not those had
-        assert_bitwise(w8.scale, expected.scale)
-        for write in (copy_masters, replace_weight):
-            cache.refresh()
-            write(net)
-            assert cached_tensor(net[0]) is None
-        data, _ = net[2].cached_weight.row_major
-        swizzled = torch.zeros(data.numel() // 32)  # the scales of MX GEMMs on a GPU
-        net[2].cached_weight.row_major = (data, swizzled)
-        assert cached_tensor(net[2]) is None
 
 
 # --- the contract
