@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from float8.kernels.definition import in_blocks, reciprocal, scale_from_amax
 __all__ = [
     "amax",
     "cast",
-    "cast_dynamic",
+    "cast_both",
     "decode",
     "dequantize",
     "scale_from_amax",
@@ -123,12 +125,42 @@ def cast(
     return y.to(dtype) if out is None else out.copy_(y)
 
 
-def cast_dynamic(
-    x: Tensor, block: Block, dtype: torch.dtype, scale_format: str = definition.FLOAT32
-) -> tuple[Tensor, Tensor]:
-    """`definition.cast_dynamic`."""
-    scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, scale_format)
-    return cast(x, scale, block, dtype, scale.dtype == torch.float32), scale
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
+
+
+def cast_both(
+    x: Tensor,
+    scale: Tensor | None,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    scale_format: str,
+    swizzled: bool,
+    row_major: bool,
+    transposed: bool,
+    finds_amax: bool,
+    where: Any = None,
+) -> Outputs:
+    """The op ``cast``: see `float8.kernels.casts.cast`. ``where`` has other functions than these."""
+    find_amax, cast_by_scale = (amax, cast) if where is None else (where.amax, where.cast)
+    block, nothing, largest = (1, *block)[-x.dim() :], x.new_empty((0, 0)), torch.finfo(dtype).max
+    is_given, is_whole = scale is not None, block[-2:] == (WHOLE, WHOLE)
+    whole = find_amax(x, block) if is_whole and (finds_amax or not is_given) else nothing
+    if is_whole and not is_given:
+        scale = scale_from_amax(whole, largest, scale_format)
+    outputs = []
+    for wanted, source in ((row_major, x), (transposed, x.mT)):
+        if not wanted:
+            outputs += [nothing.to(dtype), nothing]
+            continue
+        own = scale
+        if own is None:
+            own = scale_from_amax(find_amax(source, block), largest, scale_format)
+        # By a float32 scale that was computed from x, finite values stay in the format's range.
+        fits = (True,) if where is None and not is_given and own.dtype == torch.float32 else ()
+        outputs += [cast_by_scale(source, own, block, dtype, *fits), nothing if is_given else own]
+    if is_whole and not is_given:
+        outputs[1::2] = scale, nothing
+    return *outputs, whole.clone() if finds_amax else nothing  # type: ignore[return-value]
 
 
 def _in_range(
@@ -256,9 +288,16 @@ def decode(data: Tensor) -> Tensor:
     operations on whole tensors are several times faster than torch's elementwise conversion. A
     bfloat16 tensor is returned as it is.
     """
+    if data.dtype not in _AS_BFLOAT16 or data.numel() < _SMALL or not data.is_cpu:
+        return data.to(torch.bfloat16)
     is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
     in_order = data.t() if is_transposed else data
-    if data.dtype == torch.bfloat16 or data.numel() < _SMALL or not _can_move_bits(in_order):
+    # The largest codes with either sign: what is above them is infinite or NaN. Small codes are
+    # subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
+    largest = _LARGEST_CODE[data.dtype]
+    positive, negative = in_order.view(torch.int8).max(), in_order.view(torch.uint8).max()
+    is_finite = int(positive) <= largest and int(negative) <= largest + 0x80
+    if not is_finite or not bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0):
         return data.to(torch.bfloat16)
     shift, fields, power = _AS_BFLOAT16[data.dtype]
     out = torch.empty_like(data, dtype=torch.bfloat16)
@@ -270,19 +309,6 @@ def decode(data: Tensor) -> Tensor:
         bits.bitwise_left_shift_(shift).bitwise_and_(fields)
         part.mul_(power)
     return out
-
-
-def _can_move_bits(data: Tensor) -> bool:
-    """Whether this is a plain finite tensor on a CPU that keeps subnormal numbers."""
-    if not data.is_cpu or data.dtype not in _AS_BFLOAT16:
-        return False
-    # The largest codes with either sign: what is above them is infinite or NaN.
-    largest = _LARGEST_CODE[data.dtype]
-    positive, negative = data.view(torch.int8).max(), data.view(torch.uint8).max()
-    if int(positive) > largest or int(negative) > largest + 0x80:
-        return False
-    # Small codes are subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
-    return bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0)
 
 
 def scaled_mm(
@@ -300,6 +326,12 @@ def scaled_mm(
 
     ``out`` receives the result, if it is given.
     """
+    if torch.is_autocast_enabled(a_MK.device.type):
+        # AOTAutograd traces a backward under the autocast of its forward, eager code runs without.
+        with torch.autocast(a_MK.device.type, enabled=False):
+            blocks = a_block, b_block
+            return scaled_mm(a_MK, a_scale, b_NK, b_scale, *blocks, bias_N, out_dtype, out)
+    a_block, b_block = tuple(a_block), tuple(b_block)
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
     if a_block not in by_row or b_block not in by_row or is_e8m0:

@@ -23,7 +23,6 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import cpu, definition
 from float8.kernels.cublas import is_sharded
-from float8.kernels.definition import scale_from_amax
 
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 
@@ -112,41 +111,6 @@ def column_amaxes(x_MK: Tensor) -> Tensor:
 
 # --- a cast, in one orientation or both
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
-
-
-def _cast_both(
-    x: Tensor,
-    scale: Tensor | None,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    scale_format: str,
-    swizzled: bool,
-    row_major: bool,
-    transposed: bool,
-    finds_amax: bool,
-    where: Any = cpu,
-) -> Outputs:
-    block, nothing, largest = (1, *block)[-x.dim() :], x.new_empty((0, 0)), torch.finfo(dtype).max
-    is_given, is_whole = scale is not None, block[-2:] == (WHOLE, WHOLE)
-    amax = where.amax(x, block) if is_whole and (finds_amax or not is_given) else nothing
-    if is_whole and not is_given:
-        scale = scale_from_amax(amax, largest, scale_format)
-    outputs = []
-    for wanted, source in ((row_major, x), (transposed, x.mT)):
-        if not wanted:
-            outputs += [nothing.to(dtype), nothing]
-            continue
-        own = scale
-        if own is None:
-            own = scale_from_amax(where.amax(source, block), largest, scale_format)
-        # By a float32 scale that was computed from x, finite values stay in the format's range.
-        fits = (True,) if where is cpu and not is_given and own.dtype == torch.float32 else ()
-        outputs += [where.cast(source, own, block, dtype, *fits), nothing if is_given else own]
-    if is_whole and not is_given:
-        outputs[1::2] = scale, nothing
-    return *outputs, amax.clone() if finds_amax else nothing  # type: ignore[return-value]
-
 
 def _cast_both_fake(
     x: Tensor,
@@ -158,11 +122,11 @@ def _cast_both_fake(
     row_major: bool,
     transposed: bool,
     finds_amax: bool,
-) -> Outputs:
+) -> cpu.Outputs:
     if x.device.type != "cpu":  # in the layouts that a GPU's GEMMs read
         layouts = importlib.import_module("float8.kernels.gpu.cast")
         how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
-        found: Outputs = layouts.empty_outputs(x, scale, *how)
+        found: cpu.Outputs = layouts.empty_outputs(x, scale, *how)
         return found
     block, nothing = (1, *block)[-x.dim() :], x.new_empty((0, 0))
     is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
@@ -179,48 +143,31 @@ def _cast_both_fake(
     return *outputs, x.new_empty(one, dtype=torch.float32) if finds_amax else nothing  # type: ignore
 
 
-_cast_both_op = _register(
+_register(
     "cast(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, bool swizzled, "
     "bool row_major, bool transposed, bool finds_amax) -> "
     "(Tensor data, Tensor scale_out, Tensor data_t, Tensor scale_t, Tensor amax)",
-    _cast_both,
+    cpu.cast_both,
     _cast_both_fake,
     "CPU",
 )
 
 
-def cast_by_definition(*arguments: Any) -> Outputs:
+def cast_by_definition(*arguments: Any) -> cpu.Outputs:
     """The op ``cast``, made of aten's ops."""
-    return _cast_both(*arguments, where=definition)
+    return cpu.cast_both(*arguments, where=definition)
 
 
 # --- a product
-
-
-def _scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_block: Any, b_block: Any, *others: Any
-) -> Tensor:
-    arguments = a, a_scale, b, b_scale, tuple(a_block), tuple(b_block), *others
-    if not torch.is_autocast_enabled(a.device.type):
-        return cpu.scaled_mm(*arguments)
-    # AOTAutograd traces a backward under the autocast of its forward, eager code runs it without.
-    with torch.autocast(a.device.type, enabled=False):
-        return cpu.scaled_mm(*arguments)
 
 
 def _scaled_mm_fake(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=others[-1])
 
 
-_scaled_mm_op = _register(
+_register(
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
-    _scaled_mm,
+    cpu.scaled_mm,
     _scaled_mm_fake,
 )
-
-
-def scaled_mm(a_MK: Tensor, *others: Any) -> Tensor:
-    """`definition.scaled_mm`, whose arguments these are, on every device."""
-    run = definition.scaled_mm if is_sharded(a_MK) else _scaled_mm_op
-    return run(a_MK, *others)

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
-from float8.kernels import cublas, plain
+from float8.kernels import cublas, definition
 from float8.kernels.matrix import Float8Matrix
 
 ALIGNMENT = cublas.ALIGNMENT
@@ -415,7 +415,9 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     if gemm.name == PLAIN:
-        return plain.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
+        is_sharded = hasattr(a_MK, "device_mesh")  # the op has no rules for DTensors: aten has
+        run = definition.scaled_mm if is_sharded else torch.ops.float8.scaled_mm.default
+        return run(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     if gemm.refusal is not None:
         raise ValueError(f"scaled_mm: {gemm.refusal}")
     candidate = GEMMS[gemm.name]

@@ -110,7 +110,15 @@ class Float8LinearFunction(torch.autograd.Function):
         """
         plan, states = call.plan, call.states
         needs_w = call.saves and ctx.needs_input_grad[1]
-        x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_w and not plan.dequantizes, offs)
+        needs_x8_KM = needs_w and not plan.dequantizes
+        if offs is None and not isinstance(x, Float8Tensor):
+            x_MK = x if x.dim() == 2 else as_matrix(x)
+            x_MK = x_MK if x_MK.dtype == plan.dtype else x_MK.to(plan.dtype)
+            x8_MK, x8_KM, x_amax = cast_operand(
+                x_MK, plan.x, states[0], call.record, True, needs_x8_KM
+            )
+        else:
+            x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_x8_KM, offs)
         x_saved = x8_MK if needs_w and plan.dequantizes else x8_KM
         w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
         if bias_N is not None and bias_N.dtype != plan.dtype:

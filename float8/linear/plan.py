@@ -42,6 +42,17 @@ def plan_for(
     return _known(config.key, device, dtype, grouped, torch.compiler.is_compiling())
 
 
+def plan_of(config: Float8LinearConfig, input: Tensor) -> LinearPlan:
+    """The plan for an input, in its compute dtype."""
+    device, dtype = input.device, input.dtype
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    if torch.compiler.is_compiling():
+        return _known(config.key, device, dtype, False, True)
+    known = BOUND.get((config.key, device, dtype, False, False))
+    return plan_for(config, device, dtype) if known is None else known
+
+
 BOUND: dict[tuple[Any, ...], LinearPlan] = {}
 
 

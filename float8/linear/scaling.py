@@ -24,8 +24,8 @@ from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.config.plan import Operand
 from float8.formats import Format, format_of, twin_factor
-from float8.kernels.scaled_mm import on_device
 from float8.kernels import Casts, Float8Matrix
+from float8.kernels.scaled_mm import on_device
 from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
 
@@ -185,8 +185,12 @@ def cast_operand(
         matrix = Float8Matrix(x.float8_data, x.scale, x.block)
         return matrix, matrix.t(), None
     if first and operand.is_shared and a.kernel is None:  # type: ignore[union-attr]
-        found = cast_matrix(x, a, state, None, True, False, records)  # type: ignore[arg-type]
-        return found.row_major, found.row_major.t() if second else None, found.amax  # type: ignore
+        matrix, _, amax = cast_matrix(x, a, state, None, True, False, records)  # type: ignore
+        if not second:
+            return matrix, None, amax
+        data, scale, _ = matrix  # type: ignore[misc]
+        scale = scale if scale.dim() == 1 or scale.numel() == 1 else scale.mT
+        return matrix, Float8Matrix(data.mT, scale, b.block), amax  # type: ignore[union-attr]
     if a is not None and operand.is_same:
         return cast_matrix(x, a, state, scale, first, second, records)
     one, other, amax = x if first else None, x.mT if second else None, None

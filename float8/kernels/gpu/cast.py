@@ -36,7 +36,6 @@ from float8.kernels.gpu.launch import check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
 from float8.kernels.gpu.tiles import BY_128, MX, MX_SQUARE, ROW, TENSOR, TILES, cast_tiles
 
-
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
 
 
