@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
-from float8.linear.layer import function_of
+from float8.linear.layer import FUNCTIONS
 from float8.linear.plan import BOUND, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState
 
@@ -81,6 +81,6 @@ def step(
     plan = plan_for(config, x.device, compute_dtype(x), offs is not None)
     ctx = Context(True, True, bias is not None, False, False)
     call = Call(plan, states, offs is None, weight, factors, saves=True)
-    function, groups = function_of(plan), () if offs is None else (offs,)
+    function, groups = FUNCTIONS[plan.smooth_input], () if offs is None else (offs,)
     out = function.forward(ctx, x, w, bias, call, *groups)
     return Results(out, *function.backward(ctx, g)[:3], ctx.saved_tensors)

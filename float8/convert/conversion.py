@@ -14,8 +14,10 @@ Nothing is changed before the third.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +25,7 @@ from typing import Any, cast
 from torch import nn
 from torch.backends import mha
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
@@ -32,6 +35,7 @@ from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
+from float8.linear.delayed import name_in_model
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
 from float8.linear.registration import (
@@ -49,6 +53,8 @@ NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
+# Converted models -> their report, until `float8.convert.calls` has told what ran.
+UNTOLD: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
 FUSED = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
 
@@ -65,6 +71,9 @@ class Conversion:
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
         recipe: the recipe of the converted layers and its flags; several if layers differ.
+        elements: name of a float8 layer -> elements of its matrices.
+        all_elements: of all parameters with two dimensions and more, without embeddings.
+        unnamed: kind of module -> elements of those that no line above names, as of an ``LSTM``.
     """
 
     converted: list[str] = field(default_factory=list)
@@ -73,12 +82,23 @@ class Conversion:
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
     recipe: str = ""
+    elements: dict[str, int] = field(default_factory=dict)
+    all_elements: int = 0
+    unnamed: dict[str, int] = field(default_factory=dict)
+
+    def share_of(self, elements: Iterable[int]) -> str:
+        """Their sum as a percentage of the elements of all matrices."""
+        return f"{100 * sum(elements) / max(self.all_elements, 1):.1f} % of the matrix elements"
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
+        if sum(self.elements.values()) < self.all_elements:
+            experts += f", {self.share_of(self.elements.values())}"
         lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
         lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
+        kinds = sorted(self.unnamed.items(), key=lambda item: -item[1])
+        lines += [f"left alone: {kind}: {self.share_of([n])}" for kind, n in kinds]
         lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
         lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n  ".join(lines)
@@ -156,6 +176,7 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
+        importlib.import_module("float8.kernels.flops")  # which imports Triton, where it is
         plain = self.plain_layers
         swapped = {m: _rule_of(m).convert(m, self.configs[fqn], fqn) for fqn, m in plain.items()}
         self.layers = {fqn: swapped.get(layer, layer) for fqn, layer in self.layers.items()}
@@ -174,7 +195,9 @@ class ConversionPlan:
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
+        _count_elements(model, conversion)
         model.float8_conversion = conversion  # type: ignore[assignment]
+        UNTOLD[model] = conversion
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
         unchanged = any(c != self.config for c in own.values())
@@ -252,6 +275,23 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
         for fqn, layer in plan.plain_layers.items()
         if layer in inside and is_sharded(layer._parameters.get("weight"))
     ]
+
+
+def _count_elements(model: nn.Module, conversion: Conversion) -> None:
+    """Count the elements of matrices; a tied one counts as float8 if any of its layers is."""
+    seen: set[int] = set()
+    for fqn, m in sorted(model.named_modules(), key=lambda item: own_config(item[1]) is None):
+        own = {} if own_config(m) is None else weights_of(m)
+        for name, p in m._parameters.items():
+            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag))
+            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in seen:
+                continue
+            seen.add(id(p))
+            conversion.all_elements += p.numel()
+            counts = conversion.elements if name in own else conversion.unnamed
+            key = name_in_model(fqn) if name in own else type(m).__name__
+            if name in own or fqn not in conversion.skipped:
+                counts[key] = counts.get(key, 0) + p.numel()
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from float8.arguments import check_module
+from float8.convert.calls import tell_what_ran
 from float8.convert.conversion import own_config
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear.delayed import sync_float8_amax_and_scale_history
@@ -27,9 +28,10 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     With delayed scaling this step's amaxes become the next scales
     (`sync_float8_amax_and_scale_history`). Then, for weights that FSDP2 gathers in float8, one
     all-reduce finds the dynamic scales (`precompute_float8_dynamic_scale_for_fsdp`). The order
-    saves work: a delayed weight that has its first scale needs no dynamic one. Other recipes need
-    nothing, so a training loop can call this for all. A model without float8 layers is left as it
-    is, with one warning in the log.
+    saves work: a delayed weight that has its first scale needs no dynamic one. The first call logs
+    how much of the model runs in float8, and names converted layers that it does not call. Other
+    recipes need nothing more, so a training loop can call this for all. A model without float8
+    layers is left as it is, with one warning in the log.
 
     Args:
         model: any module.
@@ -43,6 +45,7 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     """
     check_module(model, "after_step")
     sync_float8_amax_and_scale_history(model, group)
+    tell_what_ran()
     configs = [config for module in model.modules() if (config := own_config(module)) is not None]
     if any(config.enable_fsdp_float8_all_gather for config in configs):
         precompute_float8_dynamic_scale_for_fsdp(model)

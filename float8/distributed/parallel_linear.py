@@ -31,7 +31,7 @@ from float8.config.plan import Operand
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
-from float8.linear.layer import Float8Linear, function_of, linear_in_float8
+from float8.linear.layer import FUNCTIONS, Float8Linear, linear_in_float8
 from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
@@ -146,7 +146,7 @@ class _SummedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any
     ) -> Tensor:
-        product = function_of(call.plan).forward(ctx, x, w_NK, None, call)
+        product = FUNCTIONS[call.plan.smooth_input].forward(ctx, x, w_NK, None, call)
         ctx.parts = mesh, shard, product.shape[shard.dim]
         return moved(placed(product, mesh, Partial()), shard)
 
@@ -158,7 +158,7 @@ class _SummedLinear(torch.autograd.Function):
             how = (call.plan.g.first, call.states[2], call.record, *ctx.parts)
             data, scale = _cast_and_gather(g, *how)
             whole = Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
-            grad_x, grad_w, _ = function_of(call.plan).gradients(ctx, whole)
+            grad_x, grad_w, _ = FUNCTIONS[call.plan.smooth_input].gradients(ctx, whole)
         return grad_x, grad_w, None, None, None
 
 

@@ -117,14 +117,13 @@ class Float8Experts(Float8Module):
         products = _GroupedProducts(self)
         with products:
             result = self.float8_forward(*args, **kwargs)
-        if products.count == 0:
-            if torch.compiler.is_compiling():
-                raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
-            if self not in _told:
-                _told.add(self)
-                logger.warning(
-                    "%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8
-                )
+        if products.count:
+            self.switch.note_call()
+        elif torch.compiler.is_compiling():
+            raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
+        elif self not in _told:
+            _told.add(self)
+            logger.warning("%s: its forward called no grouped_mm, and %s", self._name, _LEFT_FLOAT8)
         return result
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,6 +75,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from float8.convert.calls import tell_what_ran
 from float8.convert.filters import ModuleFilter
 from float8.distributed.after_step import after_step
 from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
@@ -278,6 +279,7 @@ def _after_step(optimizer: Optimizer, model: nn.Module) -> None:
             trained = [p for p in layer.parameters() if p.requires_grad]
             if not trained or any(id(p) in stepped for p in trained):
                 own.append(layer)
+    tell_what_ran()
     if own:
         after_step(model if len(own) == len(layers) else nn.ModuleList(own))
 

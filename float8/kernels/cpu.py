@@ -107,21 +107,37 @@ def cast(
     dtype: torch.dtype,
     fits: bool = False,
     out: Tensor | None = None,
+    buffer: Tensor | None = None,
 ) -> Tensor:
     """`definition.cast`, with one float32 buffer.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
-    receives the data.
+    receives the data. ``buffer`` is float32 memory for the values of x.
     """
     if not x.is_cpu:
         data = definition.cast(x, scale, block, dtype)
         return data if out is None else out.copy_(data)
-    if x.numel() > _PART and x.dim() in (2, 3):
+    if buffer is None and x.numel() > _PART and x.dim() in (2, 3):
         out = torch.empty_like(x, dtype=dtype) if out is None else out
         _cast_parts(out, x, scale, block, fits, torch.empty(_PART, dtype=torch.float32))
         return out
-    y = _in_range(x, scale, block, dtype, fits, None)
+    # Not `x32 is not x`: under a function mode `float` may return an alias of x.
+    is_copy = x.dtype != torch.float32
+    if buffer is None or buffer.numel() < x.numel():
+        x32 = x.float()
+    else:
+        is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
+    factor = scale.reciprocal() if scale.dtype == torch.float32 else reciprocal(scale)
+    if _is_tiled(block):
+        y = _scaled(x32, factor, block)
+    else:
+        y = x32.mul_(factor) if fits and is_copy else x32 * factor
+    if not fits:
+        largest = torch.finfo(dtype).max
+        # One pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign changes
+        # nothing.
+        y = y.clamp_(-largest, largest).add_(x32, alpha=0)
     return y.to(dtype) if out is None else out.copy_(y)
 
 
@@ -140,7 +156,7 @@ def cast_both(
     finds_amax: bool,
     where: Any = None,
 ) -> Outputs:
-    """The op ``cast``: see `float8.kernels.casts.cast`. ``where`` has other functions than these."""
+    """The op ``cast``, see `float8.kernels.casts.cast`; by the functions of ``where``, or these."""
     find_amax, cast_by_scale = (amax, cast) if where is None else (where.amax, where.cast)
     block, nothing, largest = (1, *block)[-x.dim() :], x.new_empty((0, 0)), torch.finfo(dtype).max
     is_given, is_whole = scale is not None, block[-2:] == (WHOLE, WHOLE)
@@ -163,33 +179,6 @@ def cast_both(
     return *outputs, whole.clone() if finds_amax else nothing  # type: ignore[return-value]
 
 
-def _in_range(
-    x: Tensor,
-    scale: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    fits: bool,
-    buffer: Tensor | None,
-) -> Tensor:
-    """``x / scale`` in float32, within the format's range; NaN for what is not finite."""
-    # Not `x32 is not x`: under a function mode `float` may return an alias of x.
-    is_copy = x.dtype != torch.float32
-    if buffer is None or buffer.numel() < x.numel():
-        x32 = x.float()
-    else:
-        is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
-    factor = scale.reciprocal() if scale.dtype == torch.float32 else reciprocal(scale)
-    if _is_tiled(block):
-        y = _scaled(x32, factor, block)
-    else:
-        y = x32.mul_(factor) if fits and is_copy else x32 * factor
-    if fits:
-        return y
-    largest = torch.finfo(dtype).max
-    # One pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign changes nothing.
-    return y.clamp_(-largest, largest).add_(x32, alpha=0)
-
-
 def _cast_parts(
     out: Tensor,
     x: Tensor,
@@ -210,7 +199,7 @@ def _cast_parts(
     extent = max(1, block[0])
     for begin, end in _parts(x, extent):
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        out[begin:end] = _in_range(x[begin:end], its, block, out.dtype, fits, buffer)
+        cast(x[begin:end], its, block, out.dtype, fits, out[begin:end], buffer)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:

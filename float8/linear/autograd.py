@@ -120,7 +120,13 @@ class Float8LinearFunction(torch.autograd.Function):
         else:
             x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_x8_KM, offs)
         x_saved = x8_MK if needs_w and plan.dequantizes else x8_KM
-        w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
+        if call.weight is None and plan.w.first is not None:
+            w = w_NK if w_NK.dtype == plan.dtype and not plan.mxfp4_weights else rounded(w_NK, plan)
+            w8_NK, _, w_amax = cast_matrix(w, plan.w.first, states[1], finds_amax=call.record)
+            keeps_scale = plan.w.is_shared or plan.dequantizes
+            w_saved: Saved = w_NK, w8_NK.scale if keeps_scale else None  # type: ignore[union-attr]
+        else:
+            w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
         if bias_N is not None and bias_N.dtype != plan.dtype:
             bias_N = bias_N.to(plan.dtype)  # autocast, DDP and FSDP then add the same bits
         out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0], offs)

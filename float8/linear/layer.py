@@ -195,6 +195,10 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
+        if torch.compiler.is_compiling():
+            self.switch.note_call()
+        else:
+            self.switch.was_on = True
         # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
         # multiplied by scales of other elements.
         is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
@@ -313,9 +317,8 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
     return new
 
 
-def function_of(plan: LinearPlan) -> Any:
-    """The autograd function of a layer: its ``forward``, and ``gradients``, what backward runs."""
-    return SmoothLinearFunction if plan.smooth_input else Float8LinearFunction
+# ``plan.smooth_input`` -> the autograd function: ``forward``, and ``gradients``, of its backward.
+FUNCTIONS: dict[bool, Any] = {False: Float8LinearFunction, True: SmoothLinearFunction}
 
 
 def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -329,7 +332,7 @@ def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: C
         isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
     ):
         call.plan = plan.given
-    function = SmoothLinearFunction if plan.smooth_input else Float8LinearFunction
+    function = FUNCTIONS[plan.smooth_input]
     if device != "meta" and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):
             return function.apply(input, weight, bias, call)  # type: ignore[no-any-return]

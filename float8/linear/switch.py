@@ -23,6 +23,16 @@ class Switch:
     def __init__(self) -> None:
         self.contexts = 0
         self.is_off = False  # torch.compile guards on it: one graph per value
+        self.was_on = False  # whether the module has run in float8; no forward reads it
+
+    def note_call(self) -> None:
+        """Note that the module runs in float8.
+
+        torch.compile runs this while it traces, as a constant: no guard, no side effect of a graph.
+        """
+        self.was_on = True
+
+    note_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[type[Switch], tuple[()]]:
         """The state of copies and pickles, which are outside of any `high_precision` context."""

@@ -54,11 +54,12 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion
 from float8.convert.convert import high_precision
 from float8.convert.filters import ModuleFilter
+from float8.convert.folding import folded
 from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.linear.plan import compute_dtype
 from float8.numerics.passes import model_unchanged, own_batch, run_model, watched
-from float8.numerics.snapshot import FORMAT_NAME, LAYER, Column, layer_name, text_table
+from float8.numerics.snapshot import FORMAT_NAME, LAYER, Column, text_table
 
 METHODS = ("sqnr", "amax", "percentile")
 _MAGNITUDES = 2**15  # of bfloat16, inf and NaN included
@@ -189,33 +190,33 @@ class Calibration:
             ValueError: a layer got no input, or one that was all zero or not finite.
         """
         chosen = _checked_method(method or self.method)
-        problems = [
-            f"{layer_name(layer)}: {why}"
-            for layer, values in self.inputs.items()
-            if (why := _reason_against(values)) is not None
-        ]
+        scales, problems = self._scales(chosen)
         if problems:
-            raise ValueError(
-                "no static scale fits these layers; calibrate on data that reaches them, or leave "
-                "them out by module_filter_fn, in calibrate and in the conversion:\n  "
-                + "\n  ".join(problems)
-            )
+            raise ValueError(problems)
+        return scales
+
+    def _scales(self, method: str) -> tuple[dict[str, float], str]:
+        """The scale of each layer that has one, and a message about the others, or ""."""
+        reasons = {layer: _reason_against(values) for layer, values in self.inputs.items()}
+        found = folded((layer, why) for layer, why in reasons.items() if why is not None)
+        message = (
+            "no static scale fits these layers; calibrate on data that reaches them, or leave "
+            "them out by module_filter_fn, in calibrate and in the conversion:"
+        )
+        fitting = [layer for layer, why in reasons.items() if why is None]
         return {
-            layer: values.scale(self.formats[layer], chosen, self.percentile)
-            for layer, values in self.inputs.items()
-        }
+            layer: self.inputs[layer].scale(self.formats[layer], method, self.percentile)
+            for layer in fitting
+        }, "\n  ".join([message, *found]) if found else ""
 
     def rows(self) -> list[dict[str, Any]]:
         """What the scale of each layer loses of the data, lowest SQNR first.
 
         Keys: layer, format, elements, amax, scale, sqnr (dB), saturated, flushed (fractions),
-        amax_scale and amax_sqnr, those of method "amax".
-
-        Raises:
-            ValueError: as `static_scales`.
+        amax_scale and amax_sqnr, those of method "amax". Layers that no scale fits have no row.
         """
-        rows, widest = [], self.static_scales("amax")
-        for layer, scale in self.static_scales().items():
+        rows, (widest, _) = [], self._scales("amax")
+        for layer, scale in self._scales(self.method)[0].items():
             values, fmt = self.inputs[layer], self.formats[layer]
             found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
             (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
@@ -234,7 +235,9 @@ class Calibration:
         return text_table(_TABLE, self.rows(), top)
 
     def __str__(self) -> str:
-        return f'static scales by "{self.method}" of {len(self.inputs)} layers\n{self.table(10)}'
+        head = f'static scales by "{self.method}" of {len(self.inputs)} layers'
+        problems = self._scales(self.method)[1]
+        return "\n".join([head, self.table(10), *([problems] if problems else [])])
 
 
 @torch.no_grad()

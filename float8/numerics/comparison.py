@@ -53,7 +53,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_type, did_you_mean
+from float8.convert.calls import NOT_CALLED
 from float8.convert.filters import Because, ModuleFilter
+from float8.convert.folding import folded
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.switch import Float8Module, switched_off
@@ -98,6 +100,7 @@ class Comparison:
         gradient: of all gradients as one vector; None where nothing requires one.
         loss_high_precision: the loss in high precision; None where there is no loss.
         loss_float8: the loss in float8; None where there is no loss.
+        not_called: layers that did not run, as the model reads their weights itself.
         model: the name of the model's class.
     """
 
@@ -106,6 +109,7 @@ class Comparison:
     gradient: float | None
     loss_high_precision: float | None = None
     loss_float8: float | None = None
+    not_called: list[str] = field(default_factory=list)
     model: str = field(default="", kw_only=True)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -152,7 +156,8 @@ class Comparison:
         ]
         if self.loss_high_precision is not None:
             lines += [f"loss {self.loss_high_precision:.6g} -> {self.loss_float8:.6g}"]
-        return "\n".join([*lines, self.table(top=10)])
+        lines += [self.table(top=10), *folded((fqn, NOT_CALLED) for fqn in self.not_called)]
+        return "\n".join(lines)
 
 
 def compare(
@@ -218,16 +223,19 @@ def compare(
             )
         loss_float8, together = run(every, chosen)
         compared = []
+        not_called = [name for name in chosen if (name, "output") not in exact]
         for name, layer in chosen.items():
             keys = (name, "output"), (name, "grad_input"), id(layer.weight)
             columns = [sqnr_of(exact, together, [key]) for key in keys]
             own = of_model(run({layer}, {})[1]) if alone else (None, None)
-            compared.append(LayerComparison(name, *own, *columns))
+            if name not in not_called:
+                compared.append(LayerComparison(name, *own, *columns))
     return Comparison(
         sorted(compared, key=lambda layer: layer.harm),
-        *of_model(together),
+        *(of_model(together) if len(not_called) < len(every) else (None, None)),
         loss_high_precision,
         loss_float8,
+        not_called,
         model=type(model).__name__,
     )
 

@@ -52,6 +52,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.config.plan import GEMM_NAMES, Operand
+from float8.convert.calls import NOT_CALLED
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
@@ -134,7 +135,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
         # Of the models that `float8.unit_scaling.transforms.float8` returns.
         products = getattr(module, "float8_products", None)
         if isinstance(module, Float8Linear):
-            layers[fqn], skipped[fqn] = module, "it was not called"
+            layers[fqn], skipped[fqn] = module, NOT_CALLED
         elif isinstance(module, Float8Experts):
             skipped[fqn] = "the casts of experts are not watched"
         elif products is not None:

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from float8.convert.folding import folded
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import (
     LABELS,
@@ -179,7 +180,7 @@ class Report:
         text = text_table(columns, [row(cast) for cast in casts], top)
         notes = [f"layer names begin with {prefix!r}"] if prefix else []
         notes += [f"{problem.title}: {problem.text}" for problem in problems_of(casts)]
-        notes += [f"not seen: {layer_name(fqn)}: {why}" for fqn, why in self.skipped.items()]
+        notes += [f"not seen: {line}" for line in folded(self.skipped.items())]
         wrapped = (textwrap.fill(n, 100, subsequent_indent="  ") for n in notes)
         return "\n".join([text, *wrapped])
 

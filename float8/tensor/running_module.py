@@ -1,4 +1,4 @@
-"""Which module is running: for errors that are raised far below it.
+"""Which module is running, and whose weight it reads: for errors that are raised far below it.
 
 An op on a tensor does not know for whom it runs; the Python stack does. Every frame whose ``self``
 is an ``nn.Module`` is one level of the model, the outermost one knows the names of all others. The
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,22 @@ def innermost_module() -> str:
             if module is inner and name:
                 return f"{name} ({type(inner).__name__})"
     return type(inner).__name__
+
+
+def hint_of_weights(operands: Any) -> str:
+    """What to do about an op on a converted layer's weight in float8; "" for other operands."""
+    memory = {x.float8_data.untyped_storage()._cdata for x in operands if hasattr(x, "float8_data")}
+    for module in reversed([*_running_modules()]):
+        for name, weight in module.named_parameters():
+            data = getattr(weight, "float8_data", None)
+            if data is not None and data.untyped_storage()._cdata in memory:
+                # Wrappers, such as torch.compile's `_orig_mod`, are no part of the name.
+                layer = ".".join(p for p in name.split(".")[:-1] if not p.startswith("_"))
+                return (
+                    f". It is the weight of {layer}, which the model reads itself: leave that "
+                    f"layer out by module_filter_fn=float8.filters.skip_names({layer!r})"
+                )
+    return ""
 
 
 def _running_modules() -> Iterator[nn.Module]:

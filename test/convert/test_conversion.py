@@ -7,7 +7,10 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 import float8
 from float8 import (
@@ -89,7 +92,11 @@ def test_the_report_folds_layers_by_pattern_and_reason(caplog):
     report = str(converted.float8_conversion)
     assert [record.getMessage() for record in caplog.records] == [report]
     first, gates, head = report.splitlines()
-    assert first == "converted to float8 (rowwise): 144 layers"
+    elements = 48 * 5 * 32 * 32, 48 * 32 * 16 + 320
+    share = 100 * elements[0] / sum(elements)
+    assert (
+        first == f"converted to float8 (rowwise): 144 layers, {share:.1f} % of the matrix elements"
+    )
     assert gates.startswith("  left alone: layers.*.gate (48 layers): it routes tokens")
     assert head.startswith("  left alone: head: in_features=32, out_features=10: ")
     assert len(converted.float8_conversion.skipped) == 49
@@ -108,3 +115,122 @@ def test_the_report_folds_layers_by_pattern_and_reason(caplog):
 def test_the_report_names_the_recipe(config, name):
     done = convert_to_float8_training(model(64), config=config).float8_conversion
     assert done.recipe == name and f"converted to float8 ({name}): 2 layers" in str(done)
+
+
+class Recurrent(nn.Module):
+    """Weights in modules that are no nn.Linear, in a parameter of its own, and in an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up = nn.Embedding(1000, 16), nn.Linear(16, 32)
+        self.tied = nn.Linear(16, 1000, bias=False)
+        self.tied.weight = self.table.weight
+        self.cells, self.mix = nn.LSTM(16, 16), nn.Conv2d(32, 16, 1)
+        self.own = nn.Parameter(torch.zeros(4, 32, 8))
+        self.twice = self.up
+
+
+def test_the_report_says_which_modules_hold_the_weights_that_stay():
+    skip = filters.skip_names("tied")
+    done = convert_to_float8_training(Recurrent(), module_filter_fn=skip).float8_conversion
+    own, others = 512, {"LSTM": 2 * 64 * 16, "Recurrent": 4 * 32 * 8, "Conv2d": 512}
+    everything = own + sum(others.values()) + 16_000
+    assert done.elements == {"up": own} and done.unnamed == others  # of tied there is a line
+    lines = [
+        f"{kind}: {100 * n / everything:.1f} % of the matrix elements" for kind, n in others.items()
+    ]
+    assert (
+        str(done)
+        .splitlines()[0]
+        .endswith(f"1 layers, {100 * own / everything:.1f} % of the matrix elements")
+    )
+    assert str(done).splitlines()[-3:] == [f"  left alone: {line}" for line in lines]
+    whole = convert_to_float8_training(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16)))
+    assert str(whole.float8_conversion) == "converted to float8 (tensorwise): 1 layers"
+
+
+# --- layers whose weight the model reads itself
+
+
+class Attention(nn.Module):
+    """As in timm's BEiT: ``qkv`` is never called. Neither is ``same``, which is like ``proj``."""
+
+    def __init__(self, D: int = 32) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.same = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        return x + F.linear(self.proj(F.scaled_dot_product_attention(q, k, v)), self.same.weight)
+
+
+class Blocks(nn.Module):
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Attention() for _ in range(3)), nn.Linear(32, 32)
+        self.recompute = recompute
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(x)
+
+
+def messages(caplog) -> list[str]:
+    """The warnings in the library's log."""
+    found = [r for r in caplog.records if r.name == "float8" and r.levelno >= logging.WARNING]
+    return [record.getMessage() for record in found]
+
+
+def test_the_first_step_names_the_layers_that_were_not_called(caplog):
+    model, x = convert_to_float8_training(Blocks()), torch.randn(2, 5, 32)
+    float8.after_step(model)  # before a forward nothing is known
+    assert messages(caplog) == []
+    for _ in range(2):
+        with float8.high_precision(model):
+            model(x)
+        model(x).sum().backward()
+        float8.after_step(nn.ModuleList([model]))
+    (line,) = messages(caplog)  # once
+    assert line.splitlines()[0] == "Blocks: 25.0 % of the matrix elements have run in float8"
+    for name in ("qkv", "same"):
+        assert f"  blocks.*.{name} (3 layers): it is converted, but was not called" in line
+    assert "skip_names in module_filter_fn" in line
+    skip = filters.skip_names("blocks.*.qkv", "blocks.*.same")
+    caplog.clear()
+    model = convert_to_float8_training(Blocks(), module_filter_fn=skip)
+    assert model.float8_conversion.converted == [*(f"blocks.{i}.proj" for i in range(3)), "head"]
+    model(x).sum().backward()
+    float8.after_step(model)
+    assert messages(caplog) == []  # the line is of level INFO
+
+
+@pytest.mark.parametrize("compiled", ["whole", "recomputed", "blocks", "layers"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's, of layers
+def test_what_was_called_is_known_of_compiled_models_too(compiled, caplog):
+    torch.compiler.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    model = convert_to_float8_training(Blocks(compiled == "recomputed"))
+    parts = {"blocks": model.blocks, "layers": [m for m in model.modules() if hasattr(m, "config")]}
+    for part in parts.get(compiled, [model]):
+        part.compile(backend=backend, fullgraph=True)
+    for _ in range(3):
+        model(torch.randn(2, 5, 32, requires_grad=True)).sum().backward()
+        float8.after_step(model)
+    (line,) = messages(caplog)
+    # Blocks and layers share a graph, so that `same` may have run by that of `proj`.
+    assert line.startswith("Blocks: up to 43.8 % of the matrix elements have run in float8")
+    assert "blocks.*.qkv (3 layers): it is converted, but was not called" in line
+    assert "blocks.*.same" not in line
+    assert backend.frame_count == 1  # a call is noted without a guard, and no graph breaks
+
+
+def test_an_error_of_a_weight_in_float8_names_the_layer_and_the_filter():
+    model, x = convert_to_float8_inference(Blocks()), torch.randn(5, 32)
+    remedy = r"blocks.0.qkv.*module_filter_fn=float8.filters.skip_names\('blocks.0.qkv'\)"
+    with pytest.raises(ValueError, match=f"float8 multiplies two Float8Tensors.*{remedy}"):
+        model(x)
+    with pytest.raises(NotImplementedError, match=f"not defined for Float8Tensor.*{remedy}"):
+        nn.ModuleDict({"_orig_mod": model})["_orig_mod"](x.expand(2, 5, 32))
+    with pytest.raises(ValueError, match=r"dequantize\(\)\. In PEFT"):  # a tensor of no layer
+        float8.Float8Tensor.from_high_precision(x, float8.E4M3) @ x.t()

@@ -167,7 +167,7 @@ def test_a_converted_module_and_the_way_back():
     assert_same(results(back, x), expected)
 
 
-def test_a_model_trains_and_loads_plain_checkpoints():
+def test_a_model_trains_and_loads_plain_checkpoints(caplog):
     converted, other, x = convert(model(), "rowwise"), model(), tokens()
     done = converted.float8_conversion
     assert done.experts == ["0.experts"] and done.converted == ["0.experts", "0.shared_expert"]
@@ -181,6 +181,10 @@ def test_a_model_trains_and_loads_plain_checkpoints():
     for one, exact in zip(actual, expected, strict=True):
         assert_sqnr_at_least(one, exact.double(), 15)
         assert one.abs().max() > 0
+    with caplog.at_level(logging.INFO, logger="float8"):
+        float8.after_step(converted)
+    share = str(done).splitlines()[0].rpartition(", ")[2]  # routers stay
+    assert caplog.messages == [f"Sequential: {share} have run in float8"]
     assert_same(actual, results(convert(other, "rowwise"), x))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import oracle
 import pytest
@@ -153,3 +154,14 @@ def test_what_is_lost_at_both_ends(factor):
     zero = (oracle.table(E4M3.dtype)[codes.long()] == 0) & (magnitudes > 0)
     assert flushed == pytest.approx(float(zero.double().mean()))
     assert (saturated > 0) == (factor < 1)
+
+
+def test_a_layer_that_no_batch_reaches_is_named_below_the_table():
+    model = mlp()
+    model[3].unused = nn.Linear(16, 16)
+    found = calibrate(model, batches())
+    assert [row["layer"] for row in found.rows()] and "3.unused" not in found.table()
+    message = "no static scale fits these layers.*\n  3.unused: no batch reached it"
+    assert re.search(message, str(found))
+    with pytest.raises(ValueError, match=message):
+        found.static_scales()

@@ -15,6 +15,7 @@ from unchanged import assert_model_unchanged
 
 from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
+from float8.convert.filters import skip_names
 from float8.fusion.producers import RMSNormCast
 from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.numerics.comparison import (
@@ -24,6 +25,7 @@ from float8.numerics.comparison import (
     compare,
     sqnr_of,
 )
+from float8.numerics.inspection import inspect
 from float8.numerics.snapshot import Report
 
 LAYERS = ["0", "3", "6"]
@@ -272,3 +274,26 @@ def test_other_calls_of_a_layer_are_not_compared_and_buffers_stay_in_the_state_d
     (layer,) = compare(model, torch.randn(16, 32), alone=False).layers
     assert layer.output is None and layer.grad_input is None
     assert [*model.state_dict()] == keys
+
+
+class ReadsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(48, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(F.linear(x, self.qkv.weight))
+
+
+def test_layers_that_were_not_called_are_named_and_show_no_inf():
+    model = convert_to_float8_training(ReadsWeights())
+    found = compare(model, X, loss_fn=loss_fn)
+    assert found.worst(9) == ["proj"] and found.not_called == ["qkv"]
+    assert "qkv: it is converted, but was not called" in str(found) and "inf" not in str(found)
+    with inspect(model) as report:
+        model(X)
+    assert "not seen: qkv: it is converted, but was not called" in str(report)
+    only = convert_to_float8_training(ReadsWeights(), module_filter_fn=skip_names("proj"))
+    found = compare(only, X, loss_fn=loss_fn)
+    assert (found.output, found.gradient, found.layers) == (None, None, [])
+    assert "inf" not in str(found)

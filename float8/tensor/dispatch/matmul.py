@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.tensor.running_module import hint_of_weights
 from float8.tensor.tensor import PLAIN_BASE, Float8Tensor, implements
 
 aten = torch.ops.aten
@@ -35,7 +36,8 @@ def _addmm(
             f"{func}: float8 multiplies two Float8Tensors (M, K) and (K, N) of one dtype, and adds "
             f"a plain bias, with beta=alpha=1; a, b and bias are Float8Tensors: {is_float8}, a and "
             f"b {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}. Cast with "
-            f"Float8Tensor.from_high_precision, or call .dequantize(). {PLAIN_BASE}"
+            "Float8Tensor.from_high_precision, or call .dequantize()"
+            f"{hint_of_weights((a, b))}. {PLAIN_BASE}"
         )
     a8_MK, b8_KN = [kernels.Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
     return kernels.scaled_mm(a8_MK, b8_KN.t(), bias, out_dtype=a.dtype)
