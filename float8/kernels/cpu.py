@@ -206,7 +206,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     """`definition.dequantize`; a large tensor by way of bfloat16, three times faster."""
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
-    scale32 = e8m0.as_float32(scale)
+    scale32 = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
     if data.numel() > _PART // 4 and data.dtype in (*_AS_BFLOAT16, torch.bfloat16):
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
         if data.dim() == 2:
@@ -251,8 +251,11 @@ def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
     """
     if not _is_tiled(block):
         return x32 * factor
-    if (tiles := _tiles(x32, block)) is not None:
-        return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
+    if x32.dim() == 2 and WHOLE not in block:
+        (rows, cols), (down, across) = x32.shape, factor.shape
+        if rows == down * block[0] and cols == across * block[1]:  # `_tiles`
+            tiles = x32.reshape(down, block[0], across, block[1])
+            return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
     if any(size % extent for size, extent in zip(x32.shape, block, strict=True)):
         return x32 * definition.per_element(factor, x32.shape, block)
     shape: list[int] = []

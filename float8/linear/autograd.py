@@ -40,22 +40,22 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
 from float8.granularity import WHOLE
-from float8.kernels import Float8Matrix
+from float8.kernels import Float8Matrix, record_amax
 from float8.kernels.scaled_mm import takes_powers
 from float8.linear.float8_weight import (
     Float8Weight,
     Saved,
     cast_again,
     cast_and_dequantized,
-    weight_of_forward,
+    rounded,
 )
 from float8.linear.plan import autocasts
 from float8.linear.scaling import (
     DelayedState,
     cast_groups,
+    cast_matrix,
     cast_operand,
     cast_tokens,
-    record,
 )
 from float8.tensor import Float8Tensor
 
@@ -108,6 +108,9 @@ class Float8LinearFunction(torch.autograd.Function):
 
         With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
         """
+        if autocasts(x.device.type):  # which would convert the data that plain PyTorch multiplies
+            with torch.autocast(x.device.type, enabled=False):
+                return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call, offs)
         plan, states = call.plan, call.states
         needs_w = call.saves and ctx.needs_input_grad[1]
         needs_x8_KM = needs_w and not plan.dequantizes
@@ -120,19 +123,14 @@ class Float8LinearFunction(torch.autograd.Function):
         else:
             x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_x8_KM, offs)
         x_saved = x8_MK if needs_w and plan.dequantizes else x8_KM
-        if call.weight is None and plan.w.first is not None:
-            w = w_NK if w_NK.dtype == plan.dtype and not plan.mxfp4_weights else rounded(w_NK, plan)
-            w8_NK, _, w_amax = cast_matrix(w, plan.w.first, states[1], finds_amax=call.record)
-            keeps_scale = plan.w.is_shared or plan.dequantizes
-            w_saved: Saved = w_NK, w8_NK.scale if keeps_scale else None  # type: ignore[union-attr]
-        else:
-            w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
+        w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
         if bias_N is not None and bias_N.dtype != plan.dtype:
             bias_N = bias_N.to(plan.dtype)  # autocast, DDP and FSDP then add the same bits
         out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0], offs)
-        if call.record:
-            record(states[0], x_amax)
-            record(states[1], w_amax)
+        if x_amax is not None:
+            record_amax(states[0].current_amax, x_amax)  # type: ignore[union-attr]
+        if w_amax is not None:
+            record_amax(states[1].current_amax, w_amax)  # type: ignore[union-attr]
         save(ctx, call, (x, w_NK, bias_N), x_saved, w_saved, offs, None)
         return in_shape_of(x, out_MN) if x.dim() != 2 or LOSES_GRADIENTS else out_MN
 
@@ -181,7 +179,7 @@ def products_of_backward(
     if needs_bias:
         grad_bias = times(g_MN.sum(0), call.factors[2])
     if amax is not None:
-        record(state, amax)
+        record_amax(state.current_amax, amax)  # type: ignore[union-attr]
     return grad_x, grad_w, grad_bias
 
 
@@ -257,6 +255,24 @@ def input_in_float8(
         Float8Matrix(data.t() if data_t is None else data_t, scale.t(), operand.second.block),
         None,
     )
+
+
+def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | None]:
+    """w_NK for the output, what backward is to have of the weight, and the amax of a delayed cast.
+
+    The weight is rounded to the compute dtype and cast, unless the call has it in float8 already.
+    """
+    plan, weight = call.plan, call.weight
+    if weight is not None:
+        return weight.row_major, weight.transposed[:2], weight.amax if call.record else None
+    is_rounded = w_NK.dtype == plan.dtype and not plan.mxfp4_weights
+    source = w_NK if is_rounded else rounded(w_NK, plan)
+    if plan.w.first is None:
+        return source, (w_NK, None), None
+    w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.record)
+    assert w8_NK is not None
+    keeps_scale = plan.w.is_shared or plan.dequantizes
+    return w8_NK, (w_NK, w8_NK.scale if keeps_scale else None), amax
 
 
 def as_matrix(x: Tensor) -> Tensor:

@@ -82,14 +82,16 @@ Reads = Callable[[Saved, Any, Tensor, Any], Read]
 def cast_again(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
     (w_NK, scale), plan, operand = saved, call.plan, call.plan.w
-    w_NK = rounded(w_NK, plan)
+    if w_NK.dtype != plan.dtype or plan.mxfp4_weights:
+        w_NK = rounded(w_NK, plan)
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     records, state = call.record and not operand.is_shared, call.states[1]
     if scale is not None and scale.dim() > 1 and scale.numel() > 1:
         scale = scale.mT
     _, w8_KN, amax = cast_operand(w_NK, operand, state, records, False, True, scale)
-    record(state, amax)
+    if amax is not None:
+        record(state, amax)
     return w8_KN, g_MN
 
 
@@ -162,23 +164,6 @@ class Float8Weight:
         """All tensors that it stores."""
         stored = (*self.row_major[:2], *self.transposed[:2], self.amax)
         return [x for x in stored if x is not None]
-
-
-def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Any, Saved, Tensor | None]:
-    """w_NK for the output, what backward is to have of the weight, and the amax of a delayed cast.
-
-    ``call`` is that of `float8.linear.autograd`. The weight is rounded to the compute dtype and
-    cast, unless the call has it in float8 already.
-    """
-    plan, weight = call.plan, call.weight
-    if weight is not None:
-        return weight.row_major, weight.transposed[:2], weight.amax if call.record else None
-    if plan.w.first is None:
-        return rounded(w_NK, plan), (w_NK, None), None
-    found = cast_matrix(rounded(w_NK, plan), plan.w.first, call.states[1], finds_amax=call.record)
-    w8_NK: Float8Matrix = found.row_major  # type: ignore[assignment]
-    keeps_scale = plan.w.is_shared or plan.dequantizes
-    return w8_NK, (w_NK, w8_NK.scale if keeps_scale else None), found.amax
 
 
 def rounded(w_NK: Tensor, plan: LinearPlan) -> Tensor:

@@ -139,7 +139,8 @@ class Float8Linear(Float8Module, nn.Linear):
             )
         if not isinstance(input, Tensor):
             raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
-        weight, plan = self.weight, plan_of(self.config, input)
+        weight = self.weight
+        plan = plan_of(self.config, input, weight)
         self._check_call(input, weight, plan)
         if torch.compiler.is_exporting() and to_onnx():
             return linear_in_onnx(self, input, plan)
@@ -148,7 +149,8 @@ class Float8Linear(Float8Module, nn.Linear):
         states = self._states() if plan.has_delayed else STATELESS
         factors = NO_FACTORS if self._factors is None else self._factors(input)
         call = Call(plan, states, training and grad, cast, factors, grad)
-        return linear_in_float8(input, weight, self.bias, call)
+        out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, self.bias, call)
+        return out
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -321,24 +323,6 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
 FUNCTIONS: dict[bool, Any] = {False: Float8LinearFunction, True: SmoothLinearFunction}
 
 
-def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """``input @ weight.T + bias`` as the call says; autocast is respected.
-
-    ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
-    `Float8Tensor` as input is not cast again.
-    """
-    plan, device = call.plan, input.device.type
-    if plan.given is not None and (
-        isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
-    ):
-        call.plan = plan.given
-    function = FUNCTIONS[plan.smooth_input]
-    if device != "meta" and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
-            return function.apply(input, weight, bias, call)  # type: ignore[no-any-return]
-    return function.apply(input, weight, bias, call)  # type: ignore[no-any-return]
-
-
 def float8_linear(
     input: Tensor,
     weight: Tensor,
@@ -374,7 +358,9 @@ def float8_linear(
         raise ValueError(f"float8_linear: {reason}")
     if weight.dim() != 2:
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
-    plan, grad = plan_of(config, input), torch.is_grad_enabled()
+    plan, grad = plan_of(config, input, weight), torch.is_grad_enabled()
     if (error := error_of_call(input, weight, plan)) is not None:
         raise type(error)(f"float8_linear: {error}")
-    return linear_in_float8(input, weight, bias, Call(plan, saves=grad))
+    call = Call(plan, saves=grad)
+    out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, bias, call)
+    return out

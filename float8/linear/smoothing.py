@@ -42,9 +42,9 @@ from float8.linear.autograd import (
     refuse_double_backward,
     save,
     saved_by,
+    weight_of_forward,
 )
-from float8.linear.float8_weight import weight_of_forward
-from float8.linear.plan import without_autocast
+from float8.linear.plan import autocasts, without_autocast
 from float8.linear.scaling import cast_operand, record
 from float8.tensor import Float8Tensor
 
@@ -95,6 +95,9 @@ class SmoothLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
         """(..., K), (N, K), (N,) -> (..., N), in the compute dtype; saves K factors."""
+        if autocasts(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return SmoothLinearFunction.forward(ctx, x, w_NK, bias_N, call)
         plan, needs_w = call.plan, call.saves and ctx.needs_input_grad[1]
         x8_MK, x8_KM, amax, factors_1K = _smooth_input(x, call, needs_w)
         source = smoothed(w_NK.to(plan.dtype), inverse(factors_1K))
@@ -131,9 +134,7 @@ class SmoothLinearFunction(torch.autograd.Function):
 
 
 def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tensor | None, Tensor]:
-    """``x * s`` for the output and, transposed, for grad_weight, as its cast returns it; the amax of
-    a delayed cast; and s.
-    """
+    """``x * s`` for the output and, transposed, for grad_weight; a delayed cast's amax; and s."""
     operand, state = call.plan.x, call.states[0]
     if isinstance(x, Float8Tensor):
         x8_MK, x8_KM, _ = input_in_float8(x, call, needs_w)
