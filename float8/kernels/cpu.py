@@ -24,7 +24,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition, e8m0
-from float8.kernels.definition import in_blocks, reciprocal, scale_from_amax
+from float8.kernels.definition import in_blocks, scale_from_amax
 
 __all__ = [
     "amax",
@@ -65,8 +65,9 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
     is_large = x.numel() > _PART // 4
     if WHOLE not in block or _is_tiled(block):
-        if (tiles := _tiles(x, block)) is None:
+        if len(block) != 2 or WHOLE in block or x.shape[0] % block[0] or x.shape[1] % block[1]:
             return definition.amax(x, block)
+        tiles = x.reshape(x.shape[0] // block[0], block[0], -1, block[1])
         return _largest(tiles, [1, 3], False) if is_large else tiles.abs().amax((1, 3)).float()
     if 1 in block or x.numel() < _SMALL:
         lines = [dim for dim, extent in enumerate(block) if extent == WHOLE]
@@ -128,7 +129,7 @@ def cast(
         x32 = x.float()
     else:
         is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
-    factor = scale.reciprocal() if scale.dtype == torch.float32 else reciprocal(scale)
+    factor = scale.reciprocal() if scale.dtype == torch.float32 else e8m0.reciprocal(scale)
     if _is_tiled(block):
         y = _scaled(x32, factor, block)
     else:
@@ -206,7 +207,7 @@ def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) ->
     """`definition.dequantize`; a large tensor by way of bfloat16, three times faster."""
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
-    scale32 = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
+    scale32 = scale if scale.dtype == torch.float32 else e8m0.decode(scale)
     if data.numel() > _PART // 4 and data.dtype in (*_AS_BFLOAT16, torch.bfloat16):
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
         if data.dim() == 2:

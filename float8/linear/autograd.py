@@ -49,7 +49,6 @@ from float8.linear.float8_weight import (
     cast_and_dequantized,
     rounded,
 )
-from float8.linear.plan import autocasts
 from float8.linear.scaling import (
     DelayedState,
     cast_groups,
@@ -108,8 +107,10 @@ class Float8LinearFunction(torch.autograd.Function):
 
         With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
         """
-        if autocasts(x.device.type):  # which would convert the data that plain PyTorch multiplies
-            with torch.autocast(x.device.type, enabled=False):
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            # It would convert the data that plain PyTorch multiplies.
+            with torch.autocast(kind, enabled=False):
                 return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call, offs)
         plan, states = call.plan, call.states
         needs_w = call.saves and ctx.needs_input_grad[1]
@@ -137,9 +138,11 @@ class Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """grad_input, grad_weight and grad_bias, each None if it is not needed."""
-        refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
-        if autocasts(g.device.type):
-            with torch.autocast(g.device.type, enabled=False):
+        if torch.is_grad_enabled():
+            refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
+        kind = g.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
                 return (*Float8LinearFunction.gradients(ctx, g), None, None)
         return (*Float8LinearFunction.gradients(ctx, g), None, None)
 
