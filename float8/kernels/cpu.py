@@ -159,25 +159,28 @@ def cast_both(
 ) -> Outputs:
     """The op ``cast``, see `float8.kernels.casts.cast`; by the functions of ``where``, or these."""
     find_amax, cast_by_scale = (amax, cast) if where is None else (where.amax, where.cast)
-    block, nothing, largest = (1, *block)[-x.dim() :], x.new_empty((0, 0)), torch.finfo(dtype).max
-    is_given, is_whole = scale is not None, block[-2:] == (WHOLE, WHOLE)
-    whole = find_amax(x, block) if is_whole and (finds_amax or not is_given) else nothing
-    if is_whole and not is_given:
-        scale = scale_from_amax(whole, largest, scale_format)
+    block, largest, nothing = (1, *block)[-x.dim() :], torch.finfo(dtype).max, (0, 0)
+    is_given, is_whole, whole = scale is not None, block[-2:] == (WHOLE, WHOLE), None
+    if is_whole and (finds_amax or not is_given):
+        whole = find_amax(x, block)
+        scale = scale if is_given else scale_from_amax(whole, largest, scale_format)
     outputs = []
     for wanted, source in ((row_major, x), (transposed, x.mT)):
         if not wanted:
-            outputs += [nothing.to(dtype), nothing]
+            outputs += [x.new_empty(nothing, dtype=dtype), x.new_empty(nothing)]
             continue
         own = scale
         if own is None:
             own = scale_from_amax(find_amax(source, block), largest, scale_format)
         # By a float32 scale that was computed from x, finite values stay in the format's range.
         fits = (True,) if where is None and not is_given and own.dtype == torch.float32 else ()
-        outputs += [cast_by_scale(source, own, block, dtype, *fits), nothing if is_given else own]
-    if is_whole and not is_given:
-        outputs[1::2] = scale, nothing
-    return *outputs, whole.clone() if finds_amax else nothing  # type: ignore[return-value]
+        has_own = not (is_given or is_whole)
+        outputs.append(cast_by_scale(source, own, block, dtype, *fits))
+        outputs.append(own if has_own else x.new_empty(nothing))
+    if is_whole and not is_given:  # one scale for both orientations
+        outputs[1] = scale  # type: ignore[call-overload]
+    found = whole.clone() if finds_amax else x.new_empty(nothing)  # type: ignore[union-attr]
+    return *outputs, found  # type: ignore[return-value]
 
 
 def _cast_parts(

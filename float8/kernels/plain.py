@@ -128,19 +128,19 @@ def _cast_both_fake(
         how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
         found: cpu.Outputs = layouts.empty_outputs(x, scale, *how)
         return found
-    block, nothing = (1, *block)[-x.dim() :], x.new_empty((0, 0))
+    block = (1, *block)[-x.dim() :]
     is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
     outputs = []
     for wanted, source, has_scale in (
         (row_major, x, is_whole or row_major),
         (transposed, x.mT, transposed and not is_whole),
     ):
-        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else nothing.to(dtype))
-        shape = scale_shape(source.shape, block)
-        is_new = has_scale and scale is None
-        outputs.append(x.new_empty(shape, dtype=scale_dtype) if is_new else nothing)
-    one = scale_shape(x.shape, block)
-    return *outputs, x.new_empty(one, dtype=torch.float32) if finds_amax else nothing  # type: ignore
+        empty = x.new_empty((0, 0), dtype=dtype)
+        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else empty)
+        shape = scale_shape(source.shape, block) if has_scale and scale is None else (0, 0)
+        outputs.append(x.new_empty(shape, dtype=scale_dtype if shape != (0, 0) else None))
+    amax = scale_shape(x.shape, block) if finds_amax else (0, 0)
+    return *outputs, x.new_empty(amax, dtype=torch.float32 if finds_amax else None)  # type: ignore
 
 
 _register(
