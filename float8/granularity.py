@@ -106,9 +106,9 @@ def transpose_block(block: Block) -> Block:
 
 
 def block_name(block: Block) -> str:
-    """``tensorwise``, ``rowwise``, or the extents of a matrix's block, such as ``1x128``."""
-    if block == (WHOLE, WHOLE):
+    """``tensorwise``, ``rowwise``, or the extents of a block, such as ``1x128``."""
+    if set(block) <= {WHOLE}:
         return "tensorwise"
-    if block == (1, WHOLE):
+    if block[-1] == WHOLE and set(block[:-1]) == {1}:
         return "rowwise"
     return "x".join(["all" if extent == WHOLE else str(extent) for extent in block])

@@ -11,6 +11,7 @@ from float8.granularity import (
     Granularity,
     Rowwise,
     Tensorwise,
+    block_name,
     scale_shape,
     transpose_block,
 )
@@ -51,6 +52,21 @@ def test_a_shape_has_its_block_and_scales(granularity, shape, block, scales):
 def test_what_has_no_block_is_refused(run, error, words):
     with pytest.raises(error, match=words):
         run()
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        ((-1,), "tensorwise"),
+        ((-1, -1, -1), "tensorwise"),
+        ((1, 1, -1), "rowwise"),
+        ((-1, 1), "allx1"),
+        ((1, -1, -1), "1xallxall"),
+        ((1, 128), "1x128"),
+    ],
+)
+def test_errors_call_a_block_by_its_name(block, name):
+    assert block_name(block) == name
 
 
 def test_equal_granularities_are_one_key():

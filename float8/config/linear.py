@@ -25,10 +25,6 @@ from float8.granularity import Blockwise, Rowwise, Tensorwise
 PLANS: dict[str, LinearPlan] = {}  # `Float8LinearConfig.key` -> its plan
 
 
-def _fast() -> GemmConfig:
-    return GemmConfig(use_fast_accum=True)
-
-
 @dataclass(frozen=True)
 class Float8LinearConfig:
     """The configuration of a `Float8Linear`.
@@ -92,14 +88,13 @@ class Float8LinearConfig:
             ``enable_fsdp_float8_all_gather``. The message names the fields and what to set.
     """
 
-    # Made anew for each config, so that no two configs share a part that could be changed.
     cast_config_input: CastConfig = field(default_factory=CastConfig)
     cast_config_weight: CastConfig = field(default_factory=CastConfig)
     cast_config_grad_output: CastConfig = field(default_factory=CastConfig)
     cast_config_input_for_grad_weight: CastConfig | None = None
     cast_config_weight_for_grad_input: CastConfig | None = None
     cast_config_grad_output_for_grad_weight: CastConfig | None = None
-    gemm_config_output: GemmConfig = field(default_factory=_fast)
+    gemm_config_output: GemmConfig = field(default=GemmConfig(use_fast_accum=True))
     gemm_config_grad_input: GemmConfig = field(default_factory=GemmConfig)
     gemm_config_grad_weight: GemmConfig = field(default_factory=GemmConfig)
     delayed_scaling: DelayedScalingConfig = field(default_factory=DelayedScalingConfig)

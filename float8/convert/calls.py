@@ -22,14 +22,14 @@ from float8.linear.registration import weights_of
 
 logger = logging.getLogger("float8")
 NOT_CALLED = (
-    "it is converted, but was not called: what reads its weight itself multiplies without float8. "
-    "Leave it out by float8.filters.skip_names in module_filter_fn"
+    "it is converted, but was not called. If the model reads its weight itself, that product is "
+    "not in float8: leave it out by float8.filters.skip_names in module_filter_fn"
 )
 
 
 def tell_what_ran() -> None:
     """Log what runs in float8, of each converted model that has run since its conversion."""
-    for model, conversion in list(UNTOLD.items()):
+    for model, (conversion, matrices) in list(UNTOLD.items()):
         layers = {n: m for n, m in model.named_modules() if own_config(m) is not None}
         on = {n for n, m in layers.items() if m.switch.was_on}
         if not on:
@@ -38,9 +38,12 @@ def tell_what_ran() -> None:
         forms = {_form_in_graphs(layers[n]) for n in on} - {None}
         maybe = {n for n, m in layers.items() if n not in on and _form_in_graphs(m) in forms}
         off = [(name_in_model(n), NOT_CALLED) for n in layers if n not in on | maybe]
-        elements = [conversion.elements.get(name_in_model(n), 0) for n in on | maybe]
-        share = ("up to " if maybe else "") + conversion.share_of(elements)
-        lines = [f"{type(model).__name__}: {share} have run in float8", *folded(off)]
+        ran = {layers[n].switch for n in on | maybe}
+        share = conversion.share_of(sum(size for size, of in matrices if of & ran))
+        lines = [
+            f"{type(model).__name__}: {'up to ' if maybe else ''}{share} have run in float8",
+            *folded(off),
+        ]
         logger.log(logging.WARNING if off else logging.INFO, "%s", "\n  ".join(lines))
 
 

@@ -18,6 +18,7 @@ import importlib
 import logging
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -35,7 +36,6 @@ from float8.convert.folding import folded, named
 from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
-from float8.linear.delayed import name_in_model
 from float8.linear.layer import Float8Linear
 from float8.linear.refusals import multiple_of_features
 from float8.linear.registration import (
@@ -45,7 +45,7 @@ from float8.linear.registration import (
     stacked_weights,
     weights_of,
 )
-from float8.linear.switch import Float8Module
+from float8.linear.switch import Float8Module, Switch
 
 logger = logging.getLogger("float8")
 
@@ -53,8 +53,12 @@ NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
-# Converted models -> their report, until `float8.convert.calls` has told what ran.
-UNTOLD: weakref.WeakKeyDictionary[nn.Module, Conversion] = weakref.WeakKeyDictionary()
+# Converted models -> their report, and for each matrix in float8 its elements and the switches of
+# its layers, whose names may change; until `float8.convert.calls` has told what ran.
+Matrices = list[tuple[int, set[Switch]]]
+UNTOLD: weakref.WeakKeyDictionary[nn.Module, tuple[Conversion, Matrices]] = (
+    weakref.WeakKeyDictionary()
+)
 FUSED = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
 
@@ -71,7 +75,7 @@ class Conversion:
         unmatched_patterns: patterns of `float8.filters.skip_names` that match no layer, with the
             nearest name.
         recipe: the recipe of the converted layers and its flags; several if layers differ.
-        elements: name of a float8 layer -> elements of its matrices.
+        elements: of the matrices of float8 layers.
         all_elements: of all parameters with two dimensions and more, without embeddings.
         unnamed: kind of module -> elements of those that no line above names, as of an ``LSTM``.
     """
@@ -82,23 +86,23 @@ class Conversion:
     gathered_in_high_precision: dict[str, str] = field(default_factory=dict)
     unmatched_patterns: list[str] = field(default_factory=list)
     recipe: str = ""
-    elements: dict[str, int] = field(default_factory=dict)
+    elements: int = 0
     all_elements: int = 0
     unnamed: dict[str, int] = field(default_factory=dict)
 
-    def share_of(self, elements: Iterable[int]) -> str:
-        """Their sum as a percentage of the elements of all matrices."""
-        return f"{100 * sum(elements) / max(self.all_elements, 1):.1f} % of the matrix elements"
+    def share_of(self, elements: int) -> str:
+        """A number of elements as a percentage of those of all matrices."""
+        return f"{100 * elements / max(self.all_elements, 1):.1f} % of the matrix elements"
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
         experts = f", {len(self.experts)} of them experts" if self.experts else ""
-        if sum(self.elements.values()) < self.all_elements:
-            experts += f", {self.share_of(self.elements.values())}"
+        if self.elements < self.all_elements:
+            experts += f", {self.share_of(self.elements)}"
         lines = [f"converted to float8 ({self.recipe}): {len(self.converted)} layers{experts}"]
         lines += [f"left alone: {line}" for line in folded(self.skipped.items())]
         kinds = sorted(self.unnamed.items(), key=lambda item: -item[1])
-        lines += [f"left alone: {kind}: {self.share_of([n])}" for kind, n in kinds]
+        lines += [f"left alone: {kind}: {self.share_of(n)}" for kind, n in kinds]
         lines += [f"weight gathered in high precision: {x}" for x in folded(gathered.items())]
         lines += [f"skip_names: no layer is called {name}" for name in self.unmatched_patterns]
         return "\n  ".join(lines)
@@ -195,9 +199,8 @@ class ConversionPlan:
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
-        _count_elements(model, conversion)
+        UNTOLD[model] = conversion, _count_elements(model, conversion)
         model.float8_conversion = conversion  # type: ignore[assignment]
-        UNTOLD[model] = conversion
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
         unchanged = any(c != self.config for c in own.values())
@@ -277,21 +280,25 @@ def sharded_before(model: nn.Module, plan: ConversionPlan) -> list[tuple[str, st
     ]
 
 
-def _count_elements(model: nn.Module, conversion: Conversion) -> None:
-    """Count the elements of matrices; a tied one counts as float8 if any of its layers is."""
-    seen: set[int] = set()
-    for fqn, m in sorted(model.named_modules(), key=lambda item: own_config(item[1]) is None):
-        own = {} if own_config(m) is None else weights_of(m)
-        for name, p in m._parameters.items():
-            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in seen:
+def _count_elements(model: nn.Module, conversion: Conversion) -> Matrices:
+    """Count the elements of matrices; a tied one is in float8 if any of its layers is."""
+    switches: dict[int, set[Switch]] = defaultdict(set)
+    for layer in model.modules():
+        for weight in {} if own_config(layer) is None else weights_of(layer).values():
+            switches[id(weight)].add(cast(Any, layer).switch)
+    matrices: dict[int, tuple[int, set[Switch]]] = {}
+    for fqn, m in model.named_modules():
+        for p in m._parameters.values():
+            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in switches
+            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in matrices:
                 continue
-            seen.add(id(p))
-            conversion.all_elements += p.numel()
-            counts = conversion.elements if name in own else conversion.unnamed
-            key = name_in_model(fqn) if name in own else type(m).__name__
-            if name in own or fqn not in conversion.skipped:
-                counts[key] = counts.get(key, 0) + p.numel()
+            matrices[id(p)] = p.numel(), switches.get(id(p), set())
+            if id(p) not in switches and fqn not in conversion.skipped:
+                kind = type(m).__name__
+                conversion.unnamed[kind] = conversion.unnamed.get(kind, 0) + p.numel()
+    conversion.elements = sum(size for size, layers in matrices.values() if layers)
+    conversion.all_elements = sum(size for size, _ in matrices.values())
+    return list(matrices.values())
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:

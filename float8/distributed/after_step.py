@@ -30,8 +30,7 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     all-reduce finds the dynamic scales (`precompute_float8_dynamic_scale_for_fsdp`). The order
     saves work: a delayed weight that has its first scale needs no dynamic one. The first call logs
     how much of the model runs in float8, and names converted layers that it does not call. Other
-    recipes need nothing more, so a training loop can call this for all. A model without float8
-    layers is left as it is, with one warning in the log.
+    recipes need nothing more, so a training loop can call this for all.
 
     Args:
         model: any module.

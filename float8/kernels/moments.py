@@ -45,7 +45,7 @@ last bits of ``log2`` and ``exp2``, which differ between backends: a code may be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,7 +81,7 @@ def groups_shape(shape: Sequence[int], group: int) -> tuple[int, int]:
     return rows, -(-cols // group)
 
 
-def tiles(shape: Sequence[int], group: int) -> Iterator[tuple[slice, slice]]:
+def tiles(shape: Sequence[int], group: int) -> list[tuple[slice, slice]]:
     """The rows and columns of every tile of a matrix (R, C): how much is in float32 at once.
 
     All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
@@ -93,12 +93,12 @@ def tiles(shape: Sequence[int], group: int) -> Iterator[tuple[slice, slice]]:
     rows, cols = shape
     size = max(rows * cols, 1) if torch.compiler.is_compiling() else TILE
     if rows * cols == 0:
-        return
+        return []
     width = cols if cols <= size else max(size // group, 1) * group
     height = max(size // width, 1) if width == cols else 1
-    for top in range(0, rows, height):
-        for left in range(0, cols, width):
-            yield slice(top, min(top + height, rows)), slice(left, min(left + width, cols))
+    tops = [slice(top, min(top + height, rows)) for top in range(0, rows, height)]
+    lefts = [slice(left, min(left + width, cols)) for left in range(0, cols, width)]
+    return [(top, left) for top in tops for left in lefts]
 
 
 class StateMatrix(NamedTuple):
@@ -146,7 +146,7 @@ class StateMatrix(NamedTuple):
     def tile(self, rows: slice, cols: slice) -> StateMatrix:
         """Views of some rows, and of some columns that begin with a group."""
         groups = slice(cols.start // self.group, -(-cols.stop // self.group))
-        scale, exponent = (None if x is None else part(x, rows, groups) for x in self[1:3])
+        scale, exponent = [None if x is None else part(x, rows, groups) for x in self[1:3]]
         return StateMatrix(part(self.codes, rows, cols), scale, exponent, self.group)
 
 
@@ -177,8 +177,8 @@ def _in_whole_groups(
     def right(x: Tensor | None) -> Tensor | None:
         return x if x is None else x[:, whole if x.shape[1] == columns else whole // group :]
 
-    halves = (function(*map(side, (x_RC, *matrices))) for side in (left, right))
-    return tuple(torch.cat(pair, dim=1) for pair in zip(*halves, strict=True))
+    halves = [function(*map(side, (x_RC, *matrices))) for side in (left, right)]
+    return tuple([torch.cat(pair, dim=1) for pair in zip(*halves, strict=True)])
 
 
 def _groups(x_RC: Tensor, group: int) -> Tensor:

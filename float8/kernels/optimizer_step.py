@@ -115,7 +115,7 @@ def plain_step(step: Step) -> None:
     number, seed, first = step.number, step.seed, step.first
     offset = number.to(torch.int32) if isinstance(number, Tensor) else int(number)
     targets = (step.p, *step.states)
-    p, *states = (target.decode() for target in targets)
+    p, *states = [target.decode() for target in targets]
     new = step.rule.update(number, p, step.g.decode(), *states)
     for index, (state, x) in enumerate(zip(targets, new, strict=True)):
         if not step.at_random[index] or state.codes.dtype == torch.float32:
@@ -129,7 +129,7 @@ def plain_step(step: Step) -> None:
 
 def cast_master(master: StateMatrix, weight: Float8Weight) -> None:
     """Write a tensorwise float8 weight from its master, in plain PyTorch, tile by tile."""
-    places = list(tiles(weight.data.shape, master.group))
+    places = tiles(weight.data.shape, master.group)
     if not places:
         return
     amaxes = []
@@ -155,7 +155,7 @@ def refusal(step: Step) -> str | None:
         return f"it has no rule {type(step.rule).__name__}; use fused=False"
     if not 0 < group <= LARGEST_GROUP or group & (group - 1):
         return f"group={group} is not a power of two up to {LARGEST_GROUP}; use fused=False"
-    if not all(x.is_contiguous() for state in step.states for x in state.tensors()):
+    if not all([x.is_contiguous() for state in step.states for x in state.tensors()]):
         return "a state is not contiguous; make it so, or use fused=False"
     return _no_kernel(device.index)
 
@@ -217,7 +217,7 @@ def fused_step(
     name, numbers, lr = update_rules.packed(step.rule)
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
     none = (None, None, None)
-    m, v = (*(state[:3] for state in step.states), none, none)[:2]
+    m, v = (*[state[:3] for state in step.states], none, none)[:2]
     g = step.g.codes if step.g.scale is None else step.g.decode()
     torch.ops.float8.optimizer_step.default(
         name, numbers, lr, float(number), tensor, *step.p[:2], g, *m, *v, step.group,

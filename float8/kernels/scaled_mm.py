@@ -295,7 +295,7 @@ def refuses_granularity(a_block: Block, b_block: Block) -> str | None:
     if product_of(a_block, b_block) is None:
         pairs = ", ".join([f"{a} by {b}" for a, b in _PRODUCTS])
         return (
-            f"no hardware multiplies blocks {a_block} by {b_block} (-1: the whole dimension); "
+            f"no hardware multiplies {block_name(a_block)} by {block_name(b_block)} scales; "
             f"it multiplies {pairs}. Use one of those or {_EMULATE}"
         )
     return None

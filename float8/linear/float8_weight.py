@@ -50,8 +50,13 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
+<<<<<<< HEAD
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import Float8Matrix, mxfp4
+=======
+from float8.granularity import WHOLE, Block, block_name, scale_shape
+from float8.kernels import mxfp4
+>>>>>>> main
 from float8.linear.registration import weights_of
 from float8.linear.scaling import (
     DelayedState,
@@ -313,9 +318,8 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
     if is_known or is_cast_again or output.transposed().block == grad_input.block:
         return None
     return (
-        f"its weight has one scale for each block {output.block} (-1: the whole dimension), and "
-        "grad_input cannot use such scales; use Tensorwise(), Rowwise() or Blockwise(128, 128) "
-        "weights, or an MX format"
+        f"its weight has {block_name(output.block)} scales, which grad_input cannot use; use "
+        "Tensorwise(), Rowwise() or Blockwise(128, 128) weights, or an MX format"
     )
 
 

@@ -14,7 +14,7 @@ from float8 import kernels
 from float8.config import Float8LinearConfig, Gemm, LinearPlan
 from float8.config.plan import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
-from float8.granularity import WHOLE
+from float8.granularity import WHOLE, block_name
 from float8.kernels import mxfp4
 from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
 from float8.linear.plan import autocasts
@@ -98,8 +98,8 @@ def refuses_float8_input(
         )
     if not fits or input.float8_data.dtype != cast.dtype:
         return (
-            f"input is a Float8Tensor in {input.format} with block {block}; this config reads "
-            f"{format_of(cast.dtype)} with block {expected} (-1: the whole dimension). {how}"
+            f"input is a Float8Tensor in {input.format} with {block_name(block)} scales; this "
+            f"config reads {format_of(cast.dtype)} with {block_name(expected[-2:])} ones. {how}"
         )
     if plan.is_grouped and cast.swizzled and is_e8m0(input.scale):
         return (

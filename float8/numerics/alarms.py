@@ -13,8 +13,8 @@ about 26 dB. The thresholds are relative to that, not fixed numbers of dB::
                  behind a healthy SwiGLU, whose gate closes; 14 % and more with an outlier
     noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
                  not where saturation or flushing of the same level is the reason
-    stale        a delayed or static scale half an octave too small, or a delayed one six too large
     drowns       the casts' error in the weight's gradient is 1/sqrt(3) of it (`gradient_error`)
+    stale        a delayed or static scale half an octave too small, or a delayed one six too large
 
 The thresholds are a matter of judgement; the page also shows the numbers.
 
@@ -30,9 +30,9 @@ table. Thresholds are those of problems, except for the fall of an SQNR::
                              more than 10 %                                 1
     flush                    more than 14 %; more than 50 % of a gradient
                              whose SQNR is not 6 dB below the format's      3
+    gradient noise           gradient SQNR below 4.8 dB, a ratio of sqrt(3) 3
     stale scale              amax 0.5 octaves above what the scale was made
                              for, or 6 below a delayed one                  3
-    gradient noise           gradient SQNR below 4.8 dB, a ratio of sqrt(3) 3
     falling SQNR             6 dB below the median of this cast's earlier
                              looks, or below the format's SQNR less 6 dB if
                              that is lower, and nothing of the above        3
@@ -162,7 +162,8 @@ def _sqnr_level(cast: CastStatistics) -> int:
 def _nonfinite(cast: CastStatistics) -> Seen | None:
     level = BAD if cast.nonfinite or _is_lost(cast) else FINE
     text = f"{cast.nonfinite:,} of {cast.elements:,} elements are not finite."
-    return _seen(level, cast.nonfinite, text)
+    # inf and NaN spread: their first layer says more than that with most of them.
+    return _seen(level, None, text)
 
 
 def _saturated(cast: CastStatistics) -> Seen | None:
@@ -272,7 +273,7 @@ DROWNS = ProblemKind(
     'high precision (recipe "rowwise_with_gw_hp"), or leave the layer out. With healthy casts the '
     "gradient itself has become small: a larger batch, or the end of what float8 can train.",
 )
-PROBLEM_KINDS = (NONFINITE, SATURATES, FLUSHES, NOISY, STALE, DROWNS)
+PROBLEM_KINDS = (NONFINITE, SATURATES, FLUSHES, NOISY, DROWNS, STALE)  # the worst first
 
 # --- alarms
 
@@ -335,8 +336,8 @@ ALARM_RULES = (
     AlarmRule("inf or NaN in gradient", 2, NONFINITE, ("grad_output",)),
     AlarmRule("saturation", 3, SATURATES),
     AlarmRule("flush", 3, FLUSHES),
-    AlarmRule("stale scale", 3, STALE),
     AlarmRule("gradient noise", 3, DROWNS),
+    AlarmRule("stale scale", 3, STALE),
     AlarmRule("falling SQNR", 3, None),  # one look alone does not tell: `_fall`
 )
 
@@ -429,9 +430,7 @@ class AlarmWatch:
                     what |= {"message": seen.message, "advice": advice}
                     alarm = Alarm(**what, started=step, last=step, ended=None)
                     self._active[key] = alarm
-                    # inf and NaN spread: their first layer says more than that with most of them.
-                    severity = 0.0 if kind is NONFINITE else -seen.value
-                    started.append((place, severity, alarm))
+                    started.append((place, -seen.value, alarm))
             # Unless it has fallen, by the last rule.
             if seen is None and cast.sqnr is not None and cast.sqnr > -math.inf:
                 earlier.append(cast.sqnr)

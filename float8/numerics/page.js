@@ -17,7 +17,7 @@ function sort(head, descending) {
   const key = (row) => {
     const text = row.querySelector(`summary > .${head.className} > i`)?.textContent;
     if (isText) return row.querySelector(`.${head.className}`).textContent;
-    return head.className === "sqnr" ? rows.indexOf(row) : parseFloat(text.replace("inf", "Infinity"));
+    return parseFloat(text.replace("inf", "Infinity"));
   };
   const order = (p, q) => isText ? sign * p.localeCompare(q, "en", { numeric: true })
     : Number.isNaN(p) - Number.isNaN(q) || (sign * (p - q) || 0); // what is not known comes last

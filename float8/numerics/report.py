@@ -22,7 +22,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +77,8 @@ def page(
         line = lines({"own": [each.sqnr if each else None for each in own]}, names)
         wrong = [n for n, each in zip(names, own, strict=True) if each and rules.level_of(each)]
         rows.append((cast, histogram(cast), line, wrong))
+    severity = {rule.name: i for i, rule in enumerate(rules.ALARM_RULES)}
+    newest = sorted(alarms, key=lambda a: a.started, reverse=True)
     folder = Path(__file__).parent
     texts = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}
     digests = {kind: hashlib.sha256(text.encode()).digest() for kind, text in texts.items()}
@@ -87,7 +89,7 @@ def page(
             report=report,
             reports=reports,
             about=about,
-            alarms=sorted(reversed(alarms), key=lambda alarm: not alarm.is_active),
+            alarms=sorted(newest, key=lambda a: (not a.is_active, severity.get(a.rule, 0))),
             most=SHOWN_ALARMS,
             problems=rules.problems_of(report.casts),
             rows=rows,
@@ -150,11 +152,16 @@ def bars_of(cast: CastStatistics) -> list[tuple[float, float, float]]:
 
 
 class Picture(NamedTuple):
-    """An SVG: its width in units, paths by class, and texts: place from left, and what."""
+    """An SVG: its width in units, and paths by class.
+
+    Texts below it: place from left in %, and what. Horizontal lines: units from the top, and what;
+    none is the axis of shares that all histograms have.
+    """
 
     width: float
     paths: dict[str, str]
     marks: list[tuple[float, str]]
+    levels: Sequence[tuple[int, str]] = ()
 
 
 def power_of_two(exponent: float, digits: int = 1) -> str:
@@ -196,25 +203,31 @@ def histogram(cast: CastStatistics) -> Picture | None:
 
 
 def lines(series: Mapping[str, Sequence[float | None]], looks: Sequence[str]) -> Picture | None:
-    """Values in dB at each look, by name; the lowest and the highest are the ends of the axis."""
+    """Values in dB at each look, by name, over an axis of whole dB."""
     finite = {
-        kind: [v if v is not None and math.isfinite(v) else None for v in values]
+        kind: {i: v for i, v in enumerate(values) if v is not None and math.isfinite(v)}
         for kind, values in series.items()
     }
-    known = [v for values in finite.values() for v in values if v is not None]
+    known = [value for points in finite.values() for value in points.values()]
     if not known or len(looks) < 2:
         return None
-    low, high, paths = min(known), max(known), {}
-    for kind, values in finite.items():
-        path = ""
-        for i, value in enumerate(values):
-            if value is not None:
-                y = round(_UNITS * (0.05 + 0.9 * (high - value) / max(high - low, 1e-9)))
-                is_first = i == 0 or values[i - 1] is None
-                path += f"M{i} {y}h0" if is_first else f"L{i} {y}"  # h0 draws a dot
-        paths[f"line {kind}"] = path
-    marks = [(0.0, f"{looks[0]}: {low:.1f} to {high:.1f} dB"), (100.0, looks[-1])]
-    return Picture(len(looks) - 1, paths, marks)
+    low, high, last = min(known), max(known), len(looks) - 1
+    every = next(n * 10**k for k in count() for n in (1, 2, 5) if high - low <= 4 * n * 10**k)
+    first = math.floor(low / every) * every
+    end = max(math.ceil(high / every) * every, first + every)
+
+    def y(value: float) -> int:
+        return round(_UNITS * (0.05 + 0.9 * (end - value) / (end - first)))
+
+    paths = {
+        f"line {kind}": "".join(  # h0 draws a dot
+            f"L{i} {y(v)}" if i - 1 in points else f"M{i} {y(v)}h0" for i, v in points.items()
+        )
+        for kind, points in finite.items()
+    }
+    marks = [(100 * i / last, looks[i]) for i in sorted({0, last // 3, 2 * last // 3, last})]
+    levels = [(y(value), f"{value} dB") for value in range(first, end + 1, every)]
+    return Picture(last, paths, marks, levels)
 
 
 # --- the command

@@ -36,12 +36,7 @@ import torch
 
 from float8.convert.folding import folded
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
-from float8.numerics.statistics import (
-    LABELS,
-    CastStatistics,
-    Histogram,
-    merged,
-)
+from float8.numerics.statistics import LABELS, CastStatistics, Histogram, merged
 from float8.version import __version__
 
 if TYPE_CHECKING:
@@ -138,15 +133,16 @@ class Report:
 
     @property
     def casts(self) -> list[CastStatistics]:
-        """Worst first: casts of inf or NaN, then those with a problem, then by SQNR.
+        """Worst first: by level, by kind of problem and its size; those without one by SQNR.
 
         The SQNR alone would put a cast last that keeps one huge element and flushes all others.
         """
+        found = [cast for problem in problems_of(self._rows) for cast in problem.casts]
+        order = {id(cast): i for i, cast in reversed([*enumerate(found)])}
 
-        def place(cast: CastStatistics) -> tuple[bool, int, float]:
-            known = math.inf if cast.sqnr is None else cast.sqnr
-            sqnr = -math.inf if cast.nonfinite else known
-            return sqnr > -math.inf, -level_of(cast), sqnr
+        def place(cast: CastStatistics) -> tuple[int, float, float]:
+            sqnr = math.inf if cast.sqnr is None else cast.sqnr
+            return -level_of(cast), order.get(id(cast), math.inf), sqnr
 
         return sorted(self._rows, key=place)
 

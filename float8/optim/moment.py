@@ -104,7 +104,7 @@ class Moment(Tensor):
         codes = torch.zeros(tuple(shape), dtype=integers, device=device).view(dtype)
         zero = torch.zeros(1, 1, device=device)
         coded = encode_expanded(zero, 1) if kind == "float8_expanded" else encode(zero, 1, dtype)
-        scale, *exponent = (x.repeat(groups_shape(shape, group)) for x in coded[1:])
+        scale, *exponent = [x.repeat(groups_shape(shape, group)) for x in coded[1:]]
         return Moment(codes, scale, exponent[0] if exponent else None, group)
 
     @staticmethod
@@ -124,7 +124,7 @@ class Moment(Tensor):
     @property
     def nbytes(self) -> int:  # type: ignore[override]
         """The bytes of codes, scales and exponents."""
-        return sum(x.numel() * x.element_size() for x in self.tensors())
+        return sum([x.numel() * x.element_size() for x in self.tensors()])
 
     def tensors(self) -> list[Tensor]:
         """Codes, scale and, if there is one, exponent."""

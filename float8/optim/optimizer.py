@@ -37,7 +37,9 @@ A second moment in float16 is precise enough to round to nearest (4 % on average
 5 %). A float16 master is not: updates below 2^-11 of a weight would be lost.
 
 Random numbers are a hash of parameter, step and element: the same in every run, on replicas, and
-for the rows of a shard as for the same rows in one process. No random number generator is read.
+for the rows of a shard as for the same rows in one process. No random number generator is read. A
+parameter is known by its name, where the optimizer was given one, or by its place in the optimizer:
+optimizers of one unnamed parameter each draw alike.
 
 What a compiled step costs on a CPU: 0.32 and 0.55 of the eager step's time in two runs, and 0.26
 and 0.23 with the second moment in float16; that is 4 to 7 and 1.2 to 1.7 times the time of torch's
@@ -52,6 +54,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -170,9 +173,11 @@ class QuantizedOptimizer(torch.optim.Optimizer):
     def _with_gradient(self) -> Iterator[tuple[Tensor, dict[str, Any], int]]:
         """Every parameter that has a gradient, its group, and the seed of its random numbers."""
         for number, group in enumerate(self.param_groups):
+            names = group.get("param_names")
             for index, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    yield p, group, (number << 20) + index
+                if p.grad is not None:  # seeds have 28 bits
+                    own = crc32(names[index].encode()) >> 4 if names else (number << 20) + index
+                    yield p, group, own
 
     def _work(self, p: Tensor, group: dict[str, Any], seed: int, in_graph: bool) -> Work:
         assert p.grad is not None

@@ -130,6 +130,20 @@ def test_every_page_fits_and_loads(tab, site, address):
     assert faults == {}
 
 
+TABLES = """[...document.querySelectorAll(".md-typeset__scrollwrap")].map(
+    e => [e.scrollWidth <= e.clientWidth, getComputedStyle(e).maskImage === "none"])"""
+
+
+def test_on_a_phone_the_recipes_fit_and_a_table_that_goes_on_fades(tab, address):
+    tab.resize(390)
+    tab.open(address + "recipes.html")
+    assert all(fits and whole for fits, whole in tab.value(TABLES))
+    tab.open(address + "measurements.html")
+    found = tab.value(TABLES)
+    assert {fits for fits, _ in found} == {True, False}
+    assert all(fits == whole for fits, whole in found)
+
+
 PLANTED = {
     "wide": ('<div style="width:600px">wide</div>', "at 400: "),
     "image": ('<img src="none.png" alt="none">', "an image was not loaded"),

@@ -35,3 +35,12 @@ def test_a_changed_table_of_the_code_makes_the_page_outdated(monkeypatch):
     row = next(line for line in compatibility.devices().splitlines() if "`sm_120`" in line)
     assert re.search(r"torch._scaled_mm: all \| refused \(\d\) \|", row)
     assert compatibility.with_tables(PAGE) != PAGE
+
+
+def test_the_models_of_the_checkpoints_tests_are_named():
+    pytest.importorskip("transformers")
+    from published_models import MODELS
+
+    section = PAGE.split("\n## Models\n")[1].lower()
+    said = section.replace("-", "_")
+    assert [name for name in MODELS if name not in said] == []

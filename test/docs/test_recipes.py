@@ -23,6 +23,6 @@ def test_the_speeds_are_those_of_the_page_of_speed():
     predicted = predicted.split("## Predictions by recipe\n")[1].split("\n## ")[0]
     line = r"^\| `(\w+)` \| (\S+) \| [^|]*\| (\S+) \|"
     expected = {name: speeds for name, *speeds in re.findall(line, predicted, re.MULTILINE)}
-    line = r"^\| `(\w+)` \|.*\| (\S+), (\S+); "
+    line = r"^- `(\w+)`: (\S+), (\S+); "
     found = re.findall(line, table("The recipes"), re.MULTILINE)
     assert {name: speeds for name, *speeds in found} == expected

@@ -87,8 +87,9 @@ def test_the_ops_are_what_they_declare(block):
     for op, args in (
         (ops.amax, (x, block)),
         (ops.cast_scaled, (x, scale, block, E4M3)),
-        (ops.cast_plain, (x, scale, *how, True, False)),
-        *((ops.cast_plain, (x, None, *how, *wanted)) for wanted in ((True, True), (False, True))),
+        (ops.cast, (x, scale, *how, False, True, False, False)),
+        (ops.cast, (x, None, *how, False, True, True, block == (-1, -1))),
+        (ops.cast, (x, None, *how, False, False, True, False)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
     # The test of schemas (torch 2.13) fails for float8 arguments.

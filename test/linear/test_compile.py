@@ -46,12 +46,14 @@ TRACED = {
     "activations": ("*",),
     "experts": ("grouped_mm",),
     "fusion": ("autograd",),
-    "kernels": ("cublas", "definition", "grouped_mm", "scaled_mm"),
+    "kernels": ("cublas", "definition", "grouped_mm", "moments", "optimizer_step", "scaled_mm"),
     "linear": (
         *("autograd", "delayed", "float8_weight", "layer", "plan", "refusals", "scaling"),
         *("sharded_cast", "smoothing", "switch"),
     ),
+    "optim": ("moment",),
     "unit_scaling": ("constraints", "registry", "functional/*", "modules/*"),
+    "unit_scaling/transforms": ("unit_scale",),
 }
 REGIONS = {"none": lambda model, x: model(x), "whole": whole, "selective": selectively}
 

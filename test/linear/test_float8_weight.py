@@ -81,7 +81,7 @@ MIXED = Float8LinearConfig(ROWS, ROWS, MX, cast_config_weight_for_grad_input=MX,
         (Float8LinearConfig(ROWS, ROWS, ROWS), "^None$"),
         (Float8LinearConfig(ROWS, ROWS, DELAYED), "cast_config_grad_output is delayed"),
         (Float8LinearConfig(ROWS, ROWS, ONE), "cast_config_grad_output is static"),
-        (MIXED, "grad_input cannot use such scales"),
+        (MIXED, "its weight has rowwise scales, which grad_input cannot use"),
     ],
 )
 def test_a_gradient_with_a_scale_of_another_refuses_resident_rows(config, words):

@@ -80,6 +80,11 @@ def test_a_token_does_not_depend_on_its_batch_where_the_page_says_so(recipe):
         whole = layer.eval()(x)
         alone = torch.cat([layer(x[i : i + n]) for i, n in ((0, 16), (16, 1), (17, 15))])
     assert torch.equal(whole[:32], alone) == (recipe in INVARIANT)
+    x[40, 3] = torch.nan
+    for each, reaches in ((layer, {"tensorwise"}), (layer_of(recipe), {"tensorwise", "delayed"})):
+        out = each(x)
+        assert out[40].isnan().all()
+        assert out[:32].isnan().all() if recipe in reaches else out[:32].isfinite().all()
 
 
 @EVERY_RECIPE

@@ -152,7 +152,7 @@ REFUSED = [
     (lambda: _layer(Float8LinearConfig(ODD, ODD, ODD)), ValueError, "up.w1: .*emulate=True"),
     (_second_derivative, RuntimeError, "no second derivative(.|\n)*high_precision"),
     # operands in float8
-    (lambda: _layer("rowwise")(_x8()), ValueError, "up.w1: .*block.*reads e4m3"),
+    (lambda: _layer("rowwise")(_x8()), ValueError, "up.w1: .*tensorwise.*reads e4m3 with rowwise"),
     (lambda: _layer()(_x8(E5M2)), ValueError, "up.w1: .*e5m2.*dequantize"),
     (lambda: _layer("rowwise")(_x8(E4M3, Rowwise())), ValueError, "freeze the weight"),
     (lambda: _layer(NO_CAST)(_x8()), ValueError, "keeps inputs in high precision"),

@@ -90,3 +90,13 @@ def test_no_part_is_wider_than_the_window_in_light_and_dark(show, width, dark):
     sizes = browser.value("""[...document.querySelectorAll('.cast[open] svg.large')].slice(0, 2)
         .map((svg) => svg.getBoundingClientRect().height)""")
     assert sizes == [164, 164]
+
+
+def test_a_head_sorts_by_its_numbers(show):
+    browser = show()
+    numbers = """[...document.querySelectorAll('.cast .sqnr > i')].map((one) => one.textContent)"""
+    for sign in (1, -1):  # the second click turns the order
+        browser.value("document.querySelector('#head .sqnr').click()")
+        found = browser.value(numbers)
+        assert found[-1] == "-"
+        assert found[:-1] == sorted(found[:-1], key=lambda text: sign * float(text))

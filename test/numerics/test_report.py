@@ -15,7 +15,7 @@ import pytest
 from runs import EVIL, HEALTHY, run
 
 from float8.numerics.alarms import AlarmWatch
-from float8.numerics.report import edges_of, histogram, main, page
+from float8.numerics.report import edges_of, histogram, lines, main, page
 from float8.numerics.snapshot import COLUMNS, Report
 from float8.numerics.statistics import Histogram
 
@@ -157,6 +157,41 @@ def test_a_histogram_has_a_bar_for_each_power_of_two_over_the_range_of_the_forma
         assert height == pytest.approx(max(share, 2), abs=0.6)
     assert bars[-1][1] + first == pytest.approx(math.log2(1.5), abs=0.06), "it ends at the amax"
     assert {"2⁰", "2⁻⁸"} < {text for _, text in picture.marks}
+
+
+@pytest.mark.parametrize(
+    ("values", "ticks"),
+    [
+        ((30.0, 30.0, 30.01), (30, 31)),  # noise stays small
+        ((29.2, None, 32.9), (29, 30, 31, 32, 33)),
+        ((-3.0, math.inf, 44.0), (-20, 0, 20, 40, 60)),
+        ((None, 5.0, 300.0), (0, 100, 200, 300)),
+    ],
+)
+def test_a_line_has_an_axis_of_whole_db_on_which_its_points_lie(values, ticks):
+    picture = lines({"own": values}, [f"step {i}" for i in range(3)])
+    assert [text for _, text in picture.levels] == [f"{tick} dB" for tick in ticks]
+    (top, bottom) = picture.levels[-1][0], picture.levels[0][0]
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    points = re.findall(r"[ML](\d+) (\d+)", picture.paths["line own"])
+    for (_, y), value in zip(points, known, strict=True):
+        share = (value - ticks[0]) / (ticks[-1] - ticks[0])
+        assert float(y) == pytest.approx(bottom + share * (top - bottom), abs=1)
+    assert picture.marks == [(0.0, "step 0"), (50.0, "step 1"), (100.0, "step 2")]
+    assert f">{ticks[-1]} dB</text>" in page(
+        [Report([replace(HEALTHY, sqnr=v)], step=i) for i, v in enumerate(values)], ABOUT
+    )
+
+
+def test_alarms_come_by_the_table_of_rules_and_those_that_ended_last():
+    (one, *_) = AlarmWatch(run()).alarms
+    order = [("saturation", 9, None), ("flush", 5, None), ("stale scale", 9, None),
+             ("stale scale", 7, None), ("inf or NaN", 9, 9)]  # fmt: skip
+    alarms = [replace(one, rule=r, layer=f"{r}{s}", started=s, ended=e) for r, s, e in order]
+    alarms.sort(key=lambda alarm: alarm.started)  # as in a file
+    text = said([Report([HEALTHY])], ABOUT, alarms)
+    places = [text.index(f"{rule}: {rule}{started}") for rule, started, _ in order]
+    assert places == sorted(places)
 
 
 # --- the command

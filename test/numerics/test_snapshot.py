@@ -62,7 +62,21 @@ def test_merged_reports_forget_what_one_of_them_saw():
     assert a.gather()._rows == a._rows  # one process
 
 
-def test_a_cast_with_a_problem_comes_before_one_with_a_lower_sqnr():
-    fine = replace(ROW, format="e5m2", sqnr=25.5, flushed=0.0, saturated=0.0, staleness=0.0)
-    flushed = replace(fine, format="e4m3", sqnr=92.0, flushed=0.9999)  # one element has the power
-    assert Report([fine, flushed]).casts == [flushed, fine]
+def test_casts_come_by_severity_and_the_healthy_ones_by_sqnr():
+    fine = replace(ROW, sqnr=30.0, flushed=0.0, saturated=0.0, staleness=0.0)
+    by_severity = [
+        replace(fine, nonfinite=1),  # the first of the model, not that with most of them
+        replace(fine, layer="later", nonfinite=9, sqnr=None),
+        replace(fine, saturated=0.02),
+        replace(fine, flushed=0.9999, sqnr=92.0),  # one element has the power
+        replace(fine, sqnr=12.0),
+        replace(fine, flushed=0.41, sqnr=44.0),
+        replace(fine, flushed=0.15, sqnr=28.0),
+        replace(fine, sqnr=24.0),
+        replace(fine, gradient_sqnr=1.0, sqnr=31.0),
+        replace(fine, staleness=-9.0),
+        *(replace(fine, staleness=i / 10 - 9, sqnr=27.0) for i in range(1, 20)),
+        replace(fine, format="e5m2", sqnr=25.5),
+        replace(fine, sqnr=None),
+    ]
+    assert Report(by_severity[:2] + by_severity[:1:-1]).casts == by_severity

@@ -149,3 +149,40 @@ def test_the_compiled_step_is_one_graph_and_equals_the_eager_one():
         assert isinstance(compiled[name], Moment)
         codes = [s[name].codes.view(torch.uint8).int() for s in (eager, compiled)]
         assert float((codes[0] != codes[1]).float().mean()) < 0.05, name
+
+
+def test_named_parameters_draw_their_own_numbers_in_optimizers_of_their_own_too():
+    """As in optimizer-in-backward; a resumed run goes on with the same numbers."""
+
+    def start(apart):
+        torch.manual_seed(0)
+        value = torch.randn(64, 130).bfloat16()
+        params = {name: nn.Parameter(value.clone()) for name in ("a.weight", "b.weight")}
+        groups = [[pair] for pair in params.items()] if apart else [params.items()]
+        return list(params.values()), [AdamW(g, stochastic_rounding=True) for g in groups]
+
+    def step(params, optimizers, number):
+        for p in params:
+            generator = torch.Generator().manual_seed(number)  # equal gradients
+            p.grad = torch.randn(64, 130, generator=generator).bfloat16()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    together, apart, resumed = start(False), start(True), start(True)
+    for number in range(3):
+        step(*together, number)
+        step(*apart, number)
+    for p, q in zip(resumed[0], apart[0], strict=True):
+        p.data.copy_(q.data)
+    for optimizer, other in zip(resumed[1], apart[1], strict=True):
+        optimizer.load_state_dict(other.state_dict())
+    for run in (together, apart, resumed):
+        step(*run, 3)
+    for p, q, r in zip(together[0], apart[0], resumed[0], strict=True):
+        assert torch.equal(p, q) and torch.equal(p, r)
+    a, b = apart[0]
+    assert 0.2 < (a != b).float().mean() < 0.8
+    codes = [
+        optimizer.state[p]["exp_avg_sq"].codes.float() for p, optimizer in zip(*apart, strict=True)
+    ]
+    assert not torch.equal(*codes)

@@ -150,7 +150,7 @@ REFUSED = [
             (lambda q: q + q, "aten.add"),
             (lambda q: torch.ones(6, 40).bfloat16() * q, "aten.mul"),
             (lambda q: torch.bmm(q[None], q[None]), "aten.bmm"),
-            (lambda q: q.__setitem__(torch.tensor([0, 1]), 1.0), "aten.index_put_"),
+            (lambda q: q.__setitem__(torch.tensor([0, 1]), 1.0), "aten.index_(put|fill)_"),
             (lambda q: q.view(torch.uint8), "aten.view.dtype"),
         )
     ),

@@ -121,7 +121,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    if any(getattr(p, "float8_products", None) for p in new.modules() if p is not new):
+    if any([getattr(p, "float8_products", None) for p in new.modules() if p is not new]):
         raise ValueError(
             "unit_scale: a part of the model has the transform float8, whose contractions an outer "
             "transform does not see: transform the whole model, float8(unit_scale(model))"
@@ -283,7 +283,7 @@ class UnitScaleMode(Mode):
             outputs = [
                 x
                 for _, x in tensors_in((result, effect))
-                if x.is_floating_point() and (in_place or not any(x is y for _, y in operands))
+                if x.is_floating_point() and (in_place or not any([x is y for _, y in operands]))
             ]
             numbers = ask(self.decisions, "end", len(outputs))
             for x, number in zip(outputs, numbers, strict=True):
