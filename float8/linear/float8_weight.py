@@ -50,13 +50,8 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
-<<<<<<< HEAD
-from float8.granularity import WHOLE, Block, scale_shape
-from float8.kernels import Float8Matrix, mxfp4
-=======
 from float8.granularity import WHOLE, Block, block_name, scale_shape
-from float8.kernels import mxfp4
->>>>>>> main
+from float8.kernels import Float8Matrix, mxfp4
 from float8.linear.registration import weights_of
 from float8.linear.scaling import (
     DelayedState,
