@@ -25,8 +25,7 @@ from float8.linear.autograd import (
     Float8LinearFunction,
     States,
 )
-from float8.linear.cast import Cast, make_cast, set_cast
-from float8.linear.delayed import DelayedCast
+from float8.linear.delayed import DelayedCast, make_cast, set_cast
 from float8.linear.float8_weight import (
     Float8Weight,
     float8_weight,
@@ -37,6 +36,7 @@ from float8.linear.plan import plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
+from float8.linear.scaling import Cast
 from float8.linear.smoothing import SmoothLinearFunction, smoothing_factors
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
