@@ -139,7 +139,8 @@ def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tenso
     if isinstance(x, Float8Tensor):
         x8_MK, x8_KM, _ = input_in_float8(x, call, needs_w)
         scale, factors_1K = split(x8_MK.scale)
-        return x8_MK._replace(scale=scale), x8_KM and x8_KM._replace(scale=scale), None, factors_1K
+        x8_MK = x8_MK._replace(scale=scale, block=operand.first.block)  # type: ignore[union-attr]
+        return x8_MK, x8_KM and x8_KM._replace(scale=scale), None, factors_1K
     x_MK = as_matrix(x).to(call.plan.dtype)
     factors_1K = smoothing_factors(x_MK)
     second = needs_w and operand.second is not None
