@@ -69,8 +69,8 @@ def products(
             for x, granularity in zip((a_MK, b_NK), granularities, strict=True)
         )
         if name == FAST:
-            pair = [Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
-            return lambda: scaled_mm(*pair, out_dtype=torch.bfloat16, use_fast_accum=True)
+            a8, b8 = [Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
+            return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=True)
         return lambda: a @ b.t()
 
     return {BASELINE: lambda: lambda: a_MK @ b_NK.t()} | {n: partial(product, n) for n in names}

@@ -187,12 +187,14 @@ def cast_operand(
         matrix, _, amax = cast_matrix(x, a, state, None, True, False, records)  # type: ignore
         if not second:
             return matrix, None, amax
-        data, scale, _ = matrix  # type: ignore[misc]
-        scale = scale if scale.dim() == 1 or scale.numel() == 1 else scale.mT
-        return matrix, Float8Matrix(data.mT, scale, b.block), amax  # type: ignore[union-attr]
+        data, its, _ = matrix
+        its = its if its.dim() == 1 or its.numel() == 1 else its.mT
+        return matrix, Float8Matrix(data.mT, its, b.block), amax  # type: ignore[union-attr]
     if a is not None and operand.is_same:
         return cast_matrix(x, a, state, scale, first, second, records)
-    one, other, amax = x if first else None, x.mT if second else None, None
+    one: Any = x if first else None
+    other: Any = x.mT if second else None
+    amax = None
     if first and a is not None:
         one, _, amax = cast_matrix(x, a, state, None, True, False, records)
     if second and b is not None:
@@ -263,7 +265,9 @@ def cast_sharded(
     if not is_cast_in_parts(x, how):
         scale = known_scale(how, state, x) if scale is None else scale
         return kernels.cast(x, replace(how, kernel=None), scale, row_major, transposed, finds_amax)
-    whole = [Replicate() if p.is_partial() else p for p in x.placements]  # a cast needs the sum
+    whole: list[Any] = [
+        Replicate() if p.is_partial() else p for p in x.placements
+    ]  # a cast needs the sum
     x = x if whole == list(x.placements) else x.redistribute(placements=whole)
     part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
     is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices

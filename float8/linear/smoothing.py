@@ -119,13 +119,12 @@ class SmoothLinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         plan = ctx.call.plan
-        x_KM, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
+        x, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
+        x8_KM: Any = x if x_scale is None else Float8Matrix(x, x_scale, plan.x.second.block)
         w = None if w is None else w.to(plan.dtype)
         if w is not None and plan.w.second is not None:
             w = smoothed(w, inverse(factors_1K))
-        if x_scale is not None:
-            x_KM = Float8Matrix(x_KM, x_scale, plan.x.second.block)
-        grad_x, grad_w, grad_bias = products_of_backward(ctx, g, x_KM, (w, w_scale), None)
+        grad_x, grad_w, grad_bias = products_of_backward(ctx, g, x8_KM, (w, w_scale), None)
         if grad_x is not None and plan.w.second is not None:
             grad_x = grad_x * factors_1K.to(grad_x.dtype)
         if grad_w is not None and plan.x.second is not None:

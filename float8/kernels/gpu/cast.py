@@ -48,10 +48,10 @@ def _launch(
     how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, scale, *how)
-    *outputs, amax = found = empty_outputs(x, scale, *how)
-    record = amax.zero_() if finds_amax else None
+    found = empty_outputs(x, scale, *how)
+    outputs, record = found[:4], found[4].zero_() if finds_amax else None
     if x.stride(-2) == 1 and x.stride(-1) != 1:
-        x, outputs = x.mT, [*outputs[2:], *outputs[:2]]
+        x, outputs = x.mT, (*outputs[2:], *outputs[:2])
     if block == ROW and outputs[2].numel() == 0:
         cast_rows(x, *outputs[:2], scale_format != definition.FLOAT32)
     else:
@@ -65,13 +65,11 @@ def _definition(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
-    *outputs, amax = found = empty_outputs(
-        x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax
-    )
+    found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
     block = (1, *block)[-x.dim() :]
     if finds_amax:
-        amax.copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(amax.shape))
-    for wanted, source, data, its in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
+        found[4].copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(1, 1))
+    for wanted, source, data, its in ((rows, x, *found[:2]), (cols, x.mT, *found[2:4])):
         if not (wanted or its.numel()):
             continue
         own = scale

@@ -74,8 +74,8 @@ class Norm(NamedTuple):
     is_centred: bool
 
 
-# data (M, K), data_t (K, M), scale (1, 1), mean and rstd (M, 1); the mean is None in an RMS norm.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+# data (M, K), data_t (K, M), scale and amax (1, 1), mean and rstd (M, 1); an RMS norm's mean is None.
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @triton.jit
