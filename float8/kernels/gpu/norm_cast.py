@@ -74,7 +74,7 @@ class Norm(NamedTuple):
     is_centred: bool
 
 
-# data (M, K), data_t (K, M), scale and amax (1, 1), mean and rstd (M, 1); an RMS norm's mean is None.
+# data (M, K), data_t (K, M), scale and amax (1, 1), mean (M, 1), None in an RMS norm; rstd (M, 1).
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
