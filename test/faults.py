@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from float8.kernels import cpu, definition
-from float8.linear import delayed, scaling
+from float8.linear import scaling, sync
 from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]
@@ -117,7 +117,7 @@ LAYER_FAULTS: dict[str, Fault] = {
 }
 # Found by test_faults.py, and by distributed/test_parallel_training.py.
 forgotten_clamp = _patched(cpu, "cast", _forgotten_clamp)
-missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
+missing_all_reduce = _patched(sync, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 
 def _amax_of_this_rank_alone(original: Any) -> Any:

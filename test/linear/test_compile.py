@@ -49,7 +49,7 @@ TRACED = {
     "kernels": ("cublas", "definition", "grouped_mm", "moments", "optimizer_step", "scaled_mm"),
     "linear": (
         *("autograd", "delayed", "float8_weight", "layer", "plan", "refusals", "scaling"),
-        *("sharded_cast", "smoothing", "switch"),
+        *("smoothing", "switch", "sync"),
     ),
     "optim": ("moment",),
     "unit_scaling": ("constraints", "registry", "functional/*", "modules/*"),
