@@ -109,9 +109,7 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
     if refuses_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
         return None
     a8, b8 = (bind_and_cast(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
-    return lambda: scaled_mm(
-        a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum
-    )
+    return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

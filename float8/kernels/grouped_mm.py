@@ -243,7 +243,8 @@ class GroupedCandidate(NamedTuple):
     ``refuses(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not run,
     or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and what
     `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed layout.
-    Every candidate needs K and N that are multiples of 16. ``takes_powers``: as of `scaled_mm.Candidate`.
+    Every candidate needs K and N that are multiples of 16. ``takes_powers``: as of
+    `scaled_mm.Candidate`.
     """
 
     name: str

@@ -140,8 +140,9 @@ def cast_matrix(
     """Cast a matrix (rows, contraction) to float8, its transpose, or both by casts that are alike.
 
     ``x`` is float32, bfloat16 or float16, with any strides. ``how`` is stated for this orientation.
-    A delayed cast has a ``state``, whose scale is taken; ``finds_amax`` asks for its amax. ``scale``
-    is the one that an earlier call computed for this x, in this orientation; None computes it.
+    A delayed cast has a ``state``, whose scale is taken; ``finds_amax`` asks for its amax.
+    ``scale`` is the one that an earlier call computed for this x, in this orientation; None
+    computes it.
     """
     if hasattr(x, "device_mesh"):
         # Importing DTensor takes most of a second.
