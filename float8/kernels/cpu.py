@@ -178,7 +178,7 @@ def cast_both(
         outputs.append(cast_by_scale(source, own, block, dtype, *fits))
         outputs.append(own if has_own else x.new_empty(nothing))
     if is_whole and not is_given:  # one scale for both orientations
-        outputs[1] = scale  # type: ignore[call-overload]
+        outputs[1] = scale  # type: ignore[assignment]
     found = whole.clone() if finds_amax else x.new_empty(nothing)  # type: ignore[union-attr]
     return *outputs, found  # type: ignore[return-value]
 

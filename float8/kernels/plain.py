@@ -155,7 +155,7 @@ _register(
 
 def cast_by_definition(*arguments: Any) -> cpu.Outputs:
     """The op ``cast``, made of aten's ops."""
-    return cpu.cast_both(*arguments, where=definition)
+    return cpu.cast_both(*arguments, where=definition)  # type: ignore[misc]
 
 
 # --- a product

@@ -150,7 +150,8 @@ class Float8LinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         x, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
-        plan, x8_KM = ctx.call.plan, x
+        plan = ctx.call.plan
+        x8_KM: Any = x
         if x is not None and plan.dequantizes:
             x8_KM = kernels.dequantize(x, x_scale, plan.x.first.block, plan.dtype).t()
         elif x_scale is not None:
@@ -182,7 +183,7 @@ def products_of_backward(
     if needs_bias:
         grad_bias = times(g_MN.sum(0), call.factors[2])
     if amax is not None:
-        record_amax(state.current_amax, amax)  # type: ignore[union-attr]
+        record_amax(state.current_amax, amax)
     return grad_x, grad_w, grad_bias
 
 
@@ -218,7 +219,10 @@ def _product_in_high_precision(
     """``a @ b.T``, at least one of which is in high precision."""
     dtype = (b if gemm.b is None else a).dtype
     if offs is None:
-        a, b = [x if isinstance(x, Tensor) else kernels.dequantize(*x, dtype) for x in (a, b)]
+        a, b = [
+            x if isinstance(x, Tensor) else kernels.dequantize(x.data, x.scale, x.block, dtype)
+            for x in (a, b)
+        ]
         return F.linear(a, b, bias)
     if gemm.a is gemm.b:
         return kernels.multiply_groups_plainly(a, b, offs)
@@ -250,14 +254,11 @@ def input_in_float8(
         return x8_MK, None, None
     if offs is not None and operand.align > 1:  # through bfloat16, which is exact: the bits stay
         values = data.to(torch.bfloat16)
-        data_t = cast_tokens(values, operand.first, operand.align, offs, False, True, scale=1.0)[
-            1
-        ].data
-    return (
-        x8_MK,
-        Float8Matrix(data.t() if data_t is None else data_t, scale.t(), operand.second.block),
-        None,
-    )
+        found = cast_tokens(values, operand.first, operand.align, offs, False, True, scale=1.0)
+        data_t = found[1].data
+    data_t = data.t() if data_t is None else data_t
+    second: Any = operand.second
+    return x8_MK, Float8Matrix(data_t, scale.t(), second.block), None
 
 
 def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | None]:

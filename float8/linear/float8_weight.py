@@ -74,7 +74,7 @@ ROWWISE = (1, WHOLE)
 # How backward reads what it has of a weight: (saved, call, g_MN, offs) -> w_KN for grad_input, and
 # grad_output as it is to be cast. ``saved`` is what forward saved, data or a matrix in high
 # precision, and a scale or None; ``offs`` the ends of groups of tokens, or None.
-Saved = tuple[Tensor, Tensor | None]
+Saved = tuple[Tensor, Any]
 Read = tuple[Any, Tensor]
 Reads = Callable[[Saved, Any, Tensor, Any], Read]
 
@@ -124,8 +124,9 @@ def dequantized(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
 def cast_and_dequantized(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
     w_NK, scale = saved
-    w8_NK = cast_matrix(rounded(w_NK, call.plan), call.plan.w.first, call.states[1], scale)
-    return dequantized(w8_NK.row_major[:2], call, g_MN, offs)
+    found = cast_matrix(rounded(w_NK, call.plan), call.plan.w.first, call.states[1], scale)
+    w8_NK: Any = found.row_major
+    return dequantized(w8_NK[:2], call, g_MN, offs)
 
 
 @dataclass(eq=False, slots=True)

@@ -188,12 +188,14 @@ def cast_operand(
         matrix, _, amax = cast_matrix(x, a, state, None, True, False, records)  # type: ignore
         if not second:
             return matrix, None, amax
-        data, scale, _ = matrix  # type: ignore[misc]
+        data, scale, _ = matrix
         scale = scale if scale.dim() == 1 or scale.numel() == 1 else scale.mT
         return matrix, Float8Matrix(data.mT, scale, b.block), amax  # type: ignore[union-attr]
     if a is not None and operand.is_same:
         return cast_matrix(x, a, state, scale, first, second, records)
-    one, other, amax = x if first else None, x.mT if second else None, None
+    one: Any = x if first else None
+    other: Any = x.mT if second else None
+    amax = None
     if first and a is not None:
         one, _, amax = cast_matrix(x, a, state, None, True, False, records)
     if second and b is not None:

@@ -39,7 +39,9 @@ def cast_sharded(
     if not is_cast_in_parts(x, how):
         scale = known_scale(how, state, x) if scale is None else scale
         return kernels.cast(x, replace(how, kernel=None), scale, row_major, transposed, finds_amax)
-    whole = [Replicate() if p.is_partial() else p for p in x.placements]  # a cast needs the sum
+    whole: Any = [
+        Replicate() if p.is_partial() else p for p in x.placements
+    ]  # a cast needs the sum
     x = x if whole == list(x.placements) else x.redistribute(placements=whole)
     part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
     is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices

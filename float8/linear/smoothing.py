@@ -119,6 +119,7 @@ class SmoothLinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         plan = ctx.call.plan
+        x_KM: Any
         x_KM, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
         w = None if w is None else w.to(plan.dtype)
         if w is not None and plan.w.second is not None:

@@ -48,12 +48,12 @@ def _launch(
     how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, scale, *how)
-    *outputs, amax = found = empty_outputs(x, scale, *how)
-    record = amax.zero_() if finds_amax else None
+    found = empty_outputs(x, scale, *how)
+    outputs, record = found[:4], found[4].zero_() if finds_amax else None
     if x.stride(-2) == 1 and x.stride(-1) != 1:
-        x, outputs = x.mT, [*outputs[2:], *outputs[:2]]
+        x, outputs = x.mT, (*outputs[2:], *outputs[:2])
     if block == ROW and outputs[2].numel() == 0:
-        cast_rows(x, *outputs[:2], scale_format != definition.FLOAT32)
+        cast_rows(x, outputs[0], outputs[1], scale_format != definition.FLOAT32)
     else:
         cast_tiles(
             x, outputs, block, scale_format, scale=scale, record=record, swizzled=swizzled
@@ -65,13 +65,13 @@ def _definition(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
-    *outputs, amax = found = empty_outputs(
-        x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax
-    )
+    found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
+    data, its_scale, data_t, scale_t, amax = found
     block = (1, *block)[-x.dim() :]
     if finds_amax:
         amax.copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(amax.shape))
-    for wanted, source, data, its in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
+    both = (rows, x, data, its_scale), (cols, x.mT, data_t, scale_t)
+    for wanted, source, codes, its in both:
         if not (wanted or its.numel()):
             continue
         own = scale
@@ -79,7 +79,7 @@ def _definition(
             largest = definition.amax(source, block)
             own = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
         if wanted:
-            data.copy_(definition.cast(source, own, block, dtype))
+            codes.copy_(definition.cast(source, own, block, dtype))
         if its.numel():
             is_swizzled = its.dim() < x.dim()
             its.copy_(cublas.mx_scales(own, block, source.shape[-2]) if is_swizzled else own)

@@ -75,7 +75,7 @@ class Norm(NamedTuple):
 
 
 # data (M, K), data_t (K, M), scale (1, 1), mean and rstd (M, 1); the mean is None in an RMS norm.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @triton.jit

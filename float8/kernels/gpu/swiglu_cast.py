@@ -292,10 +292,10 @@ def _launch(
             gate, up, scale, compute_dtype, dtype, power_of_two, cols, finds_amax, factors, limit
         )
     gate, up = row_major(gate), row_major(up)
-    *written, amax = outputs = fused_fake(gate, dtype, cols, finds_amax)
-    record = amax.zero_() if finds_amax else None
+    outputs = fused_fake(gate, dtype, cols, finds_amax)
+    record = outputs[3].zero_() if finds_amax else None
     partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
-    pointers, constants = one_scale_arguments(*written, scale, partials, record, power_of_two)
+    pointers, constants = one_scale_arguments(*outputs[:3], scale, partials, record, power_of_two)
     launch(
         _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
         *gate.shape, gate.stride(0), up.stride(0), factors, limit,
