@@ -23,7 +23,8 @@ from torch import Tensor
 from float8.kernels import definition
 
 GPU = "float8.kernels.gpu"
-importlib.import_module(f"{GPU}.launch").register = lambda schema, *, kernel, **_: kernel
+launch = importlib.import_module(f"{GPU}.launch")
+launch.register = launch.register_kernel = lambda name, *, kernel, **_: kernel
 E4M3 = torch.float8_e4m3fn
 WHOLE, BY_128, SQUARE = (-1, -1), (1, 128), (128, 128)
 COLUMNS = 128  # one tile: a program has every column of the last rows

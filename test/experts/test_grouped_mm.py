@@ -274,7 +274,8 @@ FAULTS = {
     ),
     "groups shifted": lambda b, offs: (b, (offs - 1).clamp(min=0)),
     "experts swapped": lambda b, offs: (
-        b._replace(data=b.data.flip(0), scale=b.scale.flip(0)) if b.data.dim() == 3 else b, offs
+        b._replace(data=b.data.flip(0), scale=b.scale.flip(0)) if b.data.dim() == 3 else b,
+        offs,
     ),
 }
 

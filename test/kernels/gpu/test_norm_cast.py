@@ -86,7 +86,17 @@ def check(got, x, norm, compute, replay, dtype=E4M3):
 
 
 def check_form(
-    shape, norm, form, device, dtypes, layout, fill, dtype=E4M3, pow2=False, cols=True, finds_amax=True
+    shape,
+    norm,
+    form,
+    device,
+    dtypes,
+    layout,
+    fill,
+    dtype=E4M3,
+    pow2=False,
+    cols=True,
+    finds_amax=True,
 ):
     replay, x, norm = make(shape, norm, device, dtypes, layout, fill)
     got = run(x, norm, form, dtypes[2], dtype, pow2, cols, finds_amax)
