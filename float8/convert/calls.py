@@ -41,7 +41,7 @@ def tell_what_ran() -> None:
         ran = {layers[n].switch for n in on | maybe}
         share = conversion.share_of(sum(size for size, of in matrices if of & ran))
         lines = [
-            f"{type(model).__name__}: {'up to ' if maybe else ''}{share} have run in float8",
+            f"{type(model).__name__.removeprefix('FSDP')}: {'up to ' if maybe else ''}{share} have run in float8",
             *folded(off),
         ]
         logger.log(logging.WARNING if off else logging.INFO, "%s", "\n  ".join(lines))

@@ -33,9 +33,9 @@ def remedy_for(operands: Any) -> str:
     for module in reversed([*_running_modules()]):
         for name, weight in module.named_parameters():
             data = getattr(weight, "float8_data", None)
-            # Wrappers, such as torch.compile's `_orig_mod`, are no part of the name.
-            layer = ".".join(p for p in name.split(".")[:-1] if not p.startswith("_"))
-            if layer and data is not None and data.untyped_storage()._cdata in memory:
+            if data is not None and data.untyped_storage()._cdata in memory:
+                # Wrappers, such as torch.compile's `_orig_mod`, are no part of the name.
+                layer = ".".join(p for p in name.split(".")[:-1] if not p.startswith("_"))
                 return (
                     f". It is the weight of {layer}: leave that out by "
                     f"float8.filters.skip_names({layer!r}), or call "

@@ -125,7 +125,8 @@ class Recurrent(nn.Module):
         self.table, self.up = nn.Embedding(1000, 16), nn.Linear(16, 32)
         self.tied = nn.Linear(16, 1000, bias=False)
         self.tied.weight = self.table.weight
-        self.cells, self.mix = nn.LSTM(16, 16), nn.Conv2d(32, 16, 1)
+        self.cells, self.mix, self.again = nn.LSTM(16, 16), *(nn.Conv2d(32, 16, 1) for _ in "12")
+        self.again.weight = self.mix.weight
         self.own = nn.Parameter(torch.zeros(4, 32, 8))
         self.twice = self.up
 
