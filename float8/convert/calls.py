@@ -40,10 +40,8 @@ def tell_what_ran() -> None:
         off = [(name_in_model(n), NOT_CALLED) for n in layers if n not in on | maybe]
         ran = {layers[n].switch for n in on | maybe}
         share = conversion.share_of(sum(size for size, of in matrices if of & ran))
-        lines = [
-            f"{type(model).__name__}: {'up to ' if maybe else ''}{share} have run in float8",
-            *folded(off),
-        ]
+        name, most = type(model).__name__.removeprefix("FSDP"), "up to " if maybe else ""
+        lines = [f"{name}: {most}{share} have run in float8", *folded(off)]
         logger.log(logging.WARNING if off else logging.INFO, "%s", "\n  ".join(lines))
 
 

@@ -281,7 +281,8 @@ def calibrate(
     casts = {name: own.plan.output.a for name, own in plan.configs.items()}
     formats = {name: cast.format for name, cast in casts.items() if cast is not None}
     if not formats:
-        raise ValueError(f"the model has no linear layer to calibrate:{plan.reasons}")
+        why = " its config casts no input" if casts else plan.reasons
+        raise ValueError(f"the model has no linear layer to calibrate:{why}")
     inputs = {name: Distribution() for name in formats}
 
     def count(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

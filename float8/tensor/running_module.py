@@ -27,8 +27,8 @@ def innermost_module() -> str:
     return type(inner).__name__
 
 
-def hint_of_weights(operands: Any) -> str:
-    """What to do about an op on a converted layer's weight in float8; "" for other operands."""
+def remedy_for(operands: Any) -> str:
+    """What to do about an op on the float8 weight of a layer that runs; "" for other operands."""
     memory = {x.float8_data.untyped_storage()._cdata for x in operands if hasattr(x, "float8_data")}
     for module in reversed([*_running_modules()]):
         for name, weight in module.named_parameters():
@@ -37,8 +37,9 @@ def hint_of_weights(operands: Any) -> str:
                 # Wrappers, such as torch.compile's `_orig_mod`, are no part of the name.
                 layer = ".".join(p for p in name.split(".")[:-1] if not p.startswith("_"))
                 return (
-                    f". It is the weight of {layer}, which the model reads itself: leave that "
-                    f"layer out by module_filter_fn=float8.filters.skip_names({layer!r})"
+                    f". It is the weight of {layer}: leave that out by "
+                    f"float8.filters.skip_names({layer!r}), or call "
+                    "float8.convert_from_float8_training(model) first, if PEFT reads it"
                 )
     return ""
 

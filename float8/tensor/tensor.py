@@ -26,7 +26,7 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
-from float8.tensor.running_module import hint_of_weights, innermost_module
+from float8.tensor.running_module import innermost_module, remedy_for
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
@@ -36,10 +36,6 @@ _SCALE_FORMATS = {
 }
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
-PLAIN_BASE = (
-    "In PEFT, merge_and_unload, DoRA, OLoRA and PiSSA need a plain base: call "
-    "float8.convert_from_float8_training(model) first"
-)
 
 
 class Float8Tensor(Tensor):
@@ -275,10 +271,7 @@ class Float8Tensor(Tensor):
         message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
         if func._schema.is_mutable:
             message += " and write into it with x.copy_(values), which casts them"
-        else:
-            message += hint_of_weights(args)
-        message += f". {PLAIN_BASE}"
-        raise NotImplementedError(message)
+        raise NotImplementedError(message + remedy_for(args))
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

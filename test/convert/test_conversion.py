@@ -125,7 +125,8 @@ class Recurrent(nn.Module):
         self.table, self.up = nn.Embedding(1000, 16), nn.Linear(16, 32)
         self.tied = nn.Linear(16, 1000, bias=False)
         self.tied.weight = self.table.weight
-        self.cells, self.mix = nn.LSTM(16, 16), nn.Conv2d(32, 16, 1)
+        self.cells, self.mix, self.again = nn.LSTM(16, 16), *(nn.Conv2d(32, 16, 1) for _ in "12")
+        self.again.weight = self.mix.weight
         self.own = nn.Parameter(torch.zeros(4, 32, 8))
         self.twice = self.up
 
@@ -240,10 +241,10 @@ def test_what_was_called_is_known_of_compiled_models_too(compiled, caplog):
 
 def test_an_error_of_a_weight_in_float8_names_the_layer_and_the_filter():
     model, x = convert_to_float8_inference(Blocks()), torch.randn(5, 32)
-    remedy = r"blocks.0.qkv.*module_filter_fn=float8.filters.skip_names\('blocks.0.qkv'\)"
+    remedy = r"blocks.0.qkv.*float8.filters.skip_names\('blocks.0.qkv'\)"
     with pytest.raises(ValueError, match=f"float8 multiplies two Float8Tensors.*{remedy}"):
         model(x)
     with pytest.raises(NotImplementedError, match=f"not defined for Float8Tensor.*{remedy}"):
         nn.ModuleDict({"_orig_mod": model})["_orig_mod"](x.expand(2, 5, 32))
-    with pytest.raises(ValueError, match=r"dequantize\(\)\. In PEFT"):  # a tensor of no layer
+    with pytest.raises(ValueError, match=r"dequantize\(\)$"):  # a tensor of no layer
         float8.Float8Tensor.from_high_precision(x, float8.E4M3) @ x.t()

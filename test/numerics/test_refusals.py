@@ -85,7 +85,7 @@ REFUSALS = {
     "no batch": (lambda: calibrate(model(), []).static_scales(), "0: no batch reached it"),
     "no layer": (
         lambda: calibrate(plain(), [X], config=Float8LinearConfig(OFF, OFF, OFF)),
-        "no linear layer to calibrate",
+        "no linear layer to calibrate: its config casts no input",
     ),
     "a fast path": (
         lambda: calibrate(nn.TransformerEncoderLayer(16, 2, 32), [X]),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.tensor.running_module import hint_of_weights
-from float8.tensor.tensor import PLAIN_BASE, Float8Tensor, implements
+from float8.tensor.running_module import remedy_for
+from float8.tensor.tensor import Float8Tensor, implements
 
 aten = torch.ops.aten
 
@@ -32,12 +32,11 @@ def _addmm(
     is_float8 = [isinstance(x, Float8Tensor) for x in (a, b, bias)]
     fits = is_float8 == [True, True, False] and a.dtype == b.dtype and a.shape[1:] == b.shape[:1]
     if not fits or (beta, alpha) != (1, 1):
+        given = [f"{type(x).__name__} {tuple(x.shape)} ({x.dtype})" for x in (a, b)]
         raise ValueError(  # of a TypeError, a @ b would show its own text only
-            f"{func}: float8 multiplies two Float8Tensors (M, K) and (K, N) of one dtype, and adds "
-            f"a plain bias, with beta=alpha=1; a, b and bias are Float8Tensors: {is_float8}, a and "
-            f"b {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}. Cast with "
-            "Float8Tensor.from_high_precision, or call .dequantize()"
-            f"{hint_of_weights((a, b))}. {PLAIN_BASE}"
+            f"{func}: float8 multiplies two Float8Tensors (M, K) and (K, N) of one dtype, a plain "
+            f"bias and beta=alpha=1, got {' and '.join(given)}; call .dequantize()"
+            f"{remedy_for((a, b))}"
         )
     a8_MK, b8_KN = [kernels.Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
     return kernels.scaled_mm(a8_MK, b8_KN.t(), bias, out_dtype=a.dtype)
