@@ -102,11 +102,11 @@ def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None
 
 
 def _matrix(
-    block: tuple[int, int], scale_format: str, wanted: tuple[bool, bool], *amax: Tensor,
-    scale: Tensor | None = None,
+    block: tuple[int, int], scale_format: str, wanted: tuple[bool, bool],
+    scale: Tensor | None = None, finds_amax: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of `cast` after x."""
-    return scale, block, E4M3, scale_format, True, *wanted, *amax
+    return scale, block, E4M3, scale_format, True, *wanted, finds_amax
 
 
 WHOLE, ONLY_ROWS = (-1, -1), (True, False)
@@ -118,7 +118,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "delayed both": (
         "cast",
         "cast",
-        _matrix(WHOLE, "float32", BOTH, torch.zeros(()), scale=SCALE),
+        _matrix(WHOLE, "float32", BOTH, SCALE, finds_amax=True),
         4,
     ),
     "dynamic rows": ("cast", "cast", _matrix(WHOLE, "float32", ONLY_ROWS), 5),

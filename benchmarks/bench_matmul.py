@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import harness, report, shapes
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, Shape
 from float8 import Blockwise, Float8Tensor, Rowwise, ScaleFormat, Tensorwise
-from float8.kernels import scaled_mm
+from float8.kernels import Float8Matrix, scaled_mm
 
 BASELINE = "bf16"
 # How `a` and `b` are scaled. Blockwise is DeepSeek-V3's: activations in rows of 128, weights in
@@ -68,9 +68,9 @@ def products(
             Float8Tensor.from_high_precision(x, torch.float8_e4m3fn, granularity, None, scales)
             for x, granularity in zip((a_MK, b_NK), granularities, strict=True)
         )
-        parts = (a.float8_data, a.scale, b.float8_data, b.scale, a.block, b.block)
         if name == FAST:
-            return lambda: scaled_mm(*parts, out_dtype=torch.bfloat16, use_fast_accum=True)
+            a8, b8 = [Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
+            return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=True)
         return lambda: a @ b.t()
 
     return {BASELINE: lambda: lambda: a_MK @ b_NK.t()} | {n: partial(product, n) for n in names}

@@ -106,16 +106,10 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
     if kind == BF16:
         return lambda: a @ b.t()
     plan = getattr(RECIPES["mxfp8" if kind == MX else kind].plan, gemm)
-    blocks = (plan.a.block, plan.b.block)
-    if refuses_device(arch, *blocks, torch.bfloat16):
+    if refuses_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
         return None
-    (a8, a_scale), (b8, b_scale) = (
-        bind_and_cast(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b))
-    )
-    return lambda: scaled_mm(
-        a8, a_scale, b8, b_scale, *blocks,
-        out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum,
-    )  # fmt: skip
+    a8, b8 = (bind_and_cast(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
+    return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum)
 
 
 def fitted(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -35,8 +35,8 @@ from float8.experts.modules import register_experts
 from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
-from float8.linear.delayed import sync_float8_amax_and_scale_history
 from float8.linear.layer import Float8Linear, float8_linear
+from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__

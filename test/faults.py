@@ -14,8 +14,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from float8.kernels import cpu, definition
-from float8.linear import delayed, scaling
+from float8 import kernels
+from float8.kernels import Float8Matrix, cpu, definition
+from float8.linear import scaling, sync
 from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]
@@ -46,19 +47,21 @@ def _truncating_cast(original: Any) -> Any:
 def _swapped_scales(original: Any) -> Any:
     """Multiply each operand of a GEMM by the scale of the other one."""
 
-    def scaled_mm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, *rest: Any, **kw: Any) -> Tensor:
-        return original(a, b_s[:1, :1].expand_as(a_s), b, a_s[:1, :1].expand_as(b_s), *rest, **kw)
+    def multiply(a: Float8Matrix, b: Float8Matrix, *rest: Any) -> Tensor:
+        scales = [other.scale[:1, :1].expand_as(x.scale) for x, other in ((a, b), (b, a))]
+        return original(a._replace(scale=scales[0]), b._replace(scale=scales[1]), *rest)
 
-    return scaled_mm
+    return multiply
 
 
 def _inverted_scale(original: Any) -> Any:
     """Divide by the scales in a GEMM, instead of multiplying."""
 
-    def scaled_mm(a: Tensor, a_s: Tensor, b: Tensor, b_s: Tensor, *rest: Any, **kw: Any) -> Tensor:
-        return original(a, definition.reciprocal(a_s), b, definition.reciprocal(b_s), *rest, **kw)
+    def multiply(a: Float8Matrix, b: Float8Matrix, *rest: Any) -> Tensor:
+        a, b = [x._replace(scale=definition.reciprocal(x.scale)) for x in (a, b)]
+        return original(a, b, *rest)
 
-    return scaled_mm
+    return multiply
 
 
 def _wrong_format(original: Any) -> Any:
@@ -107,8 +110,8 @@ def _forgotten_clamp(original: Any) -> Any:
 # Found by layer_check.check_layer.
 LAYER_FAULTS: dict[str, Fault] = {
     "truncating cast": _patched(cpu, "cast", _truncating_cast),
-    "swapped scales": _patched(cpu, "scaled_mm", _swapped_scales),
-    "inverted scale": _patched(cpu, "scaled_mm", _inverted_scale),
+    "swapped scales": _patched(kernels, "multiply", _swapped_scales),
+    "inverted scale": _patched(kernels, "multiply", _inverted_scale),
     "wrong format": _patched(cpu, "cast", _wrong_format),
     "format maximum of fnuz": _patched(cpu, "scale_from_amax", _format_maximum_of_fnuz),
     "stale scale": _patched(cpu, "scale_from_amax", _stale_scale),
@@ -117,7 +120,7 @@ LAYER_FAULTS: dict[str, Fault] = {
 }
 # Found by test_faults.py, and by distributed/test_parallel_training.py.
 forgotten_clamp = _patched(cpu, "cast", _forgotten_clamp)
-missing_all_reduce = _patched(delayed, "max_over_ranks", lambda original: lambda amax, group: amax)
+missing_all_reduce = _patched(sync, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 
 def _amax_of_this_rank_alone(original: Any) -> Any:

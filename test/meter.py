@@ -17,8 +17,10 @@ def saved_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
     """Bytes of the unique storages that ``forward`` saves for backward, parameters excluded."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     storages: dict[int, int] = {}
+    held: list[Tensor] = []  # until the forward ends: its ops find each other's copies
 
     def pack(x: Tensor) -> Tensor:
+        held.append(x)
         storage = x.untyped_storage()
         if storage.data_ptr() not in parameters:
             storages[storage.data_ptr()] = storage.nbytes()

@@ -64,13 +64,17 @@ def operands(M: int, K: int, N: int, a_block, b_block, b_dtype=E4M3, a_dtype=E4M
     return parts
 
 
+def matrices(parts, a_block, b_block) -> tuple[kernels.Float8Matrix, kernels.Float8Matrix]:
+    """The operands of a product, of (data, scale, data, scale)."""
+    a, a_scale, b, b_scale = parts
+    return kernels.Float8Matrix(a, a_scale, a_block), kernels.Float8Matrix(b, b_scale, b_block)
+
+
 def multiply(parts, a_block, b_block, bias=None, out_dtype=BF16, **options) -> Tensor:
     """`kernels.scaled_mm` of operands that say they are on a GPU."""
-    pretended = [part.as_subclass(PretendCuda) for part in parts]
+    pretended = matrices([part.as_subclass(PretendCuda) for part in parts], a_block, b_block)
     bias = None if bias is None else bias.as_subclass(PretendCuda)
-    return plain(
-        kernels.scaled_mm(*pretended, a_block, b_block, bias, out_dtype=out_dtype, **options)
-    )
+    return plain(kernels.scaled_mm(*pretended, bias, out_dtype=out_dtype, **options))
 
 
 def assert_product_of(actual, parts, a_block, b_block, bias, replay) -> None:

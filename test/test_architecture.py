@@ -7,6 +7,7 @@ tree, so that an import inside a function counts too.
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,57 @@ def test_imports_point_down():
         if (reason := why_not_allowed(package_of(path), package))
     ]
     assert reasons == []
+
+
+def files_imported(source: str, names: Mapping[str, Path]) -> set[str]:
+    """The modules of float8 that a source imports, also inside functions, but not for types."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            both = [(f"{node.module}.{alias.name}", node.module or "") for alias in node.names]
+            found |= {name if name in names else module for name, module in both}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & names.keys()
+
+
+def circle(imports: Mapping[str, set[str]]) -> list[str]:
+    """Modules of which each imports the next, and the last the first; or none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return path[path.index(name) :]
+        if name not in done:
+            for other in sorted(imports[name]):
+                if found := visit(other, [*path, name]):
+                    return found
+        done.add(name)
+        return []
+
+    return next((found for name in imports if (found := visit(name, []))), [])
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """A package's ``__init__`` imports its files, which may name the package itself."""
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in FILES
+    }
+    imports = {
+        name: {
+            n for n in files_imported(p.read_text(), names) if not f"{name}.".startswith(f"{n}.")
+        }
+        for name, p in names.items()
+    }
+    assert circle(imports) == []
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    lazy = "def f():\n    from float8.linear.layer import Float8Linear"
+    assert files_imported(lazy, names) == {"float8.linear.layer"}
 
 
 # --- importing

@@ -72,7 +72,8 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     if block == _BY_KERNEL:
         kernel = kernels.kernel_for(kernels.family_of(x.device), block)
     scale_format = scale_format_of(fmt.power_of_two_scale)
-    data, scale, *_ = kernels.cast_operand(kernel, x_RC, block, fmt.dtype, scale_format)
+    how = kernels.CastSpec(block, fmt.dtype, scale_format, kernel)
+    data, scale, _ = kernels.cast(x_RC, how).row_major  # type: ignore[misc]
     if fmt.power_of_two_scale:
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
     return Float8Copy(data, scale)

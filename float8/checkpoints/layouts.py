@@ -174,7 +174,7 @@ class Layout(ABC):
     def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
         """A weight in high precision as this layout stores it; ``scale`` is its scale, if known."""
         how = OperandCast(ScalingType.DYNAMIC, E4M3, self.block, scale_format)
-        data, scale = bind_and_cast(x, how, scale=scale)
+        data, scale, _ = bind_and_cast(x, how, scale=scale)
         return Float8Tensor(data, scale, self.block, x.dtype, None, scale_format.value)
 
     def fit(self, weight: Float8Tensor) -> Float8Tensor | str:

@@ -16,9 +16,9 @@ from typing import Any, cast
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import UNTOLD, own_config
 from float8.convert.folding import folded
-from float8.linear.delayed import name_in_model
 from float8.linear.plan import BOUND
 from float8.linear.registration import weights_of
+from float8.linear.sync import name_in_model
 
 logger = logging.getLogger("float8")
 NOT_CALLED = (

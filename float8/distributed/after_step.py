@@ -10,10 +10,10 @@ from float8.arguments import check_module
 from float8.convert.calls import tell_what_ran
 from float8.convert.conversion import own_config
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-from float8.linear.delayed import sync_float8_amax_and_scale_history
+from float8.linear.sync import sync_float8_amax_and_scale_history
 
 if TYPE_CHECKING:
-    from float8.linear.delayed import Group
+    from float8.linear.sync import Group
 
 
 def after_step(model: nn.Module, group: Group | None = None) -> None:

@@ -36,7 +36,7 @@ from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.float8_weight import version_of
 from float8.linear.plan import bind_cast
 from float8.linear.registration import weights_of
-from float8.linear.scaling import DelayedState, Pair, bind_and_cast, known_scale, max_over_ranks
+from float8.linear.scaling import DelayedState, bind_and_cast, known_scale, max_over_ranks
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -141,7 +141,7 @@ def part_of(shard: Tensor, size: torch.Size, block: Block, group: Any) -> Part:
 
 def cast_shard(
     shard: Tensor, known: KnownAmax, layer: Any, size: torch.Size, dtype: torch.dtype, group: Any
-) -> Pair:
+) -> tuple[Tensor, Tensor]:
     """Cast a shard of a layer's weight to float8, with the scales of the whole weight.
 
     The shard is in high precision and may be empty. ``known`` has the amax of the whole weight,
@@ -166,7 +166,7 @@ def cast_shard(
     if state is not None and layer.training:
         kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))
     part = part_of(shard, size, cast.block, group)
-    data, _ = bind_and_cast(
+    data, _, _ = bind_and_cast(
         part.aligned(rounded),
         cast,
         scale=part.of(scale),

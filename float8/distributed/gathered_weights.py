@@ -57,10 +57,10 @@ from float8.distributed.rank_comparison import (
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
-from float8.linear.delayed import modules_by_name
 from float8.linear.float8_weight import as_parameter
 from float8.linear.registration import WeightRule, register_weight_rule, weights_of
-from float8.linear.scaling import known_scale, max_over_ranks
+from float8.linear.scaling import known_scale, max_over_ranks, placed
+from float8.linear.sync import modules_by_name
 
 
 @torch.no_grad()
@@ -214,7 +214,6 @@ def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
     local = getattr(x, "_local_tensor", None)
     if local is None:
         return change(x)
-    from float8.linear.sharded_cast import placed  # which imports DTensor
 
     return placed(change(local), x.shape, x.device_mesh, x.placements)
 

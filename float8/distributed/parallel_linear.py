@@ -31,11 +31,11 @@ from float8.config.plan import Operand
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
-from float8.linear.layer import FUNCTIONS, Float8Linear, linear_in_float8
-from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
+from float8.linear.layer import FUNCTIONS, Float8Linear
+from float8.linear.plan import compute_dtype, plan_for, plan_of, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import DelayedState, cast_matrix, sharded_state
+from float8.linear.scaling import DelayedState, cast_matrix, record, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -103,14 +103,16 @@ def _cast_and_gather(
     x: Tensor,
     how: OperandCast,
     state: DelayedState | None,
-    record: bool,
+    records: bool,
     mesh: DeviceMesh,
     shard: Any,
     length: int,
 ) -> tuple[Tensor, Tensor]:
     """Data and scale of a whole tensor, of which x is this rank's part, in high precision."""
     state = sharded_state(state, mesh.get_group().group_name)
-    data, scale = cast_matrix(as_matrix(x), how, state, record, None)
+    found = cast_matrix(as_matrix(x), how, state, finds_amax=records)
+    record(state, found.amax)
+    data, scale, _ = found.row_major  # type: ignore[misc]
     bytes_ = data.reshape(x.shape).view(torch.uint8)  # gloo has no float8
     whole = moved(placed(bytes_, mesh, shard, length), Replicate())
     return whole.view(data.dtype), scale.clone()  # a delayed scale is a buffer, which sync changes
@@ -246,17 +248,18 @@ class Float8ParallelLinear(Float8Linear):
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
         x, weight, wanted = self._read(input), local(self.weight), layout.output
-        plan = plan_for(self.config, x.device, compute_dtype(x))
+        plan = plan_of(self.config, x, weight)
         self._check_call(x, weight, plan)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         grad = torch.is_grad_enabled()
-        call = Call(plan_of_call(plan, x, weight), states, self.training and grad, saves=grad)
+        call = Call(plan, states, self.training and grad, saves=grad)
+        multiply = FUNCTIONS[plan.smooth_input].apply
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
             bias = None if self.bias is None else local(self.bias)
-            out = linear_in_float8(x, weight, bias, call)
+            out = multiply(x, weight, bias, call)
             y: Any = placed(out, mesh, Shard(last), self.weight.shape[0])
         elif isinstance(wanted, Shard) and gathers_in_float8(call.plan.g):
             with without_autocast(x):
@@ -264,7 +267,7 @@ class Float8ParallelLinear(Float8Linear):
             length = self.weight.shape[0] if wanted.dim == last else x.shape[wanted.dim]
             y = placed(out, mesh, wanted, length)
         else:
-            y = placed(linear_in_float8(x, weight, None, call), mesh, Partial())
+            y = placed(multiply(x, weight, None, call), mesh, Partial())
         y = y.redistribute(placements=[wanted])
         if not is_colwise and self.bias is not None:
             # The gradient of the redistribution is the sum over ranks that have other tokens.

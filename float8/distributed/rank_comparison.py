@@ -29,7 +29,7 @@ from torch import nn
 from float8.config import CastConfig, Float8LinearConfig
 from float8.convert.conversion import own_config
 from float8.experts.modules import Float8Experts
-from float8.linear.delayed import DelayedCast, modules_by_name
+from float8.linear.delayed import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.registration import (
     FIRST_SYNC_CHECKS,
@@ -37,6 +37,7 @@ from float8.linear.registration import (
     stored_by,
     weights_of,
 )
+from float8.linear.sync import modules_by_name
 
 LAYERS = (Float8Linear, Float8Experts)
 Facts = dict[str, str]  # of one layer: name of a property -> its value

@@ -125,7 +125,7 @@ class _Exchange(torch.autograd.Function):
 def _dispatched(x_RD: Tensor, route: Route, cast: OperandCast | None, emulate: bool) -> Tensor:
     if cast is None:
         return _all_to_all(x_RD, route.sent, route.received, route.group)[route.order]
-    data, scale = bind_and_cast(x_RD.contiguous(), cast, emulate=emulate)
+    data, scale, _ = bind_and_cast(x_RD.contiguous(), cast, emulate=emulate)
     message, has_scales = data.view(torch.uint8), cast.block[0] == 1  # else every rank knows it
     if has_scales:
         message = torch.cat([message, _in_order(scale).view(torch.uint8)], 1)

@@ -62,7 +62,8 @@ dynamic 1x128, 128x128, mx           3          3          4
 
 3 is 2 read and 1 written; 4 is 2 read and 1 written in each orientation. A leading 2 is a separate
 pass that computes amaxes: the scale of a tensor, or of a column, depends on elements that no single
-thread block reads. A delayed cast records its amax on the way. Forward casts the weight row-major,
+thread block reads. A delayed cast finds its amax on the way, and a launch records it: where it
+reads the weight a second time, it records nothing. Forward casts the weight row-major,
 backward transposed; if both casts are equal, backward reuses forward's scale (3 bytes). With cached
 weights the microbatches of a step share both casts.
 
@@ -200,7 +201,7 @@ class Use:
 READ = 2  # bytes of a bfloat16 element
 WRITE = 1  # bytes of a float8 element
 CONVERT = MemoryPass("convert", 4 + 2)  # float32, rounded to bfloat16
-FILL = MemoryPass("fill", 0)  # a launch that writes a few zeros
+FILL = MemoryPass("fill", 0)  # a launch that writes a few numbers
 DEQUANTIZE = MemoryPass("dequantize", WRITE + READ)
 GIVEN = "given"  # the scale is known before the cast: delayed and static
 TRANSPOSED = " transposed"
@@ -254,15 +255,16 @@ def passes_of_cast(
     if cast is None:
         return []
     kind = _kind(cast)
+    record = [FILL] * (cast.scaling_type is ScalingType.DELAYED)  # the maximum of recorded amaxes
     if use.plain_casts:
         first, other = PLAIN.get(kind, PLAIN[ROWWISE])
         moved = first + (copies - 1) * other
-        return [FILL] * (moved // 3 - 1) + [MemoryPass("plain", moved)]
+        return record + [FILL] * (moved // 3 - 1) + [MemoryPass("plain", moved)]
     amax = MemoryPass(f"amax {kind}{place}", READ)
     copy = MemoryPass(f"cast {kind}{place}", READ + copies * (WRITE + _SCALES.get(kind, 0)))
     if kind == ROWWISE and (copies, place) != (1, ""):
         return [FILL, amax, copy]
-    return [amax, copy] if kind == TENSORWISE else [copy]
+    return [amax, copy] if kind == TENSORWISE else [*record, copy]
 
 
 def _kind(cast: OperandCast) -> str:

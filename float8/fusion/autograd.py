@@ -24,7 +24,7 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.scaling import DelayedState, cast_matrix, known_scale
+from float8.linear.scaling import DelayedState, cast_matrix, known_scale, record
 from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
 from float8.tensor.differentiable import differentiable
 
@@ -117,38 +117,39 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
     """Data, transpose, scale and statistics, from the kernels of a GPU."""
     plan, how, state, x = out.plan, out.plan.x.first, out.state, arguments[0]
     assert how is not None
-    amax = state.current_amax if state is not None and out.record else None
-    scale = known_scale(how, state, x)
+    records, scale = state is not None and out.record, known_scale(how, state, x)
     cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
     called, limit = getattr(torch.ops.float8, op).default, {}
     if op == SWIGLU:
         arguments, limit["limit"] = arguments[:2], arguments[2]
     if not plan.smooth_input:
-        found: tuple[Tensor, ...] = called(*arguments, scale, *cast, amax, **limit)
-        return found
-    # The amax of what is cast follows from those of its columns, so no cast records it.
+        data, data_t, scale, amax, *statistics = called(*arguments, scale, *cast, records, **limit)
+        record(state, amax if records else None)
+        return data, data_t, scale, *statistics
+    # The amax of what is cast follows from those of its columns, so no cast finds it.
     amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype, **limit)
     factors_1K = kernels.smoothing_factors(amaxes_1K)
     largest = kernels.amax(amaxes_1K * factors_1K, how.block)
-    if amax is not None:
-        kernels.record_amax(amax, largest)
+    record(state, largest if records else None)
     if scale is None:
         scale = kernels.scale_from_amax(largest, how.largest, how.scales)
-    data, data_t, scale = called(*arguments, scale, *cast, None, factors_1K, **limit)
+    data, data_t, scale, _ = called(*arguments, scale, *cast, False, factors_1K, **limit)
     return data, data_t, channel_scales(scale, factors_1K)
 
 
 def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
     """The same in plain PyTorch; the transpose is empty, since readers take a view."""
     y32_MK, *statistics = _DEFINITIONS[op](*arguments)
-    y_MK, how = y32_MK.to(out.plan.dtype), out.plan.x.first
+    y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
+    assert how is not None
     if out.plan.smooth_input:
         factors_1K = smoothing_factors(y_MK)
-        data, scale = cast_matrix(smoothed(y_MK, factors_1K), how, out.state, out.record)
-        scale = channel_scales(scale, factors_1K)
-    else:
-        data, scale = cast_matrix(y_MK, how, out.state, out.record)
-        scale = scale.clone()  # a delayed scale is a buffer, which sync changes
+        y_MK = smoothed(y_MK, factors_1K)
+    found = cast_matrix(y_MK, how, out.state, finds_amax=out.record)
+    record(out.state, found.amax)
+    data, scale, _ = found.row_major  # type: ignore[misc]
+    # A delayed scale is a buffer, which sync changes.
+    scale = scale.clone() if factors_1K is None else channel_scales(scale, factors_1K)
     return data, data.new_empty((0, 0)), scale, *statistics
 
 

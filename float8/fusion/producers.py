@@ -56,10 +56,10 @@ from float8.fusion.autograd import (
 )
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
-from float8.linear.cast import Cast, make_cast, set_cast
-from float8.linear.delayed import DelayedCast
+from float8.linear.delayed import DelayedCast, make_cast, set_cast
 from float8.linear.layer import with_state_of
 from float8.linear.plan import compute_dtype, plan_for
+from float8.linear.scaling import Cast
 from float8.linear.switch import Float8Module
 
 _OWN_ATTRIBUTES = (

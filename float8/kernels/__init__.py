@@ -10,8 +10,9 @@ May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Tri
 """
 
 from float8.kernels.casts import (
-    Orientations,
-    cast_operand,
+    Casts,
+    CastSpec,
+    cast,
     cast_tokens,
     compiler_may_cast,
     kernel_for,
@@ -30,16 +31,19 @@ from float8.kernels.grouped_mm import (
     multiply_groups,
     multiply_groups_plainly,
 )
-from float8.kernels.plain import amax, cast, column_amaxes, dequantize
+from float8.kernels.matrix import Float8Matrix
+from float8.kernels.plain import amax, cast_by_scale, column_amaxes, dequantize
 from float8.kernels.scaled_mm import PLAIN, family_of, gemm_for, is_aligned, multiply, scaled_mm
 
 __all__ = [
     "MIN_SCALE",
     "PLAIN",
-    "Orientations",
+    "CastSpec",
+    "Casts",
+    "Float8Matrix",
     "amax",
     "cast",
-    "cast_operand",
+    "cast_by_scale",
     "cast_tokens",
     "column_amaxes",
     "compiler_may_cast",

@@ -14,29 +14,49 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import plain
-from float8.kernels.definition import FLOAT32, record_amax, scale_from_amax
+from float8.kernels.definition import FLOAT32, scale_from_amax
+from float8.kernels.matrix import Float8Matrix
 from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
 
 
-class Orientations(NamedTuple):
-    """An operand in float8, row-major and transposed, for the two GEMMs that read it.
+class CastSpec(NamedTuple):
+    """How a kernel casts.
 
-    ``data`` (M, K) and ``data_t`` (K, M) have a scale each. A kernel writes each contiguous in the
-    last dimension; plain PyTorch keeps the strides of x. An orientation that was not requested has
-    no elements.
+    Args:
+        block: of ``x`` for the data, and of its transpose for the transposed data.
+        dtype: the float8 dtype.
+        scales: which numbers computed scales may be, a value of `ScaleFormat`.
+        kernel: the file of gpu/ whose op casts on a GPU; None for plain PyTorch.
+        swizzled: write E8M0 scales as `cublas.mx_scales` does, for the GEMM alone.
     """
 
-    data: Tensor
-    scale: Tensor
-    data_t: Tensor
-    scale_t: Tensor
+    block: Block
+    dtype: torch.dtype
+    scales: str = FLOAT32
+    kernel: str | None = None
+    swizzled: bool = False
+
+
+class Casts(NamedTuple):
+    """What a cast returns.
+
+    Args:
+        row_major: x in float8. A kernel writes data that is contiguous in the last dimension; plain
+            PyTorch keeps the strides of x.
+        transposed: x.mT in float8.
+        amax: the largest magnitude of x, float32. Each is None if it was not asked for.
+    """
+
+    row_major: Float8Matrix | None
+    transposed: Float8Matrix | None
+    amax: Tensor | None
 
 
 _CAST = ((WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128), (1, 32), (32, 32))
@@ -149,70 +169,74 @@ compiler_may_cast._dynamo_marked_constant = True  # type: ignore[attr-defined]
 check_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def cast_operand(
-    kernel: str | None,
-    x_MK: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str = FLOAT32,
+def cast(
+    x: Tensor,
+    how: Any,
     scale: Tensor | None = None,
     row_major: bool = True,
     transposed: bool = False,
-    amax: Tensor | None = None,
-    swizzled: bool = False,
-) -> Orientations:
-    """Cast a matrix, or a stack of them, by a row of `KERNELS`, or in plain PyTorch.
+    finds_amax: bool = False,
+) -> Casts:
+    """Cast a matrix, or a stack of them, in one orientation or in both.
 
     Args:
-        kernel: the file of gpu/; None for plain PyTorch.
-        x_MK: float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
-        block: of ``x`` for ``data``, and of ``x.t()`` for ``data_t``.
-        dtype: the float8 dtype.
-        scale_format: which numbers computed scales may be.
-        scale: the scale to use; None computes scales from x. A kernel computes scales of rows and
-            blocks always: that needs no second read, and gives the same scales again.
-        row_major, transposed: whether to write the row-major and the transposed orientation.
-        amax: float32, 0-dim: a running maximum to record the amax of x in; whole tensors only.
-        swizzled: write E8M0 scales as `cublas.mx_scales` does, for the GEMM alone.
+        x: (M, K), float32, bfloat16 or float16, any strides; of experts (E, N, K), cast one by one.
+        how: a `CastSpec`, or what has its fields.
+        scale: the scale to use, for the one orientation that is wanted, or of the whole tensor;
+            None computes it. A kernel computes scales of rows and blocks always: that needs no
+            second read, and gives the same scales again.
+        row_major, transposed: which orientations are wanted.
+        finds_amax: whether the amax is wanted too; by one scale per matrix only.
+
+    The compiler sees two steps where one scale serves the tensor: the amax, which it may fuse with
+    the op that makes x, and the cast. In eager mode one op does both.
     """
-    wanted = (row_major, transposed)
-    if kernel is None:
-        if x_MK.device.type == "cuda" and torch.compiler.is_compiling():
-            check_compiler(x_MK.device)
-        if amax is not None:
-            largest = plain.amax(x_MK, block)
-            record_amax(amax, largest)
-            if scale is None:
-                scale = scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
-        found = plain.cast_plain(x_MK, scale, block, dtype, scale_format, *wanted)
-        return Orientations(*found) if scale is None else _with_scale(found[0], found[2], scale)
-    is_tensor = block[-2:] == (WHOLE, WHOLE)
-    data, its_scale, data_t, scale_t = torch.ops.float8.cast.default(
-        x_MK, scale if is_tensor else None, block[-2:], dtype, scale_format, swizzled, *wanted, amax
+    block, dtype, scales = how.block, how.dtype, how.scales
+    is_whole, is_compiling = block[-2:] == (WHOLE, WHOLE), torch.compiler.is_compiling()
+    if is_whole and scale is None and is_compiling:
+        amax = plain.amax(x, block)
+        found = cast(
+            x, how, scale_from_amax(amax, torch.finfo(dtype).max, scales), row_major, transposed
+        )
+        return found._replace(amax=amax if finds_amax else None)
+    if how.kernel is not None and not is_whole:
+        scale = None
+    arguments = x, scale, block[-2:], dtype, scales, how.swizzled, row_major, transposed, finds_amax
+    if how.kernel is not None or (x.is_cpu and not hasattr(x, "device_mesh")):
+        data, own, data_t, own_t, amax = torch.ops.float8.cast.default(*arguments)
+    else:  # by aten's ops, which the compiler fuses, and which have rules for DTensors
+        if is_compiling and x.device.type == "cuda":
+            check_compiler(x.device)
+        data, own, data_t, own_t, amax = plain.cast_by_definition(*arguments)
+    if scale is not None:
+        own = own_t = scale
+    elif is_whole:
+        own_t = own
+    return Casts(
+        Float8Matrix(data, own, block) if row_major else None,
+        Float8Matrix(data_t, own_t, block) if transposed else None,
+        amax if finds_amax else None,
     )
-    if is_tensor:
-        return _with_scale(data, data_t, its_scale if scale is None else scale)
-    return Orientations(data, its_scale, data_t, scale_t)
-
-
-def _with_scale(data: Tensor, data_t: Tensor, scale: Tensor) -> Orientations:
-    return Orientations(data, scale, data_t, scale)
 
 
 def cast_tokens(
-    kernel: str | None,
     x_TK: Tensor,
+    how: Any,
     offs: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str,
-    scale: Tensor | None,
     align: int,
-    row_major: bool,
-    transposed: bool,
-) -> Orientations:
-    """`cast_groups` by a row of `GROUP_KERNELS`, or by the definition."""
-    op = getattr(torch.ops.float8, kernel or "cast_groups").default
-    return Orientations(
-        *op(x_TK, offs, block, dtype, scale_format, scale, align, row_major, transposed)
+    scale: Tensor | None = None,
+    row_major: bool = True,
+    transposed: bool = True,
+) -> Casts:
+    """`cast` of tokens in groups, which end at ``offs``; see `float8.kernels.groups`.
+
+    ``how.kernel`` is of `GROUP_KERNELS`, or None for the definition.
+    """
+    op = getattr(torch.ops.float8, how.kernel or "cast_groups").default
+    block, options = how.block, (scale, align, row_major, transposed)
+    data, own, data_t, own_t = op(x_TK, offs, block, how.dtype, how.scales, *options)
+    return Casts(
+        Float8Matrix(data, own, block) if row_major else None,
+        Float8Matrix(data_t, own_t, block) if transposed else None,
+        None,
     )

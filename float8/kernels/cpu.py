@@ -16,18 +16,20 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition, e8m0
-from float8.kernels.definition import in_blocks, reciprocal, scale_from_amax
+from float8.kernels.definition import in_blocks, scale_from_amax
 
 __all__ = [
     "amax",
     "cast",
-    "cast_dynamic",
+    "cast_both",
     "decode",
     "dequantize",
     "scale_from_amax",
@@ -63,8 +65,9 @@ def amax(x: Tensor, block: Block) -> Tensor:
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
     is_large = x.numel() > _PART // 4
     if WHOLE not in block or _is_tiled(block):
-        if (tiles := _tiles(x, block)) is None:
+        if len(block) != 2 or WHOLE in block or x.shape[0] % block[0] or x.shape[1] % block[1]:
             return definition.amax(x, block)
+        tiles = x.reshape(x.shape[0] // block[0], block[0], -1, block[1])
         return _largest(tiles, [1, 3], False) if is_large else tiles.abs().amax((1, 3)).float()
     if 1 in block or x.numel() < _SMALL:
         lines = [dim for dim, extent in enumerate(block) if extent == WHOLE]
@@ -105,57 +108,79 @@ def cast(
     dtype: torch.dtype,
     fits: bool = False,
     out: Tensor | None = None,
+    buffer: Tensor | None = None,
 ) -> Tensor:
     """`definition.cast`, with one float32 buffer.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
-    receives the data.
+    receives the data. ``buffer`` is float32 memory for the values of x.
     """
     if not x.is_cpu:
         data = definition.cast(x, scale, block, dtype)
         return data if out is None else out.copy_(data)
-    if x.numel() > _PART and x.dim() in (2, 3):
+    if buffer is None and x.numel() > _PART and x.dim() in (2, 3):
         out = torch.empty_like(x, dtype=dtype) if out is None else out
         _cast_parts(out, x, scale, block, fits, torch.empty(_PART, dtype=torch.float32))
         return out
-    y = _in_range(x, scale, block, dtype, fits, None)
-    return y.to(dtype) if out is None else out.copy_(y)
-
-
-def cast_dynamic(
-    x: Tensor, block: Block, dtype: torch.dtype, scale_format: str = definition.FLOAT32
-) -> tuple[Tensor, Tensor]:
-    """`definition.cast_dynamic`."""
-    scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, scale_format)
-    return cast(x, scale, block, dtype, scale.dtype == torch.float32), scale
-
-
-def _in_range(
-    x: Tensor,
-    scale: Tensor,
-    block: Block,
-    dtype: torch.dtype,
-    fits: bool,
-    buffer: Tensor | None,
-) -> Tensor:
-    """``x / scale`` in float32, within the format's range; NaN for what is not finite."""
     # Not `x32 is not x`: under a function mode `float` may return an alias of x.
     is_copy = x.dtype != torch.float32
     if buffer is None or buffer.numel() < x.numel():
         x32 = x.float()
     else:
         is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
-    factor = scale.reciprocal() if scale.dtype == torch.float32 else reciprocal(scale)
+    factor = scale.reciprocal() if scale.dtype == torch.float32 else e8m0.reciprocal(scale)
     if _is_tiled(block):
         y = _scaled(x32, factor, block)
     else:
         y = x32.mul_(factor) if fits and is_copy else x32 * factor
-    if fits:
-        return y
-    largest = torch.finfo(dtype).max
-    # One pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign changes nothing.
-    return y.clamp_(-largest, largest).add_(x32, alpha=0)
+    if not fits:
+        largest = torch.finfo(dtype).max
+        # One pass instead of three: 0 * inf is NaN, and adding a zero of x's own sign changes
+        # nothing.
+        y = y.clamp_(-largest, largest).add_(x32, alpha=0)
+    return y.to(dtype) if out is None else out.copy_(y)
+
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
+
+
+def cast_both(
+    x: Tensor,
+    scale: Tensor | None,
+    block: Sequence[int],
+    dtype: torch.dtype,
+    scale_format: str,
+    swizzled: bool,
+    row_major: bool,
+    transposed: bool,
+    finds_amax: bool,
+    where: Any = None,
+) -> Outputs:
+    """The op ``cast``, see `float8.kernels.casts.cast`; by the functions of ``where``, or these."""
+    find_amax, cast_by_scale = (amax, cast) if where is None else (where.amax, where.cast)
+    block, largest, nothing = (1, *block)[-x.dim() :], torch.finfo(dtype).max, (0, 0)
+    is_given, is_whole, whole = scale is not None, block[-2:] == (WHOLE, WHOLE), None
+    if is_whole and (finds_amax or not is_given):
+        whole = find_amax(x, block)
+        scale = scale if is_given else scale_from_amax(whole, largest, scale_format)
+    outputs = []
+    for wanted, source in ((row_major, x), (transposed, x.mT)):
+        if not wanted:
+            outputs += [x.new_empty(nothing, dtype=dtype), x.new_empty(nothing)]
+            continue
+        own = scale
+        if own is None:
+            own = scale_from_amax(find_amax(source, block), largest, scale_format)
+        # By a float32 scale that was computed from x, finite values stay in the format's range.
+        fits = (True,) if where is None and not is_given and own.dtype == torch.float32 else ()
+        has_own = not (is_given or is_whole)
+        outputs.append(cast_by_scale(source, own, block, dtype, *fits))
+        outputs.append(own if has_own else x.new_empty(nothing))
+    if is_whole and not is_given:  # one scale for both orientations
+        outputs[1] = scale  # type: ignore[assignment]
+    found = whole.clone() if finds_amax else x.new_empty(nothing)  # type: ignore[union-attr]
+    return *outputs, found  # type: ignore[return-value]
 
 
 def _cast_parts(
@@ -178,14 +203,14 @@ def _cast_parts(
     extent = max(1, block[0])
     for begin, end in _parts(x, extent):
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        out[begin:end] = _in_range(x[begin:end], its, block, out.dtype, fits, buffer)
+        cast(x[begin:end], its, block, out.dtype, fits, out[begin:end], buffer)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`; a large tensor by way of bfloat16, three times faster."""
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
-    scale32 = e8m0.as_float32(scale)
+    scale32 = scale if scale.dtype == torch.float32 else e8m0.decode(scale)
     if data.numel() > _PART // 4 and data.dtype in (*_AS_BFLOAT16, torch.bfloat16):
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
         if data.dim() == 2:
@@ -230,8 +255,11 @@ def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
     """
     if not _is_tiled(block):
         return x32 * factor
-    if (tiles := _tiles(x32, block)) is not None:
-        return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
+    if x32.dim() == 2 and WHOLE not in block:
+        (rows, cols), (down, across) = x32.shape, factor.shape
+        if rows == down * block[0] and cols == across * block[1]:  # `_tiles`
+            tiles = x32.reshape(down, block[0], across, block[1])
+            return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
     if any(size % extent for size, extent in zip(x32.shape, block, strict=True)):
         return x32 * definition.per_element(factor, x32.shape, block)
     shape: list[int] = []
@@ -256,9 +284,16 @@ def decode(data: Tensor) -> Tensor:
     operations on whole tensors are several times faster than torch's elementwise conversion. A
     bfloat16 tensor is returned as it is.
     """
+    if data.dtype not in _AS_BFLOAT16 or data.numel() < _SMALL or not data.is_cpu:
+        return data.to(torch.bfloat16)
     is_transposed = data.dim() == 2 and data.stride(0) == 1 and data.stride(1) != 1
     in_order = data.t() if is_transposed else data
-    if data.dtype == torch.bfloat16 or data.numel() < _SMALL or not _can_move_bits(in_order):
+    # The largest codes with either sign: what is above them is infinite or NaN. Small codes are
+    # subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
+    largest = _LARGEST_CODE[data.dtype]
+    positive, negative = in_order.view(torch.int8).max(), in_order.view(torch.uint8).max()
+    is_finite = int(positive) <= largest and int(negative) <= largest + 0x80
+    if not is_finite or not bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0):
         return data.to(torch.bfloat16)
     shift, fields, power = _AS_BFLOAT16[data.dtype]
     out = torch.empty_like(data, dtype=torch.bfloat16)
@@ -270,19 +305,6 @@ def decode(data: Tensor) -> Tensor:
         bits.bitwise_left_shift_(shift).bitwise_and_(fields)
         part.mul_(power)
     return out
-
-
-def _can_move_bits(data: Tensor) -> bool:
-    """Whether this is a plain finite tensor on a CPU that keeps subnormal numbers."""
-    if not data.is_cpu or data.dtype not in _AS_BFLOAT16:
-        return False
-    # The largest codes with either sign: what is above them is infinite or NaN.
-    largest = _LARGEST_CODE[data.dtype]
-    positive, negative = data.view(torch.int8).max(), data.view(torch.uint8).max()
-    if int(positive) > largest or int(negative) > largest + 0x80:
-        return False
-    # Small codes are subnormal bfloat16s for a moment; torch.set_flush_denormal makes them zero.
-    return bool(torch.full((1,), 2.0**-130).mul_(2.0**10) != 0)
 
 
 def scaled_mm(
@@ -300,6 +322,12 @@ def scaled_mm(
 
     ``out`` receives the result, if it is given.
     """
+    if torch.is_autocast_enabled(a_MK.device.type):
+        # AOTAutograd traces a backward under the autocast of its forward, eager code runs without.
+        with torch.autocast(a_MK.device.type, enabled=False):
+            blocks = a_block, b_block
+            return scaled_mm(a_MK, a_scale, b_NK, b_scale, *blocks, bias_N, out_dtype, out)
+    a_block, b_block = tuple(a_block), tuple(b_block)
     by_row = ((WHOLE, WHOLE), (1, WHOLE))
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
     if a_block not in by_row or b_block not in by_row or is_e8m0:

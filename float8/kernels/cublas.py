@@ -45,6 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+from float8.kernels.matrix import Float8Matrix
 
 ALIGNMENT = 16
 MX_SQUARE: Block = (32, 32)
@@ -53,38 +54,32 @@ _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the co
 
 
 def multiply(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
+    a: Float8Matrix,
+    b: Float8Matrix,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """`float8.kernels.scaled_mm.scaled_mm` by ``torch._scaled_mm``; odd sizes are padded."""
-    rows, columns = a_MK.shape[0], b_NK.shape[0]
-    is_mx = a_block in _MX and b_block in _MX
-    is_blockwise = a_block[1] != WHOLE and not is_mx
-    if is_mx:
-        a_scale, b_scale = _mx_vector(a_scale, a_block, rows), _mx_vector(b_scale, b_block, columns)
-    inner = _missing_of_contraction(b_NK.shape[1], a_block)
-    a_MK, a_scale = _pad(a_MK, a_scale, a_block, -rows % _BLOCK_ROWS if is_blockwise else 0, inner)
-    b_NK, b_scale = _pad(b_NK, b_scale, b_block, -columns % ALIGNMENT, inner)
+    """`float8.kernels.scaled_mm.multiply` by ``torch._scaled_mm``; odd sizes are padded."""
+    rows, columns = a.data.shape[0], b.data.shape[0]
+    is_mx = a.block in _MX and b.block in _MX
+    is_blockwise = a.block[1] != WHOLE and not is_mx
+    inner = _missing_of_contraction(b.data.shape[1], a.block)
+    a = _padded(a, -rows % _BLOCK_ROWS if is_blockwise else 0, inner, is_mx)
+    b = _padded(b, -columns % ALIGNMENT, inner, is_mx)
     if bias_N is not None and columns % ALIGNMENT:
         bias_N = F.pad(bias_N, (0, -columns % ALIGNMENT))
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
-    a_MK, b_NK = contraction_last(a_MK), contraction_last(b_NK)
+    a_MK, b_NK = contraction_last(a.data), contraction_last(b.data)
     if is_blockwise:
+        rows_of_scales = a.block[0], b.block[0]
         out = cublas_blockwise_mm(
-            a_MK, a_scale, b_NK, b_scale, a_block[0], b_block[0], out_dtype, use_fast_accum
+            a_MK, a.scale, b_NK, b.scale, *rows_of_scales, out_dtype, use_fast_accum
         )
     else:
-        if not is_mx:
-            a_scale, b_scale = _scales_of_rows(a_MK, a_scale, a_block, b_NK, b_scale, b_block)
+        a_scale, b_scale = (a.scale, b.scale) if is_mx else _scales_of_rows(a, b)
         out = torch._scaled_mm(
             a_MK,
             b_NK.t(),
@@ -99,11 +94,6 @@ def multiply(
     if out.shape[1] != columns:
         out = out.narrow(1, 0, columns)
     return out if out.shape[0] == rows else out.narrow(0, 0, rows)
-
-
-def _mx_vector(scale: Tensor, block: Block, size: int) -> Tensor:
-    """Scales in cuBLASLt's order, in which those with one dimension are already."""
-    return _aligned_vector(scale if scale.dim() == 1 else mx_scales(scale, block, size))
 
 
 def _aligned_vector(x: Tensor) -> Tensor:
@@ -165,15 +155,23 @@ def _missing_of_contraction(inner: int, block: Block) -> int:
     return -inner % multiple if inner % ALIGNMENT else 0
 
 
-def _pad(data: Tensor, scale: Tensor, block: Block, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    """An operand with ``rows`` more rows and ``cols`` more columns of zeros, with scales of 1."""
+def _padded(x: Float8Matrix, rows: int, cols: int, is_mx: bool) -> Float8Matrix:
+    """An operand with ``rows`` more rows and ``cols`` more columns of zeros, with scales of 1.
+
+    E8M0 scales are swizzled, which leaves room for 128 rows and columns.
+    """
+    data, scale, block = x
+    if is_mx:
+        swizzled = scale if scale.dim() == 1 else mx_scales(scale, block, data.shape[0])
+        scale = _aligned_vector(swizzled)
     if not rows and not cols:
-        return data, scale
+        return Float8Matrix(data, scale, block)
     data = pad_codes(data, rows, cols)
-    if scale.dim() == 1:  # swizzled, which has room for 128 rows and columns
-        return data, scale
-    down, across = scale_shape(data.shape, block)
-    return data, F.pad(scale, (0, across - scale.shape[1], 0, down - scale.shape[0]), value=1.0)
+    if not is_mx:
+        down, across = scale_shape(data.shape, block)
+        missing = 0, across - scale.shape[1], 0, down - scale.shape[0]
+        scale = F.pad(scale, missing, value=1.0)
+    return Float8Matrix(data, scale, block)
 
 
 def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
@@ -194,14 +192,12 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
     return swizzled(scale)
 
 
-def _scales_of_rows(
-    a_MK: Tensor, a_scale: Tensor, a_block: Block, b_NK: Tensor, b_scale: Tensor, b_block: Block
-) -> tuple[Tensor, Tensor]:
+def _scales_of_rows(a: Float8Matrix, b: Float8Matrix) -> tuple[Tensor, Tensor]:
     """One scale per operand, or one per row of both."""
-    if a_block[0] == b_block[0] == WHOLE:
-        return a_scale.reshape(()), b_scale.reshape(())
-    a_scale = contraction_last(a_scale.expand(a_MK.shape[0], 1))
-    return a_scale, contraction_last(b_scale.expand(b_NK.shape[0], 1)).reshape(1, -1)
+    if a.block[0] == b.block[0] == WHOLE:
+        return a.scale.reshape(()), b.scale.reshape(())
+    a_scale = contraction_last(a.scale.expand(a.data.shape[0], 1))
+    return a_scale, contraction_last(b.scale.expand(b.data.shape[0], 1)).reshape(1, -1)
 
 
 def _cublas_blockwise_mm(

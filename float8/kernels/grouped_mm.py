@@ -27,6 +27,7 @@ from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import contraction_last, mx_scales, pad_codes
 from float8.kernels.groups import ends_of, padded_sizes, spans_of
+from float8.kernels.matrix import Float8Matrix
 from float8.kernels.scaled_mm import (
     ALIGNMENT,
     BLOCKWISE,
@@ -178,30 +179,27 @@ def _has_mslk() -> bool:
 
 
 def _torch_multiply_mx(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
+    a: Float8Matrix,
+    b: Float8Matrix,
     offs: Tensor,
-    a_block: Block,
-    b_block: Block,
     out_dtype: torch.dtype,
     align: int,
     use_fast_accum: bool,
 ) -> Tensor:
     """MX products by torch, with the scales of ``gpu/cast_tokens`` and ``gpu/cast``."""
-    columns, contraction = b.shape[-2:]
-    of_experts = b.dim() == 3
+    data, weights = a.data, b.data
+    columns, contraction = weights.shape[-2:]
+    of_experts = weights.dim() == 3
     # The kernel counts whole blocks, and 16 columns at a time. The scales have room for both.
     inner, rows = -contraction % 32 if of_experts else 0, -columns % ALIGNMENT
     if inner or rows:
-        a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
+        data, weights = pad_codes(data, 0, inner), pad_codes(weights, rows, inner)
     sizes = None if of_experts else padded_sizes(offs, align)
     out = torch._scaled_grouped_mm(
-        contraction_last(a),
-        contraction_last(b).mT,
-        _contiguous(a_scale),
-        _contiguous(b_scale),
+        contraction_last(data),
+        contraction_last(weights).mT,
+        _contiguous(a.scale),
+        _contiguous(b.scale),
         offs=offs if sizes is None else sizes.cumsum(0, dtype=torch.int32),
         out_dtype=out_dtype,
     )
@@ -209,21 +207,21 @@ def _torch_multiply_mx(
     return out if sizes is None else out.masked_fill((sizes == 0).view(-1, 1, 1), 0)
 
 
-def _multiply_as_mx(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, *others: Any
-) -> Tensor:
+def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any) -> Tensor:
     """Multiply powers of two as an MX product; by Triton if experts lack whole blocks of 1x32."""
-    (a_block, b_block, *options), by_tokens = others, b.dim() == 2
-    if not by_tokens and b.shape[-1] % 32:
-        return _triton_multiply(a, a_scale, b, b_scale, offs, *others)
+    by_tokens = b.data.dim() == 2
+    if not by_tokens and b.data.shape[-1] % 32:
+        return _triton_multiply(a, b, offs, *others)
     load_kernel("expand_scales")
     expand = torch.ops.float8.expand_scales.default
-    a_scale = expand(a_scale, a_block, *a.shape, offs, by_tokens)
+    a_scale = expand(a.scale, a.block, *a.data.shape, offs, by_tokens)
     if by_tokens:
-        b_scale = expand(b_scale, b_block, *b.shape, offs, True)
+        b_scale = expand(b.scale, b.block, *b.data.shape, offs, True)
     else:
-        b_scale = expand(b_scale.expand(len(b), -1, -1), b_block, *b.shape[-2:])
-    return _torch_multiply_mx(a, a_scale, b, b_scale, offs, _MX_BLOCK, _MX_BLOCK, *options)
+        b_scale = b.scale.expand(len(b.data), -1, -1)
+        b_scale = expand(b_scale, b.block, *b.data.shape[-2:])
+    a, b = Float8Matrix(a.data, a_scale, _MX_BLOCK), Float8Matrix(b.data, b_scale, _MX_BLOCK)
+    return _torch_multiply_mx(a, b, offs, *others)
 
 
 def _contiguous(x: Tensor) -> Tensor:
@@ -231,12 +229,11 @@ def _contiguous(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
 
 
-def _triton_multiply(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, *others: Any
-) -> Tensor:
+def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any) -> Tensor:
     load_kernel("grouped_mm")
-    run = torch.ops.float8.grouped_mm_gpu.default
-    out: Tensor = run(contraction_last(a), a_scale, contraction_last(b), b_scale, *others)
+    run, blocks = torch.ops.float8.grouped_mm_gpu.default, (a.block, b.block)
+    operands = contraction_last(a.data), a.scale, contraction_last(b.data), b.scale
+    out: Tensor = run(*operands, offs, *blocks, *others)
     return out
 
 
@@ -244,9 +241,10 @@ class GroupedCandidate(NamedTuple):
     """One way to run a grouped product on a GPU.
 
     ``refuses(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not run,
-    or None; a message puts it after ``name``. ``multiply`` takes the arguments of `grouped_mm`, and
-    ``use_fast_accum``. ``align``: what it needs of groups in the transposed layout. Every candidate
-    needs K and N that are multiples of 16. ``takes_powers``: as of `scaled_mm.Candidate`.
+    or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and what
+    `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed layout.
+    Every candidate needs K and N that are multiples of 16. ``takes_powers``: as of
+    `scaled_mm.Candidate`.
     """
 
     name: str
@@ -312,57 +310,64 @@ def group_alignment(gemm: str) -> int:
     return GEMMS[gemm].align if gemm in GEMMS else 1
 
 
-def multiply_groups(
-    gemm: str,
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    offs: Tensor,
-    a_block: Block,
-    b_block: Block,
-    out_dtype: torch.dtype,
-    align: int,
-    use_fast_accum: bool = False,
-    pad: bool = False,
-) -> Tensor:
-    """`grouped_mm` by the candidate that `grouped_gemm_for` chose.
+class GroupedProduct(NamedTuple):
+    """How `multiply_groups` multiplies: see `scaled_mm.Product`, and ``align`` of `grouped_mm`."""
 
-    Raises ValueError on a GPU if K or N of experts is no multiple of 16 and ``pad`` is False, or if
-    the scales of blocks of 1x32 are not E8M0.
+    name: str
+    refusal: str | None
+    out_dtype: torch.dtype
+    align: int = 1
+    use_fast_accum: bool = False
+    pad: bool = False
+
+
+def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -> Tensor:
+    """`grouped_mm` of float8 operands, by the candidate that `grouped_gemm_for` chose.
+
+    Args:
+        a, b: operands of `grouped_mm`.
+        gemm: a `GroupedProduct`, or what has its fields.
+        offs: (E,) int32, the ends of the groups.
+
+    Raises ValueError on a GPU if no GEMM multiplies, if K or N of experts is no multiple of 16
+    without ``gemm.pad``, or if the scales of blocks of 1x32 are not E8M0.
     """
-    if gemm == PLAIN:
+    (a_data, a_scale, a_block), (b_data, b_scale, b_block) = a, b
+    if gemm.name == PLAIN:
+        blocks = a_block, b_block
         out: Tensor = torch.ops.float8.grouped_mm.default(
-            a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align
+            a_data, a_scale, b_data, b_scale, offs, *blocks, gemm.out_dtype, gemm.align
         )
         return out
+    if 0 in (*a_data.shape, *b_data.shape, *offs.shape):
+        return _empty(a_data, b_data, offs, gemm.out_dtype)
+    if gemm.refusal is not None:
+        raise ValueError(f"grouped_mm: {gemm.refusal}")
     for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
         if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:
             raise ValueError(
                 f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
                 "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
             )
-    if 0 in (*a.shape, *b.shape, *offs.shape):
-        return _empty(a, b, offs, out_dtype)
     if b_block[-1] == _MX_BLOCK[-1] and b_scale.dim() == 3:  # not those that are swizzled
-        b_scale = mx_scales(b_scale, b_block, b.shape[-2])
-    if b.dim() == 3 and b_scale.shape == (1, 1):
+        b_scale = mx_scales(b_scale, b_block, b_data.shape[-2])
+    if b_data.dim() == 3 and b_scale.shape == (1, 1):
         b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
-    columns = b.shape[-2]
-    rows, inner = -columns % ALIGNMENT, -b.shape[-1] % ALIGNMENT
-    if b.dim() == 3 and (rows or inner):
-        if not pad:
+    columns = b_data.shape[-2]
+    rows, inner = -columns % ALIGNMENT, -b_data.shape[-1] % ALIGNMENT
+    if b_data.dim() == 3 and (rows or inner):
+        if not gemm.pad:
             raise ValueError(
-                f"grouped_mm: experts of {columns} by {b.shape[-1]} features, but a GPU multiplies "
-                f"multiples of {ALIGNMENT}; pad them or set pad_inner_dim=True"
+                f"grouped_mm: experts of {columns} by {b_data.shape[-1]} features, but a GPU "
+                f"multiplies multiples of {ALIGNMENT}; pad them or set pad_inner_dim=True"
             )
-        a, b = pad_codes(a, 0, inner), pad_codes(b, rows, inner)
+        a_data, b_data = pad_codes(a_data, 0, inner), pad_codes(b_data, rows, inner)
         if b_block[-2] != WHOLE and b_scale.dim() == 3:  # not those that are swizzled
-            missing = ceil_div(b.shape[1], b_block[-2]) - b_scale.shape[1]
+            missing = ceil_div(b_data.shape[1], b_block[-2]) - b_scale.shape[1]
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
-    out = GEMMS[gemm].multiply(
-        a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum
-    )
+    a, b = Float8Matrix(a_data, a_scale, a_block), Float8Matrix(b_data, b_scale, b_block)
+    options = gemm.out_dtype, gemm.align, gemm.use_fast_accum
+    out = GEMMS[gemm.name].multiply(a, b, offs, *options)
     return out if out.shape[-1] == columns else out.narrow(-1, 0, columns)
 
 

@@ -205,7 +205,7 @@ def encode(
         amax = torch.where(magnitude < math.inf, magnitude, 0.0).amax(2, keepdim=True)
         scale = definition.scale_from_amax(amax, torch.finfo(dtype).max)
         if chance is None:
-            codes = plain.cast(tiles, scale, (1, 1, -1), dtype)
+            codes = plain.cast_by_scale(tiles, scale, (1, 1, -1), dtype)
         else:
             y = (magnitude * definition.reciprocal(scale)).clamp(max=torch.finfo(dtype).max)
             y = stochastic.on_grid(y, _groups(chance, group), dtype)

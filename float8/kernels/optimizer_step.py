@@ -142,7 +142,7 @@ def cast_master(master: StateMatrix, weight: Float8Weight) -> None:
     scale = definition.scale_from_amax(torch.stack(amaxes).amax(0), torch.finfo(dtype).max)
     for place in places:
         value = master.tile(*place).decode()
-        part(weight.data, *place).copy_(plain.cast(value, scale, (WHOLE, WHOLE), dtype))
+        part(weight.data, *place).copy_(plain.cast_by_scale(value, scale, (WHOLE, WHOLE), dtype))
     weight.scale.copy_(scale.view(weight.scale.shape))
 
 

@@ -11,6 +11,7 @@ tensors get the definition, which is made of aten ops.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,10 +27,15 @@ from float8.kernels.cublas import is_sharded
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 
 
-def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def _register(
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    key: str = "CompositeExplicitAutograd",
+) -> Any:
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, run, key)
     torch.library.register_fake(f"float8::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.float8, name).default
 
@@ -83,7 +89,7 @@ def amax(x: Tensor, block: Block) -> Tensor:
     return _amax_op(x, block) if _is_op_of(x) else definition.amax(x, block)
 
 
-def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+def cast_by_scale(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.cast`."""
     run = _cast_op if _is_op_of(x) else definition.cast
     return run(x, scale, block, dtype)
@@ -105,107 +111,63 @@ def column_amaxes(x_MK: Tensor) -> Tensor:
 
 # --- a cast, in one orientation or both
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t
 
-
-def _cast_plain(
+def _cast_both_fake(
     x: Tensor,
     scale: Tensor | None,
     block: Sequence[int],
     dtype: torch.dtype,
     scale_format: str,
+    swizzled: bool,
     row_major: bool,
     transposed: bool,
-    where: Any = cpu,
-) -> Outputs:
-    block, outputs = tuple(block), []
-    for wanted, source in ((row_major, x), (transposed, x.mT)):
-        if not wanted:
-            outputs += [x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0))]
-        elif scale is None:
-            outputs += where.cast_dynamic(source, block, dtype, scale_format)
-        else:
-            outputs += [where.cast(source, scale, block, dtype), x.new_empty((0, 0))]
-    return tuple(outputs)  # type: ignore[return-value]
-
-
-def _cast_plain_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    scale_format: str,
-    row_major: bool,
-    transposed: bool,
-) -> Outputs:
-    scale_dtype = ScaleFormat(scale_format).dtype
+    finds_amax: bool,
+) -> cpu.Outputs:
+    if x.device.type != "cpu":  # in the layouts that a GPU's GEMMs read
+        layouts = importlib.import_module("float8.kernels.gpu.cast")
+        how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
+        found: cpu.Outputs = layouts.empty_outputs(x, scale, *how)
+        return found
+    block = (1, *block)[-x.dim() :]
+    is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
     outputs = []
-    for wanted, source in ((row_major, x), (transposed, x.mT)):
-        if not wanted:
-            outputs += [x.new_empty((0, 0), dtype=dtype), x.new_empty((0, 0))]
-            continue
-        new = x.new_empty((0, 0))
-        if scale is None:
-            new = x.new_empty(scale_shape(source.shape, tuple(block)), dtype=scale_dtype)
-        outputs += [torch.empty_like(source, dtype=dtype), new]
-    return tuple(outputs)  # type: ignore[return-value]
+    for wanted, source, has_scale in (
+        (row_major, x, is_whole or row_major),
+        (transposed, x.mT, transposed and not is_whole),
+    ):
+        empty = x.new_empty((0, 0), dtype=dtype)
+        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else empty)
+        shape = scale_shape(source.shape, block) if has_scale and scale is None else (0, 0)
+        outputs.append(x.new_empty(shape, dtype=scale_dtype if shape != (0, 0) else None))
+    amax = scale_shape(x.shape, block) if finds_amax else (0, 0)
+    return *outputs, x.new_empty(amax, dtype=torch.float32 if finds_amax else None)  # type: ignore
 
 
-_cast_plain_op = _register(
-    "cast_plain(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, "
-    "bool row_major, bool transposed) -> (Tensor data, Tensor scale, Tensor data_t, "
-    "Tensor scale_t)",
-    _cast_plain,
-    _cast_plain_fake,
+_register(
+    "cast(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, bool swizzled, "
+    "bool row_major, bool transposed, bool finds_amax) -> "
+    "(Tensor data, Tensor scale_out, Tensor data_t, Tensor scale_t, Tensor amax)",
+    cpu.cast_both,
+    _cast_both_fake,
+    "CPU",
 )
 
 
-def cast_plain(
-    x: Tensor,
-    scale: Tensor | None,
-    block: Block,
-    dtype: torch.dtype,
-    scale_format: str,
-    row_major: bool,
-    transposed: bool,
-) -> Outputs:
-    """Cast a matrix, or a stack of them: row-major and transposed, each as `definition.cast`.
-
-    The arguments are those of `float8.kernels.casts.cast_operand`. With a ``scale``, that of the
-    one orientation that is wanted, or of the tensor, no scales are returned.
-    """
-    if _is_op_of(x):
-        return _cast_plain_op(x, scale, block, dtype, scale_format, row_major, transposed)
-    return _cast_plain(x, scale, block, dtype, scale_format, row_major, transposed, definition)
+def cast_by_definition(*arguments: Any) -> cpu.Outputs:
+    """The op ``cast``, made of aten's ops."""
+    return cpu.cast_both(*arguments, where=definition)  # type: ignore[misc]
 
 
 # --- a product
-
-
-def _scaled_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, a_block: Any, b_block: Any, *others: Any
-) -> Tensor:
-    arguments = a, a_scale, b, b_scale, tuple(a_block), tuple(b_block), *others
-    if not torch.is_autocast_enabled(a.device.type):
-        return cpu.scaled_mm(*arguments)
-    # AOTAutograd traces a backward under the autocast of its forward, eager code runs it without.
-    with torch.autocast(a.device.type, enabled=False):
-        return cpu.scaled_mm(*arguments)
 
 
 def _scaled_mm_fake(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[0]), dtype=others[-1])
 
 
-_scaled_mm_op = _register(
+_register(
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
-    _scaled_mm,
+    cpu.scaled_mm,
     _scaled_mm_fake,
 )
-
-
-def scaled_mm(a_MK: Tensor, *others: Any) -> Tensor:
-    """`definition.scaled_mm`, whose arguments these are, on every device."""
-    run = definition.scaled_mm if is_sharded(a_MK) else _scaled_mm_op
-    return run(a_MK, *others)

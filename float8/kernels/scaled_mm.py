@@ -42,7 +42,8 @@ from torch import Tensor
 
 from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
-from float8.kernels import cublas, plain
+from float8.kernels import cublas, definition
+from float8.kernels.matrix import Float8Matrix
 
 ALIGNMENT = cublas.ALIGNMENT
 TENSORWISE, ROWWISE, BLOCKWISE, MX = "tensorwise", "rowwise", "blockwise", "mx"
@@ -194,12 +195,8 @@ def _find_triton() -> bool:
 
 
 def _triton_multiply(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
+    a: Float8Matrix,
+    b: Float8Matrix,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
@@ -209,11 +206,12 @@ def _triton_multiply(
     A contraction that is not a multiple of 16 is padded: without that, loads would be single bytes.
     """
     load_kernel("blockwise_mm")
+    a_MK, b_NK = a.data, b.data
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
     a_MK, b_NK = cublas.contraction_last(a_MK), cublas.contraction_last(b_NK)
     return torch.ops.float8.blockwise_mm.default(
-        a_MK, a_scale, b_NK, b_scale, a_block[0], b_block[0], bias_N, out_dtype
+        a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
 
 
@@ -229,22 +227,20 @@ def _mx_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     return None if arch in _AS_MX else f"is for {' and '.join(_AS_MX)}"
 
 
-def _multiply_as_mx(
-    a_MK: Tensor, a_scale: Tensor, b_NK: Tensor, b_scale: Tensor, *others: Any
-) -> Tensor:
+def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
     """Multiply by torch as an MX product; odd blocks and DTensors by the last candidate."""
-    a_block, b_block, bias_N, out_dtype, _ = others
-    product = _PRODUCTS[block_name(a_block), block_name(b_block)]
-    other, (columns, contraction) = CANDIDATES[product][-1], b_NK.shape
+    bias_N, out_dtype, _ = others
+    product = _PRODUCTS[block_name(a.block), block_name(b.block)]
+    other, (columns, contraction) = CANDIDATES[product][-1], b.data.shape
     is_odd = not other.is_aligned and (columns % ALIGNMENT or contraction % ALIGNMENT)
-    if is_odd or cublas.is_sharded(a_MK) or cublas.is_sharded(b_NK):
-        if reason := other.refuses(family_of(a_MK.device), product, out_dtype):
+    if is_odd or cublas.is_sharded(a.data) or cublas.is_sharded(b.data):
+        if reason := other.refuses(family_of(a.data.device), product, out_dtype):
             raise ValueError(f"scaled_mm: {other.name} {reason}")
-        return other.multiply(a_MK, a_scale, b_NK, b_scale, *others)
+        return other.multiply(a, b, *others)
     load_kernel("expand_scales")
-    expand, mx = torch.ops.float8.expand_scales.default, (1, 32)
-    a_scale, b_scale = expand(a_scale, a_block, *a_MK.shape), expand(b_scale, b_block, *b_NK.shape)
-    return cublas.multiply(a_MK, a_scale, b_NK, b_scale, mx, mx, bias_N, out_dtype, False)
+    expand = torch.ops.float8.expand_scales.default
+    a, b = [Float8Matrix(x.data, expand(x.scale, x.block, *x.data.shape), (1, 32)) for x in (a, b)]
+    return cublas.multiply(a, b, bias_N, out_dtype, False)
 
 
 class Candidate(NamedTuple):
@@ -381,49 +377,63 @@ def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str 
     return f"{bad} not a multiple of {multiple}" if bad else None
 
 
-def multiply(
-    gemm: str,
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-    pad: bool,
-) -> Tensor:
-    """`scaled_mm` by the GEMM that `gemm_for` chose for these granularities.
+class Product(NamedTuple):
+    """How `multiply` multiplies; a plan's `Gemm` has these fields too.
 
-    Raises ValueError if its sizes are no multiples of 16 and ``pad`` is False, or if the operands
-    are on several devices.
+    Args:
+        name: of the GEMM, which `gemm_for` chose for these granularities.
+        refusal: the reason why none multiplies, or None.
+        out_dtype: of the result: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
+        use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
+        pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
     """
+
+    name: str
+    refusal: str | None
+    out_dtype: torch.dtype
+    use_fast_accum: bool = False
+    pad: bool = False
+
+
+def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None = None) -> Tensor:
+    """``(a.data * a.scale) @ (b.data * b.scale).T + bias``, accumulated in float32.
+
+    Args:
+        a, b: (M, K) and (N, K), the contraction K last; any strides (copied if need be).
+        gemm: a `Product`, or what has its fields.
+        bias_N: added before rounding where the hardware can, or None.
+
+    Returns:
+        (M, N) in ``gemm.out_dtype``.
+
+    Raises:
+        ValueError: no GEMM multiplies; sizes are no multiples of 16, without ``pad``; or operands
+            are on several devices. The message names the remedy.
+    """
+    (a_MK, a_scale, a_block), (b_NK, b_scale, b_block), out_dtype = a, b, gemm.out_dtype
     if 0 in (*a_MK.shape, *b_NK.shape):
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
-    if gemm == PLAIN:
-        return plain.scaled_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
-    candidate = GEMMS[gemm]
+    if gemm.name == PLAIN:
+        is_sharded = hasattr(a_MK, "device_mesh")  # the op has no rules for DTensors: aten has
+        run = definition.scaled_mm if is_sharded else torch.ops.float8.scaled_mm.default
+        return run(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
+    if gemm.refusal is not None:
+        raise ValueError(f"scaled_mm: {gemm.refusal}")
+    candidate = GEMMS[gemm.name]
     reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
+    columns, contraction = b_NK.shape
+    is_odd = columns % ALIGNMENT or contraction % ALIGNMENT
+    if reason is None and candidate.is_aligned and not gemm.pad and is_odd:
+        reason = f"{unaligned(contraction, columns)}; pad the operands or set pad_inner_dim=True"
     if reason is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    columns, contraction = b_NK.shape
-    if candidate.is_aligned and not pad and (columns % ALIGNMENT or contraction % ALIGNMENT):
-        reason = unaligned(contraction, columns)
-        raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
-    return candidate.multiply(
-        a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum
-    )
+    return candidate.multiply(a, b, bias_N, out_dtype, gemm.use_fast_accum)
 
 
 def scaled_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
+    a: Float8Matrix,
+    b: Float8Matrix,
     bias_N: Tensor | None = None,
     *,
     out_dtype: torch.dtype,
@@ -431,33 +441,11 @@ def scaled_mm(
     emulate: bool = False,
     pad: bool = False,
 ) -> Tensor:
-    """``(a * a_scale) @ (b * b_scale).T + bias``, accumulated in float32.
+    """`multiply` by the GEMM that its device has for these granularities.
 
-    Args:
-        a_MK, b_NK: float8 matrices, the contraction K last; any strides (copied if need be).
-        a_scale, b_scale: float32 or E8M0, ``ceil(shape / block)``; for the hardware E8M0 ones may
-            also be what `cublas.swizzled` returns.
-        a_block, b_block: the extents that share a scale; -1 is the whole dimension.
-        bias_N: added before rounding where the hardware can, or None.
-        out_dtype: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
-        use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
-        emulate: run plain PyTorch on a CUDA device too.
-        pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
-
-    Returns:
-        (M, N) in ``out_dtype``.
-
-    Raises:
-        ValueError: the device does not run this product, or the operands are on several devices;
-            the message names the remedy.
+    ``emulate`` runs plain PyTorch on a CUDA device too. For the other arguments see `Product`.
     """
-    if not emulate and (reason := refuses_formats(a_MK.dtype, b_NK.dtype)) is not None:
+    if not emulate and (reason := refuses_formats(a.data.dtype, b.data.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
-    family = family_of(a_MK.device)
-    is_plain = emulate or 0 in (*a_MK.shape, *b_NK.shape)
-    gemm, reason = gemm_for(family, a_block, b_block, out_dtype, is_plain)
-    if reason is not None:
-        raise ValueError(f"scaled_mm: {reason}")
-    return multiply(
-        gemm, a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype, use_fast_accum, pad
-    )
+    name, refusal = gemm_for(family_of(a.data.device), a.block, b.block, out_dtype, emulate)
+    return multiply(a, b, Product(name, refusal, out_dtype, use_fast_accum, pad), bias_N)

@@ -40,18 +40,19 @@ from torch import Tensor
 from float8 import kernels
 from float8.config import Gemm, LinearPlan
 from float8.granularity import WHOLE
+from float8.kernels import Float8Matrix, record_amax
 from float8.kernels.scaled_mm import takes_powers
 from float8.linear.float8_weight import (
     Float8Weight,
+    Saved,
     cast_again,
     cast_and_dequantized,
-    weight_of_forward,
+    rounded,
 )
-from float8.linear.plan import without_autocast
 from float8.linear.scaling import (
-    NOTHING,
     DelayedState,
-    Pair,
+    cast_groups,
+    cast_matrix,
     cast_operand,
     cast_tokens,
 )
@@ -106,113 +107,129 @@ class Float8LinearFunction(torch.autograd.Function):
 
         With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
         """
-        plan = call.plan
-        needs_w = needs(ctx, call, 1)
-        x8_MK, x_saved = input_in_float8(x, call, needs_w and not plan.dequantizes, offs)
-        if needs_w and plan.dequantizes:
-            x_saved = x8_MK
-        w8_NK, w_saved = weight_of_forward(w_NK, call)
-        out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0], offs)
+        kind = x.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            # It would convert the data that plain PyTorch multiplies.
+            with torch.autocast(kind, enabled=False):
+                return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call, offs)
+        plan, states = call.plan, call.states
+        needs_w = call.saves and ctx.needs_input_grad[1]
+        needs_x8_KM = needs_w and not plan.dequantizes
+        if offs is None and not isinstance(x, Float8Tensor):
+            x_MK = x if x.dim() == 2 else as_matrix(x)
+            x_MK = x_MK if x_MK.dtype == plan.dtype else x_MK.to(plan.dtype)
+            x8_MK, x8_KM, x_amax = cast_operand(
+                x_MK, plan.x, states[0], call.record, True, needs_x8_KM
+            )
+        else:
+            x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_x8_KM, offs)
+        x_saved = x8_MK if needs_w and plan.dequantizes else x8_KM
+        w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
+        if bias_N is not None and bias_N.dtype != plan.dtype:
+            bias_N = bias_N.to(plan.dtype)  # autocast, DDP and FSDP then add the same bits
+        out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0], offs)
+        if x_amax is not None:
+            record_amax(states[0].current_amax, x_amax)  # type: ignore[union-attr]
+        if w_amax is not None:
+            record_amax(states[1].current_amax, w_amax)  # type: ignore[union-attr]
         save(ctx, call, (x, w_NK, bias_N), x_saved, w_saved, offs, None)
-        return in_shape_of(x, out_MN)
+        return in_shape_of(x, out_MN) if x.dim() != 2 or LOSES_GRADIENTS else out_MN
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """grad_input, grad_weight and grad_bias, each None if it is not needed."""
-        refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
-        with without_autocast(g):
-            return (*Float8LinearFunction.gradients(ctx, g), None, None)
+        if torch.is_grad_enabled():
+            refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
+        kind = g.device.type
+        if kind != "meta" and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return (*Float8LinearFunction.gradients(ctx, g), None, None)
+        return (*Float8LinearFunction.gradients(ctx, g), None, None)
 
     @staticmethod
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         x, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
         plan = ctx.call.plan
-        x8_KM: Pair = x, x_scale
-        if plan.dequantizes and x is not None:
-            x8_KM = kernels.dequantize(x, x_scale, plan.x.first.block, plan.dtype).t(), None
-        products = products_of_backward(ctx, as_matrix(g), x8_KM, w, w_scale, offs)
+        x8_KM: Any = x
+        if x is not None and plan.dequantizes:
+            x8_KM = kernels.dequantize(x, x_scale, plan.x.first.block, plan.dtype).t()
+        elif x_scale is not None:
+            x8_KM = Float8Matrix(x, x_scale, plan.x.second.block)
+        products = products_of_backward(ctx, g, x8_KM, (w, w_scale), offs)
         return as_arguments(ctx, *products)
 
 
 def products_of_backward(
-    ctx: Any,
-    g_MN: Tensor,
-    x8_KM: Pair,
-    w: Any,
-    w_scale: Any,
-    offs: Tensor | None,
+    ctx: Any, g: Tensor, x8_KM: Any, w_saved: Saved, offs: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """grad_input (M, K), grad_weight (N, K) and grad_bias (N,), each None if it is not needed."""
-    call, plan = ctx.call, ctx.call.plan
+    call, plan, state = ctx.call, ctx.call.plan, ctx.call.states[2]
     needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
-    grad_x = grad_w = grad_bias = None
-    w8_KN, g_scaled = NOTHING, g_MN
+    grad_x = grad_w = grad_bias = w8_KN = amax = None
+    g_MN = g_scaled = g if g.dim() == 2 else as_matrix(g)
     if needs_x:
-        w8_KN, g_scaled = ctx.reads(w, w_scale, call, g_MN, offs)
-    if needs_x or needs_w:
-        g8_MN, g8_NM = cast_operand(
-            g_scaled, plan.g, call.states[2], call.record, needs_x, needs_w, None, offs
-        )
+        w8_KN, g_scaled = ctx.reads(w_saved, call, g_MN, offs)
+    if offs is not None and (needs_x or needs_w):
+        g8_MN, g8_NM, amax = cast_groups(g_scaled, plan.g, offs, needs_x, needs_w)
+    elif needs_x or needs_w:
+        g8_MN, g8_NM, amax = cast_operand(g_scaled, plan.g, state, call.record, needs_x, needs_w)
     if needs_x:
-        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, called(call.factors[1]), offs)
+        factor = call.factors[1]
+        factor = factor() if callable(factor) else factor
+        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor, offs)
     if needs_w:
         grad_w = product(plan.grad_weight, g8_NM, x8_KM, None, call.factors[2], offs)
     if needs_bias:
         grad_bias = times(g_MN.sum(0), call.factors[2])
+    if amax is not None:
+        record_amax(state.current_amax, amax)
     return grad_x, grad_w, grad_bias
 
 
 def product(
     gemm: Gemm,
-    a: Pair,
-    b: Pair,
+    a: Any,
+    b: Any,
     bias: Tensor | None = None,
     factor: float | None = None,
     offs: Tensor | None = None,
 ) -> Tensor:
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
-    ``a`` and ``b`` are the results of the casts of ``gemm``; in high precision, the matrix and
-    None, beside which the other is dequantised. The bias is in the compute dtype. ``factor`` is
-    that of unit scaling, or None. ``offs`` has the ends of groups of tokens, for a grouped product.
+    ``a`` and ``b`` are `Float8Matrix`, or matrices in high precision, beside which the other one is
+    dequantised. The bias is in the compute dtype. ``factor`` is that of unit scaling, or None.
+    ``offs`` has the ends of groups of tokens, for a grouped product.
     """
     if gemm.a is None or gemm.b is None:
         return times(_product_in_high_precision(gemm, a, b, bias, offs), factor)
-    (a_data, a_scale), (b_data, b_scale) = a, b
-    if gemm.refusal is not None and 0 not in (*a_data.shape, *b_data.shape):
-        raise ValueError(f"{'scaled_mm' if offs is None else 'grouped_mm'}: {gemm.refusal}")
-    is_float32 = a_scale.dtype == torch.float32  # E8M0 scales hold no factor
-    if factor is not None and is_float32 and not takes_powers(gemm.name):
-        a_scale, bias, factor = a_scale * factor, times(bias, factor), None
-    name, dtype, fast, pad = gemm.name, gemm.out_dtype, gemm.use_fast_accum, gemm.pad
-    blocks = gemm.a.block, gemm.b.block
-    if offs is not None:
-        out = kernels.multiply_groups(
-            name, a_data, a_scale, b_data, b_scale, offs, *blocks, dtype, gemm.align, fast, pad
-        )  # fmt: skip
+    if factor is not None and a.scale.dtype == torch.float32 and not takes_powers(gemm.name):
+        # E8M0 scales hold no factor
+        a, bias, factor = a._replace(scale=a.scale * factor), times(bias, factor), None
+    if offs is None:
+        out = kernels.multiply(a, b, gemm, bias)
     else:
-        out = kernels.multiply(
-            name, a_data, a_scale, b_data, b_scale, *blocks, bias, dtype, fast, pad
-        )
-    return times(out, factor)
+        out = kernels.multiply_groups(a, b, gemm, offs)
+    return out if factor is None else out * factor
 
 
 def _product_in_high_precision(
-    gemm: Gemm, a: Pair, b: Pair, bias: Tensor | None, offs: Tensor | None
+    gemm: Gemm, a: Any, b: Any, bias: Tensor | None, offs: Tensor | None
 ) -> Tensor:
     """``a @ b.T``, at least one of which is in high precision."""
-    dtype, casts = (b if gemm.b is None else a)[0].dtype, (gemm.a, gemm.b)
+    dtype = (b if gemm.b is None else a).dtype
     if offs is None:
-        a_MK, b_NK = [
-            x if how is None else kernels.dequantize(x, scale, how.block, dtype)
-            for (x, scale), how in zip((a, b), casts, strict=True)
+        a, b = [
+            x if isinstance(x, Tensor) else kernels.dequantize(x[0], x[1], x[2], dtype)
+            for x in (a, b)
         ]
-        return F.linear(a_MK, b_NK, bias)
+        return F.linear(a, b, bias)
     if gemm.a is gemm.b:
-        return kernels.multiply_groups_plainly(a[0], b[0], offs)
-    blocks = [(WHOLE, WHOLE) if how is None else how.block for how in casts]
-    out: Tensor = torch.ops.float8.grouped_mm.default(*a, *b, offs, *blocks, dtype, gemm.align)
+        return kernels.multiply_groups_plainly(a, b, offs)
+    whole = (WHOLE, WHOLE)
+    a, b = [(x, None, whole) if isinstance(x, Tensor) else x for x in (a, b)]
+    blocks, how = (a[2], b[2]), (dtype, gemm.align)
+    out: Tensor = torch.ops.float8.grouped_mm.default(*a[:2], *b[:2], offs, *blocks, *how)
     return out
 
 
@@ -221,25 +238,45 @@ def _product_in_high_precision(
 
 def input_in_float8(
     x: Tensor, call: Call, needs_w: bool, offs: Tensor | None = None
-) -> tuple[Pair, Pair]:
-    """x_MK for the output, and x_KM for grad_weight if that is needed, else `NOTHING`."""
-    operand = call.plan.x
+) -> tuple[Any, Any, Tensor | None]:
+    """x_MK for the output; x_KM for grad_weight if that is needed, else None; and the amax."""
+    operand, dtype = call.plan.x, call.plan.dtype
     if not isinstance(x, Float8Tensor):
-        x_MK = to(as_matrix(x), call.plan.dtype)
-        both = cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w, None, offs)
-        return both if needs_w else (both[0], NOTHING)
+        x_MK = x if x.dim() == 2 else as_matrix(x)
+        x_MK = x_MK if x_MK.dtype == dtype else x_MK.to(dtype)
+        if offs is not None:
+            both = cast_groups(x_MK, operand, offs, True, needs_w)
+            return both[0], both[1] if needs_w else None, None
+        return cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w)
     data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
+    x8_MK = Float8Matrix(data, scale, x.block[-2:])
     if not needs_w:
-        return (data, scale), NOTHING
+        return x8_MK, None, None
     if offs is not None and operand.align > 1:  # through bfloat16, which is exact: the bits stay
         values = data.to(torch.bfloat16)
-        data_t = cast_tokens(values, operand.first, operand, offs, False, True, scale=1.0)[1][0]
-    return (data, scale), (data.t() if data_t is None else data_t, scale.t())
+        _, padded, _ = cast_tokens(values, operand.first, operand.align, offs, False, True, 1.0)
+        data_t = padded.data
+    assert operand.second is not None
+    data_t = data.t() if data_t is None else data_t
+    return x8_MK, Float8Matrix(data_t, scale.t(), operand.second.block), None
 
 
-def bias_of(bias_N: Tensor | None, call: Call) -> Tensor | None:
-    """The bias, rounded to the compute dtype: autocast, DDP and FSDP then add the same bits."""
-    return None if bias_N is None else to(bias_N, call.plan.dtype)
+def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | None]:
+    """w_NK for the output, what backward is to have of the weight, and the amax of a delayed cast.
+
+    The weight is rounded to the compute dtype and cast, unless the call has it in float8 already.
+    """
+    plan, weight = call.plan, call.weight
+    if weight is not None:
+        return weight.row_major, weight.transposed[:2], weight.amax if call.record else None
+    is_rounded = w_NK.dtype == plan.dtype and not plan.mxfp4_weights
+    source = w_NK if is_rounded else rounded(w_NK, plan)
+    if plan.w.first is None:
+        return source, (w_NK, None), None
+    w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.record)
+    assert w8_NK is not None
+    keeps_scale = plan.w.is_shared or plan.dequantizes
+    return w8_NK, (w_NK, w8_NK.scale if keeps_scale else None), amax
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -251,14 +288,7 @@ def as_matrix(x: Tensor) -> Tensor:
 
 def in_shape_of(x: Tensor, out_MN: Tensor) -> Tensor:
     """(M, N) -> (..., N), for x of shape (..., K); no view of another tensor, as of nn.Linear."""
-    if x.dim() == 2 and not (LOSES_GRADIENTS and torch.compiler.is_compiling()):
-        return out_MN
     return torch.ops.aten._unsafe_view.default(out_MN, (*x.shape[:-1], out_MN.shape[-1]))
-
-
-def to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a dtype; `Tensor.to` takes a microsecond even if the dtype is the same."""
-    return x if x.dtype == dtype else x.to(dtype)
 
 
 def times(x: Any, factor: float | None) -> Any:
@@ -266,33 +296,24 @@ def times(x: Any, factor: float | None) -> Any:
     return x if x is None or factor is None else x * factor
 
 
-def called(factor: float | Callable[[], float] | None) -> float | None:
-    """A factor, or what it returns."""
-    return factor() if callable(factor) else factor
-
-
 # --- what backward has of forward
-
-
-def needs(ctx: Any, call: Call, index: int) -> bool:
-    """Whether a backward may need the gradient of an argument of forward."""
-    return call.saves and ctx.needs_input_grad[index]
 
 
 def save(
     ctx: Any,
     call: Call,
     arguments: tuple[Tensor, Tensor, Tensor | None],
-    x_saved: Pair,
-    w_saved: Pair,
+    x_saved: Any,
+    w_saved: Saved,
     offs: Tensor | None,
     factors_1K: Tensor | None,
 ) -> None:
     """Save operands for `saved_by`, and the dtypes of the arguments for `as_arguments`."""
     # Delayed scales too: autograd then detects a sync between forward and backward.
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
-    w_saved = w_saved if needs(ctx, call, 0) else NOTHING
-    ctx.save_for_backward(*x_saved, *w_saved, offs, factors_1K, *scales)
+    x8 = x_saved[:2] if isinstance(x_saved, Float8Matrix) else (x_saved, None)
+    w8 = w_saved if call.saves and ctx.needs_input_grad[0] else (None, None)
+    ctx.save_for_backward(*x8, *w8, offs, factors_1K, *scales)
     casts = cast_and_dequantized if call.plan.dequantizes else cast_again
     ctx.reads = casts if call.weight is None else call.weight.reads
     # Without the weight: FSDP2 may free its memory after the forward.
@@ -325,12 +346,14 @@ def as_arguments(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients in the shapes and dtypes of the arguments of forward."""
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
-    return (
-        None if grad_x is None else to(grad_x, x_dtype).reshape(ctx.x_shape),
-        # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
-        grad_w if grad_w is None or w_dtype is torch.float16 else to(grad_w, w_dtype),
-        None if grad_bias is None else to(grad_bias, bias_dtype),
-    )
+    if grad_x is not None:
+        grad_x = (grad_x if grad_x.dtype == x_dtype else grad_x.to(x_dtype)).reshape(ctx.x_shape)
+    # autograd casts to float16 by itself, unless the weight's grad_dtype has a wider range.
+    if grad_w is not None and grad_w.dtype != w_dtype and w_dtype is not torch.float16:
+        grad_w = grad_w.to(w_dtype)
+    if grad_bias is not None and grad_bias.dtype != bias_dtype:
+        grad_bias = grad_bias.to(bias_dtype)
+    return grad_x, grad_w, grad_bias
 
 
 def refuse_double_backward(name: str) -> None:

@@ -51,15 +51,14 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import Float8LinearConfig, LinearPlan, ScalingType
 from float8.granularity import WHOLE, Block, block_name, scale_shape
-from float8.kernels import mxfp4
+from float8.kernels import Float8Matrix, mxfp4
 from float8.linear.registration import weights_of
 from float8.linear.scaling import (
     DelayedState,
-    Pair,
     bind_and_cast,
     cast_matrix,
     cast_operand,
-    transposed_scale,
+    record,
 )
 from float8.tensor import Float8Tensor
 
@@ -72,54 +71,62 @@ TENSORWISE = (WHOLE, WHOLE)
 ROWWISE = (1, WHOLE)
 
 
-# How backward reads what it has of a weight: (w, scale, call, g_MN, offs) -> data and scale of w_KN
-# for grad_input, and grad_output as it is to be cast. ``w`` and ``scale`` are what forward saved,
-# ``offs`` the ends of groups of tokens, or None.
-Read = tuple[Pair, Tensor]
-Reads = Callable[[Tensor, Any, Any, Tensor, Any], Read]
+# How backward reads what it has of a weight: (saved, call, g_MN, offs) -> w_KN for grad_input, and
+# grad_output as it is to be cast. ``saved`` is what forward saved, data or a matrix in high
+# precision, and a scale or None; ``offs`` the ends of groups of tokens, or None.
+Saved = tuple[Tensor, Any]
+Read = tuple[Any, Tensor]
+Reads = Callable[[Saved, Any, Tensor, Any], Read]
 
 
-def cast_again(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def cast_again(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it if both casts share one: cast it."""
-    plan, operand = call.plan, call.plan.w
-    w_NK = rounded(w_NK, plan)
+    (w_NK, scale), plan, operand = saved, call.plan, call.plan.w
+    if w_NK.dtype != plan.dtype or plan.mxfp4_weights:
+        w_NK = rounded(w_NK, plan)
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
-    record = call.record and not operand.is_shared
-    state, scale = call.states[1], transposed_scale(scale)
-    return cast_operand(w_NK, operand, state, record, False, True, scale)[1], g_MN
+    records, state = call.record and not operand.is_shared, call.states[1]
+    if scale is not None and scale.dim() > 1 and scale.numel() > 1:
+        scale = scale.mT
+    _, w8_KN, amax = cast_operand(w_NK, operand, state, records, False, True, scale)
+    if amax is not None:
+        record(state, amax)
+    return w8_KN, g_MN
 
 
-def as_it_is(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def as_it_is(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_KN: unchanged."""
-    return (w_KN, scale), g_MN
+    return Float8Matrix(*saved, call.plan.w.second.block), g_MN
 
 
-def by_scaled_gradient(w_KN: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def by_scaled_gradient(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of the data of w_KN, and scales (1, N) along the contraction: they multiply grad_output.
 
     Those of experts are (E, 1, N). Such a weight gets no gradient (`refuses_training`), for which
     grad_output would be another.
     """
-    ones = scale.new_ones(scale_shape(w_KN.shape, call.plan.w.second.block))
+    (w_KN, scale), block = saved, call.plan.w.second.block
+    ones = scale.new_ones(scale_shape(w_KN.shape, block))
     if offs is not None:  # tokens of no group get the scales of the last expert, and are not read
         tokens = torch.arange(g_MN.shape[0], dtype=offs.dtype, device=offs.device)
         scale = scale[torch.searchsorted(offs[:-1], tokens, right=True), 0]
-    return (w_KN, ones), g_MN * scale
+    return Float8Matrix(w_KN, ones, block), g_MN * scale
 
 
-def dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def dequantized(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of data and scale of w_NK: dequantised, and cast again where grad_input casts it."""
     plan = call.plan
-    w_NK = kernels.dequantize(w_NK, scale, plan.w.first.block, plan.dtype)
-    return cast_again(w_NK, None, call, g_MN, offs)
+    w_NK = kernels.dequantize(*saved, plan.w.first.block, plan.dtype)
+    return cast_again((w_NK, None), call, g_MN, offs)
 
 
-def cast_and_dequantized(w_NK: Tensor, scale: Any, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def cast_and_dequantized(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
     """Of w_NK in high precision, and forward's scale of it: what forward multiplied."""
-    plan = call.plan
-    pair = cast_matrix(rounded(w_NK, plan), plan.w.first, call.states[1], False, scale)
-    return dequantized(*pair, call, g_MN, offs)
+    w_NK, scale = saved
+    found = cast_matrix(rounded(w_NK, call.plan), call.plan.w.first, call.states[1], scale)
+    w8_NK: Any = found.row_major
+    return dequantized(w8_NK[:2], call, g_MN, offs)
 
 
 @dataclass(eq=False, slots=True)
@@ -127,9 +134,9 @@ class Float8Weight:
     """A weight in float8, for both GEMMs that read it.
 
     Args:
-        row_major: data and scale of w_NK, for the output.
-        transposed: data and scale for grad_input, which ``reads`` makes data and scale of w_KN.
-        reads: how backward reads ``transposed``.
+        row_major: w_NK, for the output.
+        transposed: for grad_input: w_KN, or what ``reads`` makes w_KN of.
+        reads: how backward reads the data and scale of ``transposed``.
         dtype: the dtype to which the weight was rounded before its cast; None if the data does not
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
@@ -139,8 +146,8 @@ class Float8Weight:
         version: the version counter of ``source`` at its cast.
     """
 
-    row_major: Pair
-    transposed: Pair
+    row_major: Float8Matrix
+    transposed: Float8Matrix
     reads: Reads = as_it_is
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
@@ -156,24 +163,8 @@ class Float8Weight:
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it stores."""
-        stored = (*self.row_major, *self.transposed, self.amax)
+        stored = (*self.row_major[:2], *self.transposed[:2], self.amax)
         return [x for x in stored if x is not None]
-
-
-def weight_of_forward(w_NK: Tensor, call: Any) -> tuple[Pair, Pair]:
-    """Data and scale of w_NK for the output, and what backward is to have of the weight.
-
-    ``call`` is that of `float8.linear.autograd`. The weight is rounded to the compute dtype and
-    cast, unless the call has it in float8 already.
-    """
-    plan, weight, state = call.plan, call.weight, call.states[1]
-    if weight is None:
-        w8_NK = cast_matrix(rounded(w_NK, plan), plan.w.first, state, call.record, None)
-        keeps_scale = plan.w.is_shared or plan.dequantizes
-        return w8_NK, (w_NK, w8_NK[1] if keeps_scale else None)
-    if call.record and weight.amax is not None and state is not None:
-        kernels.record_amax(state.current_amax, weight.amax)
-    return weight.row_major, weight.transposed
 
 
 def rounded(w_NK: Tensor, plan: LinearPlan) -> Tensor:
@@ -232,14 +223,14 @@ def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
 
 def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     """A resident or gathered weight, or a stack, in both orientations; nothing is copied."""
-    data, scale, second = weight.float8_data, weight.scale, plan.w.second
-    if second is None or (scale.dtype != torch.float32 and not plan.w.is_shared):
-        return Float8Weight((data, scale), (data, scale), dequantized)
-    scale_t, block = scale.mT, weight.block[-2:]
+    w_NK, second = Float8Matrix(weight.float8_data, weight.scale, weight.block), plan.w.second
+    if second is None or (weight.scale.dtype != torch.float32 and not plan.w.is_shared):
+        return Float8Weight(w_NK, w_NK, dequantized)
+    scale_t, block = weight.scale.mT, weight.block[-2:]
     if block == TENSORWISE and not second.is_whole:
-        scale_t = scale.expand(scale_shape(data.mT.shape, second.block))
+        scale_t = weight.scale.expand(scale_shape(w_NK.data.mT.shape, second.block))
     reads = by_scaled_gradient if block == ROWWISE else as_it_is
-    return Float8Weight((data, scale), (data.mT, scale_t), reads)
+    return Float8Weight(w_NK, w_NK.t()._replace(scale=scale_t), reads)
 
 
 def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
@@ -274,16 +265,14 @@ def cast_weight(
     # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
-        amax = None
-        if state is not None:
-            amax = torch.zeros_like(state.current_amax)
-            state = state._replace(current_amax=amax)
         both = not plan.dequantizes
-        pairs = cast_operand(rounded(source, plan), plan.w, state, state is not None, True, both)
-    # A delayed scale is a buffer, and a cache in place writes its own.
-    w_NK, w_KN = [
-        (data, scale if state is None or scale is None else scale.clone()) for data, scale in pairs
-    ]
+        w_NK, w_KN, amax = cast_operand(
+            rounded(source, plan), plan.w, state, state is not None, True, both
+        )
+        if state is not None:  # a delayed scale is a buffer, and a cache in place writes its own
+            w_NK = w_NK._replace(scale=w_NK.scale.clone())
+            w_KN = w_KN and w_KN._replace(scale=w_KN.scale.clone())
+            amax = None if amax is None else amax.reshape(())
     reads = as_it_is if both else dequantized
     return Float8Weight(w_NK, w_KN if both else w_NK, reads, plan.dtype, amax, weight)
 
@@ -355,7 +344,7 @@ def to_resident(
     with torch.no_grad(), torch.inference_mode(False):
         source = weight.clone() if weight.is_inference() else weight.detach()
         source = mxfp4.project(source) if config.mxfp4_weights else source
-        data, scale = bind_and_cast(source, cast, state, emulate=config.emulate)
+        data, scale, _ = bind_and_cast(source, cast, state, emulate=config.emulate)
         # A delayed or static scale may be shared; the weight needs its own, which ops write to.
         scale = scale.expand(scale_shape(weight.shape, block))  # a static one, of all experts
         return Float8Tensor(data, scale.clone(), block, weight.dtype, None, cast.scales)

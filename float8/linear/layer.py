@@ -7,6 +7,7 @@ state.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,23 +18,25 @@ from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, LinearPlan, check_config
 from float8.formats import E4M3, E5M2
 from float8.linear.autograd import (
+    NO_FACTORS,
+    STATELESS,
     Call,
     Factors,
     Float8LinearFunction,
     States,
 )
-from float8.linear.cast import Cast, make_cast, set_cast
-from float8.linear.delayed import DelayedCast
+from float8.linear.delayed import DelayedCast, make_cast, set_cast
 from float8.linear.float8_weight import (
     Float8Weight,
     float8_weight,
     is_resident,
 )
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
+from float8.linear.plan import plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.registration import stored_by
 from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
+from float8.linear.scaling import Cast
 from float8.linear.smoothing import SmoothLinearFunction, smoothing_factors
 from float8.linear.switch import Float8Module
 from float8.tensor import Float8Tensor
@@ -57,6 +60,7 @@ class Float8Linear(Float8Module, nn.Linear):
     """
 
     plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
+    _factors: Callable[[Tensor], Factors] | None = None  # input -> those of its three products
     cast_input: Cast
     cast_weight: Cast
     cast_grad_output: Cast
@@ -127,20 +131,26 @@ class Float8Linear(Float8Module, nn.Linear):
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
         """
-        if self.high_precision:
+        grad, training = torch.is_grad_enabled(), self.training
+        is_evaluated = self.evaluates_in_high_precision and not (training or grad)
+        if self.switch.is_off or is_evaluated:
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
         if not isinstance(input, Tensor):
             raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
-        plan = plan_for(self.config, input.device, compute_dtype(input))
-        self._check_call(input, self.weight, plan)
-        if to_onnx():
+        weight = self.weight
+        plan = plan_of(self.config, input, weight)
+        self._check_call(input, weight, plan)
+        if torch.compiler.is_exporting() and to_onnx():
             return linear_in_onnx(self, input, plan)
-        weight, grad = float8_weight(self, plan), torch.is_grad_enabled()
-        record = self.training and grad
-        call = Call(plan, self._states(), record, weight, self._factors(input), grad)
-        return linear_in_float8(input, self.weight, self.bias, call)
+        is_cast = self.cached_weight is not None or isinstance(weight, Float8Tensor)
+        cast = float8_weight(self, plan) if is_cast else None
+        states = self._states() if plan.has_delayed else STATELESS
+        factors = NO_FACTORS if self._factors is None else self._factors(input)
+        call = Call(plan, states, training and grad, cast, factors, grad)
+        out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, self.bias, call)
+        return out
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -151,10 +161,6 @@ class Float8Linear(Float8Module, nn.Linear):
         if not isinstance(weight, Float8Tensor):
             return weight
         return weight_in_onnx(weight) if to_onnx() else weight.dequantize()
-
-    def _factors(self, input: Tensor) -> Factors:
-        """The factors of the three products of this call."""
-        return None, None, None
 
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
@@ -191,7 +197,10 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
-        self.switch.note_call()
+        if torch.compiler.is_compiling():
+            self.switch.note_call()
+        else:
+            self.switch.was_on = True
         # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
         # multiplied by scales of other elements.
         is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
@@ -314,18 +323,6 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
 FUNCTIONS: dict[bool, Any] = {False: Float8LinearFunction, True: SmoothLinearFunction}
 
 
-def linear_in_float8(input: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """``input @ weight.T + bias`` as the call says; autocast is respected.
-
-    ``input`` is (..., K), ``weight`` (N, K); the result is (..., N) in the compute dtype. A
-    `Float8Tensor` as input is not cast again.
-    """
-    call.plan = plan_of_call(call.plan, input, weight)
-    with without_autocast(input):
-        result: Tensor = FUNCTIONS[call.plan.smooth_input].apply(input, weight, bias, call)
-    return result
-
-
 def float8_linear(
     input: Tensor,
     weight: Tensor,
@@ -361,7 +358,9 @@ def float8_linear(
         raise ValueError(f"float8_linear: {reason}")
     if weight.dim() != 2:
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
-    plan, grad = plan_for(config, input.device, compute_dtype(input)), torch.is_grad_enabled()
+    plan, grad = plan_of(config, input, weight), torch.is_grad_enabled()
     if (error := error_of_call(input, weight, plan)) is not None:
         raise type(error)(f"float8_linear: {error}")
-    return linear_in_float8(input, weight, bias, Call(plan, saves=grad))
+    call = Call(plan, saves=grad)
+    out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, bias, call)
+    return out

@@ -62,7 +62,8 @@ def linear_in_onnx(layer: Any, input: Tensor, plan: LinearPlan) -> Tensor:
     ``input`` is (..., K); the result is (..., N) in the compute dtype. Raises ValueError if the
     layer cannot be part of an ONNX file.
     """
-    weight, cast, factor = layer.weight, plan.output.a, layer._factors(input)[0]
+    weight, cast = layer.weight, plan.output.a
+    factor = None if layer._factors is None else layer._factors(input)[0]
     if (reason := _refuses(weight, input, cast)) is not None:
         raise ValueError(f"{layer._name}: {reason}")
     assert cast is not None

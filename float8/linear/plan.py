@@ -42,6 +42,18 @@ def plan_for(
     return _known(config.key, device, dtype, grouped, torch.compiler.is_compiling())
 
 
+def plan_of(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> LinearPlan:
+    """The plan for an input and a weight, either of which may be in float8 already."""
+    device, dtype = input.device, input.dtype
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    is_compiling = torch.compiler.is_compiling()  # dynamo would guard on all that it finds
+    plan = None if is_compiling else BOUND.get((config.key, device, dtype, False, False))
+    plan = plan_for(config, device, dtype) if plan is None else plan
+    is_given = isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
+    return plan.given if is_given and plan.given is not None else plan
+
+
 BOUND: dict[tuple[Any, ...], LinearPlan] = {}
 
 

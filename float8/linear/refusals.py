@@ -69,7 +69,7 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
     needs_w = grad and weight.requires_grad
     if isinstance(input, Float8Tensor):
         reason = refuses_float8_input(input, plan, needs_w)
-    elif plan.is_tiled and kernels.is_sharded(weight):
+    elif plan.is_tiled and hasattr(weight, "device_mesh"):
         reason = REFUSES_SHARDED_BLOCKS
     elif plan.mxfp4_weights and weight.shape[1] % mxfp4.BLOCK:
         reason = f"mxfp4_weights=True needs in_features={weight.shape[1]} to be a multiple of 32"

@@ -38,6 +38,7 @@ from float8.linear.float8_weight import (
     to_resident,
 )
 from float8.linear.registration import weights_of
+from float8.linear.scaling import placed
 from float8.linear.static_input import set_input_cast, with_static_input
 from float8.tensor import Float8Shard, Float8Tensor
 
@@ -79,8 +80,6 @@ def _parts(weight: Any) -> tuple[Tensor, Tensor] | None:
     data, scale = local.float8_data.detach().unsqueeze(-1), local.scale.detach()
     shape = scale_shape(weight.shape, local.block)
     if local is not weight:
-        from float8.linear.sharded_cast import placed  # which imports DTensor
-
         mesh, placements = weight.device_mesh, weight.placements
         data = placed(data, (*weight.shape, 1), mesh, placements)
         scale = scale if scale.shape == shape else placed(scale, shape, mesh, placements)

@@ -1,9 +1,8 @@
 """Scale and cast of one operand: functions on plain tensors, and `Cast`, an operand's cast.
 
-`cast_matrix` casts a matrix, in the orientation of the GEMM that reads it, to ``(data, scale)`` as
-its `OperandCast` says. `cast_operand` casts it for the two GEMMs that contract its two dimensions,
-and reads it only once where a kernel does both. The scaling type decides where the scale comes
-from:
+`cast_operand` casts a matrix for the two GEMMs that contract its two dimensions, and reads it only
+once where a kernel does both. `cast_matrix` casts it as one `OperandCast` says. The scaling type
+decides where the scale comes from:
 
 - dynamic: from the amax of this tensor;
 - static: a constant;
@@ -16,6 +15,7 @@ ranks: `max_over_ranks`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ from float8 import kernels
 from float8.config import CastConfig, OperandCast, ScalingType
 from float8.config.plan import Operand
 from float8.formats import Format, format_of, twin_factor
+from float8.granularity import scale_shape
+from float8.kernels import Casts, Float8Matrix
 from float8.kernels.scaled_mm import on_device
 from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
@@ -100,179 +102,222 @@ class Cast:
         return f"{type(self).__name__}({self.extra_repr()})"
 
 
-Pair = tuple[Tensor, Any]  # data and scale; in high precision a matrix and None
-NOTHING: Pair = (None, None)  # type: ignore[assignment]
+Operands = tuple[Any, Any, Tensor | None]
+# A `Float8Matrix`, or a Tensor in high precision, or None: for the first and for the second GEMM;
+# and the amax that a delayed cast found, which `record` writes down.
+
+
+def record(state: DelayedState | None, amax: Tensor | None) -> None:
+    """Raise the running maximum of a delayed cast to an amax, if there is one.
+
+    The maximum: a recomputation of the same forward changes nothing.
+    """
+    if amax is not None and state is not None:
+        kernels.record_amax(state.current_amax, amax)
 
 
 def bind_and_cast(
     x: Tensor,
     cast: OperandCast,
     state: DelayedState | None = None,
-    record: bool = False,
     scale: Tensor | None = None,
     emulate: bool = False,
-) -> Pair:
-    """Bind a cast to the device of x, and cast x by it; see `cast_matrix`."""
+) -> Float8Matrix:
+    """Bind a cast to the device of x, and cast x by it; nothing is recorded."""
     how = bind_cast(cast, kernels.family_of(x.device), emulate)
     load_kernels(how)
-    return cast_matrix(x, how, state, record, scale)
+    found: Float8Matrix = cast_matrix(x, how, state, scale).row_major  # type: ignore[assignment]
+    return found
 
 
 def cast_matrix(
     x: Tensor,
-    how: OperandCast | None,
+    how: OperandCast,
     state: DelayedState | None = None,
-    record: bool = False,
     scale: Tensor | None = None,
-) -> Pair:
-    """Cast a matrix (rows, contraction) to float8 for one GEMM.
+    row_major: bool = True,
+    transposed: bool = False,
+    finds_amax: bool = False,
+) -> Casts:
+    """Cast a matrix (rows, contraction) to float8, its transpose, or both by casts that are alike.
 
-    ``x`` is float32, bfloat16 or float16, with any strides. ``how`` is stated for this orientation;
-    None keeps x in high precision. ``record`` says whether a delayed cast records the amax of x in
-    ``state``. It records the maximum, so a recomputation of the same forward changes nothing.
+    ``x`` is float32, bfloat16 or float16, with any strides. ``how`` is stated for this orientation.
+    A delayed cast has a ``state``, whose scale is taken; ``finds_amax`` asks for its amax.
     ``scale`` is the one that an earlier call computed for this x, in this orientation; None
     computes it.
-
-    Returns float8 data of x's shape and its scale of shape ``ceil(shape / block)``; in high
-    precision, x and None.
     """
-    return (x, None) if how is None else cast_both(x, how, state, record, scale, True, False)[:2]
+    if hasattr(x, "device_mesh"):
+        return cast_sharded(x, how, state, scale, row_major, transposed, finds_amax)
+    if scale is None and (how.static is not None or state is not None):
+        scale = known_scale(how, state, x)
+        if scale is None and how.is_whole and state is not None and state.group is not None:
+            amax = kernels.amax(x, how.block)
+            largest = max_over_ranks(amax, state.group)
+            scale = kernels.scale_from_amax(largest, how.largest, how.scales)
+            found = kernels.cast(x, how, scale, row_major, transposed)
+            return found._replace(amax=amax if finds_amax and how.is_delayed else None)
+    finds_amax = finds_amax and how.is_delayed and state is not None
+    return kernels.cast(x, how, scale, row_major, transposed, finds_amax)
 
 
 def cast_operand(
     x: Tensor,
     operand: Operand,
     state: DelayedState | None = None,
-    record: bool = False,
+    records: bool = False,
     first: bool = True,
     second: bool = True,
     scale: Tensor | None = None,
-    offs: Tensor | None = None,
-) -> tuple[Pair, Pair]:
+) -> Operands:
     """Cast a matrix for the GEMM that contracts along its rows and the one along its columns.
 
-    ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. An amax is
-    recorded once; see `cast_matrix` for ``state`` and ``record``. ``first`` and ``second`` say
-    whether each of the two casts is needed. ``scale`` is the one that the second cast takes where
-    it is the only one, or None. ``offs`` has the ends of groups of tokens, or is None.
+    ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. ``first``
+    and ``second`` say whether each of the two casts is needed; ``records`` whether a delayed cast
+    finds the amax. ``scale`` is the one that the second cast takes where it is the only one, or
+    None.
 
-    Returns the pair for x and the pair for its transpose. A pair that is not needed is unspecified.
-    Where no kernel writes both, the second is a view of the first if they share data.
+    Returns the operand of each GEMM, x or x.mT where that is in high precision, and the amax.
+    Where no kernel writes both orientations, the second is a view of the first if they share data.
     """
     a, b = operand.first, operand.second
     if isinstance(x, Float8Tensor):
-        pair = (x.float8_data, x.scale)
-        return pair, transposed(pair)
-    if offs is not None:
-        return _cast_groups(x, operand, offs, first, second)
+        matrix = Float8Matrix(x.float8_data, x.scale, x.block)
+        return matrix, matrix.t(), None
     if first and operand.is_shared and a.kernel is None:  # type: ignore[union-attr]
-        pair = cast_matrix(x, a, state, record, None)
-        return pair, transposed(pair)
+        matrix, _, amax = cast_matrix(x, a, state, None, True, False, records)  # type: ignore
+        if not second:
+            return matrix, None, amax
+        data, its, _ = matrix
+        its = its if its.dim() == 1 or its.numel() == 1 else its.mT
+        return matrix, Float8Matrix(data.mT, its, b.block), amax  # type: ignore[union-attr]
     if a is not None and operand.is_same:
-        both = cast_both(x, a, state, record, scale, first, second)
-        return both[:2], both[2:]
-    # An amax is recorded once: by the first cast, or by the second if there is no first.
-    is_recorded = first and a is not None
-    return (
-        cast_matrix(x, a, state, record) if first else NOTHING,
-        cast_matrix(x.mT, b, state, record and not is_recorded, scale) if second else NOTHING,
-    )
+        return cast_matrix(x, a, state, scale, first, second, records)
+    one: Any = x if first else None
+    other: Any = x.mT if second else None
+    amax = None
+    if first and a is not None:
+        one, _, amax = cast_matrix(x, a, state, None, True, False, records)
+    if second and b is not None:
+        # An amax is found once: by the first cast, or by the second if there is no first.
+        alone = records and not (first and a is not None)
+        other, _, found = cast_matrix(x.mT, b, state, scale, True, False, alone)
+        amax = found if amax is None else amax
+    return one, other, amax
 
 
-def cast_both(
-    x: Tensor,
-    how: OperandCast,
-    state: DelayedState | None,
-    record: bool,
-    scale: Tensor | None,
-    row_major: bool,
-    transpose: bool,
-) -> kernels.Orientations:
-    """`cast_matrix` of x, of its transpose, or of both, by casts that are alike."""
-    kernel = how.kernel
-    if kernels.is_sharded(x):
-        # Importing DTensor takes most of a second.
-        from float8.linear.sharded_cast import cast_sharded, is_cast_in_parts
-
-        if is_cast_in_parts(x, how):
-            return cast_sharded(x, how, state, record, scale, row_major, transpose)
-        kernel = None
-    is_recorded = record and how.is_delayed and state is not None
-    amax = state.current_amax if is_recorded else None  # type: ignore[union-attr]
-    scale = known_scale(how, state, x) if scale is None else scale
-    if scale is None and how.is_whole and state is not None and state.group is not None:
-        found = kernels.amax(x, how.block)
-        if amax is not None:
-            kernels.record_amax(amax, found)
-            amax = None
-        found = max_over_ranks(found, state.group)
-        scale = kernels.scale_from_amax(found, how.largest, how.scales)
-    return kernels.cast_operand(
-        kernel,
-        x,
-        how.block,
-        how.dtype,
-        how.scales,
-        scale,
-        row_major,
-        transpose,
-        amax,
-        how.swizzled,
-    )
-
-
-def _cast_groups(
-    x: Tensor, operand: Operand, offs: Tensor, first: bool, second: bool
-) -> tuple[Pair, Pair]:
+def cast_groups(
+    x: Tensor, operand: Operand, offs: Tensor, first: bool = True, second: bool = True
+) -> Operands:
     """`cast_operand` of tokens in groups, whose ends are ``offs``; see `float8.kernels.groups`."""
-    if operand.is_shared and operand.align == 1:  # no padding: a view
-        row_major = cast_tokens(x, operand.first, operand, offs, transposed=False)[0]
-        return row_major, transposed(row_major)
+    a, b, align = operand.first, operand.second, operand.align
+    if operand.is_shared and align == 1:  # no padding: a view
+        row_major = cast_tokens(x, a, align, offs, True, False)[0]
+        return row_major, row_major.t(), None
     if operand.is_same:
-        return cast_tokens(x, operand.first, operand, offs, first, second)
-    return (
-        cast_tokens(x, operand.first, operand, offs, first, False)[0],
-        cast_tokens(x, operand.second, operand, offs, False, second)[1],
+        return cast_tokens(x, a, align, offs, first, second)
+    one, other = (
+        cast_tokens(x, a, align, offs, first, False),
+        cast_tokens(x, b, align, offs, False, second),
     )
+    return one[0], other[1], None
 
 
 def cast_tokens(
     x: Tensor,
     how: OperandCast | None,
-    operand: Operand,
+    align: int,
     offs: Tensor,
-    row_major: bool = True,
-    transposed: bool = True,
+    first: bool,
+    second: bool,
     scale: float | None = None,
-) -> tuple[Pair, Pair]:
+) -> Operands:
     """Cast tokens in groups, and their transpose with padded groups; ``scale`` is one of all."""
-    if how is None or not (row_major or transposed):
-        return (x, None), (x.t(), None)
+    if how is None or not (first or second):
+        return x, x.t(), None
     scale = how.static if scale is None else scale
-    both = kernels.cast_tokens(
-        how.kernel,
-        x,
-        offs,
-        how.block,
-        how.dtype,
-        how.scales,
-        None if scale is None else constant(scale, x),
-        operand.align,
-        row_major,
-        transposed,
+    known = None if scale is None else constant(scale, x)
+    return kernels.cast_tokens(x, how, offs, align, known, first, second)
+
+
+# --- DTensors
+
+
+def cast_sharded(
+    x: Any,
+    how: OperandCast,
+    state: DelayedState | None,
+    scale: Tensor | None,
+    row_major: bool,
+    transposed: bool,
+    finds_amax: bool,
+) -> Casts:
+    """`cast_matrix` of a DTensor, as torch's ``ColwiseParallel`` hands it to a layer, to DTensors.
+
+    With one scale per tensor each rank casts its own part, by the kernel of any tensor, and the
+    scale is computed from the amax over the ranks, so the bits are those of one process. Other
+    scales of sharded operands are left to aten, whose ops have sharding rules: a kernel computes
+    scales of rows from what it reads, which would be a part of the row. Experts (E, N, K) share no
+    scale, so those of sharded experts are sharded with them.
+    """
+    from torch.distributed.tensor import DTensor, Replicate  # which takes most of a second
+
+    finds_amax = finds_amax and how.is_delayed and state is not None
+    if not is_cast_in_parts(x, how):
+        scale = known_scale(how, state, x) if scale is None else scale
+        return kernels.cast(x, replace(how, kernel=None), scale, row_major, transposed, finds_amax)
+    whole: list[Any] = [
+        Replicate() if p.is_partial() else p for p in x.placements
+    ]  # a cast needs the sum
+    x = x if whole == list(x.placements) else x.redistribute(placements=whole)
+    part, mesh, one = x.to_local(), x.device_mesh, [Replicate()] * x.device_mesh.ndim
+    is_cut = [p.is_shard() and p.dim >= x.dim() - 2 for p in whole]  # whether it cuts matrices
+    scale, amax = scale.to_local() if isinstance(scale, DTensor) else scale, None
+    scale = known_scale(how, state, part) if scale is None else scale
+    if how.is_whole and (finds_amax or scale is None):
+        amax = kernels.amax(part, how.block)
+        for index, cut in enumerate(is_cut):
+            if cut:  # here, for a `sync` that does not reduce over this mesh
+                amax = max_over_ranks(amax, mesh.get_group(index))
+        if scale is None:
+            scale = kernels.scale_from_amax(amax, how.largest, how.scales)
+
+    def placed_cast(matrix: Any) -> Float8Matrix:
+        data, its, block = kernels.cast(matrix.to_local(), how, scale).row_major  # type: ignore
+        shape, placements = its.shape, one
+        if its.dim() > 2:
+            shape = scale_shape(matrix.shape, how.block)
+            placements = [n if cut else p for n, cut, p in zip(one, is_cut, whole, strict=True)]
+        data = placed(data, matrix.shape, mesh, matrix.placements)
+        return Float8Matrix(data, placed(its, shape, mesh, placements), block)
+
+    return Casts(
+        placed_cast(x) if row_major else None,
+        placed_cast(x.mT) if transposed else None,
+        amax if finds_amax else None,
     )
-    return both[:2], both[2:]
 
 
-def transposed(pair: Pair) -> Pair:
-    """The transpose of a pair, as views."""
-    data, scale = pair
-    return data.mT, transposed_scale(scale)
+def is_cast_in_parts(x: Any, how: OperandCast) -> bool:
+    """Whether `cast_sharded` casts a DTensor: by one scale, or where each rank has all of it."""
+    from torch.distributed.tensor import Shard
+
+    simple = all([type(p) is Shard or p.is_replicate() or p.is_partial() for p in x.placements])
+    return simple and (how.is_whole or not any([p.is_shard() for p in x.placements]))
 
 
-def transposed_scale(scale: Tensor | None) -> Tensor | None:
-    """The scale of the transposed data; a single or swizzled one is returned as it is."""
-    return scale if scale is None or scale.dim() == 1 or scale.numel() == 1 else scale.mT
+def placed(part: Tensor, shape: Any, mesh: Any, placements: Any) -> Any:
+    """The row-major DTensor of this shape of which ``part`` is this rank's."""
+    from torch.distributed.tensor import DTensor
+
+    sizes: dict[str, Any] = {
+        "shape": torch.Size(shape),
+        "stride": torch.empty(shape, device="meta").stride(),
+    }
+    own = part.contiguous()
+    return DTensor.from_local(own, mesh, tuple(placements), run_check=False, **sizes)
+
+
+# --- scales
 
 
 def known_scale(cast: OperandCast, state: DelayedState | None, x: Tensor) -> Tensor | None:

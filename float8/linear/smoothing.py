@@ -30,24 +30,22 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.kernels import Float8Matrix
 from float8.linear.autograd import (
     Call,
     as_arguments,
     as_matrix,
-    bias_of,
     in_shape_of,
     input_in_float8,
-    needs,
     product,
     products_of_backward,
     refuse_double_backward,
     save,
     saved_by,
-    to,
+    weight_of_forward,
 )
-from float8.linear.float8_weight import weight_of_forward
-from float8.linear.plan import without_autocast
-from float8.linear.scaling import NOTHING, Pair, cast_operand
+from float8.linear.plan import autocasts, without_autocast
+from float8.linear.scaling import cast_operand, record
 from float8.tensor import Float8Tensor
 
 
@@ -97,11 +95,16 @@ class SmoothLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_NK: Tensor, bias_N: Tensor | None, call: Call) -> Tensor:
         """(..., K), (N, K), (N,) -> (..., N), in the compute dtype; saves K factors."""
-        plan, needs_w = call.plan, needs(ctx, call, 1)
-        x8_MK, x8_KM, factors_1K = _smooth_input(x, call, needs_w)
-        source = smoothed(to(w_NK, plan.dtype), inverse(factors_1K))
-        w8_NK, w_saved = weight_of_forward(source, call)
-        out_MN = product(plan.output, x8_MK, w8_NK, bias_of(bias_N, call), call.factors[0])
+        if autocasts(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return SmoothLinearFunction.forward(ctx, x, w_NK, bias_N, call)
+        plan, needs_w = call.plan, call.saves and ctx.needs_input_grad[1]
+        x8_MK, x8_KM, amax, factors_1K = _smooth_input(x, call, needs_w)
+        source = smoothed(w_NK.to(plan.dtype), inverse(factors_1K))
+        w8_NK, w_saved, _ = weight_of_forward(source, call)
+        bias_N = None if bias_N is None else bias_N.to(plan.dtype)
+        out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0])
+        record(call.states[0], amax)
         save(ctx, call, (x, w_NK, bias_N), x8_KM, (w_NK, w_saved[1]), None, factors_1K)
         return in_shape_of(x, out_MN)
 
@@ -116,12 +119,12 @@ class SmoothLinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         plan = ctx.call.plan
-        x_KM, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
-        w = None if w is None else to(w, plan.dtype)
+        x, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
+        x8_KM: Any = x if x_scale is None else Float8Matrix(x, x_scale, plan.x.second.block)
+        w = None if w is None else w.to(plan.dtype)
         if w is not None and plan.w.second is not None:
             w = smoothed(w, inverse(factors_1K))
-        products = products_of_backward(ctx, as_matrix(g), (x_KM, x_scale), w, w_scale, None)
-        grad_x, grad_w, grad_bias = products
+        grad_x, grad_w, grad_bias = products_of_backward(ctx, g, x8_KM, (w, w_scale), None)
         if grad_x is not None and plan.w.second is not None:
             grad_x = grad_x * factors_1K.to(grad_x.dtype)
         if grad_w is not None and plan.x.second is not None:
@@ -129,18 +132,19 @@ class SmoothLinearFunction(torch.autograd.Function):
         return as_arguments(ctx, grad_x, grad_w, grad_bias)
 
 
-def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Pair, Pair, Tensor]:
-    """``x * s`` for the output and, transposed, for grad_weight, as its cast returns it; and s."""
+def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tensor | None, Tensor]:
+    """``x * s`` for the output and, transposed, for grad_weight; a delayed cast's amax; and s."""
     operand, state = call.plan.x, call.states[0]
     if isinstance(x, Float8Tensor):
-        x8_MK, x8_KM = input_in_float8(x, call, needs_w)
-        scale, factors_1K = split(x8_MK[1])
-        return (x8_MK[0], scale), (x8_KM[0], scale) if needs_w else NOTHING, factors_1K
-    x_MK = to(as_matrix(x), call.plan.dtype)
+        x8_MK, x8_KM, _ = input_in_float8(x, call, needs_w)
+        scale, factors_1K = split(x8_MK.scale)
+        x8_MK = x8_MK._replace(scale=scale, block=operand.first.block)  # type: ignore[union-attr]
+        return x8_MK, x8_KM and x8_KM._replace(scale=scale), None, factors_1K
+    x_MK = as_matrix(x).to(call.plan.dtype)
     factors_1K = smoothing_factors(x_MK)
     second = needs_w and operand.second is not None
-    x8_MK, x8_KM = cast_operand(
+    x8_MK, x8_KM, amax = cast_operand(
         smoothed(x_MK, factors_1K), operand, state, call.record, True, second
     )
-    plain = (x_MK.t(), None) if needs_w else NOTHING  # for a product in high precision
-    return x8_MK, x8_KM if second else plain, factors_1K
+    plain = x_MK.t() if needs_w else None  # for a product in high precision
+    return x8_MK, x8_KM if second else plain, amax, factors_1K

@@ -14,7 +14,8 @@ from torch import Tensor
 from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, ScalingType
 from float8.formats import E4M3
 from float8.granularity import WHOLE
-from float8.linear.cast import Cast, set_cast
+from float8.linear.delayed import set_cast
+from float8.linear.scaling import Cast
 
 
 def with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Float8LinearConfig:

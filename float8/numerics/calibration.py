@@ -128,7 +128,7 @@ class Distribution:
         """
         (values_V, counts_V), scale_C1 = self.values, scales.float().unsqueeze(1)
         exact_CV = values_V.expand(len(scales), -1)
-        data_CV = kernels.cast(exact_CV, scale_C1, (1, WHOLE), fmt.dtype).double()
+        data_CV = kernels.cast_by_scale(exact_CV, scale_C1, (1, WHOLE), fmt.dtype).double()
         exact_CV, scale_C1 = exact_CV.double(), scale_C1.double()
         noise_C = ((data_CV * scale_C1 - exact_CV).square() * counts_V).sum(1)
         sqnr_C = 10 * torch.log10((exact_CV.square() * counts_V).sum(1) / noise_C)

@@ -58,12 +58,12 @@ from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded, mxfp4
 from float8.linear.autograd import STATELESS, States, as_matrix
-from float8.linear.delayed import name_in_model
 from float8.linear.float8_weight import ROWWISE, is_resident
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
+from float8.linear.sync import name_in_model
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
@@ -304,8 +304,8 @@ def _casts(
             matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
         else:
             source = x.t() if is_second else x
-            data, scale = bind_and_cast(source, how, state, emulate=layer.config.emulate)
-            matrix = _local_part(Float8Matrix(data, scale, how.block, source))
+            found_cast = bind_and_cast(source, how, state, emulate=layer.config.emulate)
+            matrix = _local_part(Float8Matrix(*found_cast, source))
             suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
         labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)

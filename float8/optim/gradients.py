@@ -21,7 +21,6 @@ stay in high precision. (They may be sent in float8: `float8.distributed.gradien
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -85,9 +84,10 @@ def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
     matrix, whole = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1), (WHOLE, WHOLE)
     family = kernels.family_of(x.device)  # one without float8 conversions casts in plain PyTorch
     kernel = kernels.kernel_for(family, whole, emulate=family not in SUPPORT)
-    cast = functools.partial(kernels.cast_operand, kernel, block=whole, dtype=fmt.dtype)
-    scale = cast(matrix.nan_to_num(0.0, 0.0, 0.0)).scale
-    data = cast(matrix, scale=scale).data
+    how = kernels.CastSpec(whole, fmt.dtype, kernel=kernel)
+    finite: Any = kernels.cast(matrix.nan_to_num(0.0, 0.0, 0.0), how).row_major
+    scale = finite.scale
+    data = kernels.cast(matrix, how, scale).row_major.data  # type: ignore[union-attr]
     return data.reshape(x.shape), scale.reshape((1,) * len(block))
 
 

@@ -292,7 +292,7 @@ class _ToFloat8(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, scale_format: str
     ) -> Float8Tensor:
-        data = kernels.cast(x, scale, block, dtype)
+        data = kernels.cast_by_scale(x, scale, block, dtype)
         return Float8Tensor(data, scale, block, x.dtype, None, scale_format)
 
     @staticmethod

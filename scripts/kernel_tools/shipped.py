@@ -89,7 +89,7 @@ def _blockwise_mm_variant(
 def _cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
     x, long = meta(M, K), meta(M, 2 * rows.LONGEST_ROW)
-    scale, amax = meta(1, 1, dtype=F32), meta(dtype=F32)
+    scale = meta(1, 1, dtype=F32)
     exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
     up, down = definition.E8M0, definition.E8M0_FLOOR
     both, by_rows, by_columns = (True, True), (True, False), (False, True)
@@ -99,7 +99,7 @@ def _cast(M: int, K: int) -> list[Variant]:
         "cast, e4m3, rows": (x, None, ONE, E4M3, exact, False, *by_rows),
         f"{_GIVEN}, e4m3, rows and columns": (x, scale, ONE, E4M3, exact, False, *both),
         f"{_GIVEN}, e5m2, rows and columns, amax": (
-            x, scale, ONE, E5M2, exact, False, *both, amax,
+            x, scale, ONE, E5M2, exact, False, *both, True,
         ),
         f"{_GIVEN}, e4m3, columns": (x, scale, ONE, E4M3, exact, False, *by_columns),
         **{
@@ -232,7 +232,7 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
     """The variants that the recipes launch on bfloat16."""
     x, weight = meta(M, K), meta(K)
     statistic, scale = meta(M, 1, dtype=F32), meta(1, 1, dtype=F32)
-    amax, cast_to = meta(dtype=F32), (BF16, E4M3, False)
+    cast_to = BF16, E4M3, False
     statistics, launch = norm_cast._statistics, norm_cast._launch
     forms = []
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
@@ -244,7 +244,7 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
         forms += [
             *_forms(f"{op}: ", statistics, sums, *known),
             variant(op, launch, x, norm, None, *cast_to, True),
-            variant(f"{given}, amax", launch, *whole, True, amax),
+            variant(f"{given}, amax", launch, *whole, True, True),
             variant(f"{given}, not transposed", launch, *whole, False),
         ]
     return forms
@@ -301,16 +301,16 @@ def _optimizer_step_variant(
 def _swiglu_cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
     gate, up = meta(M, K), meta(M, K)
-    scale, amax = meta(1, 1, dtype=F32), meta(dtype=F32)
+    scale = meta(1, 1, dtype=F32)
     cast_to = (BF16, E4M3, False)
     forms: dict[str, tuple[Any, ...]] = {
         "tiles": (None, *cast_to, True),
-        "a given scale, amax": (scale, *cast_to, True, amax),
+        "a given scale, amax": (scale, *cast_to, True, True),
         "a given scale, not transposed": (scale, *cast_to, False),
     }
     factors = {
-        "a given scale, factors": (scale, *cast_to, True, None, meta(1, K, dtype=F32)),
-        "a given scale, clamped": (scale, *cast_to, True, None, None, 10.0),
+        "a given scale, factors": (scale, *cast_to, True, False, meta(1, K, dtype=F32)),
+        "a given scale, clamped": (scale, *cast_to, True, False, None, 10.0),
     }
     title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [

@@ -27,7 +27,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.distributed import gathered_weights
-from float8.linear import delayed
+from float8.linear import sync
 from float8.linear.scaling import max_over_ranks
 
 NAMES = ("k", "q", "v")
@@ -172,7 +172,7 @@ def test_orders_of_registration_may_differ(rank):
 
     with (  # a planted fault: reductions in the order of ``named_modules``
         mock.patch.object(gathered_weights, "modules_by_name", in_order),
-        mock.patch.object(delayed, "modules_by_name", in_order),
+        mock.patch.object(sync, "modules_by_name", in_order),
         pytest.raises(AssertionError),
     ):
         orders_of_registration_may_differ(rank)
@@ -247,7 +247,7 @@ def test_amaxes_are_reduced_over_the_given_group_only(rank):
         amaxes_are_those_of(members, group, rank)
     everywhere = lambda amax, group: max_over_ranks(amax, dist.group.WORLD)  # noqa: E731
     fails = nullcontext() if 3 in replicas else pytest.raises(AssertionError)  # 3 has the largest
-    with mock.patch.object(delayed, "max_over_ranks", everywhere), fails:
+    with mock.patch.object(sync, "max_over_ranks", everywhere), fails:
         amaxes_are_those_of(replicas, mesh["dp"], rank)
 
 

@@ -269,14 +269,13 @@ def test_compiled_by_a_torch_that_loses_gradients(monkeypatch):
 
 
 FAULTS = {
-    "scales of one expert for all": lambda gemm, a, a_s, b, b_s, *rest: (
-        (a, a_s, b, b_s[:1].expand_as(b_s), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    "scales of one expert for all": lambda b, offs: (
+        (b._replace(scale=b.scale[:1].expand_as(b.scale)) if b.data.dim() == 3 else b, offs)
     ),
-    "groups shifted": lambda gemm, a, a_s, b, b_s, offs, *rest: (
-        (a, a_s, b, b_s, (offs - 1).clamp(min=0), *rest)
-    ),
-    "experts swapped": lambda gemm, a, a_s, b, b_s, *rest: (
-        (a, a_s, b.flip(0), b_s.flip(0), *rest) if b.dim() == 3 else (a, a_s, b, b_s, *rest)
+    "groups shifted": lambda b, offs: (b, (offs - 1).clamp(min=0)),
+    "experts swapped": lambda b, offs: (
+        b._replace(data=b.data.flip(0), scale=b.scale.flip(0)) if b.data.dim() == 3 else b,
+        offs,
     ),
 }
 
@@ -285,8 +284,9 @@ FAULTS = {
 def test_a_planted_fault_is_caught(fault, monkeypatch):
     multiply = kernels.multiply_groups
 
-    def faulty(gemm, *args):
-        return multiply(gemm, *FAULTS[fault](gemm, *args))
+    def faulty(a, b, gemm, offs):
+        b, offs = FAULTS[fault](b, offs)
+        return multiply(a, b, gemm, offs)
 
     monkeypatch.setattr(kernels, "multiply_groups", faulty)
     with pytest.raises(AssertionError, match="output"):

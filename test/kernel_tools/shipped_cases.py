@@ -52,12 +52,12 @@ GROUPS_OF_64 = [(5, 0, 33, 130, 1, 16, 64, 7)[i % 8] * (i < 24) for i in range(6
 
 def cast(
     name: str, wanted: tuple[bool, bool], dtype: torch.dtype = E4M3, shape: Any = (80, 272),
-    rounding: int = 1, records: bool = False,
+    rounding: int = 1, finds_amax: bool = False,
 ) -> None:  # fmt: skip
     """Of special values too."""
     case = Case(shape, BF16, 9, "wide", specials=("nan", "tiny", "zero"))
     scale_format = test_casts.KINDS[name].scale_formats[rounding]
-    arguments = (dtype, scale_format, wanted, "cpu", case, records)
+    arguments = (dtype, scale_format, wanted, "cpu", case, finds_amax)
     test_casts.check(name, case.make(), *arguments)
 
 
@@ -88,16 +88,16 @@ def cast_tokens(
     test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, *rest)
 
 
-def norm_cast(norm: str, form: str, records: bool, cols: bool = True) -> None:
+def norm_cast(norm: str, form: str, finds_amax: bool, cols: bool = True) -> None:
     shape, dtypes = (TALL_NORM, 48), (BF16,) * 3
-    rest = ("contiguous", "normal", E4M3, False, cols, records)
+    rest = ("contiguous", "normal", E4M3, False, cols, finds_amax)
     test_norm_cast.check_form(shape, norm, form, "cpu", dtypes, *rest)
 
 
 def swiglu_cast(
     shape: tuple[int, int], scale: float | None, cols: bool = True, limit: float | None = None
 ) -> None:
-    """Without recording the amax."""
+    """Without the amax."""
     rest = (scale, "contiguous", "cpu", E4M3, False, cols, False, limit)
     test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
 

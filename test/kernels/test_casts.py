@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import casts
-from float8.kernels.casts import KERNELS, cast_operand, kernel_for, runs_kernel
+from float8.kernels.casts import KERNELS, CastSpec, cast, kernel_for, runs_kernel
 
 WHOLE = (-1, -1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -50,11 +50,13 @@ def test_both_orientations_with_their_scales(block, rows, cols):
     scale_format = "e8m0" if block[1] == 32 else "float32"
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)
-        kernel, how = kernel_for("sm_90", block), (block, torch.float8_e4m3fn, scale_format)
-        out = cast_operand(kernel, x, *how, row_major=rows, transposed=cols)
-    for wanted, shape, data, scale in (
-        (rows, (256, 384), out.data, out.scale),
-        (cols, (384, 256), out.data_t, out.scale_t),
+        how = CastSpec(block, torch.float8_e4m3fn, scale_format, kernel_for("sm_90", block))
+        out = cast(x, how, row_major=rows, transposed=cols)
+    for wanted, shape, matrix in (
+        (rows, (256, 384), out.row_major),
+        (cols, (384, 256), out.transposed),
     ):
-        assert data.shape == (shape if wanted else (0, 0))
-        assert not wanted or scale.shape == oracle.scale_shape(shape, block)
+        assert (matrix is not None) == wanted
+        if matrix is not None:
+            assert matrix.data.shape == shape
+            assert matrix.scale.shape == oracle.scale_shape(shape, block)

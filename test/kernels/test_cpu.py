@@ -87,8 +87,9 @@ def test_the_ops_are_what_they_declare(block):
     for op, args in (
         (ops.amax, (x, block)),
         (ops.cast_scaled, (x, scale, block, E4M3)),
-        (ops.cast_plain, (x, scale, *how, True, False)),
-        *((ops.cast_plain, (x, None, *how, *wanted)) for wanted in ((True, True), (False, True))),
+        (ops.cast, (x, scale, *how, False, True, False, False)),
+        (ops.cast, (x, None, *how, False, True, True, block == (-1, -1))),
+        (ops.cast, (x, None, *how, False, False, True, False)),
     ):
         torch.library.opcheck(op.default, args, test_utils=("test_schema", "test_faketensor"))
     # The test of schemas (torch 2.13) fails for float8 arguments.
@@ -178,13 +179,13 @@ def test_other_products_are_those_of_the_definition(bfloat16_products, options):
 
 def dynamic(x, block, dtype, scale_format="float32"):
     scale = definition.scale_from_amax(plain.amax(x, block), torch.finfo(dtype).max, scale_format)
-    return plain.cast(x, scale, block, dtype), e8m0.as_float32(scale)
+    return plain.cast_by_scale(x, scale, block, dtype), e8m0.as_float32(scale)
 
 
 def every_cast(x, scale, block, dtype):
     """Dynamic casts, a cast under a given scale, and what one stands for."""
     codes, own = dynamic(x, block, dtype)
-    found = {"codes": codes, "own": own, "given": plain.cast(x, scale, block, dtype)}
+    found = {"codes": codes, "own": own, "given": plain.cast_by_scale(x, scale, block, dtype)}
     found |= {s: dynamic(x, block, dtype, s)[1] for s in ("power_of_two", "e8m0")}
     return found | {"value": plain.dequantize(codes, own, block, x.dtype)}
 

@@ -22,6 +22,7 @@ from pretend import (
     assert_product_of,
     install_torch_scaled_mm,
     into_squares,
+    matrices,
     multiply,
     operands,
     plain,
@@ -115,7 +116,7 @@ def test_a_compiled_product_keeps_the_op_whole(hardware, a_block, b_block, monke
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def product(parts):
-        return kernels.scaled_mm(*parts, a_block, b_block, out_dtype=BF16)
+        return kernels.scaled_mm(*matrices(parts, a_block, b_block), out_dtype=BF16)
 
     assert_product_of(product(parts), parts, a_block, b_block, None, "compiled")
     assert len(hardware) == 1

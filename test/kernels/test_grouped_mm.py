@@ -17,7 +17,7 @@ import oracle
 import pytest
 import torch
 from assertions import assert_all_bitwise, assert_error_within_baseline
-from pretend import out_of_squares
+from pretend import matrices, out_of_squares
 from shapes import Case
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -102,9 +102,8 @@ def multiply(
     with FakeTensorMode(), torch.no_grad(), Products() as products:
         parts = operands(pair, K, N, by_tokens, formats)
         parts = parts if change is None else change(parts)
-        out = module.multiply_groups(
-            name, *parts, pair[0], b_block, out_dtype, module.group_alignment(name), True, pad
-        )
+        gemm = module.GroupedProduct(name, None, out_dtype, module.group_alignment(name), True, pad)
+        out = module.multiply_groups(*matrices(parts[:4], pair[0], b_block), gemm, parts[4])
     assert products.names == [name]
     assert out.dtype == out_dtype and out.device.type == "cuda"
     assert out.shape == ((E, N, K) if by_tokens else (T, N))
@@ -233,11 +232,13 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, w_block, 
 
     x8, x_scale, x8_t, x_scale_t = cast(x)
     _, _, g8_t, g_scale_t = cast(g)
-    w8, w_scale, _, _ = cast_matrices(w, None, w_block, E4M3, "e8m0", True, True, False)
-    name = module.TORCH_MX.name
-    how = (BF16, 128, False, True)
-    out = module.multiply_groups(name, x8, x_scale, w8, w_scale, offs, MX, (1, *w_block), *how)
-    grad = module.multiply_groups(name, g8_t, g_scale_t, x8_t, x_scale_t, offs, MX, MX, *how)
+    w8, w_scale, *_ = cast_matrices(w, None, w_block, E4M3, "e8m0", True, True, False, False)
+    how = module.GroupedProduct(module.TORCH_MX.name, None, BF16, 128, False, True)
+    pairs = (
+        matrices((x8, x_scale, w8, w_scale), MX, (1, *w_block)),
+        matrices((g8_t, g_scale_t, x8_t, x_scale_t), MX, MX),
+    )
+    out, grad = [module.multiply_groups(*pair, how, offs) for pair in pairs]
     assert (out.shape, grad.shape) == ((tokens + 7, N), (experts, N, K))
     for group, (begin, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         rows = slice(begin, end)
@@ -315,9 +316,10 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
         x, g, w = (cuda(*shape, dtype=BF16) for shape in ((T, K), (T, N), (E, N, K)))
         offs = cuda(E, dtype=torch.int32)
         x8, g8 = (cast_tokens(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
-        w8 = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False)
+        w8 = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False, False)
         pairs = (*g8[2:], *x8[2:]) if by_tokens else (*x8[:2], *w8[:2])
         b_block = MX if by_tokens else (1, *MX)
-        out = module.multiply_groups(module.TORCH_MX.name, *pairs, offs, MX, b_block, BF16, 128)
+        how = module.GroupedProduct(module.TORCH_MX.name, None, BF16, 128)
+        out = module.multiply_groups(*matrices(pairs, MX, b_block), how, offs)
     assert out.shape == ((E, N, K) if by_tokens else (T, N))
     assert products.names == [BY_TORCH]

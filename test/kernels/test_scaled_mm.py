@@ -28,6 +28,7 @@ from pretend import (
     PretendCuda,
     assert_product_of,
     install_torch_scaled_mm,
+    matrices,
     multiply,
     operands,
 )
@@ -86,12 +87,13 @@ def test_a_device_runs_a_product_or_says_why_not(arch, cuda, a_block, b_block, m
             with FakeTensorMode(), torch.no_grad(), Products() as products:
                 parts = fake_operands(M, K, N, a_block, b_block)
                 parts[0] = torch.empty(K, M, dtype=E4M3, device="cuda").t()
-                rest = (a_block, b_block, torch.empty(N, dtype=out_dtype, device="cuda"))
+                given = matrices(parts, a_block, b_block)
+                bias = torch.empty(N, dtype=out_dtype, device="cuda")
                 if reason is not None:
                     with pytest.raises(ValueError, match=f"{arch} .*emulate=True"):
-                        kernels.scaled_mm(*parts, *rest, out_dtype=out_dtype, pad=True)
+                        kernels.scaled_mm(*given, bias, out_dtype=out_dtype, pad=True)
                     continue
-                out = kernels.scaled_mm(*parts, *rest, out_dtype=out_dtype, pad=True)
+                out = kernels.scaled_mm(*given, bias, out_dtype=out_dtype, pad=True)
                 assert (out.shape, out.dtype, out.device.type) == ((M, N), out_dtype, "cuda")
             assert products.names == [chosen]
 
@@ -157,7 +159,7 @@ def test_emulated_or_on_a_cpu_any_product_is_the_definition(
     expected = definition.scaled_mm(*parts, a_block, b_block, None, out_dtype)
     for actual in (
         multiply(parts, a_block, b_block, out_dtype=out_dtype, emulate=True),
-        kernels.scaled_mm(*parts, a_block, b_block, out_dtype=out_dtype),
+        kernels.scaled_mm(*matrices(parts, a_block, b_block), out_dtype=out_dtype),
     ):
         assert_bitwise(actual, expected, (a_block, b_block, arch))
     assert torch_calls == []
@@ -168,7 +170,7 @@ def test_e5m2_by_e5m2_is_refused_on_every_device(torch_calls, dtype):
     assert module.refuses_formats(dtype, E4M3) is module.refuses_formats(E4M3, dtype) is None
     parts = operands(16, 32, 16, TENSOR, TENSOR, dtype)
     parts[:2] = parts[2:]
-    for run in (multiply, lambda *args: kernels.scaled_mm(*args[0], *args[1:], out_dtype=BF16)):
+    for run in (multiply, lambda *args: kernels.scaled_mm(*matrices(*args), out_dtype=BF16)):
         with pytest.raises(ValueError, match="E5M2 by E5M2; cast one of the operands to E4M3"):
             run(parts, TENSOR, TENSOR)
     assert torch_calls == []
@@ -202,8 +204,8 @@ def test_powers_of_two_in_a_dtensor_are_multiplied_as_without_mx(torch_calls, mo
     for out_dtype in (BF16, torch.float32):
         name, reason = module.gemm_for("sm_100", ROW, ROW, out_dtype, has_powers=True)
         assert "MX" in name and reason is None
-        pretended = [part.as_subclass(PretendCuda) for part in parts]
-        arguments = (name, *pretended, ROW, ROW, None, out_dtype, False, False)
+        pretended = matrices([part.as_subclass(PretendCuda) for part in parts], ROW, ROW)
+        arguments = *pretended, module.Product(name, reason, out_dtype)
         if out_dtype != BF16:
             with pytest.raises(ValueError, match="rowwise product in bfloat16 only"):
                 kernels.multiply(*arguments)
@@ -257,7 +259,7 @@ def test_torch_compile_traces_the_choice(dynamic, monkeypatch):
 
     @torch.compile(fullgraph=True, backend="aot_eager", dynamic=dynamic)
     def product(parts):
-        return kernels.scaled_mm(*parts, B1, B128, out_dtype=torch.float16)
+        return kernels.scaled_mm(*matrices(parts, B1, B128), out_dtype=torch.float16)
 
     for sizes in ((16, 256, 32), (48, 272, 160)):
         parts = operands(*sizes, B1, B128)
@@ -290,7 +292,7 @@ def test_a_gpu_multiplies_as_the_oracle_or_refuses(
     parts = operands(*sizes, a_block, b_block)
     bias = Case((sizes[2],), out_dtype, seed=3).make() if with_bias else None
     given = [None if part is None else part.cuda(index) for part in (*parts, bias)]
-    arguments = (*given[:4], a_block, b_block, given[4])
+    arguments = *matrices(given[:4], a_block, b_block), given[4]
     options = {"out_dtype": out_dtype, "use_fast_accum": fast, "pad": pad}
     name, refusal = module.gemm_for(*product)
     is_odd = any(size % 16 for size in sizes[1:])

@@ -36,7 +36,7 @@ from float8 import (
 from float8 import sync_float8_amax_and_scale_history as sync_history
 from float8.config import RECIPES
 from float8.formats import E4M3, E5M2
-from float8.linear import delayed
+from float8.linear import sync
 
 
 def _model(layers=2, **settings):
@@ -157,14 +157,14 @@ def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned
 def test_amaxes_are_reduced_on_a_device_of_the_backend(backend, expected):
     group = mock.Mock(_device_types=[torch.device(kind) for kind in backend.split()])
     devices = [torch.device("cpu"), torch.device("cuda", 0)]
-    assert delayed._reducing_device(devices, group).type == expected
+    assert sync._reducing_device(devices, group).type == expected
 
 
 def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
     check = lambda model, ranks, groups: asked.append(ranks)  # noqa: E731
-    monkeypatch.setattr(delayed, "FIRST_SYNC_CHECKS", [check])
+    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [check])
     dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
@@ -236,7 +236,7 @@ def _saturation_in_first_steps(config):
 def test_gradients_that_grow_at_the_start_do_not_saturate(full_start, monkeypatch):
     """Adam's first step makes the head 20 times larger, and with it the gradients before it."""
     assert max(_saturation_in_first_steps(RECIPES["delayed"])) == 0
-    monkeypatch.setattr(delayed, "DYNAMIC_STEPS", 1)  # a scale after the first step: the fault
+    monkeypatch.setattr(sync, "DYNAMIC_STEPS", 1)  # a scale after the first step: the fault
     assert max(_saturation_in_first_steps(RECIPES["delayed"])) > 0.5
 
 
@@ -358,7 +358,7 @@ def test_hundreds_of_steps_follow_the_published_rule(full_start):
 
 # --- the same check sees what could be wrong
 
-_updated = delayed.updated_history
+_updated = sync.updated_history
 
 
 def _with(**changes):
@@ -391,7 +391,7 @@ FAULTS = {  # the first drops the newest of the past, not the oldest
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_seen(fault):
     with (
-        mock.patch.object(delayed, "updated_history", FAULTS[fault]),
+        mock.patch.object(sync, "updated_history", FAULTS[fault]),
         pytest.raises(AssertionError),
     ):
         check_steps(steps=40)

@@ -79,7 +79,7 @@ class Casts(TorchDispatchMode):
         self.sizes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.float8.cast_plain.default:
+        if func is torch.ops.float8.cast.default:
             self.sizes.append(args[0].numel())
         return func(*args, **(kwargs or {}))
 

@@ -31,7 +31,7 @@ def cast(x, dtype, granularity, scale=None):
     block = granularity.block_of(x.shape)
     if scale is None:
         scale = kernels.scale_from_amax(kernels.amax(x, block), torch.finfo(dtype).max)
-    return Float8Matrix(kernels.cast(x, scale, block, dtype), scale, block, x)
+    return Float8Matrix(kernels.cast_by_scale(x, scale, block, dtype), scale, block, x)
 
 
 def expected(x, coded):

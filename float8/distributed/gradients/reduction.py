@@ -108,7 +108,7 @@ def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
 
 def cast(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
     """This rank's gradient in float8, (N, T, E); nothing saturates."""
-    return kernels.cast(x_NTE, scale_NT1, _BY_TILE, fmt.dtype)
+    return kernels.cast_by_scale(x_NTE, scale_NT1, _BY_TILE, fmt.dtype)
 
 
 def summed(data_NTE: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def prescaled(sum_TE: Tensor, mu: Tensor, world: int) -> Tensor:
 def recast(mean_TE: Tensor, fmt: Format) -> Tensor:
     """The mean in float8 again, in units of the shared scale over mu; saturates."""
     rows = mean_TE.reshape(-1, mean_TE.shape[-1])
-    data = kernels.cast(rows, constant(1.0, rows), (WHOLE, WHOLE), fmt.dtype)
+    data = kernels.cast_by_scale(rows, constant(1.0, rows), (WHOLE, WHOLE), fmt.dtype)
     return data.reshape(mean_TE.shape)
 
 

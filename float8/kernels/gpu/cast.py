@@ -32,58 +32,63 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, scale_shape
 from float8.kernels import cublas, definition
-from float8.kernels.gpu.launch import Outputs, check_device, new_data, register
+from float8.kernels.gpu.launch import check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
 from float8.kernels.gpu.tiles import BY_128, MX, MX_SQUARE, ROW, TENSOR, TILES, cast_tiles
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
 
 
 def _launch(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
-    swizzled: bool, rows: bool, cols: bool, amax: Tensor | None = None,
+    swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
-    check_device("cast", x, scale=scale, amax=amax)
+    check_device("cast", x, scale=scale)
     block = (block[0], block[1])
+    how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
-        return _definition(x, scale, block, dtype, scale_format, swizzled, rows, cols, amax)
-    outputs = found = _fake(x, scale, block, dtype, scale_format, swizzled, rows, cols)
+        return _definition(x, scale, *how)
+    found = empty_outputs(x, scale, *how)
+    outputs, record = found[:4], found[4].zero_() if finds_amax else None
     if x.stride(-2) == 1 and x.stride(-1) != 1:
         x, outputs = x.mT, (*outputs[2:], *outputs[:2])
     if block == ROW and outputs[2].numel() == 0:
         cast_rows(x, *outputs[:2], scale_format != definition.FLOAT32)
     else:
         cast_tiles(
-            x, outputs, block, scale_format, scale=scale, record=amax, swizzled=swizzled
+            x, outputs, block, scale_format, scale=scale, record=record, swizzled=swizzled
         )  # fmt: skip
     return found
 
 
 def _definition(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
-    swizzled: bool, rows: bool, cols: bool, amax: Tensor | None = None,
+    swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
-    outputs = _fake(x, scale, block, dtype, scale_format, swizzled, rows, cols)
+    found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
     block = (1, *block)[-x.dim() :]
-    if amax is not None:
-        definition.record_amax(amax, definition.amax(x, (WHOLE,) * x.dim()))
-    for wanted, source, data, its in ((rows, x, *outputs[:2]), (cols, x.mT, *outputs[2:])):
+    if finds_amax:
+        found[4].copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(1, 1))
+    for wanted, source, data, its in ((rows, x, *found[:2]), (cols, x.mT, *found[2:4])):
         if not (wanted or its.numel()):
             continue
-        found = scale
-        if found is None:
+        own = scale
+        if own is None:
             largest = definition.amax(source, block)
-            found = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
+            own = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
         if wanted:
-            data.copy_(definition.cast(source, found, block, dtype))
+            data.copy_(definition.cast(source, own, block, dtype))
         if its.numel():
             is_swizzled = its.dim() < x.dim()
-            its.copy_(cublas.mx_scales(found, block, source.shape[-2]) if is_swizzled else found)
-    return outputs
+            its.copy_(cublas.mx_scales(own, block, source.shape[-2]) if is_swizzled else own)
+    return found
 
 
-def _fake(
+def empty_outputs(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
-    swizzled: bool, rows: bool, cols: bool, amax: Tensor | None = None,
+    swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
+    """Empty results of the cast of x, in the layouts that GEMMs read."""
     check_block("cast", block, scale_format)
     M, K = x.shape[-2:]
     is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
@@ -92,27 +97,29 @@ def _fake(
         new_scale(x, (M, K), block, scale is None if is_tensor else rows, swizzled),
         new_data(x, K, M, cols, dtype),
         new_scale(x, (K, M), block, cols and not is_tensor, swizzled),
+        torch.empty((1, 1) if finds_amax else (0, 0), dtype=torch.float32, device=x.device),
     )
 
 
-# data, data_t, scale: of an op that casts what it computes, by one scale.
-Fused = tuple[Tensor, Tensor, Tensor]
+# data, data_t, scale, amax: of an op that casts what it computes, by one scale.
+Fused = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool) -> Fused:
+def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool, finds_amax: bool) -> Fused:
     """Empty results of a fused cast of a matrix like x."""
-    data, scale, data_t, _ = _fake(x, None, TENSOR, dtype, definition.FLOAT32, False, True, cols)
-    return data, data_t, scale
+    how = TENSOR, dtype, definition.FLOAT32, False, True, cols, finds_amax
+    data, scale, data_t, _, amax = empty_outputs(x, None, *how)
+    return data, data_t, scale, amax
 
 
 def fused_definition(
     y: Tensor, scale: Tensor | None, dtype: torch.dtype, power_of_two: bool, cols: bool,
-    amax: Tensor | None,
+    finds_amax: bool,
 ) -> Fused:  # fmt: skip
     """The cast of what such an op computes."""
     how = TENSOR, dtype, definition.scale_format_of(power_of_two), False
-    data, found, data_t, _ = _definition(y, scale, *how, True, cols, amax)
-    return data, data_t, found if scale is None else scale.clone()
+    data, found, data_t, _, amax = _definition(y, scale, *how, True, cols, finds_amax)
+    return data, data_t, found if scale is None else scale.clone(), amax
 
 
 def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
@@ -140,11 +147,4 @@ def new_scale(
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
-cast = register(
-    "cast(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, bool swizzled, "
-    "bool row_major, bool transposed, Tensor(a!)? amax=None) -> "
-    "(Tensor data, Tensor scale_out, Tensor data_t, Tensor scale_t)",
-    kernel=_launch,
-    definition=_definition,
-    fake=_fake,
-)
+cast = register_kernel("cast", kernel=_launch, definition=_definition)

@@ -59,8 +59,8 @@ def _launch(
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        found: Outputs = cast.cast(x, None, block, dtype, scale_format, False, True, False)
-        return found
+        found: Outputs = cast.cast(x, None, block, dtype, scale_format, False, True, False, False)
+        return found[:4]
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need
     cast_tiles(x, outputs, block, scale_format, scale=scale, offs=offs, align=align)

@@ -60,11 +60,18 @@ def register(
         the op's only overload, for calling it with the least overhead.
     """
     name = schema.partition("(")[0]
-    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, kernel, "CUDA")
     LIBRARY.impl(name, definition, "CPU")
     torch.library.register_fake(f"float8::{name}", fake, lib=LIBRARY)
+    return register_kernel(name, kernel=kernel, definition=definition)
+
+
+def register_kernel(
+    name: str, *, kernel: Callable[..., Any], definition: Callable[..., Any]
+) -> Any:
+    """Let an op that is there run a kernel on CUDA tensors; see `register`."""
+    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
+    LIBRARY.impl(name, kernel, "CUDA")
     return getattr(torch.ops.float8, name).default
 
 

@@ -74,8 +74,8 @@ class Norm(NamedTuple):
     is_centred: bool
 
 
-# data (M, K), data_t (K, M), scale (1, 1), mean and rstd (M, 1); the mean is None in an RMS norm.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]
+# data (M, K), data_t (K, M), scale and amax (1, 1), mean (M, 1), None in an RMS norm; rstd (M, 1).
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @triton.jit
@@ -261,19 +261,20 @@ def _statistics(
 
 def _launch(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
-    _check(x, norm, scale, amax)
+    _check(x, norm, scale)
     if x.numel() == 0:
-        return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, amax)
-    outputs = _fake(x, norm, scale, compute_dtype, dtype, power_of_two, cols)
-    data, data_t, found, mean, rstd = outputs
+        return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, finds_amax)
+    outputs = _fake(x, norm, scale, compute_dtype, dtype, power_of_two, cols, finds_amax)
+    data, data_t, found, amax, mean, rstd = outputs
+    record = amax.zero_() if finds_amax else None
     x, (M, K) = row_major(x), x.shape
     weight, bias = (t if t is None else t.contiguous() for t in norm[:2])
     norm = norm._replace(weight=weight, bias=bias)
     partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
     pointers, constants = one_scale_arguments(
-        data, data_t, found, scale, partials, amax, power_of_two
+        data, data_t, found, scale, partials, record, power_of_two
     )
     programs = ceil_div(M, 4 * _TILE["ROWS_BY_4"]) * ceil_div(K, _TILE["COLS"])
     launch(
@@ -283,10 +284,10 @@ def _launch(
     return outputs
 
 
-def _check(x: Tensor, norm: Norm, scale: Tensor | None, amax: Tensor | None) -> None:
+def _check(x: Tensor, norm: Norm, scale: Tensor | None) -> None:
     """Raise if a kernel would read past the end of a tensor, or from another device."""
     op = "layer_norm_cast" if norm.is_centred else "rms_norm_cast"
-    check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale, amax=amax)
+    check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale)
     for name, tensor in (("weight", norm.weight), ("bias", norm.bias)):
         if tensor is not None and tensor.shape != x.shape[1:]:
             raise ValueError(
@@ -296,7 +297,7 @@ def _check(x: Tensor, norm: Norm, scale: Tensor | None, amax: Tensor | None) -> 
 
 def _definition(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
     weight, bias, eps, _ = norm
     if norm.is_centred:
@@ -304,15 +305,16 @@ def _definition(
     else:
         (y32, rstd), mean = definition.rms_norm(x, weight, eps), None
     y = y32.to(compute_dtype)
-    return *fused_definition(y, scale, dtype, power_of_two, cols, amax), mean, rstd
+    return *fused_definition(y, scale, dtype, power_of_two, cols, finds_amax), mean, rstd
 
 
 def _fake(
     x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False,
 ) -> Outputs:  # fmt: skip
     mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
-    return *fused_fake(x, dtype, cols), mean if norm.is_centred else None, rstd
+    written = fused_fake(x, dtype, cols, finds_amax)
+    return *written, mean if norm.is_centred else None, rstd
 
 
 def _register(name: str, is_centred: bool) -> Any:
@@ -330,8 +332,8 @@ def _register(name: str, is_centred: bool) -> Any:
     return register(
         f"{name}(Tensor x, Tensor? weight, {bias}float eps, Tensor? scale, "
         "ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
-        "Tensor(a!)? amax=None) -> "
-        f"(Tensor data, Tensor data_t, Tensor scale_out, {mean}Tensor rstd)",
+        "bool finds_amax=False) -> "
+        f"(Tensor data, Tensor data_t, Tensor scale_out, Tensor amax, {mean}Tensor rstd)",
         kernel=as_op(_launch),
         definition=as_op(_definition),
         fake=as_op(_fake),

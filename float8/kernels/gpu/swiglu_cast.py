@@ -282,19 +282,20 @@ def _launch_amaxes(
 
 def _launch(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
     limit: float | None = None,
 ) -> Fused:  # fmt: skip
     _check("swiglu_cast", gate, up=up)
-    check_device("swiglu_cast", gate, scale=scale, amax=amax, factors=factors)
+    check_device("swiglu_cast", gate, scale=scale, factors=factors)
     if gate.numel() == 0:
         return _definition(
-            gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax, factors, limit
+            gate, up, scale, compute_dtype, dtype, power_of_two, cols, finds_amax, factors, limit
         )
     gate, up = row_major(gate), row_major(up)
-    outputs = _fake(gate, up, scale, compute_dtype, dtype, power_of_two, cols, amax)
+    outputs = fused_fake(gate, dtype, cols, finds_amax)
+    record = outputs[3].zero_() if finds_amax else None
     partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
-    pointers, constants = one_scale_arguments(*outputs, scale, partials, amax, power_of_two)
+    pointers, constants = one_scale_arguments(*outputs[:3], scale, partials, record, power_of_two)
     launch(
         _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
         *gate.shape, gate.stride(0), up.stride(0), factors, limit,
@@ -329,20 +330,20 @@ def _check(op: str, gate: Tensor, **others: Tensor) -> None:
 
 def _definition(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
     limit: float | None = None,
 ) -> Fused:  # fmt: skip
     y = definition.swiglu(gate, up, limit).to(compute_dtype)
     y = y if factors is None else y.to(torch.float32) * factors
-    return fused_definition(y, scale, dtype, power_of_two, cols, amax)
+    return fused_definition(y, scale, dtype, power_of_two, cols, finds_amax)
 
 
 def _fake(
     gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, amax: Tensor | None = None, factors: Tensor | None = None,
+    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
     limit: float | None = None,
 ) -> Fused:  # fmt: skip
-    return fused_fake(gate, dtype, cols)
+    return fused_fake(gate, dtype, cols, finds_amax)
 
 
 def _amaxes_definition(
@@ -363,8 +364,8 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None =
 
 swiglu_cast = register(
     "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
-    "ScalarType dtype, bool power_of_two, bool cols, Tensor(a!)? amax=None, Tensor? factors=None, "
-    "float? limit=None) -> (Tensor data, Tensor data_t, Tensor scale_out)",
+    "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False, Tensor? factors=None, "
+    "float? limit=None) -> (Tensor data, Tensor data_t, Tensor scale_out, Tensor amax)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,

@@ -82,7 +82,7 @@ def _cast_like(destination: Float8Tensor, source: Tensor, scale: Tensor | None) 
     if scale is None:
         amax = kernels.amax(source, block)
         scale = kernels.scale_from_amax(amax, fmt.max, destination.scale_format)
-    return destination._replace(kernels.cast(source, scale, block, fmt.dtype), scale)
+    return destination._replace(kernels.cast_by_scale(source, scale, block, fmt.dtype), scale)
 
 
 @implements(

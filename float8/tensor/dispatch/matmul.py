@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.granularity import transpose_block
 from float8.tensor.running_module import remedy_for
 from float8.tensor.tensor import Float8Tensor, implements
 
@@ -39,13 +38,5 @@ def _addmm(
             f"bias and beta=alpha=1, got {' and '.join(given)}; call .dequantize()"
             f"{remedy_for((a, b))}"
         )
-    return kernels.scaled_mm(
-        a.float8_data,
-        a.scale,
-        b.float8_data.t(),
-        b.scale.t(),
-        a.block,
-        transpose_block(b.block),
-        bias,
-        out_dtype=a.dtype,
-    )
+    a8_MK, b8_KN = [kernels.Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
+    return kernels.scaled_mm(a8_MK, b8_KN.t(), bias, out_dtype=a.dtype)

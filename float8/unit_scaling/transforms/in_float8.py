@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
-from float8.linear.layer import linear_in_float8
-from float8.linear.plan import compute_dtype, plan_for
+from float8.linear.layer import FUNCTIONS
+from float8.linear.plan import plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
 from float8.linear.switch import Switch
 from float8.unit_scaling.transforms.contractions import Function
@@ -84,7 +84,7 @@ class Float8Products(OnProducts):
         if any(weight is other for other in skipped):
             options = () if factors is NO_FACTORS else (factors,)
             return function(input, weight, bias, *options)
-        plan = plan_for(self.config, input.device, compute_dtype(input))
+        plan = plan_of(self.config, input, weight)
         error = error_of_call(input, weight, plan)
         if error is None and (reason := refuses_layer(weight, self.config)) is not None:
             error = ValueError(reason)
@@ -92,7 +92,7 @@ class Float8Products(OnProducts):
             layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
             raise type(error)(f"{layer}: {error}")
         call = Call(plan, factors=factors, saves=torch.is_grad_enabled())
-        output = linear_in_float8(input, weight, bias, call)
+        output = FUNCTIONS[plan.smooth_input].apply(input, weight, bias, call)
         for watcher in self.watchers:
             name, whole = parameter_of(model, weight), weight._base
             # Parts of one parameter are weights of their own.

@@ -81,22 +81,21 @@ def test_a_gpu_takes_more_than_2_to_the_31_elements():
     x[-64:] = torch.randn(64, LARGE[1], device="cuda").bfloat16()
     for block in (WHOLE, ROW, BY_128, SQUARE):
         kernel = kernels.kernel_for(kernels.family_of(x.device), block)
-        got = kernels.cast_operand(
-            kernel, x, block, E4M3, scale_format=POWER_OF_TWO, row_major=True, transposed=True
-        )
+        how = kernels.CastSpec(block, E4M3, POWER_OF_TWO, kernel)
+        got, got_t, _ = kernels.cast(x, how, transposed=True)
         assert not got.data[:-64].view(torch.uint8).count_nonzero()
         rows = 64 if block[0] == 1 else 1  # of scales
         for data, scale, source in (
             (got.data[-64:], got.scale[-rows:], x[-64:]),
-            (got.data_t[:, -64:], got.scale_t[:, -1:], x[-64:].t()),
+            (got_t.data[:, -64:], got_t.scale[:, -1:], x[-64:].t()),
         ):
             expected, expected_scale = definition.cast_dynamic(source, block, E4M3, POWER_OF_TWO)
             assert_bitwise(scale, expected_scale, block, "scales")
             assert_bitwise(data, expected, block)
-        del got
-    how = BY_128, E4M3, POWER_OF_TWO
-    a, a_scale, *_ = kernels.cast_operand("cast", x, *how)
-    b, b_scale, *_ = kernels.cast_operand("cast", x[-128:], *how)
+        del got, got_t
+    how = kernels.CastSpec(BY_128, E4M3, POWER_OF_TWO, "cast")
+    a, a_scale, _ = kernels.cast(x, how).row_major
+    b, b_scale, _ = kernels.cast(x[-128:], how).row_major
     out = blockwise_mm(a, a_scale, b, b_scale, 1, 1, None, torch.bfloat16)
     parts = a[-64:], a_scale[-64:], b, b_scale
     exact = definition.scaled_mm(*parts, BY_128, BY_128, None, torch.float32)

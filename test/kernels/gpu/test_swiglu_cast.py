@@ -52,7 +52,7 @@ def amax_bounds(gate, up, compute_dtype, limit, dims):
 
 
 def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0, limit=None):
-    data, data_t, scale = (t.cpu() for t in got)
+    data, data_t, scale = (t.cpu() for t in got[:3])
     low, high = (
         oracle.values(oracle.cast(y.float() * factors, scale, WHOLE, dtype), scale, WHOLE, dtype)
         for y in bounds(gate, up, compute_dtype, limit)
@@ -65,30 +65,30 @@ def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0, limit=N
 
 
 def run(
-    device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, amax=None,
+    device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, finds_amax=True,
     factors=None, limit=None,
 ):  # fmt: skip
     scale = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, amax, factors, limit)
+    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, finds_amax, factors, limit)
 
 
 def check_data_and_amax(
-    shape, dtypes, scale, layout, device, dtype=E4M3, pow2=False, cols=True, records=True,
+    shape, dtypes, scale, layout, device, dtype=E4M3, pow2=False, cols=True, finds_amax=True,
     limit=None,
 ):  # fmt: skip
     source, compute = dtypes
     cases, gate, up = make(shape, source, device, layout)
-    seen = torch.tensor(1.5, device=device) if records else None
-    got = run(device, gate, up, scale, compute, dtype, pow2, cols, seen, limit=limit)
+    got = run(device, gate, up, scale, compute, dtype, pow2, cols, finds_amax, limit=limit)
     if not cols:
         assert got[1].shape == (0, 0)
-        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(dtype), got[2])
+        got = (got[0], got[0].view(torch.uint8).t().contiguous().view(dtype), *got[2:])
     check(got, gate, up, compute, (cases, limit), dtype, limit=limit)
     low, high = amax_bounds(gate, up, compute, limit, (0, 1))
-    assert seen is None or 1.5 < low <= seen.cpu() <= high
+    seen = got[3].cpu()
+    assert low <= seen <= high if finds_amax else seen.numel() == 0
     if scale is None:
-        amaxes = [low, high] if seen is None else [seen.cpu()] * 2
+        amaxes = [seen] * 2 if finds_amax else [low, high]
         largest, scale_format = torch.finfo(dtype).max, definition.scale_format_of(pow2)
         low, high = (definition.scale_from_amax(y, largest, scale_format) for y in amaxes)
         assert low <= got[2].cpu() <= high, cases
@@ -125,7 +125,7 @@ def test_amaxes_of_columns_and_factors(shape, layout, dtype, limit, device):
 
 
 def check_factors(
-    shape, dtype, compute, layout, device, records=True, change=lambda found: found, limit=None
+    shape, dtype, compute, layout, device, finds_amax=True, change=lambda found: found, limit=None
 ):
     cases, gate, up = make(shape, dtype, device, layout)
     amaxes = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, compute, limit)
@@ -135,11 +135,11 @@ def check_factors(
     assert found.shape == (1, shape[1]) and found.dtype == F32
     assert ((low <= found[0]) & (found[0] <= high)).all(), f"amaxes\n  replay: {replay}"
     factors = definition.smoothing_factors(amaxes)
-    seen = torch.tensor(0.25, device=device) if records else None
-    got = run(device, gate, up, 0.0017, compute, amax=seen, factors=factors, limit=limit)
+    options = {"finds_amax": finds_amax, "factors": factors, "limit": limit}
+    got = run(device, gate, up, 0.0017, compute, **options)
     check(got, gate, up, compute, replay, factors=factors.cpu(), limit=limit)
-    if records:
-        assert_bitwise(seen, (amaxes * factors).max().clamp(min=0.25), replay, "recorded amax")
+    if finds_amax:
+        assert_bitwise(got[3], (amaxes * factors).max().reshape(1, 1), replay, "amax")
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,10 @@ def test_amaxes_of_columns_of_special_values(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_large_gates_neither_overflow_nor_vanish(device):
     gate = torch.tensor([[100.0, -100.0, 1e30, -1e30, 0.0, -0.0]], device=device)
-    data, _, _ = run(device, gate, torch.ones_like(gate), 1.0, F32)
+    data, *_ = run(device, gate, torch.ones_like(gate), 1.0, F32)
     assert data.float().cpu().tolist() == [[96.0, 0.0, 448.0, 0.0, 0.0, 0.0]]
     special = torch.tensor([[torch.inf, -torch.inf, torch.nan, 1.0]], device=device)
-    seen = torch.tensor(0.0, device=device)
-    data, _, _ = run(device, special, torch.ones_like(special), 1.0, F32, amax=seen)
+    data, _, _, seen = run(device, special, torch.ones_like(special), 1.0, F32)
     assert data.float().isnan().cpu().tolist() == [[True, True, True, False]]
     assert seen.isnan()
 
@@ -181,7 +180,7 @@ def test_large_gates_neither_overflow_nor_vanish(device):
 def test_a_limit_clamps_infinity_and_keeps_nan(device):
     gate = torch.tensor([[torch.inf, 3.0, 1.0, torch.nan, 1.0]], device=device)
     up = torch.tensor([[1.0, torch.inf, -torch.inf, 1.0, torch.nan]], device=device)
-    data, _, _ = run(device, gate, up, 0.25, F32, limit=2.0)
+    data, *_ = run(device, gate, up, 0.25, F32, limit=2.0)
     found, expected = data[0].float().cpu(), F.silu(torch.tensor([2.0, 2.0, 1.0]))
     expected = expected * torch.tensor([1.0, 2.0, -2.0]) / 0.25
     assert_bitwise(found[:3].to(E4M3), expected.to(E4M3))
@@ -252,7 +251,7 @@ def test_the_check_of_codes_sees_faults():
     check(good, gate, up, F16, cases)
     off_by_one = (good[0].view(torch.uint8) ^ 1).view(E4M3)
     factors = 2.0 ** torch.arange(-4.0, 4)[None].repeat_interleave(2, 1)
-    smooth = swiglu_cast(gate, up, scale, F16, E4M3, False, True, None, factors)
+    smooth = swiglu_cast(gate, up, scale, F16, E4M3, False, True, False, factors)
     check(smooth, gate, up, F16, cases, factors=factors)
     for wrong in (factors.flip(1), 1 / factors, torch.ones_like(factors)):
         with pytest.raises(AssertionError, match="replay"):
@@ -271,9 +270,9 @@ def test_the_check_of_codes_sees_faults():
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_empty(scale, device):
     gate = torch.empty(0, 16, device=device)
-    data, data_t, found = run(device, gate, gate, scale, F32)
+    data, data_t, found, amax = run(device, gate, gate, scale, F32)
     assert (data.shape, data_t.shape) == ((0, 16), (16, 0))
-    assert found.item() == (scale or definition.MIN_SCALE)
+    assert found.item() == (scale or definition.MIN_SCALE) and amax.item() == 0
     assert launcher("swiglu_cast", "swiglu_backward", device)(gate, gate, gate).shape == (0, 32)
 
 
@@ -281,7 +280,7 @@ def test_the_definition_is_the_unfused_chain():
     for dtype in (F32, BF16, F16):
         _, gate, up = make((9, 40), dtype, "cpu")
         scale = torch.tensor([[0.02]])
-        data, data_t, found = swiglu_cast(gate, up, scale, dtype, E4M3, False, True)
+        data, data_t, found, _ = swiglu_cast(gate, up, scale, dtype, E4M3, False, True)
         expected = definition.cast(
             (F.silu(gate.float()) * up.float()).to(dtype), scale, WHOLE, E4M3
         )
@@ -291,7 +290,7 @@ def test_the_definition_is_the_unfused_chain():
 
 
 X = torch.ones(4, 16)
-FORWARD = (F32, E4M3, False, True, None)
+FORWARD = (F32, E4M3, False, True, False)
 REFUSED = [
     ("swiglu_cast", (X, X[:, :8], None, *FORWARD), r"up has shape \(4, 8\) and gate \(4, 16\)"),
     ("swiglu_backward", (X[:2], X, X), r"grad has shape \(2, 16\) and gate"),
@@ -311,11 +310,11 @@ def test_what_a_kernel_would_read_past_is_refused(name, given, words):
 def test_opcheck(shape, device):
     """Schema, fake and mutation are what the ops say, on every device."""
     _, gate, up = make(shape, BF16, device)
-    scale, seen = torch.ones(1, 1, device=device), torch.zeros((), device=device)
-    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, seen))
+    scale = torch.ones(1, 1, device=device)
+    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, True))
     torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False), {"limit": 2.0})
     factors = torch.full((1, shape[1]), 0.5, device=device)
-    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, None, factors))
+    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, False, factors))
     torch.library.opcheck(swiglu_amaxes, (gate, up, BF16))
     torch.library.opcheck(swiglu_backward, (gate, gate, up))
     torch.library.opcheck(swiglu_backward, (gate, gate, up, 2.0))
