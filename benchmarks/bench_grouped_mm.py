@@ -46,6 +46,7 @@ from float8 import E4M3, Float8Tensor, grouped_mm
 from float8.estimate import roofline
 from float8.estimate.roofline import Shape as LayerShape
 from float8.estimate.roofline import Use
+from float8.linear.plan import plan_for
 
 BASELINE, CACHED = "F.grouped_mm", "cached"
 MULTIPLE = 32  # of the size of a group
@@ -117,7 +118,9 @@ def moved_bytes(shape: Shape, recipe: str | None) -> float:
     Three grouped GEMMs and the casts of their operands, each operand read once, without padding.
     """
     sizes = LayerShape(shape.M, shape.K, shape.N, shape.E)
-    plan = None if recipe is None else contenders.config_of(recipe).plan
+    plan = None
+    if recipe is not None:
+        plan = plan_for(contenders.config_of(recipe), "sm_90", torch.bfloat16, grouped=True)
     cast = recipe is None or CACHED not in recipe.split("+")
     kinds = roofline.kinds_of_plan(plan, Use())
     moved = sum(roofline.gemm_bytes(kind, sizes, name) for name, kind in kinds.items())

@@ -75,6 +75,7 @@ from float8.estimate.roofline import (
     passes_of_cast,
     passes_of_layer,
 )
+from float8.linear.plan import LinearPlan, plan_for
 
 COLUMNS = columns("source board kind what predicted measured off fits", off="error")
 FILE = Path(__file__).resolve().parent / "published.json"
@@ -196,8 +197,12 @@ class CompiledCasts(Device):
 # --- what each kind of row is predicted as
 
 
+def _plan(recipe: str, device: Device, grouped: bool = False) -> LinearPlan:
+    return plan_for(RECIPES[recipe], device.arch, torch.bfloat16, grouped)
+
+
 def _layer(row: Row, device: Device) -> Pair:
-    shape, plan = Shape(*row["shape"]), RECIPES[row["recipe"]].plan
+    shape, plan = Shape(*row["shape"]), _plan(row["recipe"], device)
     beside = _beside(row, shape)
     bf16 = layer_seconds(device, shape, None, Use()).total + beside / device.bandwidth
     float8 = layer_seconds(device, shape, plan, Use()).total
@@ -227,7 +232,7 @@ def _gemm(row: Row, device: Device) -> Pair:
 
 def _step(row: Row, device: Device) -> Pair:
     shape, recipe = Shape(*row["shape"]), row["recipe"]
-    plan = None if recipe == BF16 else RECIPES[recipe].plan
+    plan = None if recipe == BF16 else _plan(recipe, device, grouped=shape.E is not None)
     flops = 6 * shape.M * shape.K * shape.N / 1e12
     predicted = flops / layer_seconds(device, shape, plan, Use()).total
     return GROUPED, f"step {shape} {recipe}, TFLOP/s", predicted, flops / (row["us"] / 1e6)
@@ -251,7 +256,7 @@ def _separate_gemms(row: Row, device: Device) -> Pair:
 
 
 def _training_step(row: Row, device: Device) -> Pair:
-    plan, tokens = RECIPES[row["recipe"]].plan, row["tokens"]
+    plan, tokens = _plan(row["recipe"], device), row["tokens"]
     bf16 = float8 = 0.0
     for K, N, count in row["linears"]:
         shape = Shape(tokens, K, N)
@@ -291,7 +296,7 @@ def _sizes(row: Row) -> tuple[int, ...]:
 
 
 def _able(device: Device, recipe: str) -> bool:
-    return set(kinds_of_plan(RECIPES[recipe].plan, Use()).values()) <= set(device.products)
+    return set(kinds_of_plan(_plan(recipe, device), Use()).values()) <= set(device.products)
 
 
 def _of_linear(result: Row, device: Device) -> Iterator[Pair]:
@@ -301,7 +306,9 @@ def _of_linear(result: Row, device: Device) -> Iterator[Pair]:
         if name in RECIPES and "ratio" in row and _able(device, name):
             shape = Shape(*_sizes(row))
             plain = layer_seconds(device, shape, None, Use()).total
-            own = layer_seconds(device, shape, RECIPES[name].plan, Use()).total
+            own = layer_seconds(
+                device, shape, _plan(name, device, shape.E is not None), Use()
+            ).total
             kind = GROUPED if shape.E else LAYERS
             yield kind, f"{row['shape']} {mode} {name}, x", plain / own, 1 / row["ratio"]
 
@@ -333,7 +340,7 @@ def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
         is_ours = name in CAST_OF and where in ("rows", "both", "tokens")
         if is_ours and row["contender"] == "kernel" and "gbps" in row:
             recipe, operand = CAST_OF[name]
-            cast = getattr(RECIPES[recipe].plan.output, operand)
+            cast = getattr(RECIPES[recipe].gemms.output, operand)
             M, K = _sizes(row)
             filled = Shape(M, K, K, M // 128 + 1).filled if where == "tokens" else 1.0
             passes = passes_of_cast(Use(), cast, 1 if where == "rows" else 2)

@@ -32,7 +32,7 @@ from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device, GemmSpeed
 from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
 from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
-from float8.linear.scaling import bind_and_cast
+from float8.linear.casts import cast_alone
 
 Size = tuple[int, int, int]
 SIZES = ((1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096), (8192, 8192, 8192))
@@ -105,10 +105,10 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
     """``a @ b.T`` with operands cast as by the recipe of the kind; None if the device refuses."""
     if kind == BF16:
         return lambda: a @ b.t()
-    plan = getattr(RECIPES["mxfp8" if kind == MX else kind].plan, gemm)
+    plan = getattr(RECIPES["mxfp8" if kind == MX else kind].gemms, gemm)
     if refuses_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
         return None
-    a8, b8 = (bind_and_cast(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
+    a8, b8 = (cast_alone(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
     return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum)
 
 

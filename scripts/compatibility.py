@@ -24,7 +24,7 @@ import torch
 from float8.config import RECIPES, Float8LinearConfig
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, on_family
 from float8.kernels.scaled_mm import CPU, SUPPORT
-from float8.linear.plan import bind
+from float8.linear.plan import plan_for
 from float8.linear.refusals import refuses_call
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,7 +144,7 @@ def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = 
     runs: dict[str, list[str]] = {}
     reasons: set[int] = set()
     for dtype in sorted(HIGH_PRECISION_DTYPES, key=list(SHORT).index):
-        plan = bind(config.plan, family, dtype, grouped)
+        plan = plan_for(config, family, dtype, grouped)
         reason = refuses_call(plan, 64, 64, 64, True, True)
         if grouped and reason is not None:
             reason = f"grouped: {reason.partition(': ')[2]}"
@@ -156,8 +156,8 @@ def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = 
     parts = [f"{name}: {_all(dtypes)}" for name, dtypes in runs.items()] or ["refused"]
     if (
         family in DOUBTFUL
-        and config.plan.w.first is not None
-        and config.plan.w.first.block[1] == 32
+        and config.gemms.output.b is not None
+        and config.gemms.output.b.block[1] == 32
     ):
         parts = [part if part == "refused" else f"{part}, doubtful" for part in parts]
     numbers = ", ".join(str(number) for number in sorted(reasons))
@@ -213,7 +213,7 @@ def casts() -> str:
     merged: dict[tuple[str, str], list[str]] = {}
     for family in (CPU, *SUPPORT):
         with torch_for(CUDA_VERSIONS[-1]):
-            plan = bind(RECIPES["rowwise"].plan, family, torch.bfloat16)
+            plan = plan_for(RECIPES["rowwise"], family, torch.bfloat16)
         kernel = plan.x.first is not None and plan.x.first.kernel is not None
         formats = [f"`{str(on_family(f, family).dtype).removeprefix('torch.')}`" for f in FORMATS]
         key = " and ".join(formats), "Triton kernels" if kernel else "plain PyTorch"

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from float8 import Float8Linear, Float8LinearConfig, grouped_mm, sync_float8_amax_and_scale_history
 from float8.config import RECIPES
 from float8.kernels.scaled_mm import family_of
-from float8.linear.plan import bind
+from float8.linear.plan import plan_for
 
 LIMIT = 0.01
 M, K, N, EXPERTS = 1040, 512, 384, 4
@@ -49,7 +49,7 @@ def rows() -> Iterator[Row]:
 def products_of(row: Row, device: torch.device) -> tuple[str | None, str]:
     """Why this device does not multiply what a row asks for, or None; and what multiplies."""
     form, recipe, _ = row
-    plan = bind(RECIPES[recipe].plan, family_of(device), torch.bfloat16, grouped=form == "grouped")
+    plan = plan_for(RECIPES[recipe], family_of(device), torch.bfloat16, grouped=form == "grouped")
     refusal = next((gemm.refusal for gemm in plan.gemms if gemm.refusal), None)
     names = dict.fromkeys(gemm.name or "high precision" for gemm in plan.gemms)
     return refusal, ", ".join(names)

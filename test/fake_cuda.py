@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
-from float8.linear.layer import FUNCTIONS
-from float8.linear.plan import BOUND, compute_dtype, plan_for
-from float8.linear.scaling import DelayedState
+from float8.linear.casts import DelayedState
+from float8.linear.layer import function_of
+from float8.linear.plan import USED, plan_of
 
 F32 = torch.float32
 scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
@@ -45,12 +45,12 @@ def fake_cuda(arch: str, mode: FakeTensorMode | None = None) -> ExitStack:
     """FakeTensors on a GPU of this architecture, whose constants are there already."""
     stack = ExitStack()
     stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
-    stack.callback(BOUND.clear)
-    BOUND.clear()
+    stack.callback(USED.clear)
+    USED.clear()
     stack.enter_context(mode or FakeTensorMode())
     stack.enter_context(torch.no_grad())
     scale = empty(1, 1, dtype=F32)
-    stack.enter_context(mock.patch("float8.linear.scaling.constant", return_value=scale))
+    stack.enter_context(mock.patch("float8.linear.casts.constant", return_value=scale))
     return stack
 
 
@@ -78,9 +78,9 @@ def step(
     states: Any = STATELESS
     if config.uses_delayed_scaling:
         states = tuple(DelayedState(empty(dtype=F32), empty(dtype=F32), True) for _ in range(3))
-    plan = plan_for(config, x.device, compute_dtype(x), offs is not None)
+    plan = plan_of(config, x, grouped=offs is not None)
     ctx = Context(True, True, bias is not None, False, False)
-    call = Call(plan, states, offs is None, weight, factors, saves=True)
-    function, groups = FUNCTIONS[plan.smooth_input], () if offs is None else (offs,)
+    call = Call(plan, states, offs is None, weight, factors, has_backward=True)
+    function, groups = function_of(config), () if offs is None else (offs,)
     out = function.forward(ctx, x, w, bias, call, *groups)
     return Results(out, *function.backward(ctx, g)[:3], ctx.saved_tensors)

@@ -69,7 +69,7 @@ def run(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
 
 def skip_if_refused(config: Float8LinearConfig) -> None:
     """Skip a test of MX formats on a GPU that does not multiply them."""
-    is_mx = config.plan.w.first is not None and config.plan.w.first.block[-1] == 32
+    is_mx = config.gemms.output.b is not None and config.gemms.output.b.block[-1] == 32
     if is_mx and (reason := SUPPORT[architecture()][MX]) is not None:
         pytest.skip(f"{architecture()} {reason}")
 

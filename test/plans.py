@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from float8.config import CastConfig, LinearPlan, OperandCast, ScalingType
+from float8.config import CastConfig, OperandCast, ScalingType
+from float8.config.gemms import ThreeGemms
 from float8.formats import E4M3, ScaleFormat
 
 DYNAMIC, DELAYED = ScalingType.DYNAMIC, ScalingType.DELAYED
@@ -24,6 +25,5 @@ def cast(block, fmt=E4M3, scaling=DYNAMIC, scales=FLOAT32, static=None) -> Opera
     return OperandCast(scaling, fmt, block, scales, static)
 
 
-def casts_of(plan: LinearPlan) -> list[OperandCast | None]:
-    gemms = (plan.output, plan.grad_input, plan.grad_weight)
-    return [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
+def casts_of(gemms: ThreeGemms) -> list[OperandCast | None]:
+    return [operand for gemm in gemms.all for operand in (gemm.a, gemm.b)]

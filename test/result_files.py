@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import torch
+
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, Device
 from float8.estimate.roofline import (
@@ -13,6 +15,7 @@ from float8.estimate.roofline import (
     layer_seconds,
     saved_bytes,
 )
+from float8.linear.plan import plan_for
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -43,10 +46,11 @@ def linear_rows(device: Device, shapes: list[Shape]) -> list[dict]:
         plain = layer_seconds(device, shape, None, Use()).total
         kept = saved_bytes(shape, None, Use())
         for recipe, config in RECIPES.items():
-            if not set(kinds_of_plan(config.plan, Use()).values()) <= set(device.products):
+            plan = plan_for(config, device.arch, torch.bfloat16, shape.E is not None)
+            if not set(kinds_of_plan(plan, Use()).values()) <= set(device.products):
                 continue
-            seconds = layer_seconds(device, shape, config.plan, Use()).total
-            saved = saved_bytes(shape, config.plan, Use())
+            seconds = layer_seconds(device, shape, plan, Use()).total
+            saved = saved_bytes(shape, plan, Use())
             rows.append(
                 {"shape": f"({shape})", "layer": recipe, "ms": seconds * 1e3,
                  "ratio": seconds / plain, "saved_ratio": saved / kept}

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from float8.kernels.scaled_mm import architecture
-from float8.linear.plan import BOUND
+from float8.linear.plan import USED
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -240,6 +240,6 @@ def as_on_cuda() -> Iterator[None]:
         for path, value in replaced.items():
             module, _, name = path.rpartition(".")
             stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))
-        BOUND.clear()
-        stack.callback(BOUND.clear)
+        USED.clear()
+        stack.callback(USED.clear)
         yield

@@ -32,8 +32,8 @@ from float8 import (
     Float8LinearConfig,
     after_step,
 )
-from float8.config import LinearPlan
 from float8.estimate.roofline import Use, passes_of_layer
+from float8.linear.plan import LinearPlan
 from float8.linear.weight_cache import WeightCache
 
 MODES = ("eager", "compiled", "graphed")

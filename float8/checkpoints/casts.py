@@ -24,8 +24,8 @@ from float8.checkpoints.layouts import MX, Layout
 from float8.config import ScalingType
 from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
-from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
+from float8.linear.resident import is_resident
 from float8.tensor import Float8Tensor
 
 STORED = "float8 bits as they are"
@@ -118,7 +118,7 @@ def stored_layer(
     if fits is not None:
         return replace(anew, how=RECAST if isinstance(fits, str) else STORED)
     config = None if module is None else own_config(module)
-    trained = None if config is None else config.plan.output.b
+    trained = None if config is None else config.gemms.output.b
     if layout.is_mxfp4:
         is_trained = config is not None and config.mxfp4_weights
         return replace(anew, how=TRAINING_CAST) if is_trained else anew

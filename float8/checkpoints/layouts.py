@@ -65,7 +65,7 @@ from float8.granularity import (
     scale_shape,
 )
 from float8.kernels import e8m0, mxfp4
-from float8.linear.scaling import bind_and_cast
+from float8.linear.casts import cast_alone
 from float8.tensor import Float8Tensor
 
 Shape = tuple[int, ...]
@@ -174,7 +174,7 @@ class Layout(ABC):
     def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
         """A weight in high precision as this layout stores it; ``scale`` is its scale, if known."""
         how = OperandCast(ScalingType.DYNAMIC, E4M3, self.block, scale_format)
-        data, scale, _ = bind_and_cast(x, how, scale=scale)
+        data, scale, _ = cast_alone(x, how, scale=scale)
         return Float8Tensor(data, scale, self.block, x.dtype, None, scale_format.value)
 
     def fit(self, weight: Float8Tensor) -> Float8Tensor | str:

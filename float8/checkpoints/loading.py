@@ -57,16 +57,10 @@ from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
-from float8.linear.delayed import DelayedCast
-from float8.linear.float8_weight import (
-    ROWWISE,
-    TENSORWISE,
-    as_parameter,
-    contraction_last,
-    to_resident,
-)
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import weights_of
+from float8.linear.module import weights_of
+from float8.linear.resident import BY_ROW, WHOLE_TENSOR, as_parameter, contraction_last, to_resident
 from float8.tensor import Float8Shard, Float8Tensor
 from float8.tensor.parts import is_e8m0
 
@@ -267,8 +261,8 @@ def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict
     found: dict[str, str] = {}
     left: set[str] = set()
     packed = source.layout is not None and source.layout.is_mxfp4
-    block = TENSORWISE if source.layout is None else source.layout.block
-    block = ROWWISE if block == TENSORWISE else block  # see `config_of`
+    block = WHOLE_TENSOR if source.layout is None else source.layout.block
+    block = BY_ROW if block == WHOLE_TENSOR else block  # see `config_of`
     for key, slot in slots.items():
         fqn, name, shape = _layer_of(slot), key.removesuffix(WEIGHT), tensor_of(model, slot).shape
         is_part = len(shape) == 3

@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from float8.checkpoints.layouts import COMPRESSED_TENSORS
 from float8.granularity import WHOLE, Block, ceil_div
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import with_state_of
 
 Index = tuple[int | slice, ...]

@@ -50,9 +50,9 @@ from float8.convert.conversion import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4
-from float8.linear.float8_weight import is_resident
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import stacked_weights, stored_by
+from float8.linear.module import stacked_weights, stored_by
+from float8.linear.resident import is_resident
 
 
 def planned(
@@ -144,12 +144,12 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     if isinstance(layout, Layout):
         return layout
     configs = {m: c for m in model.modules() if (c := own_config(m)) is not None}
-    plans = [config.plan for config in configs.values()]
-    casts = [plan.output.b for plan in plans if plan.output.b is not None]
+    gemms = [config.gemms for config in configs.values()]
+    casts = [each.output.b for each in gemms if each.output.b is not None]
     # Engines then round the scales of inputs to powers of two, as the recipe does.
     powers = {cast.scale_format for cast in casts} == {ScaleFormat.POWER_OF_TWO}
     scales = ScaleFormat.POWER_OF_TWO if powers else ScaleFormat.FLOAT32
-    inputs = {None if (a := plan.output.a) is None else a.scaling_type for plan in plans}
+    inputs = {None if (a := each.output.a) is None else a.scaling_type for each in gemms}
     blocks = {cast.block for cast in casts}
     by = next((each for each in SCHEMES if {each.block_of((0, 0))} == blocks), None)
     is_static = by in (None, Tensorwise()) and inputs == {ScalingType.STATIC}
@@ -215,7 +215,7 @@ def _found(
             is_trained = config.mxfp4_weights or not trains_mxfp4
             if others:
                 skipped[name] = f"its weight is also {others[0]}, which reads it in high precision"
-            elif config.plan.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
+            elif config.gemms.output.b is None and not (layout.is_mxfp4 and config.mxfp4_weights):
                 skipped[name] = "its config multiplies the weight in high precision"
             elif not fits or parent.endswith(kept):
                 skipped[name] = _unfit(model, key, slot, layout)
@@ -273,8 +273,8 @@ def transformers_config(model: nn.Module) -> Any:
 
 def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
     """The static scale of a layer's input, float32 of shape (); None if there is none."""
-    plan = module.config.plan if isinstance(module, Float8Linear) else None
-    cast = None if plan is None or plan.smooth_input else plan.output.a
+    config = module.config if isinstance(module, Float8Linear) else None
+    cast = None if config is None or config.smooth_input else config.gemms.output.a
     if given is None and cast is not None and cast.format == E4M3 and set(cast.block) == {WHOLE}:
         given = None if cast.static_scale is None else float(cast.static_scale)
         state: Any = module.casts[0].state  # type: ignore[union-attr, index]

@@ -18,11 +18,11 @@ from float8.config.casts import (
     ScalingType,
     check_kind,
 )
-from float8.config.plan import Gemm, GemmConfig, LinearPlan, gemm
+from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, checked_gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 
-PLANS: dict[str, LinearPlan] = {}  # `Float8LinearConfig.key` -> its plan
+CONFIGS: dict[str, Float8LinearConfig] = {}  # a config of each `Float8LinearConfig.key`
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Float8LinearConfig:
             leaves bad input to the kernels' own errors, for the least Python overhead.
 
     Attributes:
-        plan, key: for the library itself: the three GEMMs and their casts, and a string that is
-            equal for equal plans.
+        gemms, key: for the library itself: the three GEMMs and their casts, and a string that is
+            equal for configs with equal plans.
         uses_delayed_scaling: whether any operand keeps an amax history, so that ``sync`` must be
             called.
 
@@ -110,8 +110,8 @@ class Float8LinearConfig:
     # of transformer_engine.py, from_torchao of torchao.py.
     from_te_recipe: ClassVar[Callable[..., Float8LinearConfig]]
     from_torchao: ClassVar[Callable[[Any], Float8LinearConfig]]
-    # The plan that follows from these fields, computed once; the layer reads it at every call.
-    plan: LinearPlan = field(init=False, repr=False, compare=False)
+    # What follows from these fields, computed once.
+    gemms: ThreeGemms = field(init=False, repr=False, compare=False)
     uses_delayed_scaling: bool = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
 
@@ -122,17 +122,18 @@ class Float8LinearConfig:
             self._check_smooth_input()
         if self.mxfp4_weights:
             self._check_mxfp4_weights()
-        plan = self._resolve()
-        is_off = plan.output.a is None or plan.output.b is None
+        gemms = self._resolve()
+        is_off = gemms.output.a is None or gemms.output.b is None
         if self.dequantize_in_backward and (is_off or self.smooth_input):
             raise ValueError(
                 "dequantize_in_backward=True reads the float8 input and weight of the output GEMM, "
                 "and this config lacks one, or has smooth_input=True; leave it out"
             )
         delayed = any(c.scaling_type is ScalingType.DELAYED for c in self.operand_casts)
-        for name, value in (("plan", plan), ("uses_delayed_scaling", delayed), ("key", repr(plan))):
+        key = repr((gemms, [getattr(self, flag) for flag in _FLAGS_OF_PLANS]))
+        for name, value in (("gemms", gemms), ("uses_delayed_scaling", delayed), ("key", key)):
             object.__setattr__(self, name, value)
-        PLANS.setdefault(self.key, plan)
+        CONFIGS.setdefault(key, self)
         if not delayed and self.delayed_scaling != DelayedScalingConfig():
             raise ValueError(
                 f"delayed_scaling={self.delayed_scaling} is for casts with ScalingType.DELAYED, "
@@ -141,7 +142,7 @@ class Float8LinearConfig:
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """For copies and pickles: computes the plan anew."""
+        """For copies and pickles: resolves the casts anew."""
         names = {f.name for f in fields(self) if f.init}
         self.__init__(**{k: v for k, v in state.items() if k in names})  # type: ignore[misc]
 
@@ -172,24 +173,22 @@ class Float8LinearConfig:
         """
         return deepcopy(check_config(name))
 
-    def _resolve(self) -> LinearPlan:
-        def product(name: str, a: str, b: str) -> Gemm:
+    def _resolve(self) -> ThreeGemms:
+        def product(name: str, a: str, b: str) -> GemmCasts:
             a, b = f"cast_config_{a}", f"cast_config_{b}"
             how: GemmConfig = getattr(self, f"gemm_config_{name}")
-            return gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
+            return checked_gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
 
         def resolved(name: str) -> OperandCast | None:
             cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])
             return cast.resolve(E5M2 if "grad_output" in name else E4M3)
 
         output = product("output", "input", "weight")
-        flags = self.smooth_input, self.emulate, self.pad_inner_dim, self.mxfp4_weights
         if self.dequantize_in_backward:
-            return LinearPlan(output, Gemm(None, None), Gemm(None, None), *flags, dequantizes=True)
+            return ThreeGemms(output, GemmCasts(None, None), GemmCasts(None, None))
         grad_input = product("grad_input", "grad_output", "weight_for_grad_input")
         second_uses = "grad_output_for_grad_weight", "input_for_grad_weight"
-        grad_weight = product("grad_weight", *second_uses)
-        return LinearPlan(output, grad_input, grad_weight, *flags)
+        return ThreeGemms(output, grad_input, product("grad_weight", *second_uses))
 
     def _check_types(self) -> None:
         for name in ("output", "grad_input", "grad_weight"):
@@ -272,6 +271,9 @@ def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
     return second if second is not None and second.scaling_type is ScalingType.DELAYED else first
 
 
+_FLAGS_OF_PLANS = (
+    *("smooth_input", "dequantize_in_backward", "mxfp4_weights", "pad_inner_dim", "emulate"),
+)
 _FLAGS = (
     "enable_fsdp_float8_all_gather",
     "smooth_input",

@@ -16,8 +16,8 @@ from typing import Any, cast
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import UNTOLD, own_config
 from float8.convert.folding import folded
-from float8.linear.plan import BOUND
-from float8.linear.registration import weights_of
+from float8.linear.module import weights_of
+from float8.linear.plan import USED
 from float8.linear.sync import name_in_model
 
 logger = logging.getLogger("float8")
@@ -48,7 +48,7 @@ def tell_what_ran() -> None:
 def _form_in_graphs(layer: Any) -> tuple[Any, ...] | None:
     """What layers that share a compiled graph have in common; None where nothing was compiled."""
     key = cast(Float8LinearConfig, own_config(layer)).key
-    if not any(compiling and key == traced for traced, *_, compiling in BOUND):
+    if not any(compiling and key == traced for traced, *_, compiling in USED):
         return None
     return (type(layer), key, *(tuple(w.shape) for w in weights_of(layer).values()))
 

@@ -37,15 +37,16 @@ from float8.convert.routers import routers_of
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
-from float8.linear.refusals import multiple_of_features
-from float8.linear.registration import (
+from float8.linear.module import (
     MODULE_RULES,
     WEIGHT_RULES,
+    Float8Module,
     ModuleRule,
+    Switch,
     stacked_weights,
     weights_of,
 )
-from float8.linear.switch import Float8Module, Switch
+from float8.linear.refusals import multiple_of_features
 
 logger = logging.getLogger("float8")
 

@@ -23,11 +23,18 @@ from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion, replace_children, sharded_before
 from float8.convert.filters import ModuleFilter
-from float8.linear.float8_weight import make_plain
 from float8.linear.layer import Float8CastingLinear, Float8Linear
+from float8.linear.module import (
+    MODULE_RULES,
+    WEIGHT_RULES,
+    Float8Module,
+    ModuleRule,
+    register_module_rule,
+    switchable_parts,
+    switched_off,
+)
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import MODULE_RULES, WEIGHT_RULES, ModuleRule, register_module_rule
-from float8.linear.switch import Float8Module, switchable_parts, switched_off
+from float8.linear.resident import make_plain
 from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 M = TypeVar("M", bound=nn.Module)

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import check_type, did_you_mean
-from float8.linear.registration import stacked_weights
+from float8.linear.module import stacked_weights
 
 __all__ = ["all_of", "divisible_by", "min_features", "min_size", "skip_names"]
 

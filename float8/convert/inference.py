@@ -37,19 +37,19 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.kernels import family_of
-from float8.linear.float8_weight import (
+from float8.linear.layer import Float8Linear
+from float8.linear.module import Float8Module, stacked_weights, weights_of
+from float8.linear.plan import plan_for
+from float8.linear.refusals import refuses_call
+from float8.linear.resident import (
     as_parameter,
     contraction_last,
     is_resident,
     refuses_resident,
+    set_input_cast,
     to_resident,
+    with_static_input,
 )
-from float8.linear.layer import Float8Linear
-from float8.linear.plan import bind
-from float8.linear.refusals import refuses_call
-from float8.linear.registration import stacked_weights, weights_of
-from float8.linear.static_input import set_input_cast, with_static_input
-from float8.linear.switch import Float8Module
 
 __all__ = ["convert_to_float8_inference", "hide_from_ddp"]
 
@@ -143,7 +143,7 @@ def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.dev
     """
     # One token in bfloat16: each call checks what depends on its batch.
     family = family_of(device)
-    plan = bind(config.plan, family, torch.bfloat16, weight.dim() == 3)
+    plan = plan_for(config, family, torch.bfloat16, weight.dim() == 3)
     N, K = weight.shape[-2:]
     return refuses_call(plan, N, K, 1, grad=False, grad_weight=False)
 

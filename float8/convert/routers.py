@@ -14,7 +14,7 @@ import re
 
 from torch import nn
 
-from float8.linear.switch import Float8Module
+from float8.linear.module import Float8Module
 
 ROUTES = "it routes tokens to experts, and rounded scores would choose others"
 _ROUTER = re.compile(r"(^|_)(gate|router)$")

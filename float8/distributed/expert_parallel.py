@@ -41,8 +41,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from float8.config import Float8LinearConfig, check_config
 from float8.distributed.rank_comparison import Facts, compare_once, compare_ranks, config_facts
 from float8.distributed.token_exchange import exchange, find_route, row_cast
-from float8.linear.float8_weight import is_resident
 from float8.linear.plan import compute_dtype
+from float8.linear.resident import is_resident
 from float8.tensor.running_module import innermost_module
 
 __all__ = ["Float8ExpertParallel"]
@@ -134,9 +134,9 @@ class _Hooks:
         compare_once(module, groups, facts, subject="experts")
         x_cast = g_cast = None
         if config is not None:
-            plan = config.plan
-            x_cast = row_cast(plan.output.a, plan.grad_weight.b)
-            g_cast = row_cast(plan.grad_input.a, plan.grad_weight.a)
+            gemms = config.gemms
+            x_cast = row_cast(gemms.output.a, gemms.grad_weight.b)
+            g_cast = row_cast(gemms.grad_input.a, gemms.grad_weight.a)
         emulate, (rows, features) = config is not None and config.emulate, x_RD.shape
         row_bytes = features * (compute_dtype(x_RD).itemsize if x_cast is None else 1)
         route, counts_e = find_route(counts_E, rows, row_bytes, self.mesh)

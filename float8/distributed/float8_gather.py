@@ -33,10 +33,10 @@ from float8.config import OperandCast
 from float8.convert.conversion import own_config
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
+from float8.linear.casts import DelayedState, cast_alone, known_scale, max_over_ranks
 from float8.linear.float8_weight import version_of
-from float8.linear.plan import bind_cast
-from float8.linear.registration import weights_of
-from float8.linear.scaling import DelayedState, bind_and_cast, known_scale, max_over_ranks
+from float8.linear.module import weights_of
+from float8.linear.plan import cast_on
 from float8.tensor import Float8Tensor
 
 aten = torch.ops.aten
@@ -93,10 +93,10 @@ class KnownAmax:
 
 
 def weight_cast(layer: Any, weight: Tensor) -> tuple[OperandCast, DelayedState | None]:
-    """The bound cast of a layer's gathered weight for its output, and a delayed one's state."""
-    cast = own_config(layer).plan.output.b  # type: ignore[union-attr]
+    """The cast of a layer's gathered weight for its output, and a delayed one's state."""
+    cast = own_config(layer).gemms.output.b  # type: ignore[union-attr]
     assert cast is not None
-    cast = bind_cast(cast, kernels.family_of(weight.device))
+    cast = cast_on(cast, kernels.family_of(weight.device))
     if weight.dim() == 3:  # experts share no scale
         return replace(cast, block=(1, *cast.block)), None
     return cast, layer.casts[1].state
@@ -166,7 +166,7 @@ def cast_shard(
     if state is not None and layer.training:
         kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))
     part = part_of(shard, size, cast.block, group)
-    data, _, _ = bind_and_cast(
+    data, _, _ = cast_alone(
         part.aligned(rounded),
         cast,
         scale=part.of(scale),

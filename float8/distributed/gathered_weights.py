@@ -57,9 +57,9 @@ from float8.distributed.rank_comparison import (
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
-from float8.linear.float8_weight import as_parameter
-from float8.linear.registration import WeightRule, register_weight_rule, weights_of
-from float8.linear.scaling import known_scale, max_over_ranks, placed
+from float8.linear.casts import known_scale, max_over_ranks, placed
+from float8.linear.module import WeightRule, register_weight_rule, weights_of
+from float8.linear.resident import as_parameter
 from float8.linear.sync import modules_by_name
 
 
@@ -148,12 +148,12 @@ def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
 def _stays_plain(
     layer: nn.Module, weight: Tensor, places: list[tuple[nn.Module, str]]
 ) -> str | None:
-    plan = own_config(layer).plan  # type: ignore[union-attr]
+    gemms = own_config(layer).gemms  # type: ignore[union-attr]
     if is_sharded(weight):
         return "it is a DTensor already, as expert parallelism makes it"
-    if plan.output.b is None or plan.grad_input.b is None:
+    if gemms.output.b is None or gemms.grad_input.b is None:
         return "a product with it runs in high precision"
-    if not plan.w.is_shared:
+    if gemms.output.b.transposed() != gemms.grad_input.b:
         return "its two GEMMs need casts along different dimensions, so they cannot share data"
     others = [type(module).__name__ for module, _ in places if not isinstance(module, LAYERS)]
     return f"it is tied to a {others[0]}, which does not read float8" if others else None

@@ -26,16 +26,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.placement_types import Placement
 
 from float8 import kernels
-from float8.config import LinearPlan, OperandCast
-from float8.config.plan import Operand
+from float8.config import OperandCast
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
-from float8.linear.layer import FUNCTIONS, Float8Linear
-from float8.linear.plan import compute_dtype, plan_for, plan_of, without_autocast
+from float8.linear.casts import DelayedState, cast_matrix, record, sharded_state
+from float8.linear.layer import Float8Linear
+from float8.linear.module import ModuleRule, register_module_rule
+from float8.linear.plan import (
+    LinearPlan,
+    Operand,
+    plan_of,
+    without_autocast,
+)
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import ModuleRule, register_module_rule
-from float8.linear.scaling import DelayedState, cast_matrix, record, sharded_state
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -96,7 +100,7 @@ def moved(x: DTensor, to: Placement) -> Tensor:
 
 def gathers_in_float8(operand: Operand) -> bool:
     """Whether both GEMMs of an operand can read the same float8 data, cast on any rank."""
-    return operand.first is not None and operand.is_shared and operand.first.is_whole
+    return operand.first is not None and operand.shares_data and operand.first.is_whole
 
 
 def _cast_and_gather(
@@ -144,10 +148,10 @@ class _SummedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any
+        ctx: Any, x: Tensor, w_NK: Tensor, call: Call, mesh: DeviceMesh, shard: Any, function: Any
     ) -> Tensor:
-        product = FUNCTIONS[call.plan.smooth_input].forward(ctx, x, w_NK, None, call)
-        ctx.parts = mesh, shard, product.shape[shard.dim]
+        product = function.forward(ctx, x, w_NK, None, call)
+        ctx.function, ctx.parts = function, (mesh, shard, product.shape[shard.dim])
         return moved(placed(product, mesh, Partial()), shard)
 
     @staticmethod
@@ -155,11 +159,11 @@ class _SummedLinear(torch.autograd.Function):
         refuse_double_backward("Float8RowwiseParallel")
         with without_autocast(g):
             call = ctx.call
-            how = (call.plan.g.first, call.states[2], call.record, *ctx.parts)
+            how = (call.plan.g.first, call.states[2], call.records_amax, *ctx.parts)
             data, scale = _cast_and_gather(g, *how)
             whole = Float8Tensor(as_matrix(data), scale, (WHOLE, WHOLE), g.dtype)
-            grad_x, grad_w, _ = FUNCTIONS[call.plan.smooth_input].gradients(ctx, whole)
-        return grad_x, grad_w, None, None, None
+            grad_x, grad_w, _ = ctx.function.gradients(ctx, whole)
+        return grad_x, grad_w, None, None, None, None
 
 
 def gather_in_float8(
@@ -254,8 +258,8 @@ class Float8ParallelLinear(Float8Linear):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         grad = torch.is_grad_enabled()
-        call = Call(plan, states, self.training and grad, saves=grad)
-        multiply = FUNCTIONS[plan.smooth_input].apply
+        call = Call(plan, states, self.training and grad, has_backward=grad)
+        multiply = self.function.apply
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
             bias = None if self.bias is None else local(self.bias)
@@ -263,7 +267,7 @@ class Float8ParallelLinear(Float8Linear):
             y: Any = placed(out, mesh, Shard(last), self.weight.shape[0])
         elif isinstance(wanted, Shard) and gathers_in_float8(call.plan.g):
             with without_autocast(x):
-                out = _SummedLinear.apply(x, weight, call, mesh, wanted)
+                out = _SummedLinear.apply(x, weight, call, mesh, wanted, self.function)
             length = self.weight.shape[0] if wanted.dim == last else x.shape[wanted.dim]
             y = placed(out, mesh, wanted, length)
         else:
@@ -298,7 +302,7 @@ class Float8ParallelLinear(Float8Linear):
                 f"{self._name}: the input lies on {x.device_mesh}, and the layer on {layout.mesh}"
             )
         if not isinstance(x._local_tensor, Float8Tensor):
-            plan = plan_for(self.config, x.device, compute_dtype(x._local_tensor))
+            plan = plan_of(self.config, x._local_tensor)
             x = x if x.dtype == plan.dtype else x.to(plan.dtype)
             if layout.is_colwise and x.placements[0].is_shard() and sends_in_float8(plan):
                 record = self.training and torch.is_grad_enabled()

@@ -29,14 +29,9 @@ from torch import nn
 from float8.config import CastConfig, Float8LinearConfig
 from float8.convert.conversion import own_config
 from float8.experts.modules import Float8Experts
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import (
-    FIRST_SYNC_CHECKS,
-    stacked_weights,
-    stored_by,
-    weights_of,
-)
+from float8.linear.module import FIRST_SYNC_CHECKS, stacked_weights, stored_by, weights_of
 from float8.linear.sync import modules_by_name
 
 LAYERS = (Float8Linear, Float8Experts)

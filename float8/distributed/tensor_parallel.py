@@ -60,7 +60,7 @@ from float8.distributed.parallel_linear import (
     warn_of_high_precision,
 )
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import compute_dtype, plan_for
+from float8.linear.plan import plan_of
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]
 
@@ -154,7 +154,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
             x: Any = input if isinstance(input, DTensor) else placed(input, mesh, input_layout)
             is_gathered = isinstance(x.placements[0], Shard) and desired_layout == Replicate()
             if is_gathered and x.is_floating_point() and x.device_mesh == mesh:
-                plan = plan_for(config, x.device, compute_dtype(x._local_tensor))
+                plan = plan_of(config, x._local_tensor)
                 if sends_in_float8(plan):
                     whole: Any = as_replicated(gather_in_float8(x.to(plan.dtype), plan.x), mesh)
                     return whole.to_local() if self.use_local_output else whole

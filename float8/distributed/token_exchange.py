@@ -34,8 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
 from float8.formats import E4M3, ScaleFormat
+from float8.linear.casts import cast_alone
 from float8.linear.plan import compute_dtype
-from float8.linear.scaling import bind_and_cast
 from float8.tensor.running_module import innermost_module
 
 
@@ -125,7 +125,7 @@ class _Exchange(torch.autograd.Function):
 def _dispatched(x_RD: Tensor, route: Route, cast: OperandCast | None, emulate: bool) -> Tensor:
     if cast is None:
         return _all_to_all(x_RD, route.sent, route.received, route.group)[route.order]
-    data, scale, _ = bind_and_cast(x_RD.contiguous(), cast, emulate=emulate)
+    data, scale, _ = cast_alone(x_RD.contiguous(), cast, emulate=emulate)
     message, has_scales = data.view(torch.uint8), cast.block[0] == 1  # else every rank knows it
     if has_scales:
         message = torch.cat([message, _in_order(scale).view(torch.uint8)], 1)

@@ -39,9 +39,9 @@ from float8.experts.modules import Float8Experts
 from float8.kernels.casts import KERNELS
 from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import bind
+from float8.linear.module import stacked_weights
+from float8.linear.plan import LinearPlan, plan_for
 from float8.linear.refusals import refuses_call, refuses_layer
-from float8.linear.registration import stacked_weights
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
@@ -110,15 +110,19 @@ def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
     if (reason := refuses_layer(weight, config)) is not None:
         return reason
-    # float32 parameters are assumed to run under autocast to bfloat16.
-    dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
-    plan = bind(config.plan, device.arch, dtype, grouped=E is not None)
+    plan = _plan(layer, config, device)
     reason = refuses_call(plan, N, K, M, use.training, "grad_weight" in use.gemms)
-    kinds = kinds_of_plan(config.plan, use, device.arch, E is not None)
+    kinds = kinds_of_plan(plan, use)
     missing = sorted(set(kinds.values()) - set(device.products))
     if reason is None and missing:
         return f"{device.name} has no figures for {' and '.join(missing)} GEMMs"
     return reason
+
+
+def _plan(layer: Layer, config: Float8LinearConfig, device: Device) -> LinearPlan:
+    # float32 parameters are assumed to run under autocast to bfloat16.
+    dtype = torch.bfloat16 if layer.dtype == torch.float32 else layer.dtype
+    return plan_for(config, device.arch, dtype, grouped=layer.shape.E is not None)
 
 
 def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> Prediction:
@@ -131,8 +135,9 @@ def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     if config.pad_inner_dim:  # to multiples of 16
         M, K, N = (-(-size // ALIGNMENT) * ALIGNMENT for size in (shape.M, shape.K, shape.N))
         shape = Shape(M, K, N, shape.E)
-    seconds = layer_seconds(device, shape, config.plan, use)
-    saved = saved_bytes(layer.shape, None, use) - saved_bytes(shape, config.plan, use)
+    plan = _plan(layer, config, device)
+    seconds = layer_seconds(device, shape, plan, use)
+    saved = saved_bytes(layer.shape, None, use) - saved_bytes(shape, plan, use)
     return Prediction(plain, seconds, saved)
 
 

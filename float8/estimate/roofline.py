@@ -84,16 +84,14 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-import torch
-
-from float8.config import LinearPlan, OperandCast, ScalingType
+from float8.config import OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
-from float8.kernels import gemm_for, grouped_gemm_for
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_mm import TORCH_MX
 from float8.kernels.groups import padded_tokens
 from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product_of, takes_powers
+from float8.linear.plan import LinearPlan
 
 # --- a layer's sizes, and how it is used
 
@@ -191,8 +189,7 @@ class Use:
 
     def caches_weight(self, plan: LinearPlan) -> bool:
         """Whether the weight is cached: only if both of its GEMMs read it in float8."""
-        both = plan.output.b is not None and (plan.grad_input.b is not None or plan.dequantizes)
-        return self.weights_cached and both
+        return self.weights_cached and plan.w.first is not None and plan.w.second is not None
 
 
 # --- casts: the passes over memory, and their bytes
@@ -227,18 +224,23 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     """
     trains = "grad_weight" in use.gemms
     second_x, second_g = (plan.grad_weight.b, plan.grad_weight.a) if trains else (None, None)
-    x = _casts(use, plan.output.a, second_x) + [DEQUANTIZE] * (plan.dequantizes and trains)
+    x = _casts(use, plan.output.a, second_x) + [DEQUANTIZE] * (dequantizes(plan) and trains)
     g = _casts(use, plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
         return x, convert + _casts(use, plan.output.b, plan.grad_input.b), g
     w = convert + passes_of_cast(use, plan.output.b)
-    if plan.dequantizes and use.training:  # the weight is cast again, with forward's scale
+    if dequantizes(plan) and use.training:  # the weight is cast again, with forward's scale
         w += [*convert, passes_of_cast(use, plan.output.b)[-1], DEQUANTIZE]
     elif use.training:
         backward = passes_of_cast(use, plan.grad_input.b, 1, TRANSPOSED)
-        w += convert + (backward[-1:] if plan.w.is_shared else backward)  # with forward's scale
+        w += convert + (backward[-1:] if plan.w.shares_data else backward)  # with forward's scale
     return x, w, g
+
+
+def dequantizes(plan: LinearPlan) -> bool:
+    """Whether backward multiplies what forward multiplied, dequantised."""
+    return plan.output.b is not None and plan.grad_input.b is None and plan.w.second is not None
 
 
 def _casts(use: Use, first: OperandCast | None, second: OperandCast | None) -> list[MemoryPass]:
@@ -270,7 +272,7 @@ def passes_of_cast(
 def _kind(cast: OperandCast) -> str:
     """Blocks without hardware count as 1x128."""
     is_dynamic = cast.scaling_type is ScalingType.DYNAMIC
-    return _KINDS.get(cast.block, "1x128") if is_dynamic else GIVEN
+    return _KINDS.get(cast.block[-2:], "1x128") if is_dynamic else GIVEN
 
 
 # --- GEMMs
@@ -282,23 +284,16 @@ MOST_PARTS = 8
 FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
 
-def kinds_of_plan(
-    plan: LinearPlan | None, use: Use, arch: str = "", grouped: bool = False
-) -> dict[str, str]:
-    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``.
-
-    ``arch`` is that of the device, some of which run powers of two as MX products.
-    """
-    gemm_of = grouped_gemm_for if grouped else gemm_for
+def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
+    """GEMM -> its kind, for the GEMMs that run; a plan of None is plain ``nn.Linear``."""
     kinds = dict.fromkeys(use.gemms, BF16)
     for name in kinds if plan is not None else ():
         gemm = getattr(plan, name)
         if gemm.a is not None and gemm.b is not None:
-            kind = product_of(gemm.a.block, gemm.b.block)
+            kind = product_of(gemm.a.block[-2:], gemm.b.block[-2:])
             # Others are emulated like 1x128 ones: dequantised first.
             kinds[name] = kind if kind in FLOAT8 else BLOCKWISE
-            what = arch, gemm.a.block, gemm.b.block, torch.bfloat16
-            if takes_powers(gemm_of(*what, has_powers=gemm.has_powers)[0]):
+            if takes_powers(gemm.name):
                 kinds[name] = MX
     return kinds
 
@@ -360,7 +355,7 @@ class Seconds(NamedTuple):
 
 def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Use) -> Seconds:
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
-    kinds = kinds_of_plan(plan, use, device.arch, shape.E is not None)
+    kinds = kinds_of_plan(plan, use)
     gemms = sum(gemm_seconds(device, kind, shape, name) for name, kind in kinds.items())
     return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 
@@ -371,14 +366,14 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
     M, K, N, E = shape.M * shape.filled, shape.K, shape.N, shape.E or 1
     x, w, g = map(device.seconds_of, passes, (M * K, E * N * K, M * N))
     seconds = x + w / (use.gradient_accumulation if use.caches_weight(plan) else 1) + g
-    if plan.dequantizes and use.caches_weight(plan) and use.training:
+    if dequantizes(plan) and use.caches_weight(plan) and use.training:
         seconds += device.seconds_of([DEQUANTIZE], E * N * K)
     return seconds
 
 
 def tokens_aligned(cast: OperandCast) -> int:
     """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
-    return TORCH_MX.align if _KINDS.get(cast.block) == MX_BLOCKS else ALIGNMENT
+    return TORCH_MX.align if _KINDS.get(cast.block[-2:]) == MX_BLOCKS else ALIGNMENT
 
 
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
@@ -389,22 +384,22 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     layers. Experts reserve the most that padding could take, so that no size depends on the router.
     """
     M, K, N, E = shape.M, shape.K, shape.N, shape.E or 1
-    cast = None if plan is None else plan.output.a if plan.dequantizes else plan.grad_weight.b
+    cast = None if plan is None else plan.output.a if dequantizes(plan) else plan.grad_weight.b
     trains = "grad_weight" in use.gemms
     kept = READ * M * K if trains and cast is None else 0
     if plan is None:
         return kept
     if use.caches_weight(plan):
-        kept += (1 if plan.dequantizes else 2) * WRITE * E * N * K
-    w, keeps_scale = plan.output.b, plan.w.is_shared or plan.dequantizes
+        kept += (1 if dequantizes(plan) else 2) * WRITE * E * N * K
+    w, keeps_scale = plan.output.b, plan.w.shares_data
     if w is not None and keeps_scale and use.training:
-        kept += E * prod(scale_shape((N, K), w.block)) * w.scale_format.dtype.itemsize
+        kept += E * prod(scale_shape((N, K), w.block[-2:])) * w.scale_format.dtype.itemsize
     if cast is None or not trains:
         return kept
     # When dequantised, as forward multiplied it, without padding.
     tokens, block = M, cast.block
-    scales = prod(scale_shape((M, K) if plan.dequantizes else (K, M), block))
-    if shape.E is not None and not plan.dequantizes:
+    scales = prod(scale_shape((M, K) if dequantizes(plan) else (K, M), block))
+    if shape.E is not None and not dequantizes(plan):
         tokens = padded_tokens(M, E, tokens_aligned(cast))
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])

@@ -21,7 +21,7 @@ from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
 from float8.linear.autograd import Call, Float8LinearFunction
 from float8.linear.float8_weight import of_experts
-from float8.linear.plan import compute_dtype, plan_for, plan_of_call, without_autocast
+from float8.linear.plan import plan_of, without_autocast
 from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, error_of_call
 from float8.tensor import Float8Tensor
 
@@ -57,13 +57,12 @@ def grouped_mm(
     check_tensors("grouped_mm", x=x, w=w, offs=offs)
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
     error = _refuses(x, w, offs, config)
-    plan, grad = plan_for(config, x.device, compute_dtype(x), True), torch.is_grad_enabled()
-    plan = plan_of_call(plan, x, w)
+    plan, grad = plan_of(config, x, w, grouped=True), torch.is_grad_enabled()
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
-    call = Call(plan, weight=weight, saves=grad)
+    call = Call(plan, weight=weight, has_backward=grad)
     with without_autocast(x):
         out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
     return out

@@ -37,10 +37,9 @@ from float8.config import Float8LinearConfig
 from float8.experts.grouped_mm import grouped_mm
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
+from float8.linear.module import Float8Module, ModuleRule, stacked_weights, stored_by
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import ModuleRule, stacked_weights, stored_by
-from float8.linear.resident_state import join_loaded, split_saved
-from float8.linear.switch import Float8Module
+from float8.linear.resident import join_loaded, split_saved
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")

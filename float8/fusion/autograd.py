@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import LinearPlan
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.linear.autograd import as_matrix, refuse_double_backward
-from float8.linear.scaling import DelayedState, cast_matrix, known_scale, record
-from float8.linear.smoothing import channel_scales, smoothed, smoothing_factors
+from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
+from float8.linear.plan import LinearPlan
+from float8.linear.smoothing import channel_scales, factors_of_channels, smoothed
 from float8.tensor.differentiable import differentiable
 
 RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
@@ -143,7 +143,7 @@ def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor
     y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
     assert how is not None
     if out.plan.smooth_input:
-        factors_1K = smoothing_factors(y_MK)
+        factors_1K = factors_of_channels(y_MK)
         y_MK = smoothed(y_MK, factors_1K)
     found = cast_matrix(y_MK, how, out.state, finds_amax=out.record)
     record(out.state, found.amax)

@@ -52,7 +52,7 @@ from float8.arguments import check_module, check_type
 from float8.convert.conversion import replace_children, runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.sync import keep_ddp_from_broadcasting
 

@@ -56,11 +56,10 @@ from float8.fusion.autograd import (
 )
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
-from float8.linear.delayed import DelayedCast, make_cast, set_cast
+from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
 from float8.linear.layer import with_state_of
-from float8.linear.plan import compute_dtype, plan_for
-from float8.linear.scaling import Cast
-from float8.linear.switch import Float8Module
+from float8.linear.module import Float8Module
+from float8.linear.plan import plan_of
 
 _OWN_ATTRIBUTES = (
     *("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output"),
@@ -74,10 +73,11 @@ def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | N
 
     ``by_gate`` says that a gate casts it, and not a norm.
     """
-    cast, second = config.plan.output.a, config.cast_config_input_for_grad_weight
+    cast, second = config.gemms.output.a, config.cast_config_input_for_grad_weight
     if config.smooth_input and not by_gate:
         return "finds no factors of channels, and the config has smooth_input=True"
-    reads_once = config.plan.x.is_shared or config.plan.dequantizes
+    x_again = config.gemms.grad_weight.b
+    reads_once = config.dequantize_in_backward or (cast is not None and cast == x_again)
     if cast is not None and cast.block == (WHOLE, WHOLE) and reads_once:
         return None
     again = f", for grad_weight '{second.summary}'" if second is not None else ""
@@ -138,7 +138,7 @@ class _Producer(Float8Module):
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
             raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
         by_kernel = runs_kernel(x.device, self.config.emulate)
-        plan = plan_for(self.config, x.device, compute_dtype(x))
+        plan = plan_of(self.config, x)
         out = Output(plan, state, self.training and grad, grad, by_kernel)
         return produce(self.op, inputs, number, out)
 

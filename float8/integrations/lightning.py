@@ -79,7 +79,7 @@ from float8.convert.calls import tell_what_ran
 from float8.convert.filters import ModuleFilter
 from float8.distributed.after_step import after_step
 from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.numerics.alarms import Alarm
 from float8.numerics.monitor import inspect_every

@@ -69,9 +69,9 @@ from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
 from float8.integrations.conversion import warn_of_version
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.registration import WEIGHT_RULES
+from float8.linear.module import WEIGHT_RULES
 
 warn_of_version("torchtitan", "0.3", "0.4")
 

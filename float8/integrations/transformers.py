@@ -95,7 +95,7 @@ from float8.integrations.conversion import (
     warn_of_version,
 )
 from float8.kernels import is_sharded
-from float8.linear.switch import Float8Module
+from float8.linear.module import Float8Module
 from float8.numerics import monitor
 
 warn_of_version("transformers", "5.23", "5.25")

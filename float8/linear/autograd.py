@@ -8,10 +8,8 @@ Legend: M tokens, K ``in_features``, N ``out_features``; x_MK input, w_NK weight
 
 Each GEMM reads its operands with the contraction last, cast as the layer's `LinearPlan` says. Two
 GEMMs that read one operand share its data where the plan allows it. If a GEMM runs in high
-precision, its casts return the operand unchanged.
-
-With ``dequantize_in_backward`` the last two GEMMs run in high precision: g, not cast, by the
-dequantised operands of the first.
+precision, its casts return the operand unchanged, and an operand that is in float8 all the same,
+as with ``dequantize_in_backward``, is dequantised.
 
 For backward, forward saves the input in float8, in the orientation that grad_weight reads: one byte
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
@@ -38,24 +36,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Gemm, LinearPlan
 from float8.granularity import WHOLE
 from float8.kernels import Float8Matrix, record_amax
 from float8.kernels.scaled_mm import takes_powers
-from float8.linear.float8_weight import (
-    Float8Weight,
-    Saved,
-    cast_again,
-    cast_and_dequantized,
-    rounded,
-)
-from float8.linear.scaling import (
+from float8.linear.casts import (
     DelayedState,
-    cast_groups,
+    cast_in_groups,
     cast_matrix,
     cast_operand,
-    cast_tokens,
+    cast_operand_in_groups,
 )
+from float8.linear.float8_weight import Float8Weight, Saved, cast_again
+from float8.linear.plan import ROUND, Gemm, LinearPlan
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -77,18 +69,18 @@ class Call:
     Args:
         plan: see `plan_for`.
         states: those of the delayed casts of input, weight and grad_output, None for others.
-        record: whether delayed casts record amaxes.
+        records_amax: whether delayed casts record amaxes.
         weight: the weight in float8 if it was cast before this call, else None.
         factors: what unit scaling multiplies the three products by.
-        saves: whether gradients are enabled, so that a backward may follow.
+        has_backward: whether gradients are enabled, so that a backward may follow.
     """
 
     plan: LinearPlan
     states: States = STATELESS
-    record: bool = False
+    records_amax: bool = False
     weight: Float8Weight | None = None
     factors: Factors = NO_FACTORS
-    saves: bool = False
+    has_backward: bool = False
 
 
 class Float8LinearFunction(torch.autograd.Function):
@@ -113,17 +105,15 @@ class Float8LinearFunction(torch.autograd.Function):
             with torch.autocast(kind, enabled=False):
                 return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call, offs)
         plan, states = call.plan, call.states
-        needs_w = call.saves and ctx.needs_input_grad[1]
-        needs_x8_KM = needs_w and not plan.dequantizes
+        needs_w = call.has_backward and ctx.needs_input_grad[1]
         if offs is None and not isinstance(x, Float8Tensor):
             x_MK = x if x.dim() == 2 else as_matrix(x)
             x_MK = x_MK if x_MK.dtype == plan.dtype else x_MK.to(plan.dtype)
             x8_MK, x8_KM, x_amax = cast_operand(
-                x_MK, plan.x, states[0], call.record, True, needs_x8_KM
+                x_MK, plan.x, states[0], call.records_amax, True, needs_w
             )
         else:
-            x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_x8_KM, offs)
-        x_saved = x8_MK if needs_w and plan.dequantizes else x8_KM
+            x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_w, offs)
         w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
         if bias_N is not None and bias_N.dtype != plan.dtype:
             bias_N = bias_N.to(plan.dtype)  # autocast, DDP and FSDP then add the same bits
@@ -132,7 +122,7 @@ class Float8LinearFunction(torch.autograd.Function):
             record_amax(states[0].current_amax, x_amax)  # type: ignore[union-attr]
         if w_amax is not None:
             record_amax(states[1].current_amax, w_amax)  # type: ignore[union-attr]
-        save(ctx, call, (x, w_NK, bias_N), x_saved, w_saved, offs, None)
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs, None)
         return in_shape_of(x, out_MN) if x.dim() != 2 or LOSES_GRADIENTS else out_MN
 
     @staticmethod
@@ -150,12 +140,7 @@ class Float8LinearFunction(torch.autograd.Function):
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """See `backward`."""
         x, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
-        plan = ctx.call.plan
-        x8_KM: Any = x
-        if x is not None and plan.dequantizes:
-            x8_KM = kernels.dequantize(x, x_scale, plan.x.first.block, plan.dtype).t()
-        elif x_scale is not None:
-            x8_KM = Float8Matrix(x, x_scale, plan.x.second.block)
+        x8_KM = x if x_scale is None else Float8Matrix(x, x_scale, ctx.call.plan.x.second.block)
         products = products_of_backward(ctx, g, x8_KM, (w, w_scale), offs)
         return as_arguments(ctx, *products)
 
@@ -169,11 +154,13 @@ def products_of_backward(
     grad_x = grad_w = grad_bias = w8_KN = amax = None
     g_MN = g_scaled = g if g.dim() == 2 else as_matrix(g)
     if needs_x:
-        w8_KN, g_scaled = ctx.reads(w_saved, call, g_MN, offs)
+        w8_KN, g_scaled = ctx.read_weight(w_saved, call, g_MN, offs)
     if offs is not None and (needs_x or needs_w):
-        g8_MN, g8_NM, amax = cast_groups(g_scaled, plan.g, offs, needs_x, needs_w)
+        g8_MN, g8_NM, amax = cast_operand_in_groups(g_scaled, plan.g, offs, needs_x, needs_w)
     elif needs_x or needs_w:
-        g8_MN, g8_NM, amax = cast_operand(g_scaled, plan.g, state, call.record, needs_x, needs_w)
+        g8_MN, g8_NM, amax = cast_operand(
+            g_scaled, plan.g, state, call.records_amax, needs_x, needs_w
+        )
     if needs_x:
         factor = call.factors[1]
         factor = factor() if callable(factor) else factor
@@ -217,15 +204,13 @@ def _product_in_high_precision(
     gemm: Gemm, a: Any, b: Any, bias: Tensor | None, offs: Tensor | None
 ) -> Tensor:
     """``a @ b.T``, at least one of which is in high precision."""
-    dtype = (b if gemm.b is None else a).dtype
-    if offs is None:
+    dtype = a.dtype if isinstance(a, Tensor) else b.dtype
+    if offs is None or gemm.a is gemm.b:
         a, b = [
             x if isinstance(x, Tensor) else kernels.dequantize(x[0], x[1], x[2], dtype)
             for x in (a, b)
         ]
-        return F.linear(a, b, bias)
-    if gemm.a is gemm.b:
-        return kernels.multiply_groups_plainly(a, b, offs)
+        return F.linear(a, b, bias) if offs is None else kernels.multiply_groups_plainly(a, b, offs)
     whole = (WHOLE, WHOLE)
     a, b = [(x, None, whole) if isinstance(x, Tensor) else x for x in (a, b)]
     blocks, how = (a[2], b[2]), (dtype, gemm.align)
@@ -245,16 +230,16 @@ def input_in_float8(
         x_MK = x if x.dim() == 2 else as_matrix(x)
         x_MK = x_MK if x_MK.dtype == dtype else x_MK.to(dtype)
         if offs is not None:
-            both = cast_groups(x_MK, operand, offs, True, needs_w)
+            both = cast_operand_in_groups(x_MK, operand, offs, True, needs_w)
             return both[0], both[1] if needs_w else None, None
-        return cast_operand(x_MK, operand, call.states[0], call.record, True, needs_w)
+        return cast_operand(x_MK, operand, call.states[0], call.records_amax, True, needs_w)
     data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
     x8_MK = Float8Matrix(data, scale, x.block[-2:])
     if not needs_w:
         return x8_MK, None, None
     if offs is not None and operand.align > 1:  # through bfloat16, which is exact: the bits stay
         values = data.to(torch.bfloat16)
-        _, padded, _ = cast_tokens(values, operand.first, operand.align, offs, False, True, 1.0)
+        _, padded, _ = cast_in_groups(values, operand.first, operand.align, offs, False, True, 1.0)
         data_t = padded.data
     assert operand.second is not None
     data_t = data.t() if data_t is None else data_t
@@ -268,15 +253,14 @@ def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | No
     """
     plan, weight = call.plan, call.weight
     if weight is not None:
-        return weight.row_major, weight.transposed[:2], weight.amax if call.record else None
-    is_rounded = w_NK.dtype == plan.dtype and not plan.mxfp4_weights
-    source = w_NK if is_rounded else rounded(w_NK, plan)
+        amax = weight.amax if call.records_amax else None
+        return weight.row_major, weight.transposed[:2], amax
+    source = ROUND[plan.rounding](w_NK, plan.dtype)
     if plan.w.first is None:
         return source, (w_NK, None), None
-    w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.record)
-    assert w8_NK is not None
-    keeps_scale = plan.w.is_shared or plan.dequantizes
-    return w8_NK, (w_NK, w8_NK.scale if keeps_scale else None), amax
+    w8_NK: Any
+    w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.records_amax)
+    return w8_NK, (w_NK, w8_NK.scale if plan.w.shares_data else None), amax
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -312,20 +296,17 @@ def save(
     # Delayed scales too: autograd then detects a sync between forward and backward.
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
     x8 = x_saved[:2] if isinstance(x_saved, Float8Matrix) else (x_saved, None)
-    w8 = w_saved if call.saves and ctx.needs_input_grad[0] else (None, None)
+    w8 = w_saved if call.has_backward and ctx.needs_input_grad[0] else (None, None)
     ctx.save_for_backward(*x8, *w8, offs, factors_1K, *scales)
-    casts = cast_and_dequantized if call.plan.dequantizes else cast_again
-    ctx.reads = casts if call.weight is None else call.weight.reads
+    ctx.read_weight = cast_again if call.weight is None else call.weight.read
     # Without the weight: FSDP2 may free its memory after the forward.
-    ctx.call = Call(call.plan, call.states, call.record, None, call.factors, True)
+    ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors, True)
     x, w, bias = arguments
     ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
 
 def saved_by(ctx: Any) -> tuple[Tensor, ...]:
     """x_KM, its scale, w, its scale, offs, factors of a smooth input, and delayed scales.
-
-    With ``dequantize_in_backward`` x_MK in place of x_KM.
 
     Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
     """

@@ -7,7 +7,6 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.arguments import check_tensors, check_type, described
-from float8.config import Float8LinearConfig, LinearPlan, check_config
+from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.linear.autograd import (
     NO_FACTORS,
@@ -25,20 +24,14 @@ from float8.linear.autograd import (
     Float8LinearFunction,
     States,
 )
-from float8.linear.delayed import DelayedCast, make_cast, set_cast
-from float8.linear.float8_weight import (
-    Float8Weight,
-    float8_weight,
-    is_resident,
-)
+from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
+from float8.linear.float8_weight import Float8Weight, float8_weight
+from float8.linear.module import Float8Module, stored_by
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import plan_of
+from float8.linear.plan import LinearPlan, plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
-from float8.linear.registration import stored_by
-from float8.linear.resident_state import input_scale_of, join_loaded, split_saved
-from float8.linear.scaling import Cast
-from float8.linear.smoothing import SmoothLinearFunction, smoothing_factors
-from float8.linear.switch import Float8Module
+from float8.linear.resident import input_scale_of, is_resident, join_loaded, split_saved
+from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
 from float8.tensor import Float8Tensor
 
 
@@ -60,7 +53,7 @@ class Float8Linear(Float8Module, nn.Linear):
     """
 
     plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
-    _factors: Callable[[Tensor], Factors] | None = None  # input -> those of its three products
+    function: Any = Float8LinearFunction  # forward, and ``gradients``, those of its backward
     cast_input: Cast
     cast_weight: Cast
     cast_grad_output: Cast
@@ -108,6 +101,7 @@ class Float8Linear(Float8Module, nn.Linear):
         if (reason := refuses_layer(self.weight, config)) is not None:
             raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
         self.config = config
+        self.function = function_of(config)
         self.fqn = fqn
         self._add_switch()
         self.cached_weight: Float8Weight | None = None  # written by float8.cached_weights only
@@ -147,10 +141,13 @@ class Float8Linear(Float8Module, nn.Linear):
         is_cast = self.cached_weight is not None or isinstance(weight, Float8Tensor)
         cast = float8_weight(self, plan) if is_cast else None
         states = self._states() if plan.has_delayed else STATELESS
-        factors = NO_FACTORS if self._factors is None else self._factors(input)
-        call = Call(plan, states, training and grad, cast, factors, grad)
-        out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, self.bias, call)
+        call = Call(plan, states, training and grad, cast, self.factors(input), grad)
+        out: Tensor = self.function.apply(input, weight, self.bias, call)
         return out
+
+    def factors(self, input: Tensor) -> Factors:
+        """What multiplies the three products: those of unit scaling."""
+        return NO_FACTORS
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -165,8 +162,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def _states(self) -> States:
         if not self.config.uses_delayed_scaling:
             return None, None, None
-        x_cast, w_cast, g_cast = self.casts
-        return x_cast.state, w_cast.state, g_cast.state
+        return self.cast_input.state, self.cast_weight.state, self.cast_grad_output.state
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """This rank's part of the input and of the weight, as a call casts them, and the states.
@@ -182,7 +178,7 @@ class Float8Linear(Float8Module, nn.Linear):
             input: of the call.
             x_MK: its part that `local_operands` returns, in the compute dtype.
         """
-        factors_1K = smoothing_factors(x_MK)
+        factors_1K = factors_of_channels(x_MK)
         return factors_1K, factors_1K
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
@@ -305,7 +301,10 @@ class Float8CastingLinear(Float8Linear):
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
-_OWN_ATTRIBUTES = ("config", "fqn", "switch", "evaluates_in_high_precision", "cached_weight")
+_OWN_ATTRIBUTES = (
+    *("config", "function", "fqn", "switch"),
+    *("evaluates_in_high_precision", "cached_weight"),
+)
 
 
 def with_state_of(source: nn.Module, cls: Any) -> Any:
@@ -319,8 +318,9 @@ def with_state_of(source: nn.Module, cls: Any) -> Any:
     return new
 
 
-# ``plan.smooth_input`` -> the autograd function: ``forward``, and ``gradients``, of its backward.
-FUNCTIONS: dict[bool, Any] = {False: Float8LinearFunction, True: SmoothLinearFunction}
+def function_of(config: Float8LinearConfig) -> Any:
+    """The autograd function that multiplies; a feature of backward or of operands is another."""
+    return SmoothLinearFunction if config.smooth_input else Float8LinearFunction
 
 
 def float8_linear(
@@ -361,6 +361,6 @@ def float8_linear(
     plan, grad = plan_of(config, input, weight), torch.is_grad_enabled()
     if (error := error_of_call(input, weight, plan)) is not None:
         raise type(error)(f"float8_linear: {error}")
-    call = Call(plan, saves=grad)
-    out: Tensor = FUNCTIONS[plan.smooth_input].apply(input, weight, bias, call)
+    call = Call(plan, has_backward=grad)
+    out: Tensor = function_of(config).apply(input, weight, bias, call)
     return out

@@ -38,10 +38,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.config import LinearPlan, OperandCast
+from float8.config import OperandCast
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block
-from float8.linear.scaling import DelayedState, known_scale
+from float8.linear.casts import DelayedState, known_scale
+from float8.linear.plan import LinearPlan
 from float8.tensor import Float8Tensor
 
 OPSET = 21  # the first one with blocks, and with an output_dtype
@@ -63,8 +64,8 @@ def linear_in_onnx(layer: Any, input: Tensor, plan: LinearPlan) -> Tensor:
     layer cannot be part of an ONNX file.
     """
     weight, cast = layer.weight, plan.output.a
-    factor = None if layer._factors is None else layer._factors(input)[0]
-    if (reason := _refuses(weight, input, cast)) is not None:
+    factor = layer.factors(input)[0]
+    if (reason := _reason_against(weight, input, cast)) is not None:
         raise ValueError(f"{layer._name}: {reason}")
     assert cast is not None
     x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
@@ -90,7 +91,7 @@ def weight_in_onnx(weight: Float8Tensor) -> Tensor:
     return _dequantize(weight.float8_data, weight.scale, weight.block).to(weight.dtype)
 
 
-def _refuses(weight: Tensor, input: Tensor, cast: OperandCast | None) -> str | None:
+def _reason_against(weight: Tensor, input: Tensor, cast: OperandCast | None) -> str | None:
     """The reason why a layer cannot be part of an ONNX file, or None."""
     if not isinstance(weight, Float8Tensor):
         return (

@@ -1,8 +1,8 @@
 """`plan_for`: what a layer runs on one device family, in one compute dtype.
 
-A config's `LinearPlan` says which casts and GEMMs it asks for. `bind` adds, once, which kernel
-casts each operand and which GEMM multiplies each pair, or why none does. A forward looks the bound
-plan up and checks only sizes.
+A plan says which kernel casts each operand and which GEMM multiplies each pair, or why none does.
+It is always of a device family, complete, and never changed. A forward looks its plan up
+(`plan_of`) and checks only sizes.
 
 torch.compile treats a plan as a constant: it looks one up while tracing, and a compiled layer
 guards on the config's key and not on its casts.
@@ -10,17 +10,20 @@ guards on the config's key and not on its casts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
-from float8.config.linear import PLANS
-from float8.formats import on_family, twin_factor
+from float8.config import Float8LinearConfig, GemmCasts, OperandCast
+from float8.config.linear import CONFIGS
+from float8.formats import ScaleFormat, on_family, twin_factor
+from float8.granularity import WHOLE
+from float8.kernels import mxfp4
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
 from float8.kernels.scaled_mm import CPU, takes_powers
 from float8.tensor import Float8Tensor
@@ -32,113 +35,281 @@ _ORDER_OF_GROUPS = (
 )
 
 
-def plan_for(
-    config: Float8LinearConfig, device: torch.device, dtype: torch.dtype, grouped: bool = False
-) -> LinearPlan:
-    """The plan of a config on a device, in a compute dtype; for grouped GEMMs if asked.
+@dataclass(slots=True, unsafe_hash=True)
+class Gemm:
+    """One product ``a @ b.T`` on a device; `float8.kernels.multiply` takes it.
 
-    Raises ModuleNotFoundError if Triton is not installed, on a GPU that casts with it.
+    Args:
+        a, b: the casts of the operands; both None where the product is in high precision. With
+            ``emulate`` one may be: the other is dequantised to the compute dtype.
+        out_dtype: the dtype of the result.
+        use_fast_accum: see `GemmConfig`.
+        name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
+        refusal: the reason why no GEMM of the device multiplies, or None.
+        align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
+        pad: whether sizes that are no multiple of 16 are padded where the GEMM needs it.
     """
-    return _known(config.key, device, dtype, grouped, torch.compiler.is_compiling())
+
+    a: OperandCast | None
+    b: OperandCast | None
+    out_dtype: torch.dtype
+    use_fast_accum: bool = False
+    name: str = ""
+    refusal: str | None = None
+    align: int = 1
+    pad: bool = False
 
 
-def plan_of(config: Float8LinearConfig, input: Tensor, weight: Tensor) -> LinearPlan:
-    """The plan for an input and a weight, either of which may be in float8 already."""
-    device, dtype = input.device, input.dtype
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
+# How the second orientation of an operand comes to be:
+VIEW = "a view of the first, with the same scales"
+COPY = "a second output of the first's cast, with the same scales"
+PAIR = "a second output of the first's cast, with scales of its own"
+OWN = "a cast of its own, or none"
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class Operand:
+    """The two casts of an operand, each stated in the orientation of the GEMM that reads it.
+
+    Args:
+        first: for the GEMM that sums over each row of the operand; None for high precision.
+        second: for the GEMM that sums over each column, stated for the transpose; or None.
+        align: the multiple to which the transposed orientation of tokens pads each group.
+        is_view: whether the second GEMM can read a transposed view of data that it shares.
+
+    Attributes:
+        second_is: `VIEW`, `COPY`, `PAIR` or `OWN`.
+        shares_data: whether both GEMMs read the same data and scales.
+    """
+
+    first: OperandCast | None
+    second: OperandCast | None
+    align: int = 1
+    is_view: bool = True
+    second_is: str = field(init=False)
+    shares_data: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        first, second = self.first, self.second
+        both = first is not None and second is not None
+        self.shares_data = both and first.transposed() == second  # type: ignore[union-attr]
+        if self.shares_data and (self.is_view or first != second):
+            self.second_is = VIEW
+        elif both and first == second:
+            self.second_is = COPY if self.shares_data else PAIR
+        else:
+            self.second_is = OWN
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class LinearPlan:
+    """The casts and GEMMs of a layer on a device. For M tokens, K and N input and output features:
+
+    Args:
+        output: a = x_MK, b = w_NK.
+        grad_input: a = g_MN, b = w_KN.
+        grad_weight: a = g_NM, b = x_KM.
+        x, w, g: the casts of input, weight and grad_output. With ``dequantize_in_backward`` the
+            second ones are views, which the GEMMs of backward dequantise.
+        dtype: the compute dtype, of the operands before their casts and of the results.
+        rounding: how the weight is rounded before it is cast, a key of `ROUND`.
+        smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
+        mxfp4_weights: w is rounded to MXFP4 before its casts, see `float8.kernels.mxfp4`.
+        is_grouped: whether the GEMMs multiply groups of tokens with experts.
+        on_gpu: whether tensor cores multiply.
+        of_float8_operands: the plan of calls with an operand that is in float8 already, whose
+            scales may be any numbers, where its products are others; else None.
+
+    Attributes:
+        gemms: the three GEMMs, in the order of `GEMM_NAMES`.
+        has_delayed: whether any cast is delayed.
+        is_tiled: whether some scale serves a block, neither one element nor a whole dimension.
+            MXFP4 weights have such scales.
+    """
+
+    output: Gemm
+    grad_input: Gemm
+    grad_weight: Gemm
+    x: Operand
+    w: Operand
+    g: Operand
+    dtype: torch.dtype
+    rounding: str = "to dtype"
+    smooth_input: bool = False
+    mxfp4_weights: bool = False
+    is_grouped: bool = False
+    on_gpu: bool = False
+    of_float8_operands: LinearPlan | None = field(default=None, repr=False, compare=False)
+    gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
+    has_delayed: bool = field(init=False, repr=False, compare=False)
+    is_tiled: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.gemms = self.output, self.grad_input, self.grad_weight
+        casts = [cast for gemm in self.gemms for cast in (gemm.a, gemm.b) if cast is not None]
+        self.has_delayed = any(cast.is_delayed for cast in casts)
+        extents = [extent for cast in casts for extent in cast.block]
+        self.is_tiled = self.mxfp4_weights or any(extent not in (1, WHOLE) for extent in extents)
+
+
+# (config.key, device, compute dtype, grouped, compiling) -> the plan of calls that have run.
+USED: dict[tuple[str, torch.device, torch.dtype, bool, bool], LinearPlan] = {}
+
+
+def plan_for(
+    config: Float8LinearConfig, family: str, dtype: torch.dtype, grouped: bool = False
+) -> LinearPlan:
+    """The plan of a config on a device family, in a compute dtype.
+
+    ``family`` is that of `float8.kernels.family_of`; no device of it need be here. ``grouped`` asks
+    for the grouped GEMMs of experts.
+    """
+    return _made(config.key, family, dtype, grouped)
+
+
+def plan_of(
+    config: Float8LinearConfig,
+    input: Tensor,
+    weight: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    grouped: bool = False,
+) -> LinearPlan:
+    """The plan of a call with an input and a weight, either of which may be in float8 already.
+
+    ``dtype`` is the compute dtype, by default that of `compute_dtype`. Raises ModuleNotFoundError
+    if Triton is not installed, on a GPU that casts with it.
+    """
+    device = input.device
+    dtype = compute_dtype(input) if dtype is None else dtype
     is_compiling = torch.compiler.is_compiling()  # dynamo would guard on all that it finds
-    plan = None if is_compiling else BOUND.get((config.key, device, dtype, False, False))
-    plan = plan_for(config, device, dtype) if plan is None else plan
-    is_given = isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
-    return plan.given if is_given and plan.given is not None else plan
+    plan = None if is_compiling else USED.get((config.key, device, dtype, grouped, False))
+    if plan is None:
+        plan = _first_use(config.key, device, dtype, grouped, is_compiling)
+    is_float8 = isinstance(input, Float8Tensor) or isinstance(weight, Float8Tensor)
+    return plan.of_float8_operands if is_float8 and plan.of_float8_operands else plan
 
 
-BOUND: dict[tuple[Any, ...], LinearPlan] = {}
-
-
-def _known(
+def _first_use(
     key: str, device: torch.device, dtype: torch.dtype, grouped: bool, compiling: bool
 ) -> LinearPlan:
-    what = key, device, dtype, grouped, compiling
-    if (plan := BOUND.get(what)) is None:
-        plan = bind(PLANS[key], kernels.family_of(device), dtype, grouped, compiling)
-        load_kernels(*[cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)])
-        BOUND[what] = plan
+    plan = _made(key, kernels.family_of(device), dtype, grouped, compiling)
+    casts = [cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)]
+    import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
+    USED[key, device, dtype, grouped, compiling] = plan
     return plan
 
 
 # The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
-_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_first_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def bind(
-    plan: LinearPlan,
+def _made(
+    key: str,
     family: str,
     dtype: torch.dtype,
     grouped: bool = False,
     compiling: bool = False,
-    given: bool = False,
+    of_float8_operands: bool = False,
 ) -> LinearPlan:
-    """A plan on a device family, in a compute dtype.
-
-    ``compiling`` says whether a compiler may fuse casts with the ops that make their operands.
-    ``given``: an operand is in float8 already, with scales that need not be as the config says.
-    """
+    """`plan_for`; for code that is compiled, where a compiler may fuse casts; or for such calls."""
+    config = CONFIGS[key]
+    gemms, emulate, dequantizes = config.gemms, config.emulate, config.dequantize_in_backward
     # Gradients of smooth operands are multiplied by factors that float16 cannot hold.
-    is_narrow = plan.smooth_input and dtype == torch.float16
+    is_narrow = config.smooth_input and dtype == torch.float16
     grad_dtype = torch.float32 if is_narrow else dtype
 
-    def bound(gemm: Gemm, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
+    def gemm(asked: GemmCasts, out_dtype: torch.dtype, b_is_weight: bool = True) -> Gemm:
         a, b = [
             cast
-            and bind_cast(
+            and cast_on(
                 cast,
                 family,
-                plan.emulate,
+                emulate,
                 groups=(EXPERTS if is_weight else TOKENS) if grouped else "",
                 fuses=compiling and not grouped and not is_weight,
             )
-            for cast, is_weight in ((gemm.a, False), (gemm.b, b_is_weight))
+            for cast, is_weight in ((asked.a, False), (asked.b, b_is_weight))
         ]
         if a is None or b is None:
-            return replace(gemm, a=a, b=b, out_dtype=out_dtype)
-        has_powers = gemm.has_powers and not given
-        what = family, a.block, b.block, out_dtype, plan.emulate
+            return Gemm(a, b, out_dtype, asked.use_fast_accum)
+        are_powers = not of_float8_operands and _scales_are_powers_of_two(a, b)
+        what = family, a.block, b.block, out_dtype, emulate
         if grouped:
             is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
-            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, has_powers)
+            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, are_powers)
         else:
-            name, refusal = kernels.gemm_for(*what, has_powers)
+            name, refusal = kernels.gemm_for(*what, are_powers)
         align = kernels.group_alignment(name) if grouped else 1
         on_gpu = name not in ("", kernels.PLAIN)
-        if grouped and on_gpu and plan.dequantizes and a.scale_format.is_e8m0:
+        if grouped and on_gpu and dequantizes and a.scale_format.is_e8m0:
             name, refusal = "", _ORDER_OF_GROUPS
-        swizzled = on_gpu and not plan.dequantizes
-        a, b = replace(a, swizzled=swizzled), replace(b, swizzled=swizzled)
-        return Gemm(a, b, gemm.use_fast_accum, name, refusal, out_dtype, align, plan.pad)
+        is_swizzled = on_gpu and not dequantizes
+        a, b = replace(a, swizzled=is_swizzled), replace(b, swizzled=is_swizzled)
+        pad = config.pad_inner_dim
+        return Gemm(a, b, out_dtype, asked.use_fast_accum, name, refusal, align, pad)
 
-    found = replace(
-        plan,
-        output=bound(plan.output, dtype),
-        grad_input=bound(plan.grad_input, grad_dtype),
-        grad_weight=bound(plan.grad_weight, grad_dtype, b_is_weight=False),
+    output = gemm(gemms.output, dtype)
+    grad_input = gemm(gemms.grad_input, grad_dtype)
+    grad_weight = gemm(gemms.grad_weight, grad_dtype, b_is_weight=False)
+    align = grad_weight.align  # the only GEMM that reads transposed tokens
+
+    def operand(first: OperandCast | None, second: OperandCast | None, align: int = 0) -> Operand:
+        if dequantizes and first is not None:
+            return Operand(first, first.transposed())
+        of_groups = grouped and align > 0
+        is_view = align == 1 if of_groups else first is None or first.kernel is None
+        return Operand(first, second, align or 1, is_view)
+
+    plan = LinearPlan(
+        *(output, grad_input, grad_weight),
+        x=operand(output.a, grad_weight.b, align),
+        w=operand(output.b, grad_input.b),
+        g=operand(grad_input.a, grad_weight.a, align),
         dtype=dtype,
+        rounding=_rounding(config),
+        smooth_input=config.smooth_input,
+        mxfp4_weights=config.mxfp4_weights,
         is_grouped=grouped,
-        on_gpu=family != CPU and not plan.emulate,
+        on_gpu=family != CPU and not emulate,
     )
-    if any([takes_powers(gemm.name) for gemm in found.gemms]):
-        found.given = bind(plan, family, dtype, grouped, compiling, given=True)
-    return found
+    if any([takes_powers(gemm.name) for gemm in plan.gemms]):
+        plan.of_float8_operands = _made(key, family, dtype, grouped, compiling, True)
+    return plan
 
 
-def plan_of_call(plan: LinearPlan, x: Tensor, w: Tensor) -> LinearPlan:
-    """The plan for these operands, either of which may be in float8 already."""
-    is_given = isinstance(x, Float8Tensor) or isinstance(w, Float8Tensor)
-    return plan.given if is_given and plan.given is not None else plan
+def _scales_are_powers_of_two(*casts: OperandCast) -> bool:
+    """Whether all scales are, in float32, by their formats.
+
+    Delayed ones need not be: they may come from a checkpoint.
+    """
+    formats = {None if cast.is_delayed else cast.scale_format for cast in casts}
+    return formats == {ScaleFormat.POWER_OF_TWO}
 
 
-def bind_cast(
+def _rounding(config: Float8LinearConfig) -> str:
+    if config.smooth_input:  # rounded before it was multiplied by its factors
+        return "rounded already"
+    return "to MXFP4" if config.mxfp4_weights else "to dtype"
+
+
+def _to_mxfp4(w: Tensor, dtype: torch.dtype) -> Tensor:
+    return mxfp4.project(w.to(dtype))
+
+
+def _unchanged(w: Tensor, dtype: torch.dtype) -> Tensor:
+    return w
+
+
+# (weight, compute dtype) -> the weight as it is cast. A table, because torch.compile calls no
+# function that is an attribute of a constant.
+ROUND: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+    "to dtype": Tensor.to,
+    "to MXFP4": _to_mxfp4,
+    "rounded already": _unchanged,
+}
+
+
+def cast_on(
     cast: OperandCast, family: str, emulate: bool = False, groups: str = "", fuses: bool = False
 ) -> OperandCast:
     """A cast on a device family.
@@ -160,17 +331,6 @@ def bind_cast(
     return replace(cast, format=fmt, block=block, kernel=kernel, static_scale=digits)
 
 
-def load_kernels(*casts: OperandCast | None) -> None:
-    """Import the kernels of bound casts, which registers their ops.
-
-    Raises ModuleNotFoundError if Triton is not installed.
-    """
-    import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
-
-
-load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def autocasts(device_type: str) -> bool:
     """Whether autocast is on for a device type; meta tensors have none."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
@@ -186,4 +346,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
     device_type = input.device.type
-    return torch.get_autocast_dtype(device_type) if autocasts(device_type) else input.dtype
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return input.dtype

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, Gemm, LinearPlan
-from float8.config.plan import GEMM_NAMES
+from float8.config import Float8LinearConfig
+from float8.config.gemms import GEMM_NAMES, GemmCasts
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE, block_name
 from float8.kernels import mxfp4
 from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
-from float8.linear.plan import autocasts
+from float8.linear.plan import Gemm, LinearPlan, autocasts
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
 
@@ -40,7 +40,7 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
         return REFUSES_SMOOTH_EXPERTS
     if config.emulate:
         return None
-    for name, gemm in zip(GEMM_NAMES, config.plan.gemms, strict=True):
+    for name, gemm in zip(GEMM_NAMES, config.gemms.all, strict=True):
         if gemm.a is not None and gemm.b is not None:
             reason = refuses_granularity(gemm.a.block, gemm.b.block)
             if reason is not None:
@@ -107,8 +107,8 @@ def refuses_float8_input(
             "group in an order of its own; pass input.dequantize()"
         )
     # A block of several tokens may lie in two groups, which share no scale.
-    is_shared = plan.x.is_shared and (cast.is_whole or not plan.is_grouped)
-    if needs_grad_weight and not is_shared and not plan.dequantizes:
+    is_split = plan.is_grouped and not cast.is_whole and plan.grad_weight.b is not None
+    if needs_grad_weight and (is_split or not plan.x.shares_data):
         return (
             "input is a Float8Tensor, from which the weight gradient cannot be computed: this "
             "config casts it a second time, along other rows, which takes the high-precision "
@@ -122,13 +122,13 @@ def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> i
 
     ``stacked`` says whether they are those of experts, with stacked weights.
     """
-    gemms = [gemm for gemm in config.plan.gemms if gemm.a is not None]
+    gemms = [gemm for gemm in config.gemms.all if gemm.a is not None]
     if config.pad_inner_dim or config.emulate or not gemms:
         return 1
     return max([_multiple(gemm, stacked) for gemm in gemms])
 
 
-def _multiple(gemm: Gemm, grouped: bool) -> int:
+def _multiple(gemm: Gemm | GemmCasts, grouped: bool) -> int:
     """Of which number the contraction of a GEMM and the columns of its result are multiples."""
     is_mx = gemm.a is not None and gemm.a.block[-1] == 32
     return 32 if grouped and is_mx else ALIGNMENT
@@ -155,7 +155,7 @@ def refuses_call(
         if gemm.refusal is not None:
             return f"{name}: {gemm.refusal}"
         multiple = _multiple(gemm, plan.is_grouped)
-        if plan.pad or not (plan.is_grouped or kernels.is_aligned(gemm.name)):
+        if gemm.pad or not (plan.is_grouped or kernels.is_aligned(gemm.name)):
             continue
         if (reason := unaligned(*sizes, multiple)) is not None:
             is_of_the_batch = name == "grad_weight" and tokens % multiple != 0

@@ -44,12 +44,12 @@ from float8.linear.autograd import (
     saved_by,
     weight_of_forward,
 )
+from float8.linear.casts import cast_operand, record
 from float8.linear.plan import autocasts, without_autocast
-from float8.linear.scaling import cast_operand, record
 from float8.tensor import Float8Tensor
 
 
-def smoothing_factors(x_MK: Tensor) -> Tensor:
+def factors_of_channels(x_MK: Tensor) -> Tensor:
     """s (1, K) of a matrix in high precision, float32; see `kernels.smoothing_factors`."""
     return kernels.smoothing_factors(kernels.column_amaxes(x_MK))
 
@@ -98,7 +98,7 @@ class SmoothLinearFunction(torch.autograd.Function):
         if autocasts(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return SmoothLinearFunction.forward(ctx, x, w_NK, bias_N, call)
-        plan, needs_w = call.plan, call.saves and ctx.needs_input_grad[1]
+        plan, needs_w = call.plan, call.has_backward and ctx.needs_input_grad[1]
         x8_MK, x8_KM, amax, factors_1K = _smooth_input(x, call, needs_w)
         source = smoothed(w_NK.to(plan.dtype), inverse(factors_1K))
         w8_NK, w_saved, _ = weight_of_forward(source, call)
@@ -141,10 +141,10 @@ def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tenso
         x8_MK = x8_MK._replace(scale=scale, block=operand.first.block)  # type: ignore[union-attr]
         return x8_MK, x8_KM and x8_KM._replace(scale=scale), None, factors_1K
     x_MK = as_matrix(x).to(call.plan.dtype)
-    factors_1K = smoothing_factors(x_MK)
+    factors_1K = factors_of_channels(x_MK)
     second = needs_w and operand.second is not None
     x8_MK, x8_KM, amax = cast_operand(
-        smoothed(x_MK, factors_1K), operand, state, call.record, True, second
+        smoothed(x_MK, factors_1K), operand, state, call.records_amax, True, second
     )
     plain = x_MK.t() if needs_w else None  # for a product in high precision
     return x8_MK, x8_KM if second else plain, amax, factors_1K

@@ -19,7 +19,7 @@ scale stays dynamic until the amax of ``min(history_len, DYNAMIC_STEPS) - 1`` sy
 too: usually for `DYNAMIC_STEPS` steps, or until the history is full. TransformerEngine starts from
 a scale of 1, and changes it from the first step on (``enable_amax_init=False``).
 
-`float8.linear.delayed` has the casts and their state.
+`float8.linear.casts` has the casts and their state.
 
 `sync_float8_amax_and_scale_history` updates all delayed casts of a model at once. It stacks the
 recorded amaxes, reduces them over ranks in one collective, and computes histories and scales. The
@@ -52,10 +52,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
-from float8.linear.delayed import DELAYED_CASTS, DelayedCast
-from float8.linear.registration import FIRST_SYNC_CHECKS
-from float8.linear.scaling import max_over_ranks
-from float8.linear.switch import Switchable
+from float8.linear.casts import DELAYED_CASTS, DelayedCast, max_over_ranks
+from float8.linear.module import FIRST_SYNC_CHECKS, Switchable
 from float8.linear.weight_cache import cast_delayed
 
 if TYPE_CHECKING:

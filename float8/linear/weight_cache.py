@@ -59,11 +59,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
-from float8.config import LinearPlan
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.float8_weight import cast_weight, is_resident
+from float8.linear.float8_weight import cast_for_cache
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import autocasts, compute_dtype, plan_for
+from float8.linear.plan import LinearPlan, autocasts, compute_dtype, plan_of
+from float8.linear.resident import is_resident
 
 
 class WeightCache:
@@ -97,11 +97,11 @@ class WeightCache:
     def plan_of(self, layer: Float8Linear) -> LinearPlan:
         """The plan by which a layer's weight is cast."""
         weight = layer.weight
-        return plan_for(layer.config, weight.device, self.dtypes[layer] or weight.dtype)
+        return plan_of(layer.config, weight, dtype=self.dtypes[layer] or weight.dtype)
 
     def _cast(self, layer: Float8Linear) -> None:
         weight, old, plan = layer.weight, layer.cached_weight, self.plan_of(layer)
-        new = cast_weight(weight, plan, layer.casts[1].state)
+        new = cast_for_cache(weight, plan, layer.casts[1].state)
         if self.in_place and new is not None and old is not None:
             for kept, fresh in zip(old.tensors(), new.tensors(), strict=True):
                 kept.copy_(fresh)
@@ -159,8 +159,8 @@ def cached_weights(
             stacklevel=3,
         )
     for layer in cache.dtypes:
-        if (reason := _refuses(layer)) is not None:
-            raise reason
+        if (error := _error_of(layer)) is not None:
+            raise error
     _install_hooks()
     _open[cache] = None
     loads = [layer.register_load_state_dict_post_hook(_after_load) for layer in cache.dtypes]
@@ -174,7 +174,7 @@ def cached_weights(
             layer.cached_weight = None
 
 
-def _refuses(layer: Float8Linear) -> RuntimeError | TypeError | None:
+def _error_of(layer: Float8Linear) -> RuntimeError | TypeError | None:
     name = layer.fqn or "Float8Linear"
     if any(layer in cache.dtypes for cache in list(_open)):
         return RuntimeError(

@@ -278,7 +278,7 @@ def calibrate(
     _checked_method(method)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")
-    casts = {name: own.plan.output.a for name, own in plan.configs.items()}
+    casts = {name: own.gemms.output.a for name, own in plan.configs.items()}
     formats = {name: cast.format for name, cast in casts.items() if cast is not None}
     if not formats:
         why = " its config casts no input" if casts else plan.reasons

@@ -58,7 +58,7 @@ from float8.convert.filters import Because, ModuleFilter
 from float8.convert.folding import folded
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
-from float8.linear.switch import Float8Module, switched_off
+from float8.linear.module import Float8Module, switched_off
 from float8.numerics import passes
 from float8.numerics.inspection import without_wrappers
 from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_json, text_table

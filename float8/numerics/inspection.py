@@ -11,7 +11,7 @@ layer sees it (gathered by FSDP2, in the dtype that autocast asks for), and the 
 output. So does a watcher of every product that the transform
 `float8.unit_scaling.transforms.float8` runs, named after its weight or, where that is computed,
 numbered. Products that a forward does not reach are unknown to it.
-Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.bind_and_cast`
+Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.cast_alone`
 with the layer's `OperandCast` and the scale of a delayed cast. No amax is recorded.
 `float8.numerics.statistics` compares the operand with its cast. Outputs, gradients, amax histories
 and random numbers stay the same to the bit.
@@ -50,18 +50,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
-from float8.config import Float8LinearConfig
-from float8.config.plan import GEMM_NAMES, Operand
+from float8.config import Float8LinearConfig, OperandCast
+from float8.config.gemms import GEMM_NAMES
 from float8.convert.calls import NOT_CALLED
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded, mxfp4
 from float8.linear.autograd import STATELESS, States, as_matrix
-from float8.linear.float8_weight import ROWWISE, is_resident
+from float8.linear.casts import DelayedState, cast_alone
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import compute_dtype, without_autocast
-from float8.linear.scaling import DelayedState, bind_and_cast
+from float8.linear.resident import BY_ROW, is_resident
 from float8.linear.smoothing import inverse, smoothed, split
 from float8.linear.sync import name_in_model
 from float8.numerics.gradient_error import contracted, projected
@@ -79,9 +79,9 @@ from float8.tensor import Float8Tensor
 
 # Operand -> its name in a plan, and the GEMMs that contract its rows and its columns.
 _READERS = {
-    "input": ("x", "output", "grad_weight"),
-    "weight": ("w", "output", "grad_input"),
-    "grad_output": ("g", "grad_input", "grad_weight"),
+    "input": (("output", "a"), ("grad_weight", "b")),
+    "weight": (("output", "b"), ("grad_input", "b")),
+    "grad_output": (("grad_input", "a"), ("grad_weight", "a")),
 }
 
 
@@ -206,10 +206,10 @@ class _Inspection:
             return None
         input: Tensor = args[0] if args else kwargs["input"]
         self.skipped.pop(fqn, None)
-        plan, weight, grad = layer.config.plan, layer.weight, output.requires_grad
+        gemms, weight, grad = layer.config.gemms, layer.weight, output.requires_grad
         if layer.high_precision:
             self.skipped[fqn] = "it ran in high precision: float8.high_precision, or an evaluation"
-        elif not any(gemm.a or gemm.b for gemm in plan.gemms):
+        elif not any(gemm.a or gemm.b for gemm in gemms.all):
             self.skipped[fqn] = "its config casts nothing"
         if fqn in self.skipped:
             return None
@@ -228,10 +228,10 @@ class _Inspection:
                     self.add({labels: measure_cast(matrix)})
             if not grad:
                 return None
-            if "grad_weight" in needed and plan.x.second and plan.g.second:
+            if "grad_weight" in needed and gemms.grad_weight.a and gemms.grad_weight.b:
                 right = projected(of_input[-1][1], factors)
         # The scales of a resident weight's rows multiply the gradient before its cast.
-        is_scaled = is_resident(weight) and weight.block == ROWWISE
+        is_scaled = is_resident(weight) and weight.block == BY_ROW
         scale = weight.scale.t() if is_scaled else None
 
         def on_gradient(grad_output: Tensor) -> None:
@@ -291,12 +291,13 @@ def _casts(
 
     ``needed`` are the GEMMs that run. A second one that reads the bytes of the first has no cast.
     """
-    name, first, second = _READERS[operand]
-    own: Operand = getattr(layer.config.plan, name)
-    is_shared, found = own.is_shared and first in needed, []
-    for gemm, how, is_second in ((first, own.first, False), (second, own.second, True)):
-        if how is None or gemm not in needed or (is_second and is_shared):
+    found: list[tuple[CastLabels, Float8Matrix]] = []
+    shared: OperandCast | None = None  # the cast of the first GEMM, as the second would state it
+    for is_second, (gemm, side) in enumerate(_READERS[operand]):
+        how: OperandCast | None = getattr(getattr(layer.config.gemms, gemm), side)
+        if how is None or gemm not in needed or how == shared:
             continue
+        shared = how.transposed()
         scaling, suffix = how.scaling_type.value, ""
         if isinstance(x, Float8Tensor):
             block = x.block if x.dim() > 1 else (WHOLE, *x.block)
@@ -304,7 +305,7 @@ def _casts(
             matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
         else:
             source = x.t() if is_second else x
-            found_cast = bind_and_cast(source, how, state, emulate=layer.config.emulate)
+            found_cast = cast_alone(source, how, state, emulate=layer.config.emulate)
             matrix = _local_part(Float8Matrix(*found_cast, source))
             suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from float8.linear.delayed import DelayedCast
+from float8.linear.casts import DelayedCast
 from float8.numerics import passes
 from float8.numerics.inspection import has_float8, inspect, without_wrappers
 from float8.numerics.snapshot import Report

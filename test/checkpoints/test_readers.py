@@ -33,7 +33,7 @@ from float8.checkpoints.names import published
 from float8.config import OperandCast
 from float8.convert.conversion import own_config
 from float8.experts.modules import _REGISTERED
-from float8.linear.scaling import bind_and_cast
+from float8.linear.casts import cast_alone
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")
@@ -245,10 +245,10 @@ def test_the_cast_it_trains_with_is_said_of_its_bits_alone(name, rows, recipe, t
         slot = slots[f"{layer}.weight"]
         module = model.get_submodule(slot.parameter.rpartition(".")[0])
         weight = model.get_parameter(slot.parameter).detach()
-        cast, index = own_config(module).plan.output.b, slot.index  # of an expert: a stack
+        cast, index = own_config(module).gemms.output.b, slot.index  # of an expert: a stack
         stack = weight[index[0]] if index else weight
         how = OperandCast(ScalingType.DYNAMIC, float8.E4M3, cast.block, cast.scale_format)
-        trained = bind_and_cast(stack, how)[0][index[1:]]
+        trained = cast_alone(stack, how)[0][index[1:]]
         same = torch.equal(stored[f"{layer}.weight"].view(torch.uint8), trained.view(torch.uint8))
         assert same or not said.startswith(TRAINING_CAST), layer
         differ += not same

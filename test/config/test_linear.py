@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from plans import B1, B128, DELAYED, E8M0, MX, POW2, ROW, STATIC, TENSOR, cast, casts_of
 
 from float8.config import RECIPES, CastConfig, DelayedScalingConfig, Float8LinearConfig
 from float8.formats import E4M3, E5M2
+from float8.linear.plan import plan_for
 
 R, B, SQUARE = (cast(block, scales=POW2) for block in (ROW, B1, B128))
 MX8, MX8_2D = (cast(block, scales=E8M0) for block in (MX, (32, 32)))
@@ -31,12 +33,12 @@ PLANS = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_is_the_three_gemms_that_its_row_says(recipe):
-    plan = Float8LinearConfig.from_recipe_name(recipe).plan
+    config = Float8LinearConfig.from_recipe_name(recipe)
     expected, reuses, fast = PLANS[recipe]
-    assert casts_of(plan) == expected
-    assert (plan.x.is_shared, plan.w.is_shared, plan.g.is_shared) == reuses
-    gemms = (plan.output, plan.grad_input, plan.grad_weight)
-    assert tuple(gemm.use_fast_accum for gemm in gemms) == fast
+    assert casts_of(config.gemms) == expected
+    plan = plan_for(config, "cpu", torch.bfloat16)
+    assert (plan.x.shares_data, plan.w.shares_data, plan.g.shares_data) == reuses
+    assert tuple(gemm.use_fast_accum for gemm in config.gemms.all) == fast
 
 
 @pytest.mark.parametrize("operand", ["input", "weight", "grad_output"])
@@ -55,12 +57,12 @@ def test_a_recipe_is_a_copy_down_to_its_parts(recipe):
     before = copy.deepcopy(RECIPES[recipe])
     config = Float8LinearConfig.from_recipe_name(recipe)
     assert config == before
-    assert config.plan == before.plan
+    assert config.gemms == before.gemms
     # As scripts for torchao change a frozen config.
     object.__setattr__(config, "emulate", True)
     object.__setattr__(config.cast_config_input, "scale_format", "changed")
     object.__setattr__(config.gemm_config_output, "use_fast_accum", "changed")
     object.__setattr__(config.delayed_scaling, "margin", 7)
-    object.__setattr__(config.plan.grad_input, "a", "changed")
+    object.__setattr__(config.gemms.grad_input, "a", "changed")
     assert RECIPES[recipe] == before == Float8LinearConfig.from_recipe_name(recipe)
-    assert RECIPES[recipe].plan == before.plan
+    assert RECIPES[recipe].gemms == before.gemms

@@ -24,7 +24,7 @@ from float8 import (
     high_precision,
 )
 from float8.convert import register_linear_type
-from float8.linear.registration import MODULE_RULES
+from float8.linear.module import MODULE_RULES
 
 
 class Casting(nn.Linear):

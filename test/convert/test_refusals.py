@@ -22,7 +22,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.convert import filters as f
 from float8.convert import register_linear_type
-from float8.linear.registration import WeightRule, register_weight_rule
+from float8.linear.module import WeightRule, register_weight_rule
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 E4M3_CAST = CastConfig(target_dtype=torch.float8_e4m3fn)

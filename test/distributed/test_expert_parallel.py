@@ -151,7 +151,7 @@ def one_process(recipe, rounded=False):
 
     x, g = by_expert(0), by_expert(1)
     if rounded:
-        cast = OWN_ROWS[recipe], experts.config.plan.output.a.scale_format
+        cast = OWN_ROWS[recipe], experts.config.gemms.output.a.scale_format
         x = Rounded.apply(x, *cast, False)
     y = experts(x, torch.tensor(counts).sum(0))
     y = Rounded.apply(y, *cast, True) if rounded else y

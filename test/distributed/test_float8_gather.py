@@ -54,7 +54,7 @@ def test_shards_are_cast_as_the_whole(case, recipe, with_kernels):
     torch.manual_seed(ranks)
     config, weight = RECIPES[recipe], torch.randn(size) * torch.rand(size).exp2()
     layer = Float8Linear(*size[::-1], config=config)
-    cast = config.plan.output.b
+    cast = config.gemms.output.b
     shards = [*weight.chunk(ranks, dim)]
     shards += [weight.narrow(dim, 0, 0)] * (ranks - len(shards))
 

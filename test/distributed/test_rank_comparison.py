@@ -28,7 +28,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.distributed import gathered_weights
 from float8.linear import sync
-from float8.linear.scaling import max_over_ranks
+from float8.linear.casts import max_over_ranks
 
 NAMES = ("k", "q", "v")
 

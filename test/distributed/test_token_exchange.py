@@ -14,19 +14,19 @@ from float8.distributed.token_exchange import Route
 @pytest.mark.parametrize("as_kernels_write", [False, True])
 def test_the_values_of_the_cast_arrive(recipe, shape, as_kernels_write, monkeypatch):
     monkeypatch.setattr(module, "_all_to_all", lambda rows, sent, received, group: rows)
-    bind_and_cast = module.bind_and_cast
+    cast_alone = module.cast_alone
 
     def cast_by_columns(*args, **kwargs):
         """With the strides that ``gpu/cast_blockwise`` gives to scales."""
-        found = bind_and_cast(*args, **kwargs)
+        found = cast_alone(*args, **kwargs)
         scale = found.scale.t().clone(memory_format=torch.contiguous_format).t()
         return found._replace(scale=scale)
 
     if as_kernels_write:
-        monkeypatch.setattr(module, "bind_and_cast", cast_by_columns)
-    plan = Float8LinearConfig.from_recipe_name(recipe).plan
+        monkeypatch.setattr(module, "cast_alone", cast_by_columns)
+    plan = Float8LinearConfig.from_recipe_name(recipe).gemms
     cast = module.row_cast(plan.output.a, plan.grad_weight.b)
     x, rows = torch.randn(shape), shape[0]
     route = Route([rows], [rows], torch.arange(rows), "")
     arrived = module._dispatched(x, route, cast, False)
-    assert_bitwise(arrived, kernels.dequantize(*bind_and_cast(x, cast), x.dtype))
+    assert_bitwise(arrived, kernels.dequantize(*cast_alone(x, cast), x.dtype))

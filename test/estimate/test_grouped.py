@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import float8
-from float8.config import RECIPES
+from float8.config import RECIPES, Float8LinearConfig
 from float8.estimate import estimate, roofline
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES
 from float8.estimate.roofline import (
@@ -19,11 +19,16 @@ from float8.estimate.roofline import (
     saved_bytes,
 )
 from float8.kernels.grouped_mm import CANDIDATES, GroupedCandidate, multiply_groups
+from float8.linear.plan import LinearPlan, plan_for
 
 H100 = DEVICES["H100"]
 # Every pass at 83 % of the bandwidth, so that it can be computed by hand.
 B200 = replace(DEVICES["B200"], passes={ANY_PASS: DEVICES["B200"].passes[ANY_PASS]})
 QWEN3 = Shape(4096 * 8, 2048, 1536, 128)  # Qwen3-30B-A3B's gate and up: 4096 tokens, 8 experts each
+
+
+def planned(config: Float8LinearConfig, arch: str = "sm_90") -> LinearPlan:
+    return plan_for(config, arch, torch.bfloat16, grouped=True)
 
 
 @pytest.mark.parametrize("multiple", [1, 16, 32, 128])
@@ -80,7 +85,7 @@ def check_casts() -> None:
     for recipe, (tokens, weights, launches) in CASTS.items():
         moved = tokens * (x + g) * filled + weights * w
         expected = moved / (7.7e12 * 0.83) + launches * 2e-6
-        plan = RECIPES[recipe].plan
+        plan = planned(RECIPES[recipe])
         assert cast_seconds(B200, shape, plan, Use()) == pytest.approx(expected), recipe
 
 
@@ -107,7 +112,7 @@ def test_saved_bytes_of_experts_by_hand():
         "mxfp8": for_mx * K + K * (for_mx // 32 + E),
     }
     for recipe, saved in expected.items():
-        assert saved_bytes(shape, RECIPES[recipe].plan, Use()) == saved, recipe
+        assert saved_bytes(shape, planned(RECIPES[recipe]), Use()) == saved, recipe
     assert saved_bytes(shape, None, Use()) == 2 * T * K
 
 

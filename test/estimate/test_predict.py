@@ -17,6 +17,7 @@ from float8.estimate.roofline import Shape, Use, layer_seconds
 from float8.formats import ScaleFormat
 from float8.kernels.scaled_mm import SUPPORT
 from float8.linear.layer import Float8Linear
+from float8.linear.plan import plan_for
 
 TOKENS = 16384
 
@@ -55,7 +56,9 @@ def test_frozen_weights_are_seen_in_the_model():
 
 def test_padding_costs_what_the_padded_shape_costs():
     pads, layer = replace(RECIPES["tensorwise"], pad_inner_dim=True), Layer("", Shape(1000, 33, 16))
-    expected = layer_seconds(H100, Shape(1008, 48, 16), pads.plan, Use())
+    expected = layer_seconds(
+        H100, Shape(1008, 48, 16), plan_for(pads, H100.arch, torch.bfloat16), Use()
+    )
     assert predict(layer, pads, H100, Use()).seconds == expected
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from float8.estimate.roofline import (
     passes_of_layer,
     saved_bytes,
 )
+from float8.linear.plan import LinearPlan, plan_for
 
 S = 1 / 32  # bytes of scales per element, where 128 elements share 4 bytes or 32 one byte
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -28,6 +30,10 @@ B200 = DEVICES["B200"]
 H100 = replace(DEVICES["H100"], passes={ANY_PASS: DEVICES["H100"].passes[ANY_PASS]})
 CUBE = Shape(8192, 8192, 8192)
 ELEMENTS = 8192 * 8192
+
+
+def planned(config: Float8LinearConfig, arch: str = "sm_90") -> LinearPlan:
+    return plan_for(config, arch, torch.bfloat16)
 
 
 def by_hand(
@@ -61,7 +67,7 @@ def check_the_cube() -> None:
     for recipe, (moved, passes, ratio) in CASTS.items():
         bf16, float8 = by_hand(moved, passes, ratio)
         assert layer_seconds(H100, CUBE, None, Use()).total == pytest.approx(bf16, rel=1e-9)
-        predicted = layer_seconds(H100, CUBE, RECIPES[recipe].plan, Use())
+        predicted = layer_seconds(H100, CUBE, planned(RECIPES[recipe]), Use())
         assert predicted.total == pytest.approx(float8, rel=1e-9), recipe
 
 
@@ -100,13 +106,13 @@ def test_forward_alone_is_one_product_and_two_casts():
     forward = Use(training=False)
     assert layer_seconds(H100, CUBE, None, forward).total == pytest.approx(bf16 / 3)
     one = by_hand(0, 0)[1] / 3
-    predicted = layer_seconds(H100, CUBE, RECIPES["tensorwise"].plan, forward)
+    predicted = layer_seconds(H100, CUBE, planned(RECIPES["tensorwise"]), forward)
     assert predicted.gemms == pytest.approx(one)
     assert predicted.total == pytest.approx(float8 - 2 * one)
 
 
 def test_microbatches_share_the_cast_of_a_cached_weight():
-    plan = RECIPES["delayed"].plan
+    plan = planned(RECIPES["delayed"])
     cached = replace(Use(), weights_cached=True)
     alone = layer_seconds(H100, CUBE, plan, cached).casts
     shared = layer_seconds(H100, CUBE, plan, replace(cached, gradient_accumulation=8)).casts
@@ -115,7 +121,7 @@ def test_microbatches_share_the_cast_of_a_cached_weight():
 
 
 def test_every_backward_dequantises_a_cached_weight():
-    plan = replace(RECIPES["blockwise"], dequantize_in_backward=True).plan
+    plan = planned(replace(RECIPES["blockwise"], dequantize_in_backward=True))
     cached = Use(weights_cached=True)
     shared = replace(cached, gradient_accumulation=8)
     by_use = [layer_seconds(H100, CUBE, plan, use).casts for use in (Use(), cached, shared)]
@@ -127,7 +133,7 @@ def test_every_backward_dequantises_a_cached_weight():
 
 def test_shapes_are_not_mixed_up():
     # output 2*M*K*N each; only the casts and bytes tell M, K and N apart: x M*K, w N*K, g M*N.
-    shape, plan = Shape(4096, 1024, 16384), RECIPES["tensorwise"].plan
+    shape, plan = Shape(4096, 1024, 16384), planned(RECIPES["tensorwise"])
     moved = 6 * 4096 * 1024 + 8 * 16384 * 1024 + 6 * 4096 * 16384
     expected = moved / 3.35e12 / 0.83 + 7 * 2e-6
     assert layer_seconds(H100, shape, plan, Use()).casts == pytest.approx(expected)
@@ -151,7 +157,7 @@ SIZES = st.integers(1, 1024).map(lambda i: 16 * i)
 )
 def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
     name, recipe = runs
-    device, plan = DEVICES[name], RECIPES[recipe].plan
+    device, plan = DEVICES[name], planned(RECIPES[recipe], DEVICES[name].arch)
 
     def speedup(tokens: int, device: Device) -> float:
         plain, float8 = (layer_seconds(device, Shape(tokens, K, N), p, Use()) for p in (None, plan))
@@ -162,16 +168,17 @@ def test_more_tokens_never_lower_the_speedup(runs, K, N, M, times):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_powers_of_two_cost_what_mx_products_do_where_they_run_so(recipe):
-    plan, names = RECIPES[recipe].plan, ("output", "grad_input", "grad_weight")
+    names = "output", "grad_input", "grad_weight"
     for device, kind in ((B200, "mx"), (H100, recipe)):
         for shape in (CUBE, replace(CUBE, E=8)):
+            plan = plan_for(RECIPES[recipe], device.arch, torch.bfloat16, shape.E is not None)
             gemms = sum(gemm_seconds(device, kind, shape, name) for name in names)
             assert layer_seconds(device, shape, plan, Use()).gemms == gemms
 
 
 def test_a_config_without_float8_is_nn_linear():
     off = CastConfig(ScalingType.DISABLED)
-    plan = Float8LinearConfig(off, off, off).plan
+    plan = planned(Float8LinearConfig(off, off, off))
     assert layer_seconds(H100, CUBE, plan, Use()) == layer_seconds(H100, CUBE, None, Use())
     assert saved_bytes(CUBE, plan, Use()) == saved_bytes(CUBE, None, Use())
 
@@ -183,12 +190,12 @@ def test_saved_memory_by_hand():
     shape = Shape(2048, 1024, 4096)
     assert saved_bytes(shape, None, Use()) == 2 * 2048 * 1024
     tensorwise = 2048 * 1024 + 4 + 4  # the float8 input, its scale, and the weight's scale
-    assert saved_bytes(shape, RECIPES["tensorwise"].plan, Use()) == tensorwise
+    assert saved_bytes(shape, planned(RECIPES["tensorwise"]), Use()) == tensorwise
     rowwise = 2048 * 1024 + 4 * 1024  # a scale for each column of x, which grad_weight contracts
-    assert saved_bytes(shape, RECIPES["rowwise"].plan, Use()) == rowwise
-    assert saved_bytes(shape, RECIPES["rowwise"].plan, Use(training=False)) == 0
+    assert saved_bytes(shape, planned(RECIPES["rowwise"]), Use()) == rowwise
+    assert saved_bytes(shape, planned(RECIPES["rowwise"]), Use(training=False)) == 0
     mx = 2048 * 1024 + 2048 * 1024 // 32  # a byte for each 32 tokens
-    assert saved_bytes(shape, RECIPES["mxfp8"].plan, Use()) == mx
+    assert saved_bytes(shape, planned(RECIPES["mxfp8"]), Use()) == mx
 
 
 def test_a_cache_takes_the_memory_that_is_predicted():
@@ -200,7 +207,7 @@ def test_a_cache_takes_the_memory_that_is_predicted():
         kept = sum({x.data_ptr(): x.nbytes() for x in stores}.values())
         if not dequantizes:  # on a GPU; on a CPU the transposed copy is a view
             kept += 256 * 384
-        shape, plan = Shape(512, 256, 384), config.plan
+        shape, plan = Shape(512, 256, 384), planned(config)
         uses = Use(weights_cached=True, weight_trains=False), Use(weight_trains=False)
         scales = saved_bytes(shape, plan, uses[1])  # forward's, which backward reads
         assert saved_bytes(shape, plan, uses[0]) == kept, dequantizes
@@ -213,12 +220,12 @@ def test_saved_memory_is_what_was_measured(recipe):
     rows = json.loads((RESULTS / "cpu_bench_linear.json").read_text())["rows"]
     measured = {r["layer"]: r for r in rows if r.get("mode", "eager") == "eager"}[recipe]
     M, K, N = (int(size) for size in measured["shape"].split("(")[1][:-1].split(","))
-    predicted = saved_bytes(Shape(M, K, N), RECIPES[recipe].plan, Use())
+    predicted = saved_bytes(Shape(M, K, N), planned(RECIPES[recipe]), Use())
     assert predicted / 2**20 == pytest.approx(measured["saved_mib"], rel=1e-4)
 
 
 def test_a_float32_weight_is_converted_in_forward_and_backward():
-    shape, plan = Shape(2048, 1024, 4096), RECIPES["delayed"].plan
+    shape, plan = Shape(2048, 1024, 4096), planned(RECIPES["delayed"])
     one = (4 + 2) * 1024 * 4096 / 3.35e12 / 0.83 + 2e-6
     for use, times in (
         (Use(), 2),
@@ -264,7 +271,7 @@ SCALES = {"blockwise": (S, 0), "mxfp8": (S, S), "mxfp8_2d": (S, 0)}
 
 
 def bytes_of(recipe: str, use: Use) -> tuple[float, float, float]:
-    operands = passes_of_layer(RECIPES[recipe].plan, use)
+    operands = passes_of_layer(planned(RECIPES[recipe]), use)
     return tuple(sum(each.bytes_per_element for each in passes) for passes in operands)
 
 
@@ -282,14 +289,14 @@ def test_every_use_moves_what_its_kernels_move(recipe):
 def test_the_plan_decides_not_the_name():
     delayed = RECIPES["delayed"].cast_config_grad_output
     variant = replace(RECIPES["tensorwise"], cast_config_grad_output=delayed)
-    *_, g = passes_of_layer(variant.plan, Use())
+    *_, g = passes_of_layer(planned(variant), Use())
     assert [(each.name, each.bytes_per_element) for each in g] == [("fill", 0), ("cast given", 4)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_pass_of_a_recipe_has_the_rate_of_its_kernel(recipe):
     for use in (Use(), Use(weights_cached=True), Use(training=False), Use(weight_trains=False)):
-        operands = passes_of_layer(RECIPES[recipe].plan, use)
+        operands = passes_of_layer(planned(RECIPES[recipe]), use)
         names = {each.name for passes in operands for each in passes}
         assert names - {"fill"} <= set(KERNEL_RATES)
 
@@ -299,7 +306,7 @@ def test_a_step_launches_what_the_layer_launches(recipe):
     pytest.importorskip("triton")
     from linear.test_autograd import COSTS
 
-    operands = passes_of_layer(RECIPES[recipe].plan, Use())
+    operands = passes_of_layer(planned(RECIPES[recipe]), Use())
     assert sum(len(passes) for passes in operands) == COSTS[recipe][-1]
 
 
@@ -314,7 +321,7 @@ def test_plain_casts_move_what_the_ops_on_an_amd_gpu_move(recipe):
     M, K, N = 1024, 512, 256
     with fake_cuda("gfx94"), CastMeter() as meter:
         step(RECIPES[recipe], empty(M, K), empty(N, K), empty(M, N))
-    operands = passes_of_layer(RECIPES[recipe].plan, Use(plain_casts=True))
+    operands = passes_of_layer(planned(RECIPES[recipe]), Use(plain_casts=True))
     for size, passes in zip((M * K, N * K, M * N), operands, strict=True):
         predicted = sum(each.bytes_per_element for each in passes)
         assert predicted == pytest.approx(meter.bytes_by_numel[size] / size, rel=0.1)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import float8
 from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, Rowwise, kernels
 from float8.linear import autograd
-from float8.linear.plan import BOUND, bind
+from float8.linear.plan import USED, plan_for
 from float8.linear.refusals import refuses_float8_input
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
@@ -194,13 +194,13 @@ def in_float8(x: Tensor, recipe: str, fmt=E4M3) -> Float8Tensor:
 def test_tokens_in_float8_are_used_as_they_are(recipe, align, monkeypatch):
     """A GPU pads the groups of the transposed copy to multiples of 16."""
     monkeypatch.setattr(kernels, "group_alignment", lambda gemm: align)
-    BOUND.clear()
+    USED.clear()
     try:
         x, w, offs, g = make(beyond=0)
         wanted = results_of(recipe, x, w, offs, g)
         found = results_of(recipe, in_float8(x, recipe), w, offs, g)
     finally:
-        BOUND.clear()
+        USED.clear()
     for actual, expected in zip(found, wanted, strict=True):
         assert_bitwise(actual, expected, (recipe, align))
 
@@ -221,7 +221,7 @@ def test_tokens_in_float8_have_no_scales_along_the_tokens_of_a_group(recipe):
 
 def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_order():
     x, *_ = make(beyond=0)
-    plan = bind(config_of("mxfp8").plan, "sm_100", x.dtype, grouped=True)
+    plan = plan_for(config_of("mxfp8"), "sm_100", x.dtype, grouped=True)
     reason = refuses_float8_input(in_float8(x, "mxfp8"), plan, False)
     assert reason.endswith("in an order of its own; pass input.dequantize()")
 

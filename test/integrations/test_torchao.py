@@ -27,7 +27,7 @@ ours = Float8LinearConfig.from_torchao
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_a_recipe_of_torchao_is_ours_of_that_name(name):
     config = as_config(ao.Float8LinearConfig.from_recipe_name(name))
-    assert config.plan == RECIPES[name].plan
+    assert config.gemms == RECIPES[name].gemms
     assert not config.uses_delayed_scaling
 
 
@@ -78,14 +78,14 @@ def test_casts_and_second_uses_arrive():
         )
     )
     t4, r4 = cast(TENSOR), cast(ROW)
-    assert casts_of(config.plan) == [r4, t4, cast(TENSOR, E5M2), r4, None, None]
+    assert casts_of(config.gemms) == [r4, t4, cast(TENSOR, E5M2), r4, None, None]
     assert config.cast_config_input_for_grad_weight == CastConfig(ScalingType.DISABLED)
 
 
 def test_an_equal_second_use_is_left_to_the_first():
     same = ours(ao.Float8LinearConfig(cast_config_input_for_grad_weight=AoCast()))
     assert same.cast_config_input_for_grad_weight is None
-    assert same.plan == Float8LinearConfig().plan
+    assert same.gemms == Float8LinearConfig().gemms
 
 
 @pytest.mark.parametrize("name", ["output", "grad_input", "grad_weight"])
@@ -102,7 +102,7 @@ def test_flags_keep_their_names(name):
 
 def test_rounding_is_of_every_cast():
     config = ours(ao.Float8LinearConfig(round_scales_to_power_of_2=True))
-    assert all(c.scale_format is POW2 for c in casts_of(config.plan))
+    assert all(c.scale_format is POW2 for c in casts_of(config.gemms))
 
 
 def test_what_changes_nothing_there_changes_nothing_here():
@@ -120,12 +120,12 @@ def test_the_mx_recipes_of_its_experts():
     mx = RECIPES["mxfp8"]
     assert recipes["mxfp8_rceil"] == mx
     assert recipes["mxfp8_emulated_rceil"] == replace(mx, emulate=True)
-    gradient = recipes["mxfp8_rceil_wgrad_with_hp"].plan
-    assert (gradient.output, gradient.grad_input) == (mx.plan.output, mx.plan.grad_input)
+    gradient = recipes["mxfp8_rceil_wgrad_with_hp"].gemms
+    assert (gradient.output, gradient.grad_input) == (mx.gemms.output, mx.gemms.grad_input)
     assert gradient.grad_weight.a is None and gradient.grad_weight.b is None
     modes = type(made().scale_calculation_mode)
     floor = ours(made(scale_calculation_mode=modes.FLOOR))
-    assert {c.scale_format for c in casts_of(floor.plan)} == {ScaleFormat.E8M0_FLOOR}
+    assert {c.scale_format for c in casts_of(floor.gemms)} == {ScaleFormat.E8M0_FLOOR}
     with pytest.raises(ValueError, match="scale_calculation_mode='even' has no counterpart"):
         ours(made(scale_calculation_mode=modes.EVEN))
 

@@ -51,7 +51,7 @@ def test_the_defaults_are_those_of_delayed_scaling():
     assert config.operand_casts == (CastConfig(DELAYED),) * 3
     assert config.delayed_scaling == history()
     assert config.enable_amax_init is False
-    fast = (config.plan.output, config.plan.grad_input, config.plan.grad_weight)
+    fast = (config.gemms.output, config.gemms.grad_input, config.gemms.grad_weight)
     assert [gemm.use_fast_accum for gemm in fast] == [True, False, False]
 
 
@@ -77,7 +77,7 @@ def test_each_argument_of_the_history_arrives(arguments, expected):
 def test_the_format_is_that_of_grad_output(fmt):
     grad = E4M3 if "e4m3" in str(fmt).lower() else E5M2
     d4, dg = cast(TENSOR, scaling=DELAYED), cast(TENSOR, grad, DELAYED)
-    assert casts_of(te(fp8_format=fmt).plan) == [d4, d4, dg, d4, dg, d4]
+    assert casts_of(te(fp8_format=fmt).gemms) == [d4, d4, dg, d4, dg, d4]
 
 
 def test_a_backward_in_high_precision_is_two_overrides():
@@ -248,13 +248,13 @@ def test_a_delayed_recipe_is_its_arguments():
 
 def test_current_scaling_is_the_dynamic_recipe():
     config = te(Float8CurrentScaling())
-    assert config.plan == Float8LinearConfig().plan
+    assert config.gemms == Float8LinearConfig().gemms
     assert not config.uses_delayed_scaling
 
 
 def test_block_scaling_is_the_blockwise_recipe():
     x, w = cast(B1, scales=POW2), cast(B128, scales=POW2)
-    plan = te(Float8BlockScaling()).plan
+    plan = te(Float8BlockScaling()).gemms
     assert casts_of(plan) == [x, w, x, w, x, x]
     assert not any(g.use_fast_accum for g in (plan.output, plan.grad_input, plan.grad_weight))
 
@@ -267,10 +267,10 @@ def test_fields_of_a_dynamic_recipe_arrive():
     square = CastConfig(granularity=Blockwise(128, 128), scale_format=POW2)
     assert config.cast_config_input == square
     assert config.cast_config_weight.granularity == Blockwise(1, 128)
-    assert config.plan.grad_input.a is None and config.plan.grad_weight.a is None
+    assert config.gemms.grad_input.a is None and config.gemms.grad_weight.a is None
     accumulates = Float8CurrentScaling(fp8_gemm_fprop=gemm(True))
     assert te(accumulates).gemm_config_output == GemmConfig(use_fast_accum=False)
-    assert te(Float8CurrentScaling(fp8_format="HYBRID")).plan.grad_input.a == cast(TENSOR, E5M2)
+    assert te(Float8CurrentScaling(fp8_format="HYBRID")).gemms.grad_input.a == cast(TENSOR, E5M2)
 
 
 @dataclass
@@ -284,12 +284,12 @@ class MXFP8BlockScaling:
 
 
 def test_mx_scaling_is_the_recipe_mxfp8():
-    assert te(MXFP8BlockScaling()).plan == RECIPES["mxfp8"].plan
-    assert te(MXFP8BlockScaling(enable_2d_quantization=True)).plan == RECIPES["mxfp8_2d"].plan
-    plan = te(MXFP8BlockScaling(fp8_format="HYBRID")).plan
+    assert te(MXFP8BlockScaling()).gemms == RECIPES["mxfp8"].gemms
+    assert te(MXFP8BlockScaling(enable_2d_quantization=True)).gemms == RECIPES["mxfp8_2d"].gemms
+    plan = te(MXFP8BlockScaling(fp8_format="HYBRID")).gemms
     x, g = (cast(MX, fmt, scales=E8M0) for fmt in (E4M3, E5M2))
     assert casts_of(plan) == [x, x, g, x, g, x]
-    plan = te(MXFP8BlockScaling(backward_override="high_precision")).plan
+    plan = te(MXFP8BlockScaling(backward_override="high_precision")).gemms
     assert casts_of(plan) == [x, x, None, None, None, None]
 
 

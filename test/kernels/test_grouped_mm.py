@@ -31,7 +31,7 @@ from float8.kernels import grouped_mm as module
 from float8.kernels.gpu.cast import cast as cast_matrices
 from float8.kernels.gpu.cast_tokens import cast_tokens
 from float8.kernels.scaled_mm import PLAIN
-from float8.linear.plan import BOUND
+from float8.linear.plan import USED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -277,7 +277,7 @@ def test_powers_of_two_as_mx_have_the_bits_of_the_emulation(sizes, recipe, how, 
         if how == "compiled" and not emulate:
             product = torch.compile(product, backend="aot_eager", fullgraph=True)
         leaves = x.clone().requires_grad_(), w.view(len(sizes), N, K).clone().requires_grad_()
-        with mock.patch.dict(BOUND, clear=True):
+        with mock.patch.dict(USED, clear=True):
             out = product(*leaves, offs)
             grads = torch.autograd.grad(out, leaves, g)
         results.append([out[:tokens].detach(), grads[0][:tokens], grads[1]])

@@ -42,7 +42,7 @@ from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.distributed.tensor_parallel import Float8RowwiseParallel
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
-from float8.linear.plan import BOUND, bind
+from float8.linear.plan import USED, plan_for
 
 POWERS = ("rowwise", "rowwise_with_gw_hp", "blockwise")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -86,10 +86,10 @@ def calls(request, monkeypatch):
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "family_of", lambda device: request.param)
     monkeypatch.setattr("float8.kernels.compiler_may_cast", lambda family: True)
-    BOUND.clear()
+    USED.clear()
     yield found
     documented.pop()
-    BOUND.clear()
+    USED.clear()
 
 
 def integers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -129,7 +129,7 @@ def test_a_layer_has_the_bits_of_the_emulation(calls, name, sizes, dtype, how):
     else:
         found = results(layers[0], x, g, run if how == "compiled" else None)
     assert_all_bitwise(found, expected, (name, sizes, dtype, how))
-    products = sum(gemm.a is not None for gemm in config.plan.gemms)
+    products = sum(gemm.a is not None for gemm in config.gemms.all)
     assert [call.fast for call in calls] == [False] * products
     assert {call.scale_a.dtype for call in calls} == {torch.float8_e8m0fnu}
 
@@ -172,7 +172,7 @@ def test_scales_that_are_no_powers_of_two_are_never_rounded(calls):
     """By their format, and in a `Float8Tensor`, they take the products of other GPUs."""
     exact = [Float8LinearConfig(c, c, c) for c in (CastConfig(granularity=Rowwise()),)]
     for config in exact:
-        assert not any("MX" in gemm.name for gemm in bind(config.plan, "sm_100", BF16).gemms)
+        assert not any("MX" in gemm.name for gemm in plan_for(config, "sm_100", BF16).gemms)
     layer = Float8Linear(128, 48, False, dtype=BF16, config="blockwise").requires_grad_(False)
     x = torch.randn(32, 128, dtype=BF16)
     x8 = Float8Tensor.from_high_precision(x, E4M3, Blockwise(1, 128))

@@ -21,8 +21,8 @@ pytest.importorskip("triton")
 
 
 from float8.config import RECIPES
-from float8.linear.float8_weight import cast_weight
-from float8.linear.plan import plan_for
+from float8.linear.float8_weight import cast_for_cache
+from float8.linear.plan import plan_of
 
 aten = torch.ops.aten
 M, K, N = 512, 1024, 4096  # three products of two that differ
@@ -103,9 +103,9 @@ def step(config, is_cached=False, microbatches=1):
     """The bytes per element of x, g and w of one optimizer step, and its launches."""
     with fake_cuda(architecture(config)), CastMeter() as meter:
         w, cast = empty(N, K), None
-        plan = plan_for(config, w.device, w.dtype)
+        plan = plan_of(config, w)
         if is_cached:
-            cast = cast_weight(w, plan, None)
+            cast = cast_for_cache(w, plan, None)
         for _ in range(microbatches):
             fake_step(config, empty(M, K), w, empty(M, N), None, cast)
     # Scales are a few bytes more: four per 128 elements where there are most.

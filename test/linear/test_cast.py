@@ -22,8 +22,8 @@ from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.distributed.float8_gather import weight_cast
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
 from float8.granularity import Blockwise
-from float8.linear.plan import BOUND
-from float8.linear.scaling import cast_matrix
+from float8.linear.casts import cast_matrix
+from float8.linear.plan import USED
 
 DELAYED = CastConfig(ScalingType.DELAYED)
 BUFFERS = ("amax_history", "scale", "current_amax")
@@ -119,7 +119,7 @@ def test_constants_of_a_tracer_or_of_inference_mode_harm_no_later_step():
 
 
 def test_amd_s_twin_of_the_format_is_cast_there(monkeypatch):
-    monkeypatch.setattr("float8.linear.scaling.on_device", lambda fmt, device: E4M3FNUZ)
+    monkeypatch.setattr("float8.linear.casts.on_device", lambda fmt, device: E4M3FNUZ)
     x = torch.randn(5, 123)
     expected = Float8Tensor.from_high_precision(x, E4M3FNUZ)
     assert_same_float8(layer_of(CastConfig()).cast_input(x), expected)
@@ -139,7 +139,7 @@ def test_static_scales_mean_the_same_values_in_amd_s_twins(target, monkeypatch):
     x.requires_grad_()
 
     def results():
-        BOUND.clear()
+        USED.clear()
         x.grad = layer.weight.grad = None
         out = layer(x)
         out.backward(g)
@@ -153,7 +153,7 @@ def test_static_scales_mean_the_same_values_in_amd_s_twins(target, monkeypatch):
             patch.setattr(importlib.import_module(name), "family_of", lambda device: "gfx94")
         found = results()
         assert weight_cast(layer, layer.weight)[0].format == E4M3FNUZ  # by which the scale is twice
-    BOUND.clear()
+    USED.clear()
     for mine, its in zip(found, expected, strict=True):
         assert_bitwise(mine, its)
 

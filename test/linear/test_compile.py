@@ -51,8 +51,8 @@ TRACED = {
     "fusion": ("autograd",),
     "kernels": ("cublas", "definition", "grouped_mm", "moments", "optimizer_step", "scaled_mm"),
     "linear": (
-        *("autograd", "delayed", "float8_weight", "layer", "plan", "refusals", "scaling"),
-        *("smoothing", "switch", "sync"),
+        *("autograd", "casts", "float8_weight", "layer", "module", "plan", "refusals"),
+        *("smoothing", "sync"),
     ),
     "optim": ("moment",),
     "unit_scaling": ("constraints", "registry", "functional/*", "modules/*"),

@@ -21,7 +21,7 @@ from float8 import (
     ScaleFormat,
     ScalingType,
 )
-from float8.linear.float8_weight import is_resident, make_plain, refuses_resident, to_resident
+from float8.linear.resident import is_resident, make_plain, refuses_resident, to_resident
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -25,7 +25,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.distributed.float8_gather import GatheredWeight
-from float8.linear.plan import bind
+from float8.linear.plan import plan_for
 from float8.linear.refusals import refuses_call
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
@@ -69,7 +69,7 @@ REFUSED_BY_DEVICES = [
 )
 def test_what_a_device_takes_and_what_it_refuses_with_a_way_out(recipe, how, words):
     how = {"tokens": 32, "k": 64, "n": 48, "dtype": BF16, "arch": "sm_90", "grad": True} | how
-    plan = bind(RECIPES[recipe].plan, how["arch"], how["dtype"])
+    plan = plan_for(RECIPES[recipe], how["arch"], how["dtype"])
     wants_grad_weight = how["grad"] and "frozen" not in how
     reason = refuses_call(plan, how["n"], how["k"], how["tokens"], how["grad"], wants_grad_weight)
     assert re.search(words, reason or "", re.DOTALL)
@@ -90,7 +90,7 @@ def test_a_gpu_that_does_not_run_a_product_is_refused_with_or_without_the_layers
         monkeypatch.setattr(importlib.import_module(name), "family_of", lambda device: family)
     config = replace(RECIPES[recipe], enable_pre_and_post_forward=checks)
     layer = Float8Linear.from_float(nn.Linear(32, 32), config, fqn="head")
-    own_plans = mock.patch.dict("float8.linear.plan.BOUND", clear=True)
+    own_plans = mock.patch.dict("float8.linear.plan.USED", clear=True)
     with own_plans, pytest.raises(ValueError, match=words):
         layer(torch.randn(16, 32))
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from float8 import E4M3, CastConfig, Float8Tensor, Rowwise, ScalingType, Tensorwise
-from float8.config.plan import Operand
-from float8.linear.scaling import cast_matrix, cast_operand
+from float8.linear.casts import cast_matrix, cast_operand
+from float8.linear.plan import Operand
 
 
 @pytest.fixture

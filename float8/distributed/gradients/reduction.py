@@ -52,7 +52,7 @@ from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.kernels import cpu
 from float8.kernels.scaled_mm import on_device
-from float8.linear.scaling import constant, max_over_ranks
+from float8.linear.casts import constant, max_over_ranks
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
 _ALIGNED = 16  # bytes: the alignment of a tile that vectorised copies need

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from float8.linear.autograd import Factors
 from float8.linear.layer import Float8Linear
+from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.refusals import refuses_layer
-from float8.linear.registration import ModuleRule, register_module_rule
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.functional.products import linear_factors
 from float8.unit_scaling.modules.layers import Linear, LinearReadout
@@ -38,7 +38,8 @@ class Float8UnitLinear(Float8Linear, Linear):
     def __getstate__(self) -> dict[str, Any]:
         return Linear.__getstate__(self) | super().__getstate__()  # parameters' roles first
 
-    def _factors(self, input: Tensor) -> Factors:
+    def factors(self, input: Tensor) -> Factors:
+        """Those of the layer's constraint."""
         return linear_factors(input, self.weight, self.constraint, self.scale_power)
 
     def _plain_forward(self, input: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, check_config
 from float8.convert.filters import ModuleFilter
 from float8.linear.autograd import NO_FACTORS, Call, Factors
-from float8.linear.layer import FUNCTIONS
+from float8.linear.layer import function_of
+from float8.linear.module import Switch
 from float8.linear.plan import plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
-from float8.linear.switch import Switch
 from float8.unit_scaling.transforms.contractions import Function
 from float8.unit_scaling.transforms.products import OnProducts, parameter_of
 from float8.unit_scaling.transforms.transformed import Mode, transformed
@@ -91,8 +91,8 @@ class Float8Products(OnProducts):
         if error is not None:
             layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
             raise type(error)(f"{layer}: {error}")
-        call = Call(plan, factors=factors, saves=torch.is_grad_enabled())
-        output = FUNCTIONS[plan.smooth_input].apply(input, weight, bias, call)
+        call = Call(plan, factors=factors, has_backward=torch.is_grad_enabled())
+        output = function_of(self.config).apply(input, weight, bias, call)
         for watcher in self.watchers:
             name, whole = parameter_of(model, weight), weight._base
             # Parts of one parameter are weights of their own.

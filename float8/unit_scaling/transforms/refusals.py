@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from float8.arguments import check_module
-from float8.linear.switch import Float8Module
+from float8.linear.module import Float8Module
 
 _WRAPS = "copies or synchronises its module: transform that module first, then wrap it"
 _OUT_OF_REACH: dict[type, str] = {

@@ -1,11 +1,16 @@
-"""Registration points: how packages above extend layers, `sync` and conversion.
+"""`Float8Module`: a module that computes in float8, and how it comes and goes.
 
-Imports point down, so a package cannot import what extends it. It reads these tables instead, which
-packages above fill when they are imported:
+It comes by a rule of conversion. Imports point down, so a package above `float8.convert` registers
+the rule of its module types: `MODULE_RULES`. Users register their own types too.
+`float8.estimate` reads the table as well.
 
-- ``MODULE_RULES``: `float8.convert` registers ``nn.Linear``, `float8.unit_scaling` and
-  `float8.distributed` their layers, and users their own types; conversion and `float8.estimate`
-  read it.
+It goes by `to_float`; and it leaves float8 for a while where a forward finds
+``module.high_precision`` set. `float8.high_precision` sets the flag that it reads, for all threads:
+autograd recomputes checkpointed regions in threads of its own. Such a region runs as the model is
+then: call backward inside the context in which forward ran.
+
+Two more tables are filled by one package above each:
+
 - ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
   ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
 - ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
@@ -14,14 +19,102 @@ packages above fill when they are imported:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from float8.config import Float8LinearConfig
+
+
+class Switch:
+    """Whether float8 is switched off, and in how many contexts; that of one module."""
+
+    def __init__(self) -> None:
+        self.contexts = 0
+        self.is_off = False  # torch.compile guards on it: one graph per value
+        self.was_on = False  # whether the module has run in float8; no forward reads it
+
+    def note_call(self) -> None:
+        """Note that the module runs in float8.
+
+        torch.compile runs this while it traces, as a constant: no guard, no side effect of a graph.
+        """
+        self.was_on = True
+
+    note_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def __reduce__(self) -> tuple[type[Switch], tuple[()]]:
+        """The state of copies and pickles, which are outside of any `high_precision` context."""
+        return Switch, ()
+
+
+class Switchable(nn.Module):
+    """Abstract: a module that runs in high precision where float8 is switched off."""
+
+    switch: Switch
+    # Set by `float8.integrations.conversion`: leave float8 in eval mode without gradients.
+    evaluates_in_high_precision: bool = False
+
+    def _add_switch(self) -> None:
+        self.switch = Switch()
+
+    @property
+    def high_precision(self) -> bool:
+        """Whether the module runs without float8 now."""
+        return self.switch.is_off or (
+            self.evaluates_in_high_precision and not (self.training or torch.is_grad_enabled())
+        )
+
+
+class Float8Module(Switchable):
+    """Abstract: a module that computes in float8 and can become the plain module again.
+
+    Attributes:
+        float8_config: of the module's products, where ``config`` is not that: of experts.
+    """
+
+    float8_config: Float8LinearConfig | None = None
+
+    def to_float(self) -> nn.Module:
+        """The plain module, parameters shared."""
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
+
+
+class HasSwitch(Protocol):
+    """A `Switchable`, or a transform that runs a model's products in float8."""
+
+    switch: Switch
+
+
+def switchable_parts(model: nn.Module) -> list[HasSwitch]:
+    """The parts of a model that `float8.high_precision` switches off: layers and transforms."""
+    layers = [module for module in model.modules() if isinstance(module, Switchable)]
+    # Of the models that `float8.unit_scaling.transforms` returns.
+    transforms = [getattr(module, "float8_products", None) for module in model.modules()]
+    return [*layers, *[t for t in transforms if t is not None]]
+
+
+@contextmanager
+def switched_off(modules: Iterable[HasSwitch]) -> Iterator[None]:
+    """Run modules in high precision; contexts may nest and overlap."""
+    switches = [module.switch for module in modules]
+    try:
+        for switch in switches:
+            switch.contexts += 1
+            switch.is_off = True
+        yield
+    finally:
+        for switch in switches:
+            switch.contexts -= 1
+            switch.is_off = switch.contexts > 0
+
+
+# --- rules
 
 
 @dataclass(frozen=True)
@@ -103,7 +196,7 @@ def weights_of(layer: nn.Module) -> dict[str, Any]:
 
 def stored_by(weight: Tensor) -> WeightRule | None:
     """The rule by which a weight is stored, or None for an ordinary one."""
-    return next((rule for rule in WEIGHT_RULES if rule.is_stored(weight)), None)
+    return next(iter([rule for rule in WEIGHT_RULES if rule.is_stored(weight)]), None)
 
 
 def register_weight_rule(rule: WeightRule) -> None:
