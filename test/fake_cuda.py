@@ -22,7 +22,7 @@ from float8.linear.plan import BOUND, compute_dtype, plan_for
 from float8.linear.scaling import DelayedState
 
 F32 = torch.float32
-scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+scaled_mm = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
 
 
 class Context:

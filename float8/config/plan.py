@@ -49,8 +49,8 @@ class Gemm:
         pad: see `LinearPlan`.
 
     Attributes:
-        has_powers: whether the scales of both operands are float32 powers of two, by their format.
-            Delayed ones need not be: they may come from a checkpoint.
+        has_power_of_two_scales: whether the scales of both operands are float32 powers of
+            two, by their format. Delayed ones need not be: they may come from a checkpoint.
     """
 
     a: OperandCast | None
@@ -63,7 +63,7 @@ class Gemm:
     pad: bool = field(default=False, repr=False)
 
     @property
-    def has_powers(self) -> bool:
+    def has_power_of_two_scales(self) -> bool:
         """See the class."""
         casts = [cast for cast in (self.a, self.b) if cast is not None]
         formats = {None if cast.is_delayed else cast.scale_format for cast in casts}

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from float8 import kernels
 from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.formats import Format, ScaleFormat
-from float8.kernels.scaled_mm import on_device
+from float8.kernels.products import on_device
 from float8.linear.scaling import Cast, DelayedState
 from float8.linear.switch import Switchable
 

@@ -22,7 +22,7 @@ from float8.config import Float8LinearConfig, Gemm, LinearPlan, OperandCast
 from float8.config.linear import PLANS
 from float8.formats import on_family, twin_factor
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
-from float8.kernels.scaled_mm import CPU, takes_powers
+from float8.kernels.products import CPU, needs_power_of_two_scales
 from float8.tensor import Float8Tensor
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
@@ -103,15 +103,15 @@ def bind(
         ]
         if a is None or b is None:
             return replace(gemm, a=a, b=b, out_dtype=out_dtype)
-        has_powers = gemm.has_powers and not given
+        has_power_of_two_scales = gemm.has_power_of_two_scales and not given
         what = family, a.block, b.block, out_dtype, plan.emulate
         if grouped:
             is_e4m3 = a.dtype == b.dtype == torch.float8_e4m3fn
-            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, has_powers)
+            name, refusal = kernels.grouped_gemm_for(*what, is_e4m3, has_power_of_two_scales)
         else:
-            name, refusal = kernels.gemm_for(*what, has_powers)
+            name, refusal = kernels.gemm_for(*what, has_power_of_two_scales)
         align = kernels.group_alignment(name) if grouped else 1
-        on_gpu = name not in ("", kernels.PLAIN)
+        on_gpu = name not in ("", kernels.PLAIN_PYTORCH)
         if grouped and on_gpu and plan.dequantizes and a.scale_format.is_e8m0:
             name, refusal = "", _ORDER_OF_GROUPS
         swizzled = on_gpu and not plan.dequantizes
@@ -127,7 +127,7 @@ def bind(
         is_grouped=grouped,
         on_gpu=family != CPU and not plan.emulate,
     )
-    if any([takes_powers(gemm.name) for gemm in found.gemms]):
+    if any([needs_power_of_two_scales(gemm.name) for gemm in found.gemms]):
         found.given = bind(plan, family, dtype, grouped, compiling, given=True)
     return found
 

@@ -27,7 +27,7 @@ from float8.config.plan import Operand
 from float8.formats import Format, format_of, twin_factor
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
-from float8.kernels.scaled_mm import on_device
+from float8.kernels.products import on_device
 from float8.linear.plan import bind_cast, load_kernels
 from float8.tensor import Float8Tensor
 
@@ -236,7 +236,7 @@ def cast_tokens(
         return x, x.t(), None
     scale = how.static if scale is None else scale
     known = None if scale is None else constant(scale, x)
-    return kernels.cast_tokens(x, how, offs, align, known, first, second)
+    return kernels.cast_grouped(x, how, offs, align, known, first, second)
 
 
 # --- DTensors

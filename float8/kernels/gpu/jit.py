@@ -93,14 +93,14 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr = False):
 
 @triton.jit
 def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
-    """``x * factor``, clamped for `convert`; an infinite x becomes NaN.
+    """``x * factor``, clamped for `convert_to_codes`; an infinite x becomes NaN.
 
     FITS: the factor is computed from x's own amax. Then no finite value exceeds the format after
     rounding, so nothing is clamped. An infinite x makes the factor 0, and the product NaN.
     """
     if FITS:
         return x32 * factor
-    return clamped(without_infinities(x32) * factor, FORMAT_MAX)
+    return clamped_to_format(without_infinities(x32) * factor, FORMAT_MAX)
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def scaled_4(ys, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
-def clamped(y, FORMAT_MAX: tl.constexpr):
-    """y, in the range of a format where `convert` does not saturate."""
+def clamped_to_format(y, FORMAT_MAX: tl.constexpr):
+    """y, in the range of a format where `convert_to_codes` does not saturate."""
     if not PTX:
         y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     return y
@@ -133,7 +133,7 @@ def without_infinities(x32):
 
 
 @triton.jit
-def convert(y, FORMAT: tl.constexpr):
+def convert_to_codes(y, FORMAT: tl.constexpr):
     """float32 -> float8 codes as uint8: nearest even; an NVIDIA GPU saturates."""
     if PTX:
         # Four adjacent elements at a time: their codes fill one register.
@@ -147,10 +147,10 @@ def convert(y, FORMAT: tl.constexpr):
 @triton.jit
 def _convert_each(ys, FORMAT: tl.constexpr):
     return (
-        convert(ys[0], FORMAT),
-        convert(ys[1], FORMAT),
-        convert(ys[2], FORMAT),
-        convert(ys[3], FORMAT),
+        convert_to_codes(ys[0], FORMAT),
+        convert_to_codes(ys[1], FORMAT),
+        convert_to_codes(ys[2], FORMAT),
+        convert_to_codes(ys[3], FORMAT),
     )
 
 
@@ -163,7 +163,10 @@ def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
             args=[y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return pack_4(
-        convert(y0, FORMAT), convert(y1, FORMAT), convert(y2, FORMAT), convert(y3, FORMAT)
+        convert_to_codes(y0, FORMAT),
+        convert_to_codes(y1, FORMAT),
+        convert_to_codes(y2, FORMAT),
+        convert_to_codes(y3, FORMAT),
     )
 
 

@@ -42,12 +42,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, block_name, ceil_div
+from float8.granularity import Block, block_name, ceil_div
 from float8.kernels import definition, groups
 from float8.kernels.gpu.amax import line_amaxes, partial_amaxes
 from float8.kernels.gpu.jit import (
     amax_bits_of,
-    convert,
+    convert_to_codes,
     load_4_rows,
     magnitude_bits,
     reciprocal,
@@ -63,7 +63,7 @@ from float8.kernels.gpu.jit import (
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Outputs,
+    BothOrientations,
     count_of,
     format_constants,
     groups_constant,
@@ -71,13 +71,12 @@ from float8.kernels.gpu.launch import (
     pointer,
     strides_of,
 )
+from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, SQUARE_128, TENSOR
 
-TENSOR, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
-MX, MX_SQUARE = (1, 32), (32, 32)
 # block -> a quarter of the rows of a tile, and the warps of a program
-TILES: dict[Block, tuple[int, int]] = {
-    TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE: (32, 8), MX: (16, 4),
-    MX_SQUARE: (16, 4),
+CAST_TILES: dict[Block, tuple[int, int]] = {
+    TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE_128: (32, 8), BY_32: (16, 4),
+    SQUARE_32: (16, 4),
 }  # fmt: skip
 
 
@@ -93,7 +92,7 @@ def _store_scales(
 
 @triton.jit
 def _exponents(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
-    """`e8m0.scale_from_amax`."""
+    """`e8m0.e8m0_scale_from_amax`."""
     exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)
     if CARRY:
         exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
@@ -102,7 +101,7 @@ def _exponents(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
 
 @triton.jit
 def _one_over(exponent):
-    """`e8m0.reciprocal`."""
+    """`e8m0.e8m0_reciprocal`."""
     bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)  # 2^-127 is subnormal
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -227,7 +226,7 @@ def _tiles_kernel(
                     amax, scale_ptr, tile_k * M + begin + m + i, m + i < writes, 1,
                     FORMAT_MAX, POWER_OF_TWO,
                 )[:, None]  # fmt: skip
-            codes = convert(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
+            codes = convert_to_codes(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
             inside = (m + i < size)[:, None] & (k < K)[None, :]
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
 
@@ -307,12 +306,12 @@ def _tiles_kernel(
 
 def alignment_of(block: Block) -> int:
     """The multiple at which groups start in the transposed operand: of whole words, or squares."""
-    return 128 if block == MX else 16
+    return 128 if block == BY_32 else 16
 
 
 def cast_tiles(
     x: Tensor,
-    outputs: Outputs,
+    outputs: BothOrientations,
     block: Block,
     scale_format: str,
     *,
@@ -327,7 +326,7 @@ def cast_tiles(
     Args:
         x: (M, K), or a stack (E, M, K); tokens (T, K) in groups, which end at ``offs``.
         outputs: data, scale, data_t, scale_t.
-        block: of `TILES`.
+        block: of `CAST_TILES`.
         scale_format: of scales that are computed.
         align: of groups in the transposed operand, a multiple of `alignment_of` the block.
         scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
@@ -335,7 +334,7 @@ def cast_tiles(
         swizzled: how E8M0 scales are written, of 32x32 blocks once for each row.
     """
     data, row_scale, data_t, scale_t = outputs
-    (M, K), (rows_by_4, warps) = x.shape[-2:], TILES[block]
+    (M, K), (rows_by_4, warps) = x.shape[-2:], CAST_TILES[block]
     E, P, partials = 0, M, 0
     if offs is not None:
         E = offs.numel()
@@ -348,7 +347,7 @@ def cast_tiles(
         amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
     rows = 4 * rows_by_4
     # Tiles cover multiples of it.
-    covered = max(rows, align, 128 if block in (MX, MX_SQUARE) and swizzled else 0)
+    covered = max(rows, align, 128 if block in (BY_32, SQUARE_32) and swizzled else 0)
     tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
     launch(
         _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,
