@@ -31,7 +31,7 @@ from benchmarks.measuring import harness
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device, GemmSpeed
 from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
-from float8.kernels.scaled_mm import MX, architecture, refuses_device, scaled_mm
+from float8.kernels.products import MX_PRODUCT, architecture, reason_against_device, scaled_mm
 from float8.linear.casts import cast_alone
 
 Size = tuple[int, int, int]
@@ -105,8 +105,8 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
     """``a @ b.T`` with operands cast as by the recipe of the kind; None if the device refuses."""
     if kind == BF16:
         return lambda: a @ b.t()
-    plan = getattr(RECIPES["mxfp8" if kind == MX else kind].gemms, gemm)
-    if refuses_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
+    plan = getattr(RECIPES["mxfp8" if kind == MX_PRODUCT else kind].gemms, gemm)
+    if reason_against_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
         return None
     a8, b8 = (cast_alone(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
     return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum)

@@ -23,7 +23,7 @@ import torch
 
 from float8.config import RECIPES, Float8LinearConfig
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, on_family
-from float8.kernels.scaled_mm import CPU, SUPPORT
+from float8.kernels.products import CPU, SUPPORT
 from float8.linear.plan import plan_for
 from float8.linear.refusals import refuses_call
 
@@ -113,8 +113,8 @@ def frameworks() -> str:
 @contextmanager
 def torch_for(cuda: str) -> Iterator[None]:
     """As if torch was built for a CUDA version, with MSLK, and Triton was installed."""
-    triton = mock.patch("float8.kernels.scaled_mm._has_triton", return_value=True)
-    mslk = mock.patch("float8.kernels.grouped_mm._has_mslk", return_value=True)
+    triton = mock.patch("float8.kernels.products._has_triton", return_value=True)
+    mslk = mock.patch("float8.kernels.grouped_products._has_mslk", return_value=True)
     with mock.patch.object(torch.version, "cuda", cuda), triton, mslk:
         yield
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from float8 import Float8Linear, Float8LinearConfig, grouped_mm, sync_float8_amax_and_scale_history
 from float8.config import RECIPES
-from float8.kernels.scaled_mm import family_of
+from float8.kernels.products import family_of
 from float8.linear.plan import plan_for
 
 LIMIT = 0.01

@@ -22,7 +22,7 @@ from float8.linear.layer import function_of
 from float8.linear.plan import USED, plan_of
 
 F32 = torch.float32
-scaled_mm = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+scaled_mm = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
 
 
 class Context:

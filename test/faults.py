@@ -109,17 +109,17 @@ def _forgotten_clamp(original: Any) -> Any:
 
 # Found by layer_check.check_layer.
 LAYER_FAULTS: dict[str, Fault] = {
-    "truncating cast": _patched(cpu, "cast", _truncating_cast),
+    "truncating cast": _patched(cpu, "cast_by_scale", _truncating_cast),
     "swapped scales": _patched(kernels, "multiply", _swapped_scales),
     "inverted scale": _patched(kernels, "multiply", _inverted_scale),
-    "wrong format": _patched(cpu, "cast", _wrong_format),
+    "wrong format": _patched(cpu, "cast_by_scale", _wrong_format),
     "format maximum of fnuz": _patched(cpu, "scale_from_amax", _format_maximum_of_fnuz),
     "stale scale": _patched(cpu, "scale_from_amax", _stale_scale),
     "one scale for all rows": _patched(cpu, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }
 # Found by test_faults.py, and by distributed/test_parallel_training.py.
-forgotten_clamp = _patched(cpu, "cast", _forgotten_clamp)
+forgotten_clamp = _patched(cpu, "cast_by_scale", _forgotten_clamp)
 missing_all_reduce = _patched(sync, "max_over_ranks", lambda original: lambda amax, group: amax)
 
 

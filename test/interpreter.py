@@ -1,6 +1,6 @@
 """Run a Triton kernel's own source on the CPU, bit for bit: Triton's interpreter, casts mended.
 
-``interpreted("cast").cast(x, ...)`` calls the launcher that a CUDA tensor gets, on CPU
+``interpreted("cast").cast_op(x, ...)`` calls the launcher that a CUDA tensor gets, on CPU
 tensors, in a child process: Triton decides when it is imported whether it interprets, and the same
 test session also compiles kernels. Tensors keep their strides and offsets on the way, and what the
 kernel wrote into an argument is written into the caller's.

@@ -84,9 +84,9 @@ def check() -> None:
     x[-TAIL:] = end
 
     scale = torch.full((1, 1), 0.01)
-    cast = op("cast", "cast")
+    cast = op("cast", "cast_op")
     data, _, data_t, *_ = cast(x, scale, WHOLE, E4M3, "float32", False, True, True, False)
-    codes = definition.cast(end, scale, WHOLE, E4M3)
+    codes = definition.cast_by_scale(end, scale, WHOLE, E4M3)
     same("cast", data[-TAIL:], codes)
     same("cast transposed", data_t[:, -TAIL:], codes.t())
     del data_t
@@ -116,7 +116,7 @@ def check() -> None:
 
     offs = torch.tensor([0, ROWS], dtype=torch.int32)
     arguments = (x, offs, BY_128, E4M3, "power_of_two", None, 16, True, True)
-    data, scale, data_t, scale_t = op("cast_tokens", "cast_tokens")(*arguments)
+    data, scale, data_t, scale_t = op("cast_tokens", "cast_tokens_op")(*arguments)
     same_blocks("cast_tokens", end, BY_128, data[-TAIL:], scale[-TAIL:])
     column = 1 + (ROWS - 1) // 128  # of the last block of the second group
     ends = data_t[:, ROWS - TAIL : ROWS], scale_t[:, column : column + 1]
@@ -126,7 +126,7 @@ def check() -> None:
     stack = x[ROWS % 3 :].unflatten(0, (3, -1))
     given = torch.full((1, 1), 0.01)
     data, *_ = cast(stack, given, WHOLE, E4M3, "float32", False, True, False, False)
-    codes = definition.cast(end[-few:], given, WHOLE, E4M3)
+    codes = definition.cast_by_scale(end[-few:], given, WHOLE, E4M3)
     same("cast of a stack", data[-1, -few:], codes)
     del data
 

@@ -25,7 +25,7 @@ from float8 import (
     Tensorwise,
     sync_float8_amax_and_scale_history,
 )
-from float8.kernels.scaled_mm import MX, SUPPORT, architecture
+from float8.kernels.products import MX_PRODUCT, SUPPORT, architecture
 
 Gradients = dict[str, Tensor]
 
@@ -70,7 +70,7 @@ def run(layer: nn.Module, x: Tensor, g: Tensor) -> Gradients:
 def skip_if_refused(config: Float8LinearConfig) -> None:
     """Skip a test of MX formats on a GPU that does not multiply them."""
     is_mx = config.gemms.output.b is not None and config.gemms.output.b.block[-1] == 32
-    if is_mx and (reason := SUPPORT[architecture()][MX]) is not None:
+    if is_mx and (reason := SUPPORT[architecture()][MX_PRODUCT]) is not None:
         pytest.skip(f"{architecture()} {reason}")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from float8 import kernels
 
-scaled_mm_module = importlib.import_module("float8.kernels.scaled_mm")  # kernels has its function
+scaled_mm_module = importlib.import_module("float8.kernels.products")  # kernels has its function
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from float8.kernels.gpu.jit import (
-    convert,
     convert_4,
+    convert_to_codes,
     magnitude_bits,
     pack_4,
     reciprocal,
@@ -30,8 +30,8 @@ def _probe(
     tl.store(floats_ptr + at, scale)
     tl.store(floats_ptr + N + at, factor)
     tl.store(bits_ptr + at, magnitude_bits(x))
-    tl.store(codes_ptr + at, convert(scaled(x, 1.0, FORMAT_MAX, False), FORMAT))
-    tl.store(codes_ptr + N + at, convert(scaled(x, factor, FORMAT_MAX, True), FORMAT))
+    tl.store(codes_ptr + at, convert_to_codes(scaled(x, 1.0, FORMAT_MAX, False), FORMAT))
+    tl.store(codes_ptr + N + at, convert_to_codes(scaled(x, factor, FORMAT_MAX, True), FORMAT))
 
 
 def _constants(x, dtype):

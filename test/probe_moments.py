@@ -6,10 +6,10 @@ import triton.language as tl
 
 from float8.kernels.gpu.launch import NO_FUSION
 from float8.kernels.gpu.moments import (
-    decode_expanded,
-    encode_expanded,
+    decode_expanded_tile,
+    encode_expanded_tile,
     encode_linear,
-    stochastic_round,
+    stochastic_round_tile,
 )
 
 
@@ -37,16 +37,16 @@ def _probe(
     half, half_scale = encode_linear(x, True, first, seed, offset, 0, False)
     tl.store(half_ptr + at, half)
     tl.store(half_scale_ptr + n, half_scale)
-    codes, scale, exponent = encode_expanded(x, first, seed, offset, 0, False)
+    codes, scale, exponent = encode_expanded_tile(x, first, seed, offset, 0, False)
     tl.store(codes_ptr + at, codes)
     tl.store(scale_ptr + n, scale)
     tl.store(exponent_ptr + n, exponent)
-    tl.store(decoded_ptr + at, decode_expanded(codes, scale[:, None], exponent[:, None]))
+    tl.store(decoded_ptr + at, decode_expanded_tile(codes, scale[:, None], exponent[:, None]))
     DTYPE: tl.constexpr = rounded_ptr.dtype.element_ty
-    tl.store(rounded_ptr + at, stochastic_round(x, first, seed, offset, DTYPE).to(DTYPE))
+    tl.store(rounded_ptr + at, stochastic_round_tile(x, first, seed, offset, DTYPE).to(DTYPE))
     tl.store(random_half_ptr + at, encode_linear(x, True, first, seed, offset, -1, True)[0])
     tl.store(random_linear_ptr + at, encode_linear(x, False, first, seed, offset, 0, True)[0])
-    tl.store(random_expanded_ptr + at, encode_expanded(x, first, seed, offset, 1, True)[0])
+    tl.store(random_expanded_ptr + at, encode_expanded_tile(x, first, seed, offset, 1, True)[0])
 
 
 def probe(x, dtype):

@@ -10,7 +10,7 @@ import torch
 
 from float8.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, FORMATS, format_of
 
-module = importlib.import_module("float8.kernels.scaled_mm")  # kernels has its function
+module = importlib.import_module("float8.kernels.products")  # kernels has its function
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

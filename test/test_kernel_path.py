@@ -34,8 +34,8 @@ from float8 import (
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.kernels import casts
 from float8.kernels.casts import GROUP_KERNELS, KERNELS
-from float8.kernels.grouped_mm import grouped_gemm_for
-from float8.kernels.scaled_mm import CPU
+from float8.kernels.grouped_products import grouped_gemm_for
+from float8.kernels.products import CPU
 from float8.linear.plan import USED, plan_for
 
 for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from float8.kernels.scaled_mm import architecture
+from float8.kernels.products import architecture
 from float8.linear.plan import USED
 
 
@@ -231,8 +231,8 @@ def as_on_cuda() -> Iterator[None]:
     replaced: dict[str, Any] = {
         "float8.kernels.family_of": family,
         "float8.kernels.casts.family_of": family,
-        "float8.kernels.scaled_mm.family_of": family,
-        "float8.kernels.moments.TILE": sys.maxsize,  # of thousands each would be traced
+        "float8.kernels.products.family_of": family,
+        "float8.kernels.moments.TILE_ELEMENTS": sys.maxsize,  # of thousands each would be traced
         "float8.optim.optimizer.advance": lambda *_: None,
     }
     with ExitStack() as stack:

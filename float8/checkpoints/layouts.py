@@ -545,12 +545,12 @@ class MXFP4(Layout):
 
     def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
         """A weight in high precision, rounded to MXFP4, whose scales are its own."""
-        return Float8Tensor(*mxfp4.cast(x), self.block, x.dtype)
+        return Float8Tensor(*mxfp4.cast_to_mxfp4(x), self.block, x.dtype)
 
     def fit(self, weight: Float8Tensor) -> Float8Tensor | str:
         """A weight of any granularity whose values are MXFP4; its data is read."""
         found, values = weight, weight.dequantize(torch.float32)
-        if weight.shape[-1] % mxfp4.BLOCK == 0:
+        if weight.shape[-1] % mxfp4.MXFP4_BLOCK == 0:
             found = self.cast(values, self.scale_format, None)._replace(dtype=weight.dtype)
         if values.is_meta or torch.equal(found.dequantize(torch.float32), values):
             return found

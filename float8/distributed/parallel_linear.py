@@ -326,7 +326,7 @@ class Float8ParallelLinear(Float8Linear):
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
         whole_MK = as_matrix(self._read(input)).to(x_MK.dtype)
-        factors_1K = kernels.smoothing_factors(kernels.column_amaxes(whole_MK))
+        factors_1K = kernels.smoothing_factors_from_amax(kernels.column_amaxes(whole_MK))
         if whole_MK.shape[1] == x_MK.shape[1]:  # this part has all columns that the GEMM reads
             return factors_1K, factors_1K
         return moved(placed(factors_1K, self.layout.mesh, Replicate()), Shard(1)), factors_1K

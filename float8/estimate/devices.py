@@ -26,10 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
+from float8.kernels.products import (
+    BLOCKWISE_PRODUCT,
+    MX_PRODUCT,
+    ROWWISE_PRODUCT,
+    SUPPORT,
+    TENSORWISE_PRODUCT,
+)
 
 BF16 = "bf16"
-FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
+FLOAT8 = (TENSORWISE_PRODUCT, ROWWISE_PRODUCT, BLOCKWISE_PRODUCT, MX_PRODUCT)
 ANY_PASS = "any"
 
 
@@ -145,17 +151,17 @@ KERNEL_RATES = {
 # predicted on this project's H100, and CUTLASS is about as fast (pytorch#157905). On other GPUs:
 # torchao pull request 940, CUTLASS of October 2024 on an H100. Blocks and MX: TransformerEngine on
 # an H200 NVL and a B300.
-RATIOS = {"sm_90": 0.99, ROWWISE: 0.773, BLOCKWISE: 0.803, MX: 0.95}
+RATIOS = {"sm_90": 0.99, ROWWISE_PRODUCT: 0.773, BLOCKWISE_PRODUCT: 0.803, MX_PRODUCT: 0.95}
 # The part of a dense GEMM's rate that a grouped one reaches: output, grad_input, grad_weight.
 # 8 experts of 4,096 tokens on the H100, and assumed elsewhere. Gradients sum in float32 every 128
 # of the contraction, by Triton's kernel or, rowwise, by torch's. MX, and bfloat16 on Blackwell:
 # medians of torchao's table for a B200 (torchao/prototype/moe_training/README.md).
 GROUPED = {
     BF16: (0.80, 0.80, 0.80),
-    TENSORWISE: (0.93, 0.53, 0.43),
-    ROWWISE: (0.94, 0.70, 0.69),
-    BLOCKWISE: (0.70, 0.70, 0.43),
-    MX: (0.45, 0.45, 0.45),
+    TENSORWISE_PRODUCT: (0.93, 0.53, 0.43),
+    ROWWISE_PRODUCT: (0.94, 0.70, 0.69),
+    BLOCKWISE_PRODUCT: (0.70, 0.70, 0.43),
+    MX_PRODUCT: (0.45, 0.45, 0.45),
 }
 
 # Dense peaks from data sheets: half of what NVIDIA prints "with sparsity"; AMD prints both. NVIDIA
@@ -196,11 +202,15 @@ def _device(
 ) -> Device:  # fmt: skip
     bandwidth = terabytes * 1e12
     best = [peak * part * 1e12 for peak, part in zip(peaks, parts, strict=True)]
-    rates = dict(zip((BF16, TENSORWISE), best, strict=True))
-    rates[ROWWISE] = rates[TENSORWISE] * RATIOS.get(arch, RATIOS[ROWWISE])
-    for kind in (BLOCKWISE, MX) if SUPPORT[arch][MX] is None else (BLOCKWISE,):
-        rates[kind] = rates[TENSORWISE] * RATIOS[kind]
-    grouped = GROUPED | ({BF16: GROUPED[MX]} if arch.startswith("sm_10") else {})
+    rates = dict(zip((BF16, TENSORWISE_PRODUCT), best, strict=True))
+    rates[ROWWISE_PRODUCT] = rates[TENSORWISE_PRODUCT] * RATIOS.get(arch, RATIOS[ROWWISE_PRODUCT])
+    for kind in (
+        (BLOCKWISE_PRODUCT, MX_PRODUCT)
+        if SUPPORT[arch][MX_PRODUCT] is None
+        else (BLOCKWISE_PRODUCT,)
+    ):
+        rates[kind] = rates[TENSORWISE_PRODUCT] * RATIOS[kind]
+    grouped = GROUPED | ({BF16: GROUPED[MX_PRODUCT]} if arch.startswith("sm_10") else {})
     casts = {each: of[column] for each, of in KERNEL_RATES.items() if column is not None}
     return Device(
         name, arch, bandwidth * copied, LAUNCH_S, processors,

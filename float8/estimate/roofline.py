@@ -88,9 +88,16 @@ from float8.config import OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
-from float8.kernels.grouped_mm import TORCH_MX
+from float8.kernels.grouped_products import TORCH_MX
 from float8.kernels.groups import padded_tokens
-from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, TENSORWISE, product_of, takes_powers
+from float8.kernels.products import (
+    BLOCKWISE_PRODUCT,
+    MX_PRODUCT,
+    ROWWISE_PRODUCT,
+    TENSORWISE_PRODUCT,
+    needs_power_of_two_scales,
+    product_name,
+)
 from float8.linear.plan import LinearPlan
 
 # --- a layer's sizes, and how it is used
@@ -204,15 +211,15 @@ GIVEN = "given"  # the scale is known before the cast: delayed and static
 TRANSPOSED = " transposed"
 MX_BLOCKS = "1x32"
 _KINDS: dict[Block, str] = {
-    (WHOLE, WHOLE): TENSORWISE,
-    (1, WHOLE): ROWWISE,
+    (WHOLE, WHOLE): TENSORWISE_PRODUCT,
+    (1, WHOLE): ROWWISE_PRODUCT,
     (128, 128): "128x128",
     (32, 32): "128x128",  # as few scales, and the same passes
     (1, 32): MX_BLOCKS,
 }
 # In plain PyTorch: bytes per element of one orientation, and of the other beside it, as the meter
 # of the tests counts them: for scales of columns the cast is made again. A launch moves about 3.
-PLAIN = {TENSORWISE: (51, 2), GIVEN: (48, 2), ROWWISE: (51, 43)}
+PLAIN = {TENSORWISE_PRODUCT: (51, 2), GIVEN: (48, 2), ROWWISE_PRODUCT: (51, 43)}
 _SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 
@@ -259,14 +266,14 @@ def passes_of_cast(
     kind = _kind(cast)
     record = [FILL] * (cast.scaling_type is ScalingType.DELAYED)  # the maximum of recorded amaxes
     if use.plain_casts:
-        first, other = PLAIN.get(kind, PLAIN[ROWWISE])
+        first, other = PLAIN.get(kind, PLAIN[ROWWISE_PRODUCT])
         moved = first + (copies - 1) * other
         return record + [FILL] * (moved // 3 - 1) + [MemoryPass("plain", moved)]
     amax = MemoryPass(f"amax {kind}{place}", READ)
     copy = MemoryPass(f"cast {kind}{place}", READ + copies * (WRITE + _SCALES.get(kind, 0)))
-    if kind == ROWWISE and (copies, place) != (1, ""):
+    if kind == ROWWISE_PRODUCT and (copies, place) != (1, ""):
         return [FILL, amax, copy]
-    return [amax, copy] if kind == TENSORWISE else [*record, copy]
+    return [amax, copy] if kind == TENSORWISE_PRODUCT else [*record, copy]
 
 
 def _kind(cast: OperandCast) -> str:
@@ -290,11 +297,11 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
     for name in kinds if plan is not None else ():
         gemm = getattr(plan, name)
         if gemm.a is not None and gemm.b is not None:
-            kind = product_of(gemm.a.block[-2:], gemm.b.block[-2:])
+            kind = product_name(gemm.a.block[-2:], gemm.b.block[-2:])
             # Others are emulated like 1x128 ones: dequantised first.
-            kinds[name] = kind if kind in FLOAT8 else BLOCKWISE
-            if takes_powers(gemm.name):
-                kinds[name] = MX
+            kinds[name] = kind if kind in FLOAT8 else BLOCKWISE_PRODUCT
+            if needs_power_of_two_scales(gemm.name):
+                kinds[name] = MX_PRODUCT
     return kinds
 
 
@@ -330,8 +337,8 @@ def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") 
         rows, columns, _ = gemm_sizes(shape)[name]
         launches, computing = 1, computing / busy(rows, columns, device.processors)
     else:
-        is_small = kind == ROWWISE and shape.M < FEW * shape.E
-        parts = device.products[TENSORWISE] if is_small else speed
+        is_small = kind == ROWWISE_PRODUCT and shape.M < FEW * shape.E
+        parts = device.products[TENSORWISE_PRODUCT] if is_small else speed
         launches, computing = 2, computing * shape.filled / getattr(parts, name)
     writing = RESULT_BYTES * shape.elements[name] / device.bandwidth
     moving = gemm_bytes(kind, shape, name) / device.bandwidth

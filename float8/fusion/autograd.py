@@ -31,8 +31,8 @@ from float8.tensor.differentiable import differentiable
 RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
 # op -> its arguments -> y in float32, and what backward needs beside the inputs
 _DEFINITIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    RMS_NORM: definition.rms_norm,
-    LAYER_NORM: definition.layer_norm,
+    RMS_NORM: definition.rms_norm_with_statistics,
+    LAYER_NORM: definition.layer_norm_with_statistics,
     SWIGLU: lambda gate, up, limit: (definition.swiglu(gate, up, limit),),
 }
 Inputs = tuple[Tensor, Tensor | None, Tensor | None]
@@ -128,7 +128,7 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
         return data, data_t, scale, *statistics
     # The amax of what is cast follows from those of its columns, so no cast finds it.
     amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype, **limit)
-    factors_1K = kernels.smoothing_factors(amaxes_1K)
+    factors_1K = kernels.smoothing_factors_from_amax(amaxes_1K)
     largest = kernels.amax(amaxes_1K * factors_1K, how.block)
     record(state, largest if records else None)
     if scale is None:
@@ -186,7 +186,7 @@ def _norm_backward(
 
 def runs_kernel(device: torch.device, emulate: bool) -> bool:
     """Whether the fused kernels run on this device; their ops are registered then."""
-    if not kernels.runs_kernel(device, (WHOLE, WHOLE), emulate):
+    if not kernels.has_cast_kernel(device, (WHOLE, WHOLE), emulate):
         return False
     _load()
     return True

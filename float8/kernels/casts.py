@@ -23,7 +23,7 @@ from float8.granularity import WHOLE, Block
 from float8.kernels import plain
 from float8.kernels.definition import FLOAT32, scale_from_amax
 from float8.kernels.matrix import Float8Matrix
-from float8.kernels.scaled_mm import CPU, SUPPORT, family_of
+from float8.kernels.products import CPU, SUPPORT, family_of
 
 
 class CastSpec(NamedTuple):
@@ -97,7 +97,7 @@ def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
     return kernel
 
 
-def runs_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
+def has_cast_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
     """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
     return kernel_for(family_of(device), block, emulate) is not None
 
@@ -219,7 +219,7 @@ def cast(
     )
 
 
-def cast_tokens(
+def cast_grouped(
     x_TK: Tensor,
     how: Any,
     offs: Tensor,

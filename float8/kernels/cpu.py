@@ -1,8 +1,8 @@
 """The ops of ``definition.py`` on a CPU: the same bits, several times faster.
 
-`amax`, `cast`, `dequantize` and `scaled_mm` have a form of their own here; tensors of other devices
-get the definition. ``plain.py`` makes ops of them, which torch.compile does not look into and
-DTensors do not reach.
+`amax`, `cast_by_scale`, `dequantize` and `scaled_mm` have a form of their own here; tensors of
+other devices get the definition. ``plain.py`` makes ops of them, which torch.compile does not look
+into and DTensors do not reach.
 
 An op takes several passes over its operand. A large one is cut in parts (`_parts`), so that every
 pass after the first finds its part in the processor's L2 cache: two to four times faster.
@@ -28,12 +28,12 @@ from float8.kernels.definition import in_blocks, scale_from_amax
 
 __all__ = [
     "amax",
-    "cast",
     "cast_both",
-    "decode",
+    "cast_by_scale",
     "dequantize",
     "scale_from_amax",
     "scaled_mm",
+    "to_bfloat16",
 ]
 
 _SMALL = 8192  # elements below which fewer calls beat faster passes
@@ -101,7 +101,7 @@ def _tiles(x: Tensor, block: Block) -> Tensor | None:
     return x.reshape(x.shape[0] // rows, rows, x.shape[1] // cols, cols)
 
 
-def cast(
+def cast_by_scale(
     x: Tensor,
     scale: Tensor,
     block: Block,
@@ -110,14 +110,14 @@ def cast(
     out: Tensor | None = None,
     buffer: Tensor | None = None,
 ) -> Tensor:
-    """`definition.cast`, with one float32 buffer.
+    """`definition.cast_by_scale`, with one float32 buffer.
 
     ``fits`` promises that ``scale`` is a float32 computed from this very ``x``. Then no finite
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
     receives the data. ``buffer`` is float32 memory for the values of x.
     """
     if not x.is_cpu:
-        data = definition.cast(x, scale, block, dtype)
+        data = definition.cast_by_scale(x, scale, block, dtype)
         return data if out is None else out.copy_(data)
     if buffer is None and x.numel() > _PART and x.dim() in (2, 3):
         out = torch.empty_like(x, dtype=dtype) if out is None else out
@@ -129,7 +129,7 @@ def cast(
         x32 = x.float()
     else:
         is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
-    factor = scale.reciprocal() if scale.dtype == torch.float32 else e8m0.reciprocal(scale)
+    factor = scale.reciprocal() if scale.dtype == torch.float32 else e8m0.e8m0_reciprocal(scale)
     if _is_tiled(block):
         y = _scaled(x32, factor, block)
     else:
@@ -142,7 +142,7 @@ def cast(
     return y.to(dtype) if out is None else out.copy_(y)
 
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
+CastOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
 
 
 def cast_both(
@@ -156,9 +156,11 @@ def cast_both(
     transposed: bool,
     finds_amax: bool,
     where: Any = None,
-) -> Outputs:
+) -> CastOutputs:
     """The op ``cast``, see `float8.kernels.casts.cast`; by the functions of ``where``, or these."""
-    find_amax, cast_by_scale = (amax, cast) if where is None else (where.amax, where.cast)
+    find_amax, cast_it = (
+        (amax, cast_by_scale) if where is None else (where.amax, where.cast_by_scale)
+    )
     block, largest, nothing = (1, *block)[-x.dim() :], torch.finfo(dtype).max, (0, 0)
     is_given, is_whole, whole = scale is not None, block[-2:] == (WHOLE, WHOLE), None
     if is_whole and (finds_amax or not is_given):
@@ -175,7 +177,7 @@ def cast_both(
         # By a float32 scale that was computed from x, finite values stay in the format's range.
         fits = (True,) if where is None and not is_given and own.dtype == torch.float32 else ()
         has_own = not (is_given or is_whole)
-        outputs.append(cast_by_scale(source, own, block, dtype, *fits))
+        outputs.append(cast_it(source, own, block, dtype, *fits))
         outputs.append(own if has_own else x.new_empty(nothing))
     if is_whole and not is_given:  # one scale for both orientations
         outputs[1] = scale  # type: ignore[assignment]
@@ -191,7 +193,7 @@ def _cast_parts(
     fits: bool,
     buffer: Tensor,  # fresh memory for each part would cost more than the passes over it
 ) -> None:
-    """`cast` into ``out``, part by part in storage order."""
+    """`cast_by_scale` into ``out``, part by part in storage order."""
     if x.dim() == 3:
         for index, matrix in enumerate(x):
             its = scale[index if len(scale) > 1 else 0]
@@ -203,19 +205,19 @@ def _cast_parts(
     extent = max(1, block[0])
     for begin, end in _parts(x, extent):
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        cast(x[begin:end], its, block, out.dtype, fits, out[begin:end], buffer)
+        cast_by_scale(x[begin:end], its, block, out.dtype, fits, out[begin:end], buffer)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`; a large tensor by way of bfloat16, three times faster."""
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
-    scale32 = scale if scale.dtype == torch.float32 else e8m0.decode(scale)
+    scale32 = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
     if data.numel() > _PART // 4 and data.dtype in (*_AS_BFLOAT16, torch.bfloat16):
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
         if data.dim() == 2:
             return _dequantize_parts(data, scale32.to(dtype) if is_exact else scale32, block, dtype)
-        data = decode(data)
+        data = to_bfloat16(data)
     return _scaled(data.float(), scale32, block).to(dtype)
 
 
@@ -233,7 +235,7 @@ def _dequantize_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dt
     buffer = None if dtype == scale.dtype else scale.new_empty(out[slice(*parts[0])].shape)
     for begin, end in parts:
         its = scale if len(scale) == 1 else scale[begin // extent : -(-end // extent)]
-        decoded = decode(data[begin:end])
+        decoded = to_bfloat16(data[begin:end])
         part = out[begin:end] if buffer is None else buffer[: end - begin]
         decoded = decoded if scale.dtype == torch.bfloat16 else part.copy_(decoded)
         if (tiles := _tiles(part, block)) is not None:
@@ -277,7 +279,7 @@ _AS_BFLOAT16 = {
 _LARGEST_CODE = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # of the finite ones
 
 
-def decode(data: Tensor) -> Tensor:
+def to_bfloat16(data: Tensor) -> Tensor:
     """Float8 data as bfloat16, exactly (without any scale).
 
     Both OCP formats are bit fields of a bfloat16, up to a shift and a power of two. Integer
@@ -336,11 +338,11 @@ def scaled_mm(
     is_whole = a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None
     if out_dtype == torch.bfloat16:
         if out is not None and is_whole:
-            product = torch.mm(decode(a_MK), decode(b_NK).t(), out=out)
+            product = torch.mm(to_bfloat16(a_MK), to_bfloat16(b_NK).t(), out=out)
             return product.mul_((a_scale * b_scale).reshape(()))
-        product = decode(a_MK) @ decode(b_NK).t()
+        product = to_bfloat16(a_MK) @ to_bfloat16(b_NK).t()
     else:
-        product = decode(a_MK).float() @ decode(b_NK).float().t()
+        product = to_bfloat16(a_MK).float() @ to_bfloat16(b_NK).float().t()
     if is_whole:
         # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
         # in bfloat16 torch is slower in place.
@@ -410,7 +412,7 @@ def _in_bfloat16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     factor = scale.to(torch.bfloat16)
     if data.numel() > _PART // 4:
         return _dequantize_parts(data, factor, block, torch.bfloat16)
-    return _scaled(decode(data), factor, block)
+    return _scaled(to_bfloat16(data), factor, block)
 
 
 @functools.cache

@@ -45,22 +45,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
-from float8.kernels.matrix import Float8Matrix
+from float8.kernels.matrix import BY_32, SQUARE_32, Float8Matrix
 
 ALIGNMENT = 16
-MX_SQUARE: Block = (32, 32)
-_MX: tuple[Block, ...] = ((1, 32), MX_SQUARE)
+_MX = (BY_32, SQUARE_32)
 _BLOCK_ROWS = 4  # M must be a multiple of it where a scale covers 128 of the contraction
 
 
-def multiply(
+def multiply_by_torch(
     a: Float8Matrix,
     b: Float8Matrix,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """`float8.kernels.scaled_mm.multiply` by ``torch._scaled_mm``; odd sizes are padded."""
+    """`float8.kernels.products.multiply` by ``torch._scaled_mm``; odd sizes are padded."""
     rows, columns = a.data.shape[0], b.data.shape[0]
     is_mx = a.block in _MX and b.block in _MX
     is_blockwise = a.block[1] != WHOLE and not is_mx
@@ -72,7 +71,7 @@ def multiply(
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
-    a_MK, b_NK = contraction_last(a.data), contraction_last(b.data)
+    a_MK, b_NK = aligned_row_major(a.data), aligned_row_major(b.data)
     if is_blockwise:
         rows_of_scales = a.block[0], b.block[0]
         out = cublas_blockwise_mm(
@@ -112,7 +111,7 @@ def _starts_aligned(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.storage_offset() * x.element_size() % ALIGNMENT == 0)
 
 
-def contraction_last(x: Tensor) -> Tensor:
+def aligned_row_major(x: Tensor) -> Tensor:
     """Row-major matrices that start at multiples of 16 bytes: x itself, or a copy."""
     # By strides: is_contiguous() accepts one row of any strides, and hardware reads the strides.
     wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
@@ -135,7 +134,7 @@ def _load_transpose() -> None:
     importlib.import_module("float8.kernels.gpu.transpose")
 
 
-# For torch.compile: run once, while tracing. See `float8.kernels.scaled_mm.architecture`.
+# For torch.compile: run once, while tracing. See `float8.kernels.products.architecture`.
 _load_transpose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -181,7 +180,7 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
             "scaled_mm: hardware multiplies 1x32 and 32x32 blocks with E8M0 scales only, got "
             f"{scale.dtype}; cast with ScaleFormat.E8M0, or set emulate=True"
         )
-    if block[-2:] == MX_SQUARE:
+    if block[-2:] == SQUARE_32:
         if scale.shape[-2] != ceil_div(rows, 32):  # those of 1x32 would be taken for others
             raise ValueError(
                 f"scaled_mm: {rows} rows in blocks of 32x32 have {ceil_div(rows, 32)} rows of "
@@ -196,8 +195,8 @@ def _scales_of_rows(a: Float8Matrix, b: Float8Matrix) -> tuple[Tensor, Tensor]:
     """One scale per operand, or one per row of both."""
     if a.block[0] == b.block[0] == WHOLE:
         return a.scale.reshape(()), b.scale.reshape(())
-    a_scale = contraction_last(a.scale.expand(a.data.shape[0], 1))
-    return a_scale, contraction_last(b.scale.expand(b.data.shape[0], 1)).reshape(1, -1)
+    a_scale = aligned_row_major(a.scale.expand(a.data.shape[0], 1))
+    return a_scale, aligned_row_major(b.scale.expand(b.data.shape[0], 1)).reshape(1, -1)
 
 
 def _cublas_blockwise_mm(
@@ -248,8 +247,8 @@ def _has_deep_gemm() -> bool:
 def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:
     """Scales in the layouts of ``scaled_mm``: 128x128 ones transposed, with padded rows."""
     if rows == 1:  # contiguous along the rows
-        return contraction_last(scale.t()).t()
-    return contraction_last(F.pad(scale, (0, -scale.shape[1] % 4))).t()
+        return aligned_row_major(scale.t()).t()
+    return aligned_row_major(F.pad(scale, (0, -scale.shape[1] % 4))).t()
 
 
 def _fake_cublas_blockwise_mm(

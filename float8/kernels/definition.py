@@ -87,7 +87,7 @@ def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32
     # Literals: torch.compile would guard on globals, and with dynamic shapes make an input of
     # MIN_SCALE.
     if scale_format in ("e8m0", "e8m0_floor"):
-        return e8m0.scale_from_amax(amax, format_max, scale_format == "e8m0")
+        return e8m0.e8m0_scale_from_amax(amax, format_max, scale_format == "e8m0")
     scale = (amax * (1.0 / format_max)).clamp(min=2.0**-126)
     if scale_format == "float32":
         return scale
@@ -101,7 +101,7 @@ def scale_format_of(power_of_two: bool) -> str:
     return ScaleFormat.POWER_OF_TWO.value if power_of_two else FLOAT32
 
 
-def smoothing_factors(amax: Tensor) -> Tensor:
+def smoothing_factors_from_amax(amax: Tensor) -> Tensor:
     """The power of two that brings each amax into (0.5, 1] (arXiv 2409.12517, section 4.4).
 
     1 for an amax that is infinite, NaN or below 2^-60, which is too small to matter; 2^-60 for one
@@ -116,13 +116,13 @@ def smoothing_factors(amax: Tensor) -> Tensor:
 def reciprocal(scale: Tensor) -> Tensor:
     """``1 / scale`` in float32, correctly rounded, compiled or not."""
     if scale.dtype != torch.float32:
-        return e8m0.reciprocal(scale)
+        return e8m0.e8m0_reciprocal(scale)
     # Compilers may emit an approximate float32 division; a float64 one is exact enough that
     # rounding it to float32 gives the correctly rounded quotient.
     return scale.to(torch.float64).reciprocal().to(torch.float32)
 
 
-def cast(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+def cast_by_scale(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """Cast to float8 under given scales: nearest even, saturating, inf becomes NaN.
 
     ``x`` is float32, bfloat16 or float16, of any shape and strides; ``block`` has one extent per
@@ -139,9 +139,9 @@ def cast_dynamic(
     dtype: torch.dtype,
     scale_format: str = FLOAT32,
 ) -> tuple[Tensor, Tensor]:
-    """`cast` under the scales that follow from x's own amaxes; returns the data and the scale."""
+    """`cast_by_scale` under the scales that follow from x's own amaxes: the data and the scale."""
     scale = scale_from_amax(amax(x, block), torch.finfo(dtype).max, scale_format)
-    return cast(x, scale, block, dtype), scale
+    return cast_by_scale(x, scale, block, dtype), scale
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -158,7 +158,9 @@ def per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     return scale
 
 
-def rms_norm(x_MK: Tensor, weight_K: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def rms_norm_with_statistics(
+    x_MK: Tensor, weight_K: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     """``x * rstd * weight``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` per row (arXiv 1910.07467, 4).
 
     Returns:
@@ -170,7 +172,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor | None, eps: float) -> tuple[Tensor,
     return (y32 if weight_K is None else y32 * weight_K.to(torch.float32)), rstd
 
 
-def layer_norm(
+def layer_norm_with_statistics(
     x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(x - mean) * rstd * weight + bias`` per row (arXiv 1607.06450, equation 4).

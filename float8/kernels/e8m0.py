@@ -81,13 +81,13 @@ for _schema, _run, _dtype in (
 # The E8M0 scale of each float32 amax, >= 0 or NaN, exactly: (amax, format_max, rounds_up) ->
 # ``2^ceil(log2(amax / format_max))`` if rounds_up is True, otherwise
 # ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
-scale_from_amax = torch.ops.float8.e8m0_scale_from_amax.default
+e8m0_scale_from_amax = torch.ops.float8.e8m0_scale_from_amax.default
 # E8M0 scales in float32, exactly.
-decode = torch.ops.float8.e8m0_as_float32.default
+_as_float32_op = torch.ops.float8.e8m0_as_float32.default
 # ``1 / scale`` of E8M0 scales, in float32: a power of two, exactly.
-reciprocal = torch.ops.float8.e8m0_reciprocal.default
+e8m0_reciprocal = torch.ops.float8.e8m0_reciprocal.default
 
 
 def as_float32(scale: Tensor) -> Tensor:
     """A scale in float32, exactly; one that is float32 is returned as it is."""
-    return scale if scale.dtype == torch.float32 else decode(scale)
+    return scale if scale.dtype == torch.float32 else _as_float32_op(scale)

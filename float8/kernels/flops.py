@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from float8.kernels.scaled_mm import load_kernel
+from float8.kernels.products import load_kernel
 
 _OURS, _ATEN = torch.ops.float8, torch.ops.aten
 

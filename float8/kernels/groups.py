@@ -15,7 +15,7 @@ The GEMM that contracts the tokens reads the transpose of a group, so the transp
   group (K, P // extent + E), block j of group g being in column ``starts[g] // extent + g + j``.
   Two groups never share a block, and no column is used twice.
 
-`cast_groups` casts token operands, and is one opaque op to torch.compile.
+`cast_groups_definition` casts token operands, and is one opaque op to torch.compile.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def padded_sizes(offs: Tensor, align: int) -> Tensor:
     return (sizes + (align - 1)) // align * align
 
 
-def cast_groups(
+def cast_groups_definition(
     x_TK: Tensor,
     offs: Tensor,
     block: Sequence[int],
@@ -115,7 +115,7 @@ def cast_groups(
         scale = _scale(used, block, dtype, scale_format) if scale is None else scale
     if row_major:
         found = _scale(used, block, dtype, scale_format) if scale is None else scale
-        cpu.cast(used, found, block, dtype, fits, data[: len(used)])
+        cpu.cast_by_scale(used, found, block, dtype, fits, data[: len(used)])
         _write(scales, found)
     if transposed and scale is not None:
         _write(scales_t, scale)
@@ -124,7 +124,7 @@ def cast_groups(
             continue
         x_KT = x_TK[begin:end].t()
         found = _scale(x_KT, block, dtype, scale_format) if scale is None else scale
-        cpu.cast(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
+        cpu.cast_by_scale(x_KT, found, block, dtype, fits, data_t[:, start : start + end - begin])
         if scale is None:
             is_whole = block[1] == WHOLE
             where = (
@@ -161,7 +161,7 @@ def _empty(
     row_major: bool,
     transposed: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `cast_groups` returns: zeros with scales of 1, in the shapes and strides of the op."""
+    """The results of `cast_groups_definition`, zeros with scales of 1, in the strides of the op."""
     (T, K), E = x_TK.shape, offs.shape[0]
     P = padded_tokens(T, E, align)
     is_e8m0 = not _fits(scale_format)
@@ -198,7 +198,7 @@ def _fake_cast_groups(
     return _empty(x_TK, offs, tuple(block), dtype, scale_format, align, row_major, transposed)
 
 
-# Of `cast_groups`, and of each kernel in its place.
+# Of `cast_groups_definition`, and of each kernel in its place.
 SCHEMA = (
     "(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, Tensor? scale, "
     "int align, bool row_major, bool transposed) -> "
@@ -206,5 +206,5 @@ SCHEMA = (
 )
 _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 _LIBRARY.define("cast_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("cast_groups", cast_groups, "CompositeExplicitAutograd")
+_LIBRARY.impl("cast_groups", cast_groups_definition, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""`Float8Matrix`: what a cast returns and a product takes."""
+"""`Float8Matrix`: what a cast returns and a product takes; and the blocks of its scales."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from float8.granularity import Block, transpose_block
+from float8.granularity import WHOLE, Block, transpose_block
+
+# The blocks that kernels know, of a matrix in GEMM-operand orientation.
+TENSOR: Block = (WHOLE, WHOLE)
+ROW: Block = (1, WHOLE)
+BY_128: Block = (1, 128)
+SQUARE_128: Block = (128, 128)
+BY_32: Block = (1, 32)  # the MX formats
+SQUARE_32: Block = (32, 32)
 
 
 class Float8Matrix(NamedTuple):

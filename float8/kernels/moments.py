@@ -13,7 +13,7 @@ expanded   code, E4M3                  scale, exponent; ``value = sign * (|code|
                                        * scale``
 ========== =========================== =======================================================
 
-*Linear* is ``definition.cast`` in blocks of (1, group), scaled by the group's own amax.
+*Linear* is ``definition.cast_by_scale`` in blocks of (1, group), scaled by the group's own amax.
 
 *Expanded* is COAT's dynamic range expansion (arXiv 2410.19313, section 4.1). The magnitudes of a
 group of second moments span much less, or much more, than the E4M3 codes do (448 / 2^-9, about
@@ -60,7 +60,7 @@ MIN_EXPONENT = 1 / 64
 MAX_EXPONENT = 4.0
 
 # Elements of a tile: 1 MB of float32, of which a step has about 20 at once. They fit in caches.
-TILE = 2**18
+TILE_ELEMENTS = 2**18
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def tiles(shape: Sequence[int], group: int) -> list[tuple[slice, slice]]:
     of the whole.
     """
     rows, cols = shape
-    size = max(rows * cols, 1) if torch.compiler.is_compiling() else TILE
+    size = max(rows * cols, 1) if torch.compiler.is_compiling() else TILE_ELEMENTS
     if rows * cols == 0:
         return []
     width = cols if cols <= size else max(size // group, 1) * group
@@ -121,7 +121,7 @@ class StateMatrix(NamedTuple):
         if self.scale is None:
             return self.codes.to(torch.float32)
         if self.exponent is None:
-            return decode(self.codes, self.scale, self.group)
+            return decode_groups(self.codes, self.scale, self.group)
         return decode_expanded(self.codes, self.scale, self.exponent, self.group)
 
     def write(self, x_RC: Tensor, chance: Tensor | None = None) -> None:
@@ -133,7 +133,7 @@ class StateMatrix(NamedTuple):
         if self.scale is None:
             new: tuple[Tensor, ...] = (x_RC,)
         elif self.exponent is None:
-            new = encode(x_RC, self.group, self.codes.dtype, chance)
+            new = encode_groups(x_RC, self.group, self.codes.dtype, chance)
         else:
             new = encode_expanded(x_RC, self.group, chance)
         for old, value in zip(self.tensors(), new, strict=True):
@@ -188,7 +188,7 @@ def _groups(x_RC: Tensor, group: int) -> Tensor:
     return x_RC.reshape(rows, columns // extent, extent)
 
 
-def encode(
+def encode_groups(
     x_RC: Tensor, group: int, dtype: torch.dtype, chance: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Linear codes (R, C) and a scale (R, G) per group of a float32 matrix.
@@ -227,7 +227,7 @@ def _signed(y: Tensor, x: Tensor) -> Tensor:
     return y.add_(x, alpha=0)  # in one fast pass
 
 
-def decode(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
+def decode_groups(codes_RC: Tensor, scale_RG: Tensor, group: int) -> Tensor:
     """``codes * scale``: float32 (R, C) of linear codes."""
 
     def whole(codes: Tensor, scale: Tensor) -> tuple[Tensor]:

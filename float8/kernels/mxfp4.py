@@ -11,7 +11,7 @@ bits. The result is exact in the dtype of x, float16 and subnormals included, an
 change it again: the largest value of a block becomes 4 or 6 times the scale, of which the same
 scale follows. A block with a NaN or an infinity is NaN, with scale NaN: nothing makes it finite.
 
-`cast` writes the E2M1 values as float8: all are E4M3 numbers. So an MXFP4 weight is a
+`cast_to_mxfp4` writes the E2M1 values as float8: all are E4M3 numbers. So an MXFP4 weight is a
 `Float8Tensor` with 1x32 blocks, which has the same value bit for bit.
 
 **Packed**, a byte has two values: that of the even column in its low half. A half is the sign and
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from float8.kernels import e8m0
 
-BLOCK = 32
+MXFP4_BLOCK = 32
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -35,8 +35,8 @@ def _values_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     blocks = x.unflatten(-1, (x.shape[-1] // 32, 32)).to(torch.float32)
     amax = blocks.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isinf(), torch.nan, amax)
-    scale = e8m0.scale_from_amax(amax, 6.0, rounds_up=False)
-    scaled = blocks * e8m0.reciprocal(scale)
+    scale = e8m0.e8m0_scale_from_amax(amax, 6.0, rounds_up=False)
+    scaled = blocks * e8m0.e8m0_reciprocal(scale)
     # The distance between neighbours, at least that of subnormals. In place: stacks are large.
     step = torch.where(scaled.abs() < 2, 0.5, torch.where(scaled.abs() < 4, 1.0, 2.0))
     return scaled.div_(step).round_().mul_(step).clamp_(-6.0, 6.0), scale  # rounds to even
@@ -48,7 +48,7 @@ def project(x: Tensor) -> Tensor:
     return values.mul_(e8m0.as_float32(scale)).flatten(-2).to(x.dtype)
 
 
-def cast(x: Tensor) -> tuple[Tensor, Tensor]:
+def cast_to_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """The E2M1 values (..., K) of x in E4M3, and their E8M0 scales (..., K / 32)."""
     values, scale = _values_and_scale(x)
     return values.flatten(-2).to(torch.float8_e4m3fn), scale.squeeze(-1)

@@ -1,9 +1,9 @@
 """One optimizer step of one parameter: in plain PyTorch, or by the CUDA kernel.
 
 A step decodes the states to float32, applies an update rule (``update_rules.py``) and encodes them
-again, in place. `Step` has all that it needs, as matrices. `plain_step` does it in PyTorch on any
-device and is the definition. On CUDA one Triton kernel does it (``gpu/optimizer_step.py``): a
-program holds whole groups in registers, reads gradient, parameter, codes and scales once, and
+again, in place. `OptimizerStep` has all that it needs, as matrices. `plain_step` does it in PyTorch
+on any device and is the definition. On CUDA one Triton kernel does it (``gpu/optimizer_step.py``):
+a program holds whole groups in registers, reads gradient, parameter, codes and scales once, and
 writes once. Both have the same precision: linear codes and parameters are equal to the bit; what
 follows from expanded codes may differ by one code (see ``moments.py``).
 
@@ -32,13 +32,13 @@ from torch import Tensor
 from float8.granularity import WHOLE
 from float8.kernels import definition, plain, stochastic, update_rules
 from float8.kernels.moments import StateMatrix, part, tiles
-from float8.kernels.scaled_mm import SUPPORT, architecture
+from float8.kernels.products import SUPPORT, architecture
 from float8.kernels.update_rules import Number, UpdateRule
 
 LARGEST_GROUP = 2048
 
 
-class Step(NamedTuple):
+class OptimizerStep(NamedTuple):
     """One step of one parameter; what it writes is p and the states.
 
     Attributes:
@@ -65,7 +65,7 @@ class Step(NamedTuple):
     seed: int = 0
     first: int = 0
 
-    def tile(self, rows: slice, cols: slice) -> Step:
+    def tile(self, rows: slice, cols: slice) -> OptimizerStep:
         """The step of some rows, and of some columns that begin with a group."""
         return self._replace(
             p=self.p.tile(rows, cols),
@@ -75,7 +75,7 @@ class Step(NamedTuple):
         )
 
 
-class Float8Weight(NamedTuple):
+class WeightOfMaster(NamedTuple):
     """The tensorwise float8 weight of a master: data (R, C), and its scale of one element."""
 
     data: Tensor
@@ -83,9 +83,9 @@ class Float8Weight(NamedTuple):
 
 
 def advance(
-    step: Step,
+    step: OptimizerStep,
     fused: bool | None,
-    weight: Float8Weight | None = None,
+    weight: WeightOfMaster | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
@@ -105,12 +105,12 @@ def advance(
     fused_step(step, grad_scale, found_inf, amax)
     if weight is not None:
         assert amax is not None
-        cast_weight(step.p, weight, amax, found_inf)
+        cast_master_by_kernel(step.p, weight, amax, found_inf)
     if not torch.compiler.is_compiling():  # the kernel's write does not increase it
         torch.autograd.graph.increment_version(step.p.codes if weight is None else weight.data)
 
 
-def plain_step(step: Step) -> None:
+def plain_step(step: OptimizerStep) -> None:
     """One step in place, in plain PyTorch."""
     number, seed, first = step.number, step.seed, step.first
     offset = number.to(torch.int32) if isinstance(number, Tensor) else int(number)
@@ -127,7 +127,7 @@ def plain_step(step: Step) -> None:
             state.write(x, stochastic.chances(x, key, offset, first))
 
 
-def cast_master(master: StateMatrix, weight: Float8Weight) -> None:
+def cast_master(master: StateMatrix, weight: WeightOfMaster) -> None:
     """Write a tensorwise float8 weight from its master, in plain PyTorch, tile by tile."""
     places = tiles(weight.data.shape, master.group)
     if not places:
@@ -146,7 +146,7 @@ def cast_master(master: StateMatrix, weight: Float8Weight) -> None:
     weight.scale.copy_(scale.view(weight.scale.shape))
 
 
-def refusal(step: Step) -> str | None:
+def refusal(step: OptimizerStep) -> str | None:
     """Why the Triton kernel does not take this step, and what to do; None if it does."""
     device, group = step.p.codes.device, step.group
     if device.type != "cuda":
@@ -178,7 +178,7 @@ def _no_kernel(device_index: int | None) -> str | None:
 _no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def takes_kernel(fused: bool | None, step: Step) -> bool:
+def takes_kernel(fused: bool | None, step: OptimizerStep) -> bool:
     """Whether the kernel runs this step; ValueError if ``fused=True`` and the kernel refuses."""
     if fused is False:
         return False
@@ -199,7 +199,7 @@ _warn._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def fused_step(
-    step: Step,
+    step: OptimizerStep,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     amax: Tensor | None = None,
@@ -212,7 +212,7 @@ def fused_step(
             and stays as it is (``torch.amp.GradScaler``'s protocol for fused optimizers).
         found_inf: float32 of one element on the device; where it is not 0 nothing is written.
         amax: float32 of one element that holds 0 before. It records the largest finite magnitude
-            of the new master, for `cast_weight`; None where the parameter is no master.
+            of the new master, for `cast_master_by_kernel`; None where the parameter is no master.
     """
     name, numbers, lr = update_rules.packed(step.rule)
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
@@ -225,8 +225,8 @@ def fused_step(
     )  # fmt: skip
 
 
-def cast_weight(
-    master: StateMatrix, weight: Float8Weight, amax: Tensor, found_inf: Tensor | None = None
+def cast_master_by_kernel(
+    master: StateMatrix, weight: WeightOfMaster, amax: Tensor, found_inf: Tensor | None = None
 ) -> None:
     """`cast_master` by the Triton kernel, of data with any strides.
 
@@ -257,7 +257,7 @@ def reference(
         gradient = gradient / grad_scale.reshape(())
     number = step if step_tensor is None else step_tensor
     plain_step(
-        Step(
+        OptimizerStep(
             update_rules.unpacked(rule, numbers, lr), number, target, StateMatrix(gradient),
             states, group, at_random, seed, first,
         )

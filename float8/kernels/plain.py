@@ -56,7 +56,7 @@ def _amax_fake(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def _cast(x: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return cpu.cast(x, scale, tuple(block), dtype)
+    return cpu.cast_by_scale(x, scale, tuple(block), dtype)
 
 
 def _cast_fake(x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype) -> Tensor:
@@ -90,8 +90,8 @@ def amax(x: Tensor, block: Block) -> Tensor:
 
 
 def cast_by_scale(x: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """`definition.cast`."""
-    run = _cast_op if _is_op_of(x) else definition.cast
+    """`definition.cast_by_scale`."""
+    run = _cast_op if _is_op_of(x) else definition.cast_by_scale
     return run(x, scale, block, dtype)
 
 
@@ -122,11 +122,11 @@ def _cast_both_fake(
     row_major: bool,
     transposed: bool,
     finds_amax: bool,
-) -> cpu.Outputs:
+) -> cpu.CastOutputs:
     if x.device.type != "cpu":  # in the layouts that a GPU's GEMMs read
         layouts = importlib.import_module("float8.kernels.gpu.cast")
         how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
-        found: cpu.Outputs = layouts.empty_outputs(x, scale, *how)
+        found: cpu.CastOutputs = layouts.empty_outputs(x, scale, *how)
         return found
     block = (1, *block)[-x.dim() :]
     is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
@@ -153,7 +153,7 @@ _register(
 )
 
 
-def cast_by_definition(*arguments: Any) -> cpu.Outputs:
+def cast_by_definition(*arguments: Any) -> cpu.CastOutputs:
     """The op ``cast``, made of aten's ops."""
     return cpu.cast_both(*arguments, where=definition)  # type: ignore[misc]
 

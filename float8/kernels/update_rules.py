@@ -97,7 +97,7 @@ class UpdateRule(Protocol):
     def _asdict(self) -> dict[str, Any]: ...
 
 
-class AdamW(NamedTuple):
+class AdamWRule(NamedTuple):
     """Adam (arXiv 1412.6980, algorithm 1); AdamW (arXiv 1711.05101) where decay is decoupled.
 
     Attributes:
@@ -143,7 +143,7 @@ def adam_factors(lr: Number, beta1: float, beta2: float, step: Number) -> tuple[
     return size64.to(torch.float32), root64.to(torch.float32)
 
 
-class SGDMomentum(NamedTuple):
+class SGDMomentumRule(NamedTuple):
     """SGD with momentum, as ``torch.optim.SGD`` defines it; m is 0 before step 1.
 
     Attributes:
@@ -177,7 +177,7 @@ class SGDMomentum(NamedTuple):
         return {"lr": self.lr, "beta1": self.momentum, "rest1": rest}
 
 
-class Lion(NamedTuple):
+class LionRule(NamedTuple):
     """Lion (arXiv 2302.06675, algorithm 2), its decay decoupled.
 
     Attributes:
@@ -278,7 +278,7 @@ def _prepared(rule: Any, p: Tensor, g: Tensor, decoupled: bool) -> tuple[Tensor,
 
 # The rules that the kernel has, by the names that its op takes.
 KERNEL_RULES: dict[str, Any] = {
-    **{"adamw": AdamW, "sgd_momentum": SGDMomentum, "lion": Lion},
+    **{"adamw": AdamWRule, "sgd_momentum": SGDMomentumRule, "lion": LionRule},
     **{"muon_direction": MuonDirection, "muon_move": MuonMove},
 }
 

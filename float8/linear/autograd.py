@@ -38,7 +38,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.granularity import WHOLE
 from float8.kernels import Float8Matrix, record_amax
-from float8.kernels.scaled_mm import takes_powers
+from float8.kernels.products import needs_power_of_two_scales
 from float8.linear.casts import (
     DelayedState,
     cast_in_groups,
@@ -190,7 +190,11 @@ def product(
     """
     if gemm.a is None or gemm.b is None:
         return times(_product_in_high_precision(gemm, a, b, bias, offs), factor)
-    if factor is not None and a.scale.dtype == torch.float32 and not takes_powers(gemm.name):
+    if (
+        factor is not None
+        and a.scale.dtype == torch.float32
+        and not needs_power_of_two_scales(gemm.name)
+    ):
         # E8M0 scales hold no factor
         a, bias, factor = a._replace(scale=a.scale * factor), times(bias, factor), None
     if offs is None:

@@ -45,7 +45,7 @@ from float8.formats import Format, ScaleFormat, format_of, twin_factor
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
-from float8.kernels.scaled_mm import on_device
+from float8.kernels.products import on_device
 from float8.linear.module import Switchable
 from float8.linear.plan import OWN, VIEW, Operand, cast_on
 from float8.tensor import Float8Tensor
@@ -436,7 +436,7 @@ def cast_in_groups(
         return x, x.t(), None
     scale = how.static if scale is None else scale
     known = None if scale is None else constant(scale, x)
-    return kernels.cast_tokens(x, how, offs, align, known, first, second)
+    return kernels.cast_grouped(x, how, offs, align, known, first, second)
 
 
 def record(state: DelayedState | None, amax: Tensor | None) -> None:

@@ -24,10 +24,10 @@ Under `float8.high_precision` the input stays in high precision, and the weight 
 scales of inputs are computed in the graph. The nodes are those of opset 21: torch refuses
 a lower ``opset_version``, its default among them, with "Target opset ... less than node version".
 
-Two rules of ONNX differ from those of `float8.kernels.definition.cast`. It divides by the scale,
-where the library multiplies by the rounded reciprocal: a value near the middle of two codes may get
-the other one, unless the scale is a power of two. And an infinite input becomes the largest value,
-not NaN.
+Two rules of ONNX differ from those of `float8.kernels.definition.cast_by_scale`. It divides by the
+scale, where the library multiplies by the rounded reciprocal: a value near the middle of two codes
+may get the other one, unless the scale is a power of two. And an infinite input becomes the largest
+value, not NaN.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from float8.formats import ScaleFormat, on_family, twin_factor
 from float8.granularity import WHOLE
 from float8.kernels import mxfp4
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
-from float8.kernels.scaled_mm import CPU, takes_powers
+from float8.kernels.products import CPU, needs_power_of_two_scales
 from float8.tensor import Float8Tensor
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
@@ -240,7 +240,7 @@ def _made(
         else:
             name, refusal = kernels.gemm_for(*what, are_powers)
         align = kernels.group_alignment(name) if grouped else 1
-        on_gpu = name not in ("", kernels.PLAIN)
+        on_gpu = name not in ("", kernels.PLAIN_PYTORCH)
         if grouped and on_gpu and dequantizes and a.scale_format.is_e8m0:
             name, refusal = "", _ORDER_OF_GROUPS
         is_swizzled = on_gpu and not dequantizes
@@ -272,7 +272,7 @@ def _made(
         is_grouped=grouped,
         on_gpu=family != CPU and not emulate,
     )
-    if any([takes_powers(gemm.name) for gemm in plan.gemms]):
+    if any([needs_power_of_two_scales(gemm.name) for gemm in plan.gemms]):
         plan.of_float8_operands = _made(key, family, dtype, grouped, compiling, True)
     return plan
 

@@ -16,7 +16,8 @@ from float8.config.gemms import GEMM_NAMES, GemmCasts
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE, block_name
 from float8.kernels import mxfp4
-from float8.kernels.scaled_mm import ALIGNMENT, refuses_granularity, unaligned
+from float8.kernels.cublas import ALIGNMENT
+from float8.kernels.products import reason_against_granularity, unaligned
 from float8.linear.plan import Gemm, LinearPlan, autocasts
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
@@ -42,7 +43,7 @@ def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
         return None
     for name, gemm in zip(GEMM_NAMES, config.gemms.all, strict=True):
         if gemm.a is not None and gemm.b is not None:
-            reason = refuses_granularity(gemm.a.block, gemm.b.block)
+            reason = reason_against_granularity(gemm.a.block, gemm.b.block)
             if reason is not None:
                 return f"{name}: {reason}"
     return None
@@ -71,7 +72,7 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
         reason = refuses_float8_input(input, plan, needs_w)
     elif plan.is_tiled and hasattr(weight, "device_mesh"):
         reason = REFUSES_SHARDED_BLOCKS
-    elif plan.mxfp4_weights and weight.shape[1] % mxfp4.BLOCK:
+    elif plan.mxfp4_weights and weight.shape[1] % mxfp4.MXFP4_BLOCK:
         reason = f"mxfp4_weights=True needs in_features={weight.shape[1]} to be a multiple of 32"
     if reason is None and plan.on_gpu:
         K, N = weight.shape[1], weight.shape[2 if weight.dim() == 3 else 0]

@@ -50,8 +50,8 @@ from float8.tensor import Float8Tensor
 
 
 def factors_of_channels(x_MK: Tensor) -> Tensor:
-    """s (1, K) of a matrix in high precision, float32; see `kernels.smoothing_factors`."""
-    return kernels.smoothing_factors(kernels.column_amaxes(x_MK))
+    """s (1, K), float32, of a matrix; see `kernels.smoothing_factors_from_amax`."""
+    return kernels.smoothing_factors_from_amax(kernels.column_amaxes(x_MK))
 
 
 def smoothed(x: Tensor, factors_1K: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.formats import E4M3, Format, format_of
 from float8.granularity import WHOLE, Block
-from float8.kernels.scaled_mm import SUPPORT, on_device
+from float8.kernels.products import SUPPORT, on_device
 from float8.tensor import Float8Tensor
 
 __all__ = ["hold_gradients_in_float8"]

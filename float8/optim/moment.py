@@ -36,8 +36,8 @@ from torch.utils._pytree import tree_map_only
 
 from float8.kernels.moments import (
     StateMatrix,
-    encode,
     encode_expanded,
+    encode_groups,
     groups_shape,
     matrix_of,
     part,
@@ -103,7 +103,9 @@ class Moment(Tensor):
         integers = torch.int16 if kind == "float16" else torch.uint8
         codes = torch.zeros(tuple(shape), dtype=integers, device=device).view(dtype)
         zero = torch.zeros(1, 1, device=device)
-        coded = encode_expanded(zero, 1) if kind == "float8_expanded" else encode(zero, 1, dtype)
+        coded = (
+            encode_expanded(zero, 1) if kind == "float8_expanded" else encode_groups(zero, 1, dtype)
+        )
         scale, *exponent = [x.repeat(groups_shape(shape, group)) for x in coded[1:]]
         return Moment(codes, scale, exponent[0] if exponent else None, group)
 

@@ -62,7 +62,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from float8.kernels.moments import StateMatrix, matrix_of
-from float8.kernels.optimizer_step import Float8Weight, Step, advance, cast_master
+from float8.kernels.optimizer_step import OptimizerStep, WeightOfMaster, advance, cast_master
 from float8.kernels.update_rules import UpdateRule
 from float8.optim.moment import Moment
 from float8.optim.options import KINDS, Options, check_dtype, check_group, check_parameter, describe
@@ -196,12 +196,12 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         rounds_target = group["stochastic_rounding"]
         if isinstance(p, Float8Tensor):
             plain = p.float8_data
-            weight = Float8Weight(matrix_of(plain.contiguous()), p.scale)
+            weight = WeightOfMaster(matrix_of(plain.contiguous()), p.scale)
             rounds_target = group["state_rounding"] != "nearest"
             target = state["master"].matrix()
         else:
             target = StateMatrix(matrix_of(plain.contiguous()))
-        step = Step(
+        step = OptimizerStep(
             rule=self.rule(group),
             number=number,
             p=target,
@@ -296,13 +296,13 @@ class QuantizedOptimizer(torch.optim.Optimizer):
 
 # Whether the kernel is wanted; the step; of a float8 parameter, the weight that follows from its
 # master; what the parameter's matrix is a copy of, if its rows are not contiguous.
-Work = tuple[bool | None, Step, Float8Weight | None, Tensor | None]
+Work = tuple[bool | None, OptimizerStep, WeightOfMaster | None, Tensor | None]
 
 
 def cast_from_master(p: Float8Tensor, master: Moment) -> None:
     """Rewrite a float8 parameter's data and scale from its master, in place."""
     data_RC = matrix_of(p.float8_data.contiguous())
-    cast_master(master.matrix(), Float8Weight(data_RC, p.scale))
+    cast_master(master.matrix(), WeightOfMaster(data_RC, p.scale))
     if not p.float8_data.is_contiguous():  # then data_RC is a copy
         p.float8_data.copy_(data_RC.view(p.shape))
 

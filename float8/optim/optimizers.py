@@ -57,16 +57,16 @@ class AdamW(QuantizedOptimizer):
         numbers = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**numbers, "amsgrad": amsgrad}, given)
 
-    def rule(self, group: dict[str, Any]) -> update_rules.AdamW:
+    def rule(self, group: dict[str, Any]) -> update_rules.AdamWRule:
         """The update rule with the group's numbers."""
         return adamw_rule(group, self.decoupled)
 
 
-def adamw_rule(group: dict[str, Any], decoupled: bool) -> update_rules.AdamW:
+def adamw_rule(group: dict[str, Any], decoupled: bool) -> update_rules.AdamWRule:
     """The update rule of `AdamW`, or of `Adam`, with the group's numbers."""
     numbers = {name: group[name] for name in ("lr", "eps", "weight_decay", "maximize")}
     beta1, beta2 = group["betas"]
-    return update_rules.AdamW(beta1=beta1, beta2=beta2, decoupled=decoupled, **numbers)
+    return update_rules.AdamWRule(beta1=beta1, beta2=beta2, decoupled=decoupled, **numbers)
 
 
 class Adam(AdamW):
@@ -125,10 +125,10 @@ class SGD(QuantizedOptimizer):
             params, {**numbers, "weight_decay": weight_decay, "nesterov": nesterov}, given
         )
 
-    def rule(self, group: dict[str, Any]) -> update_rules.SGDMomentum:
+    def rule(self, group: dict[str, Any]) -> update_rules.SGDMomentumRule:
         """The update rule with the group's numbers."""
         numbers = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
-        return update_rules.SGDMomentum(**{name: group[name] for name in numbers})
+        return update_rules.SGDMomentumRule(**{name: group[name] for name in numbers})
 
 
 class Lion(QuantizedOptimizer):
@@ -160,8 +160,8 @@ class Lion(QuantizedOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, given)
 
-    def rule(self, group: dict[str, Any]) -> update_rules.Lion:
+    def rule(self, group: dict[str, Any]) -> update_rules.LionRule:
         """The update rule with the group's numbers."""
         beta1, beta2 = group["betas"]
         numbers = {name: group[name] for name in ("lr", "weight_decay", "maximize")}
-        return update_rules.Lion(beta1=beta1, beta2=beta2, **numbers)
+        return update_rules.LionRule(beta1=beta1, beta2=beta2, **numbers)

@@ -30,7 +30,7 @@ from typing import Any
 
 import triton
 
-from float8.kernels.scaled_mm import SUPPORT
+from float8.kernels.products import SUPPORT
 from scripts.kernel_tools.forms import ARCHITECTURES, Variant, compile_for
 from scripts.kernel_tools.predict.devices import DEVICES
 from scripts.kernel_tools.predict.launches import predict_launch

@@ -26,9 +26,8 @@ from float8.kernels.gpu import (
     swiglu_cast,
     transpose,
 )
-from float8.kernels.gpu.blockwise_mm import TILES, Tile
-from float8.kernels.gpu.grouped_mm import BY_128, ONE, ROW, SQUARE
-from float8.kernels.gpu.tiles import MX, MX_SQUARE
+from float8.kernels.gpu.blockwise_mm import GEMM_TILES, Tile
+from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, SQUARE_128, TENSOR
 from scripts.kernel_tools.forms import Variant, meta, variant
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -54,11 +53,11 @@ def _amax(M: int, K: int) -> list[Variant]:
 
 def _blockwise_mm(M: int, K: int) -> list[Variant]:
     """Every tile with the pairs of blocks that the recipe multiplies, and other forms once."""
-    forms = [(tile, *rows, E4M3, BF16) for tile in TILES for rows in ((1, 128), (1, 1))]
+    forms = [(tile, *rows, E4M3, BF16) for tile in GEMM_TILES for rows in ((1, 128), (1, 1))]
     forms += [
-        (TILES[0], 128, 1, E4M3, BF16),
-        (TILES[0], 1, 128, E5M2, BF16),
-        (TILES[0], 1, 128, E4M3, F32),
+        (GEMM_TILES[0], 128, 1, E4M3, BF16),
+        (GEMM_TILES[0], 1, 128, E5M2, BF16),
+        (GEMM_TILES[0], 1, 128, E4M3, F32),
     ]
     return [_blockwise_mm_variant(*form, M, K) for form in forms]
 
@@ -94,14 +93,14 @@ def _cast(M: int, K: int) -> list[Variant]:
     up, down = definition.E8M0, definition.E8M0_FLOOR
     both, by_rows, by_columns = (True, True), (True, False), (False, True)
     forms: dict[str, tuple[Any, ...]] = {
-        "cast, e4m3, rows and columns": (x, None, ONE, E4M3, exact, False, *both),
-        "cast, e5m2, rows and columns": (x, None, ONE, E5M2, exact, False, *both),
-        "cast, e4m3, rows": (x, None, ONE, E4M3, exact, False, *by_rows),
-        f"{_GIVEN}, e4m3, rows and columns": (x, scale, ONE, E4M3, exact, False, *both),
+        "cast, e4m3, rows and columns": (x, None, TENSOR, E4M3, exact, False, *both),
+        "cast, e5m2, rows and columns": (x, None, TENSOR, E5M2, exact, False, *both),
+        "cast, e4m3, rows": (x, None, TENSOR, E4M3, exact, False, *by_rows),
+        f"{_GIVEN}, e4m3, rows and columns": (x, scale, TENSOR, E4M3, exact, False, *both),
         f"{_GIVEN}, e5m2, rows and columns, amax": (
-            x, scale, ONE, E5M2, exact, False, *both, True,
+            x, scale, TENSOR, E5M2, exact, False, *both, True,
         ),
-        f"{_GIVEN}, e4m3, columns": (x, scale, ONE, E4M3, exact, False, *by_columns),
+        f"{_GIVEN}, e4m3, columns": (x, scale, TENSOR, E4M3, exact, False, *by_columns),
         **{
             f"cast_blockwise, e4m3, {block_name(block)}, {name}": (
                 x, None, block, E4M3, rounded, False, *wanted,
@@ -109,18 +108,18 @@ def _cast(M: int, K: int) -> list[Variant]:
             for block, name, wanted in (
                 (BY_128, "rows and columns", both),
                 (BY_128, "rows", by_rows),
-                (SQUARE, "rows and columns", both),
-                (SQUARE, "columns", by_columns),
+                (SQUARE_128, "rows and columns", both),
+                (SQUARE_128, "columns", by_columns),
             )
         },
-        "cast_mx, e4m3, rows and columns": (x, None, MX, E4M3, up, True, *both),
-        "cast_mx, e4m3, rows": (x, None, MX, E4M3, up, True, *by_rows),
-        "cast_mx, e4m3, columns": (x, None, MX, E4M3, up, True, *by_columns),
-        "cast_mx, e4m3, rows and columns, floor": (x, None, MX, E4M3, down, True, *both),
-        "cast_mx, e4m3, 32x32, rows and columns": (x, None, MX_SQUARE, E4M3, up, True, *both),
-        "cast_mx, e4m3, 32x32, rows": (x, None, MX_SQUARE, E4M3, up, True, *by_rows),
-        "cast_mx, e4m3, 32x32, columns": (x, None, MX_SQUARE, E4M3, up, True, *by_columns),
-        "cast_mx, e4m3, rows, plain scales": (x, None, MX, E4M3, up, False, *by_rows),
+        "cast_mx, e4m3, rows and columns": (x, None, BY_32, E4M3, up, True, *both),
+        "cast_mx, e4m3, rows": (x, None, BY_32, E4M3, up, True, *by_rows),
+        "cast_mx, e4m3, columns": (x, None, BY_32, E4M3, up, True, *by_columns),
+        "cast_mx, e4m3, rows and columns, floor": (x, None, BY_32, E4M3, down, True, *both),
+        "cast_mx, e4m3, 32x32, rows and columns": (x, None, SQUARE_32, E4M3, up, True, *both),
+        "cast_mx, e4m3, 32x32, rows": (x, None, SQUARE_32, E4M3, up, True, *by_rows),
+        "cast_mx, e4m3, 32x32, columns": (x, None, SQUARE_32, E4M3, up, True, *by_columns),
+        "cast_mx, e4m3, rows, plain scales": (x, None, BY_32, E4M3, up, False, *by_rows),
         "cast_rowwise, e4m3, rows": (x, None, ROW, E4M3, rounded, False, *by_rows),
         "cast_rowwise, e4m3, rows in chunks": (long, None, ROW, E4M3, rounded, False, *by_rows),
         "cast_rowwise, e4m3, rows and columns": (x, None, ROW, E4M3, rounded, False, *both),
@@ -137,10 +136,10 @@ def _cast_tokens(M: int, K: int) -> list[Variant]:
     x, offs, scale = meta(M, K), meta(64, dtype=torch.int32), meta(1, 1, dtype=F32)
     exact, rounded, e8m0 = definition.FLOAT32, definition.scale_format_of(True), definition.E8M0
     forms: dict[str, tuple[Any, ...]] = {
-        "cast_tokens, e4m3, tensor": (ONE, E4M3, exact, None, 16, True, True),
-        "cast_tokens, e5m2, tensor": (ONE, E5M2, exact, None, 16, True, True),
-        "cast_tokens, e4m3, tensor, rows": (ONE, E4M3, exact, None, 16, True, False),
-        "cast_tokens, e4m3, given scale": (ONE, E4M3, exact, scale, 16, True, True),
+        "cast_tokens, e4m3, tensor": (TENSOR, E4M3, exact, None, 16, True, True),
+        "cast_tokens, e5m2, tensor": (TENSOR, E5M2, exact, None, 16, True, True),
+        "cast_tokens, e4m3, tensor, rows": (TENSOR, E4M3, exact, None, 16, True, False),
+        "cast_tokens, e4m3, given scale": (TENSOR, E4M3, exact, scale, 16, True, True),
         "cast_tokens, e4m3, 1 x K": (ROW, E4M3, rounded, None, 16, True, True),
         "cast_tokens, e4m3, 1 x K, columns": (ROW, E4M3, rounded, None, 16, False, True),
         "cast_tokens, e4m3, 1 x 128": (BY_128, E4M3, rounded, None, 16, True, True),
@@ -157,9 +156,9 @@ def _cast_tokens(M: int, K: int) -> list[Variant]:
             False,
             True,
         ),
-        "cast_tokens_mx, e4m3, both": (MX, E4M3, e8m0, None, 128, True, True),
-        "cast_tokens_mx, e4m3, rows": (MX, E4M3, e8m0, None, 128, True, False),
-        "cast_tokens_mx, e4m3, columns": (MX, E4M3, e8m0, None, 128, False, True),
+        "cast_tokens_mx, e4m3, both": (BY_32, E4M3, e8m0, None, 128, True, True),
+        "cast_tokens_mx, e4m3, rows": (BY_32, E4M3, e8m0, None, 128, True, False),
+        "cast_tokens_mx, e4m3, columns": (BY_32, E4M3, e8m0, None, 128, False, True),
     }
     return [
         variant("cast_tokens, amaxes", amax.line_amaxes, x, True, True, offs),
@@ -189,12 +188,12 @@ def _expand_scales(M: int, K: int) -> list[Variant]:
 def _grouped_mm(M: int, K: int) -> list[Variant]:
     """Each product in its largest tiles, and blockwise ones in that of 4 warps."""
     forms: list[tuple[Tile, bool, tuple[Block, Block], torch.dtype, bool]] = []
-    for by_tokens, pair in ((False, (BY_128, SQUARE)), (True, (BY_128, BY_128))):
-        forms += [(tile, by_tokens, pair, E4M3, False) for tile in TILES[:2]]
-        forms += [(TILES[0], by_tokens, (ONE, ONE), E5M2, False)]
-        forms += [(TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
-    for tile in (grouped_mm.WIDE, TILES[0]):
-        forms += [(tile, False, pair, E4M3, True) for pair in ((ONE, ONE), (ROW, ROW))]
+    for by_tokens, pair in ((False, (BY_128, SQUARE_128)), (True, (BY_128, BY_128))):
+        forms += [(tile, by_tokens, pair, E4M3, False) for tile in GEMM_TILES[:2]]
+        forms += [(GEMM_TILES[0], by_tokens, (TENSOR, TENSOR), E5M2, False)]
+        forms += [(GEMM_TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
+    for tile in (grouped_mm.WIDE, GEMM_TILES[0]):
+        forms += [(tile, False, pair, E4M3, True) for pair in ((TENSOR, TENSOR), (ROW, ROW))]
     return [_grouped_mm_variant(*form, M, K) for form in forms]
 
 
@@ -236,7 +235,7 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
     statistics, launch = norm_cast._statistics, norm_cast._launch
     forms = []
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
-        norm = norm_cast.Norm(weight, bias, 1e-5, bias is not None)
+        norm = norm_cast.NormParameters(weight, bias, 1e-5, bias is not None)
         known = (x, norm, None if bias is None else statistic, statistic, BF16)
         whole = (x, norm, scale, *cast_to)
         sums = {"statistics and amax": (True,), "statistics": (False,)}

@@ -156,7 +156,7 @@ def test_static_scales_are_used_and_checked_by_name():
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
-    scaled_mm = importlib.import_module("float8.kernels.scaled_mm")
+    scaled_mm = importlib.import_module("float8.kernels.products")
     arch = "sm_100" if "mxfp8" in recipe else "sm_90"
     monkeypatch.setattr(scaled_mm, "architecture", lambda index=None: arch)
     assert "out_features=250" in refuses_device(weight, config, gpu)

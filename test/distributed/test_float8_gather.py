@@ -14,7 +14,7 @@ from float8 import Float8Linear, Float8Tensor, sync_float8_amax_and_scale_histor
 from float8.config import RECIPES
 from float8.distributed.float8_gather import KnownAmax, amax_of_shard, cast_shard
 from float8.kernels.casts import KERNELS, import_kernels
-from float8.kernels.scaled_mm import CPU
+from float8.kernels.products import CPU
 
 
 @contextmanager

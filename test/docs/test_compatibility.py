@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")  # the kernels that a plan for a GPU imports
 
-from float8.kernels.scaled_mm import CPU, ROWWISE, SUPPORT
+from float8.kernels.products import CPU, ROWWISE_PRODUCT, SUPPORT
 from scripts import compatibility
 
 PAGE = compatibility.PAGE.read_text(encoding="utf-8")
@@ -31,7 +31,7 @@ def test_every_architecture_of_the_code_has_a_row():
 
 
 def test_a_changed_table_of_the_code_makes_the_page_outdated(monkeypatch):
-    monkeypatch.setitem(SUPPORT, "sm_120", {**SUPPORT["sm_120"], ROWWISE: "takes no rows"})
+    monkeypatch.setitem(SUPPORT, "sm_120", {**SUPPORT["sm_120"], ROWWISE_PRODUCT: "takes no rows"})
     row = next(line for line in compatibility.devices().splitlines() if "`sm_120`" in line)
     assert re.search(r"torch._scaled_mm: all \| refused \(\d\) \|", row)
     assert compatibility.with_tables(PAGE) != PAGE

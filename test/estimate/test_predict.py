@@ -15,7 +15,7 @@ from float8.estimate.devices import BF16
 from float8.estimate.predict import Layer, predict, refuses
 from float8.estimate.roofline import Shape, Use, layer_seconds
 from float8.formats import ScaleFormat
-from float8.kernels.scaled_mm import SUPPORT
+from float8.kernels.products import SUPPORT
 from float8.linear.layer import Float8Linear
 from float8.linear.plan import plan_for
 

@@ -33,7 +33,7 @@ from torch import Tensor
 from float8.granularity import scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm
-from float8.kernels.update_rules import AdamW
+from float8.kernels.update_rules import AdamWRule
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16 = torch.float32, torch.bfloat16
@@ -173,9 +173,9 @@ def _exact(
     return _integers(shape, dtype), _powers(scale_shape(shape, block))
 
 
-TILES = GROUPED_TILES = test_blockwise_mm.module.TILES
+TILES = GROUPED_TILES = test_blockwise_mm.module.GEMM_TILES
 SAME, MIXED = (E4M3, E4M3), (E5M2, E4M3)
-ADAMW = (AdamW(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
+ADAMW = (AdamWRule(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
 TENSOR, ROW, BY_128 = test_cast_tokens.TENSOR, test_cast_tokens.ROW, test_cast_tokens.BY_128
 SHAPE = (80, 272)
 NORMS = ("rms, weight", "layer, weight and bias")

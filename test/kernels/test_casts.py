@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import casts
-from float8.kernels.casts import KERNELS, CastSpec, cast, kernel_for, runs_kernel
+from float8.kernels.casts import KERNELS, CastSpec, cast, has_cast_kernel, kernel_for
 
 WHOLE = (-1, -1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -38,7 +38,7 @@ def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
     missing = mock.Mock(side_effect=ModuleNotFoundError("No module named triton"))
     monkeypatch.setattr(casts.importlib, "import_module", missing)
     with pytest.raises(error, match=words):
-        runs_kernel(CUDA, WHOLE, emulate=False)
+        has_cast_kernel(CUDA, WHOLE, emulate=False)
 
 
 @pytest.mark.parametrize("block", KERNELS["sm_90"])
@@ -46,7 +46,7 @@ def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
 def test_both_orientations_with_their_scales(block, rows, cols):
     """Shapes on CUDA, where a CPU build can only pretend; bits are test_kernel_path.py's."""
     pytest.importorskip("triton")
-    runs_kernel(CUDA, block, emulate=False)
+    has_cast_kernel(CUDA, block, emulate=False)
     scale_format = "e8m0" if block[1] == 32 else "float32"
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)

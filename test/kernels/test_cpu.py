@@ -38,10 +38,10 @@ def test_an_operand_computed_again_by_other_bits_is_no_nan(dtype, granularity, s
     block = shapes.GRANULARITIES[granularity].block_of(x.shape)
     scale = definition.cast_dynamic(x, block, dtype, scale_format)[1]
     again = x.float() * (1 + ulps * 2.0**-7)
-    data = cpu.cast(again, scale, block, dtype, fits=True)
+    data = cpu.cast_by_scale(again, scale, block, dtype, fits=True)
     assert cpu.dequantize(data, scale, block, torch.float32).isfinite().all()
     replay = (dtype, granularity, scale_format)
-    assert_bitwise(data, definition.cast(again, scale, block, dtype), replay)
+    assert_bitwise(data, definition.cast_by_scale(again, scale, block, dtype), replay)
 
 
 # --- decoding
@@ -59,17 +59,17 @@ def test_every_code_has_its_value(dtype, count):
     strided = matrix.t(), matrix[1::2, ::3], matrix[3:4].expand(len(matrix), -1), matrix[:0]
     for some in (codes, finite, one_nan, one_nan.flip(0), *strided):
         expected = oracle.table(dtype)[some.long()].to(torch.bfloat16)
-        assert_bitwise(cpu.decode(some.view(dtype)), expected, (dtype, some.stride()))
+        assert_bitwise(cpu.to_bfloat16(some.view(dtype)), expected, (dtype, some.stride()))
 
 
 def test_codes_are_decoded_where_subnormals_are_flushed():
     """Small codes are subnormal bfloat16s on the way, which torch.set_flush_denormal zeroes."""
     codes = torch.arange(112, dtype=torch.uint8).repeat(80).view(E4M3)
-    expected = cpu.decode(codes)
+    expected = cpu.to_bfloat16(codes)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush subnormals")
     try:
-        decoded = cpu.decode(codes)
+        decoded = cpu.to_bfloat16(codes)
     finally:
         torch.set_flush_denormal(False)
     assert_bitwise(decoded, expected)
@@ -242,9 +242,9 @@ def test_operands_in_parts(block, turned, dtype, monkeypatch):
     found = cpu.amax(x, block)
     assert_bitwise(found, definition.amax(x, block), block)
     scale = definition.scale_from_amax(found, 448.0)
-    wanted = definition.cast(x, scale, block, torch.float8_e4m3fn)
+    wanted = definition.cast_by_scale(x, scale, block, torch.float8_e4m3fn)
     for fits in (False, True):
-        data = cpu.cast(x, scale, block, torch.float8_e4m3fn, fits)
+        data = cpu.cast_by_scale(x, scale, block, torch.float8_e4m3fn, fits)
         assert_bitwise(data, wanted, (block, fits))
         assert data.stride() == x.stride()
     powers = definition.scale_from_amax(found, 448.0, "power_of_two").nan_to_num(4.0)

@@ -32,7 +32,7 @@ from shapes import HIGH_PRECISION, Case, pairs
 from float8 import kernels
 from float8.kernels import cublas
 
-module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+module = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
 
 
 BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]

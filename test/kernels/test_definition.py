@@ -46,15 +46,15 @@ def check(case, dtype, block, scale_format):
         assert_bitwise(ops.amax(x, block), amax, replay, f"{name}.amax")
         found = ops.scale_from_amax(amax, oracle.largest(dtype), scale_format)
         assert_bitwise(found, scale, replay, f"{name}.scale_from_amax")
-        data = ops.cast(x, scale, block, dtype, *promise)
-        assert_bitwise(data, codes, replay, f"{name}.cast by its scale")
-        found = ops.cast(x, other, block, dtype)
-        assert_bitwise(found, under_other, replay, f"{name}.cast by a given scale")
+        data = ops.cast_by_scale(x, scale, block, dtype, *promise)
+        assert_bitwise(data, codes, replay, f"{name}.cast_by_scale by its scale")
+        found = ops.cast_by_scale(x, other, block, dtype)
+        assert_bitwise(found, under_other, replay, f"{name}.cast_by_scale by a given scale")
         for out in shapes.HIGH_PRECISION:
             found = ops.dequantize(codes.view(dtype), scale, block, out)
             assert_bitwise(found, value.to(out), replay, f"{name}.dequantize in {out}")
     decoded = oracle.table(dtype)[codes.long()].to(torch.bfloat16)
-    assert_bitwise(cpu.decode(data), decoded, replay, "decoded")
+    assert_bitwise(cpu.to_bfloat16(data), decoded, replay, "decoded")
     assert_bitwise(x, before, replay, "the input afterwards")
 
 
@@ -129,7 +129,7 @@ def test_a_cast_rounds_to_nearest_even_and_saturates(dtype):
     ties, largest = oracle.ties(dtype).float(), oracle.largest(dtype)
     up, down = (ties.nextafter(torch.tensor(to)) for to in (math.inf, 0.0))
     codes, below, above, large, special = (
-        definition.cast(x, torch.ones(1), (-1,), dtype)
+        definition.cast_by_scale(x, torch.ones(1), (-1,), dtype)
         for x in (
             ties,
             down,
@@ -176,7 +176,7 @@ def assert_product(a, b, bias: Tensor | None, out_dtype: torch.dtype, replay, de
         assert_bitwise(actual.isfinite(), exact.isfinite(), replay)
     if device == "cpu":
         assert_bitwise(cpu.scaled_mm(*parts, *rest), actual, replay, "on a CPU")
-        decoded = cpu.decode(a_data), a_scale, cpu.decode(b_data), b_scale
+        decoded = cpu.to_bfloat16(a_data), a_scale, cpu.to_bfloat16(b_data), b_scale
         assert_bitwise(cpu.scaled_mm(*decoded, *rest), actual, replay, "decoded")
 
 
@@ -224,7 +224,7 @@ def test_a_layer_norm_has_the_error_of_torchs(affine, dtype):
     weight, bias = (Case((123,), dtype, seed=seed).make() for seed in (8, 9))
     weight = weight if "weight" in affine else None
     bias = bias if "bias" in affine else None
-    y, mean, rstd = definition.layer_norm(x, weight, bias, 1e-5)
+    y, mean, rstd = definition.layer_norm_with_statistics(x, weight, bias, 1e-5)
     exact, plain = (
         F.layer_norm(x.to(d), (123,), *(None if t is None else t.to(d) for t in (weight, bias)))
         for d in (torch.float64, torch.float32)

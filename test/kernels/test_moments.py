@@ -51,20 +51,20 @@ def second_moments(shape, log2_range, seed):
 def test_linear_codes_are_those_of_the_table(shape, group, fill):
     case = Case(shape, fill=fill, seed=1)
     x = case.make()
-    codes, scale = moments.encode(x, group, E4M3)
+    codes, scale = moments.encode_groups(x, group, E4M3)
     expected, scales = oracle.quantize(x, (1, group), E4M3)
     assert_bitwise(scale, scales, (case, group), "scale")
     assert_bitwise(codes, expected, (case, group), "codes")
     exact = oracle.values(codes, scale, (1, group)).float()
-    assert_bitwise(moments.decode(codes, scale, group), exact, (case, group), "values")
+    assert_bitwise(moments.decode_groups(codes, scale, group), exact, (case, group), "values")
 
 
 @pairs(shape=SHAPES, group=GROUPS, exponent=(-140, -30, 0, 100))
 def test_scaled_float16_keeps_eleven_bits_and_every_nonzero(shape, group, exponent):
     case = Case(shape, fill="wide", exponent=exponent, seed=2)
     x = case.make()
-    codes, scale = moments.encode(x, group, torch.float16)
-    decoded = moments.decode(codes, scale, group).double()
+    codes, scale = moments.encode_groups(x, group, torch.float16)
+    decoded = moments.decode_groups(codes, scale, group).double()
     for row, cols in groups(x, group):
         values, amax = x[row, cols].double(), float(x[row, cols].abs().max())
         # Half a spacing of normal codes, a whole one of subnormals, and scales from 2^-126 on.
@@ -137,7 +137,7 @@ def code(x, form, group=32):
     if form == "expanded":
         return moments.decode_expanded(*moments.encode_expanded(x, group), group)
     dtype = E4M3 if form == "linear" else torch.float16
-    return moments.decode(*moments.encode(x, group, dtype), group)
+    return moments.decode_groups(*moments.encode_groups(x, group, dtype), group)
 
 
 def test_no_elements():
@@ -152,10 +152,10 @@ def test_compiled_codes_are_the_eager_ones():
     """Rounded at random, linear codes are equal, and expanded codes differ by one at most."""
 
     def step(m, v, number):
-        m32 = moments.decode(*m, 64) * 0.9 + 0.01
+        m32 = moments.decode_groups(*m, 64) * 0.9 + 0.01
         v32 = moments.decode_expanded(*v, 64) * 0.99
         return (
-            moments.encode(m32, 64, E4M3, stochastic.chances(m32, 5, number, 1000)),
+            moments.encode_groups(m32, 64, E4M3, stochastic.chances(m32, 5, number, 1000)),
             moments.encode_expanded(v32, 64, stochastic.chances(v32, 6, number)),
         )
 
@@ -163,7 +163,7 @@ def test_compiled_codes_are_the_eager_ones():
     m[1, 66] = v[1, 3] = math.nan
     v = v[:, :64].square() * 1e-3  # whole groups: every piece of a graph costs seconds
     v[2] = 0
-    states = moments.encode(m, 64, E4M3), moments.encode_expanded(v, 64)
+    states = moments.encode_groups(m, 64, E4M3), moments.encode_expanded(v, 64)
     states = (*states, torch.tensor(3, dtype=torch.int32))
     (m1, v1), (m2, v2) = step(*states), torch.compile(step, fullgraph=True)(*states)
     assert_bitwise(m2[0], m1[0], what="linear codes")
@@ -177,6 +177,6 @@ def test_compiled_codes_are_the_eager_ones():
 
 def test_an_element_that_float16_would_lose_keeps_its_sign():
     x = torch.tensor([[1.0, 1e-20, -1e-20, 0.0]])
-    codes, scale = moments.encode(x, 4, torch.float16)
+    codes, scale = moments.encode_groups(x, 4, torch.float16)
     smallest = 2.0**-24 * scale.item()
-    assert moments.decode(codes, scale, 4)[0, 1:].tolist() == [smallest, -smallest, 0.0]
+    assert moments.decode_groups(codes, scale, 4)[0, 1:].tolist() == [smallest, -smallest, 0.0]

@@ -86,7 +86,7 @@ def codes_of(values: Tensor) -> Tensor:
 def test_codes_scales_and_values_are_the_oracles(fill, dtype):
     largest = min(torch.finfo(dtype).max, 3e38)
     x = made(fill).clamp(-largest, largest).to(dtype)
-    values, scale = mxfp4.cast(x)
+    values, scale = mxfp4.cast_to_mxfp4(x)
     codes, scale_bytes = mxfp4_oracle.encode(x)
     assert_bitwise(codes_of(values), codes, (fill, dtype), "codes")
     assert_bitwise(scale.view(torch.uint8), scale_bytes, (fill, dtype), "scales")
@@ -104,7 +104,7 @@ def test_torchao_has_these_bytes_except_where_the_scale_is_smallest(fill, dtype)
     x = made(fill).to(dtype)
     x = torch.where(x.isfinite(), x, 0)
     scale, data = mx.to_mx(x, torch.float4_e2m1fn_x2, 32, mx.ScaleCalculationMode.FLOOR)
-    values, own = mxfp4.cast(x)
+    values, own = mxfp4.cast_to_mxfp4(x)
     assert_bitwise(own.view(torch.uint8), scale.view(torch.uint8).reshape(own.shape), fill)
     smallest = own.view(torch.uint8).repeat_interleave(16, -1) == 0
     theirs = data.view(torch.uint8)
@@ -125,7 +125,7 @@ def test_microxcalings_values(exponent):
 def test_nothing_makes_a_block_finite(bad):
     x = torch.ones(2, 64)
     x[1, 40] = bad
-    values, scale = mxfp4.cast(x)
+    values, scale = mxfp4.cast_to_mxfp4(x)
     assert scale.view(torch.uint8).tolist() == [[125, 125], [125, 255]]
     for found in (mxfp4.project(x), values.float()):
         assert found.isnan().nonzero().tolist() == [[1, column] for column in range(32, 64)]
@@ -134,7 +134,7 @@ def test_nothing_makes_a_block_finite(bad):
 def test_any_strides_and_sizes():
     x = torch.randn(3, 64, 5)
     assert_bitwise(mxfp4.project(x.mT), mxfp4_oracle.project(x.mT.contiguous()))
-    values = mxfp4.cast(x.mT)[0]
+    values = mxfp4.cast_to_mxfp4(x.mT)[0]
     assert_bitwise(mxfp4.pack(values), mxfp4.pack(values.contiguous()))
     assert mxfp4.project(torch.ones(0, 64)).shape == (0, 64)
     with pytest.raises(RuntimeError, match="40"):

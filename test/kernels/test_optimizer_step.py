@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import moments, optimizer_step
 from float8.kernels.moments import StateMatrix
-from float8.kernels.optimizer_step import Float8Weight, Step, refusal, takes_kernel
-from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
+from float8.kernels.optimizer_step import OptimizerStep, WeightOfMaster, refusal, takes_kernel
+from float8.kernels.update_rules import AdamWRule, LionRule, SGDMomentumRule
 
 RULES = (
-    AdamW(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True),
-    SGDMomentum(1e-3, 0.9, 0.1, False, 0.2, True),
-    Lion(1e-3, 0.9, 0.99, 0.1),
+    AdamWRule(1e-3, 0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True),
+    SGDMomentumRule(1e-3, 0.9, 0.1, False, 0.2, True),
+    LionRule(1e-3, 0.9, 0.99, 0.1),
 )
 LION = RULES[2]
 
@@ -35,7 +35,7 @@ def step(dtype=torch.bfloat16, rule=LION, group=128):
     m = StateMatrix(
         torch.empty(4, 256, dtype=torch.float8_e4m3fn, device="cuda"), g.new_empty(4, 2)
     )
-    return Step(rule, 1, StateMatrix(p), StateMatrix(g), [m], group, [False] * 2)
+    return OptimizerStep(rule, 1, StateMatrix(p), StateMatrix(g), [m], group, [False] * 2)
 
 
 class Sign(NamedTuple):
@@ -77,9 +77,9 @@ def test_fused_step_on_a_cpu_is_the_plain_step():
         steps, amax = [], torch.zeros(1)
         for _ in range(2):
             made = ((x, torch.float16), (g, torch.float8_e4m3fn), (x * x, torch.float16))
-            p, *states = (StateMatrix(*moments.encode(y, 32, d), None, 32) for y, d in made)
-            states = states if isinstance(rule, AdamW) else states[:1]
-            steps.append(Step(rule, 2, p, StateMatrix(g), states, 32, (True,) * 3, seed=1))
+            p, *states = (StateMatrix(*moments.encode_groups(y, 32, d), None, 32) for y, d in made)
+            states = states if isinstance(rule, AdamWRule) else states[:1]
+            steps.append(OptimizerStep(rule, 2, p, StateMatrix(g), states, 32, (True,) * 3, seed=1))
         optimizer_step.fused_step(steps[0], amax=amax)
         optimizer_step.plain_step(steps[1])
         for mine, theirs in zip(*([s.p, *s.states] for s in steps), strict=True):
@@ -89,9 +89,9 @@ def test_fused_step_on_a_cpu_is_the_plain_step():
         value = master.decode()
         assert amax == value.abs().max()
         assert not torch.equal(value, x)
-    weight = Float8Weight(torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(()))
-    optimizer_step.cast_weight(master, weight, amax)
-    twin = Float8Weight(torch.zeros_like(weight.data), torch.zeros(()))
+    weight = WeightOfMaster(torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(()))
+    optimizer_step.cast_master_by_kernel(master, weight, amax)
+    twin = WeightOfMaster(torch.zeros_like(weight.data), torch.zeros(()))
     optimizer_step.cast_master(master, twin)
     assert_bitwise(weight.data, twin.data)
     assert_bitwise(weight.scale, twin.scale)

@@ -152,7 +152,7 @@ def code(x, chance, form, group=32):
     if form == "expanded":
         return moments.decode_expanded(*moments.encode_expanded(x, group, chance), group)
     dtype = E4M3 if form == "float8" else torch.float16
-    return moments.decode(*moments.encode(x, group, dtype, chance), group)
+    return moments.decode_groups(*moments.encode_groups(x, group, dtype, chance), group)
 
 
 def test_chances_are_uniform_and_each_state_has_its_own():

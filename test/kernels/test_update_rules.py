@@ -8,7 +8,7 @@ import pytest
 import torch
 from shapes import pairs
 
-from float8.kernels.update_rules import AdamW, Lion, SGDMomentum
+from float8.kernels.update_rules import AdamWRule, LionRule, SGDMomentumRule
 
 
 def torch_optimizer(kind, p, grads, **options):
@@ -33,7 +33,7 @@ def test_adam_is_torchs(kind, as_tensors, maximize):
     for i, g in enumerate(grads):
         lr, step = (torch.tensor(0.01), torch.tensor(i + 1.0)) if as_tensors else (0.01, i + 1)
         decoupled = kind is torch.optim.AdamW
-        rule = AdamW(lr, 0.8, 0.9, 1e-3, 0.1, decoupled, maximize)
+        rule = AdamWRule(lr, 0.8, 0.9, 1e-3, 0.1, decoupled, maximize)
         p, m, v = rule.update(step, p, g, m, v)
     for found, wanted in ((p, expected), (m, state["exp_avg"]), (v, state["exp_avg_sq"])):
         torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-7)
@@ -53,7 +53,7 @@ def test_sgd_is_torchs(nesterov, dampening, as_tensors, maximize):
     m = torch.zeros_like(p)
     for i, g in enumerate(grads):
         lr, step = (torch.tensor(0.01), torch.tensor(i + 1.0)) if as_tensors else (0.01, i + 1)
-        p, m = SGDMomentum(lr, **options).update(step, p, g, m)
+        p, m = SGDMomentumRule(lr, **options).update(step, p, g, m)
     torch.testing.assert_close(p, expected, rtol=2e-6, atol=2e-7)
 
 
@@ -62,11 +62,11 @@ def test_lion_is_the_papers():
     p, m, *grads = torch.randn(6, 5, 7, generator=torch.Generator().manual_seed(4))
     exact_p, exact_m = p.double(), m.double()
     for g in grads:
-        p, m = Lion(0.01, 0.9, 0.99, 0.1).update(1, p, g, m)
+        p, m = LionRule(0.01, 0.9, 0.99, 0.1).update(1, p, g, m)
         update = (0.9 * exact_m + 0.1 * g.double()).sign() + 0.1 * exact_p
         exact_p, exact_m = exact_p - 0.01 * update, 0.99 * exact_m + 0.01 * g.double()
     torch.testing.assert_close(p.double(), exact_p, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(m.double(), exact_m, rtol=1e-5, atol=1e-6)
     nan = torch.tensor([math.nan, 1.0])
-    p, m = Lion(0.1, 0.9, 0.9, 0.0).update(1, p[0, :2], nan, m[0, :2])
+    p, m = LionRule(0.1, 0.9, 0.9, 0.0).update(1, p[0, :2], nan, m[0, :2])
     assert p.isnan().tolist() == m.isnan().tolist() == [True, False]

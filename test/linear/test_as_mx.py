@@ -82,7 +82,7 @@ def calls(request, monkeypatch):
             a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum
         ),
     )  # fmt: skip
-    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.products"):
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "family_of", lambda device: request.param)
     monkeypatch.setattr("float8.kernels.compiler_may_cast", lambda family: True)

@@ -149,7 +149,7 @@ def test_static_scales_mean_the_same_values_in_amd_s_twins(target, monkeypatch):
 
     expected = results()
     with monkeypatch.context() as patch:
-        for name in ("float8.kernels", "float8.kernels.scaled_mm"):
+        for name in ("float8.kernels", "float8.kernels.products"):
             patch.setattr(importlib.import_module(name), "family_of", lambda device: "gfx94")
         found = results()
         assert weight_cast(layer, layer.weight)[0].format == E4M3FNUZ  # by which the scale is twice

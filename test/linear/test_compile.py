@@ -49,7 +49,14 @@ TRACED = {
     "activations": ("*",),
     "experts": ("grouped_mm",),
     "fusion": ("autograd",),
-    "kernels": ("cublas", "definition", "grouped_mm", "moments", "optimizer_step", "scaled_mm"),
+    "kernels": (
+        "cublas",
+        "definition",
+        "grouped_products",
+        "moments",
+        "optimizer_step",
+        "products",
+    ),
     "linear": (
         *("autograd", "casts", "float8_weight", "layer", "module", "plan", "refusals"),
         *("smoothing", "sync"),

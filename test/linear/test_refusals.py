@@ -86,7 +86,7 @@ def test_a_gpu_that_does_not_run_a_product_is_refused_with_or_without_the_layers
     family, recipe, checks, words, monkeypatch
 ):
     pytest.importorskip("triton")
-    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.products"):
         monkeypatch.setattr(importlib.import_module(name), "family_of", lambda device: family)
     config = replace(RECIPES[recipe], enable_pre_and_post_forward=checks)
     layer = Float8Linear.from_float(nn.Linear(32, 32), config, fqn="head")

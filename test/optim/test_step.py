@@ -33,7 +33,7 @@ CASES = {
     "float8 parameters": (parameter, in_e5m2, torch.float32, {}),
 }
 PATHS = {
-    "tiles": [(moments, "TILE", 64)],
+    "tiles": [(moments, "TILE_ELEMENTS", 64)],
     "fused": [(optimizer_step, "takes_kernel", lambda *_: True)],  # on a CPU `plain_step`
 }
 

@@ -51,7 +51,7 @@ from float8 import kernels
 from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.kernels import cpu
-from float8.kernels.scaled_mm import on_device
+from float8.kernels.products import on_device
 from float8.linear.casts import constant, max_over_ranks
 
 TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
@@ -113,7 +113,7 @@ def cast(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
 
 def summed(data_NTE: Tensor) -> Tensor:
     """The sum over N ranks of the data of one shard, (T, E) float32, in units of its scale."""
-    return cpu.decode(data_NTE).sum(0, dtype=torch.float32)
+    return cpu.to_bfloat16(data_NTE).sum(0, dtype=torch.float32)
 
 
 def prescaled(sum_TE: Tensor, mu: Tensor, world: int) -> Tensor:
@@ -144,7 +144,7 @@ def saturates_above(fmt: Format) -> float:
 
 def count_flushed(x: Tensor, data: Tensor) -> Tensor:
     """The number of nonzero elements of x whose float8 data is zero; int32."""
-    return (x.ne(0) & cpu.decode(data).eq(0)).sum(dtype=torch.int32)
+    return (x.ne(0) & cpu.to_bfloat16(data).eq(0)).sum(dtype=torch.int32)
 
 
 def count_saturated(mean_TE: Tensor, fmt: Format) -> Tensor:

@@ -83,22 +83,22 @@ def _lines_kernel(
     GROUPS: tl.constexpr,
 ):
     tiles_k = tl.cdiv(K, COLS)
-    e = tl.program_id(1).to(tl.int64)
-    group, begin, size, _, first = rows_of_tile(
-        tl.program_id(0) // tiles_k, e, offs_ptr, E, M, M, ROWS, 1, GROUPS
+    matrix = tl.program_id(1).to(tl.int64)
+    group, group_row, size, _, tile_row = rows_of_tile(
+        tl.program_id(0) // tiles_k, matrix, offs_ptr, E, M, M, ROWS, 1, GROUPS
     )
     if GROUPS:
-        is_idle = first >= size
+        is_idle = tile_row >= size
         if is_idle:
             return
-    m = first + tl.arange(0, ROWS)
+    m = tile_row + tl.arange(0, ROWS)
     k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-    x_ptr += e * stride_e + begin * stride_m
+    x_ptr += matrix * stride_e + group_row * stride_m
     offsets = m[:, None] * stride_m + k[None, :] * stride_k
     x = tl.load(x_ptr + offsets, (m < size)[:, None] & (k < K)[None, :], 0.0)
     bits = magnitude_bits(x.to(tl.float32))
     if rows_ptr is not None:
-        row = e * M + begin + m
+        row = matrix * M + group_row + m
         tl.atomic_max(rows_ptr + row, tl.max(bits, 1), m < size, sem="relaxed")
     if cols_ptr is not None:
         tl.atomic_max(cols_ptr + group * K + k, tl.max(bits, 0), k < K, sem="relaxed")

@@ -18,11 +18,11 @@ not be multiples of anything, but operands whose rows do not start at multiples 
 loaded byte by byte (`scaled_mm` hands over others).
 
 Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
-of each thread's 255, so that is the largest tile that does not spill. `TILES` is the whole list.
-It was chosen by machine code (``scripts.kernel_tools report``): no spills, copies to shared memory
-of 16 bytes per thread that bypass registers, and the tensor cores' float8 instructions. Which
-of them runs is measured on the device (`fastest_tile`); without, `tile_of` is the rule. On an H100
-128 x 64 took 1.04 to 1.38 times as long as 64 x 128 in all 12 products, and is not listed.
+of each thread's 255, so that is the largest tile that does not spill. `GEMM_TILES` is the whole
+list. It was chosen by machine code (``scripts.kernel_tools report``): no spills, copies to shared
+memory of 16 bytes per thread that bypass registers, and the tensor cores' float8 instructions.
+Which of them runs is measured on the device (`fastest_tile`); without, `tile_of` is the rule. On an
+H100 128 x 64 took 1.04 to 1.38 times as long as 64 x 128 in all 12 products, and is not listed.
 
 What the machine code of sm_90 says of them: the tensor cores need 512 clocks for a step of
 128 x 128 x 128. They then wait for the promotion, 128 clocks of multiply-adds, and for about 100
@@ -55,11 +55,11 @@ from float8.granularity import ceil_div, scale_shape
 from float8.kernels import definition
 from float8.kernels.gpu import deep_gemm
 from float8.kernels.gpu.fastest_tile import fastest
-from float8.kernels.gpu.launch import check_device, launch, register
+from float8.kernels.gpu.launch import check_device, launch, register_op
 from float8.kernels.gpu.proxy_fence import IS_LEFT_OUT, fence, stages
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-FORMATS = ((E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3))
+_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FORMAT_PAIRS = ((_E4M3, _E4M3), (_E4M3, _E5M2), (_E5M2, _E4M3))
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ROWS = ((1, 128), (128, 1), (1, 1))  # rows that share a scale, of a and of b
 STEP = tl.constexpr(128)  # of the contraction: between promotions, and that share a scale
@@ -84,7 +84,7 @@ class Tile(NamedTuple):
 # From the largest, which reads least per product, to the smallest, which leaves the fewest
 # multiprocessors idle. Shared memory: 128 * (M + N) bytes a stage; sm_89 and sm_120 have 99 KiB of
 # it and use a stage less.
-TILES = (
+GEMM_TILES = (
     Tile(128, 128, 8, 4),
     Tile(64, 128, 4, 3),
     Tile(64, 64, 4, 4),
@@ -96,7 +96,7 @@ _MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
 def tiles_for(M: int, N: int) -> list[Tile]:
     """The tiles that are not half empty."""
-    return [tile for tile in TILES if tile.M < 2 * M and tile.N < 2 * N] or [TILES[-1]]
+    return [tile for tile in GEMM_TILES if tile.M < 2 * M and tile.N < 2 * N] or [GEMM_TILES[-1]]
 
 
 def tile_of(M: int, N: int, products: int = 1) -> Tile:
@@ -105,7 +105,7 @@ def tile_of(M: int, N: int, products: int = 1) -> Tile:
         programs = products * ceil_div(M, tile.M) * ceil_div(N, tile.N)
         if programs >= _MULTIPROCESSORS:
             return tile
-    return TILES[-1]
+    return GEMM_TILES[-1]
 
 
 @triton.jit
@@ -244,7 +244,7 @@ def _launch(
 
     def run(tile: Tile) -> None:
         if tile == DEEPGEMM:
-            deep_gemm.multiply(a, a_scale, b, b_scale, out)
+            deep_gemm.multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
             return
         launch(
             _kernel, ceil_div(M, tile.M) * ceil_div(N, tile.N),
@@ -271,7 +271,7 @@ def check_operands(
     ``scales``: name -> the scale, and the shapes that it may have.
     """
     wrong = None
-    if (a.dtype, b.dtype) not in FORMATS:
+    if (a.dtype, b.dtype) not in FORMAT_PAIRS:
         wrong = f"{a.dtype} by {b.dtype}; it multiplies E4M3 by either format, or E5M2 by E4M3"
     elif out_dtype not in OUT_DTYPES:
         wrong = f"out_dtype {out_dtype}; it writes {', '.join(str(d) for d in OUT_DTYPES)}"
@@ -320,7 +320,7 @@ def _fake(
     return torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
 
 
-blockwise_mm = register(
+blockwise_mm = register_op(
     "blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, int b_rows, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
     kernel=_launch,

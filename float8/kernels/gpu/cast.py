@@ -32,17 +32,17 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, scale_shape
 from float8.kernels import cublas, definition
+from float8.kernels.cpu import CastOutputs
 from float8.kernels.gpu.launch import check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
-from float8.kernels.gpu.tiles import BY_128, MX, MX_SQUARE, ROW, TENSOR, TILES, cast_tiles
-
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
+from float8.kernels.gpu.tiles import CAST_TILES, cast_tiles
+from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, TENSOR
 
 
 def _launch(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+) -> CastOutputs:  # fmt: skip
     check_device("cast", x, scale=scale)
     block = (block[0], block[1])
     how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
@@ -64,7 +64,7 @@ def _launch(
 def _definition(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+) -> CastOutputs:  # fmt: skip
     found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
     block = (1, *block)[-x.dim() :]
     if finds_amax:
@@ -77,7 +77,7 @@ def _definition(
             largest = definition.amax(source, block)
             own = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
         if wanted:
-            data.copy_(definition.cast(source, own, block, dtype))
+            data.copy_(definition.cast_by_scale(source, own, block, dtype))
         if its.numel():
             is_swizzled = its.dim() < x.dim()
             its.copy_(cublas.mx_scales(own, block, source.shape[-2]) if is_swizzled else own)
@@ -87,7 +87,7 @@ def _definition(
 def empty_outputs(
     x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+) -> CastOutputs:  # fmt: skip
     """Empty results of the cast of x, in the layouts that GEMMs read."""
     check_block("cast", block, scale_format)
     M, K = x.shape[-2:]
@@ -125,10 +125,10 @@ def fused_definition(
 def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
     """Refuse what the kernels would cast by other scales than those asked for."""
     is_e8m0 = scale_format in (definition.E8M0, definition.E8M0_FLOOR)
-    if tuple(block) not in TILES or is_e8m0 != (tuple(block) in (MX, MX_SQUARE)):
+    if tuple(block) not in CAST_TILES or is_e8m0 != (tuple(block) in (BY_32, SQUARE_32)):
         raise ValueError(
             f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
-            f"one of {tuple(TILES)}, with E8M0 scales for {MX} and {MX_SQUARE} alone"
+            f"one of {tuple(CAST_TILES)}, with E8M0 scales for {BY_32} and {SQUARE_32} alone"
         )
 
 
@@ -139,7 +139,7 @@ def new_scale(
     down, across = scale_shape(shape, (block[0], block[1]))
     if tuple(block) == BY_128:
         return new_data(x, across, down, wanted, torch.float32).mT
-    if tuple(block) not in (MX, MX_SQUARE):
+    if tuple(block) not in (BY_32, SQUARE_32):
         return new_data(x, down, across, wanted, torch.float32)
     if not (swizzled and wanted):
         return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
@@ -147,4 +147,4 @@ def new_scale(
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
-cast = register_kernel("cast", kernel=_launch, definition=_definition)
+cast_op = register_kernel("cast", kernel=_launch, definition=_definition)

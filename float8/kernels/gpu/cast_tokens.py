@@ -45,21 +45,24 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import cublas, groups
 from float8.kernels.gpu import cast
-from float8.kernels.gpu.launch import Outputs, check_device, new_data, register
-from float8.kernels.gpu.tiles import BY_128, MX, ROW, SQUARE, TENSOR, alignment_of, cast_tiles
+from float8.kernels.gpu.launch import BothOrientations, check_device, new_data, register_op
+from float8.kernels.gpu.tiles import alignment_of, cast_tiles
+from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_128, TENSOR
 
 
 def _launch(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
-) -> Outputs:  # fmt: skip
+) -> BothOrientations:  # fmt: skip
     check_device("cast_tokens", x, offs=offs, scale=scale)
     block = (block[0], block[1])
     if 0 in (*x.shape, *offs.shape) or not (row_major or transposed):
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        found: Outputs = cast.cast(x, None, block, dtype, scale_format, False, True, False, False)
+        found: BothOrientations = cast.cast_op(
+            x, None, block, dtype, scale_format, False, True, False, False
+        )
         return found[:4]
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need
@@ -70,11 +73,11 @@ def _launch(
 def _definition(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
-) -> Outputs:  # fmt: skip
+) -> BothOrientations:  # fmt: skip
     arguments = (offs, block, dtype, scale_format, scale, align, row_major, transposed)
     outputs = _fake(x, *arguments)
-    data, scales, data_t, scales_t = groups.cast_groups(x, *arguments)
-    if tuple(block) == MX:
+    data, scales, data_t, scales_t = groups.cast_groups_definition(x, *arguments)
+    if tuple(block) == BY_32:
         scales, scales_t = _swizzled(outputs, scales, scales_t, offs, x.shape[0])
     for out, defined in zip(outputs, (data, scales, data_t, scales_t), strict=True):
         out.copy_(defined)
@@ -82,7 +85,7 @@ def _definition(
 
 
 def _swizzled(
-    outputs: Outputs, scales: Tensor, scales_t: Tensor, offs: Tensor, tokens: int
+    outputs: BothOrientations, scales: Tensor, scales_t: Tensor, offs: Tensor, tokens: int
 ) -> tuple[Tensor, Tensor]:
     """The scales of 1x32 blocks, group after group; 0 where there are none."""
     rows, columns = (torch.zeros_like(out, dtype=torch.uint8) for out in outputs[1::2])
@@ -105,15 +108,15 @@ def _swizzled(
 def _fake(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
-) -> Outputs:  # fmt: skip
+) -> BothOrientations:  # fmt: skip
     block, (T, K), E = (block[0], block[1]), x.shape, offs.shape[0]
     cast.check_block("cast_tokens", block, scale_format)
-    if block == SQUARE or (transposed and align not in (alignment_of(block), 128)):
+    if block == SQUARE_128 or (transposed and align not in (alignment_of(block), 128)):
         raise ValueError(
             f"float8::cast_tokens: no kernel casts blocks {block} of groups at multiples of {align}"
         )
     P = groups.padded_tokens(T, E, align)
-    if block == MX:
+    if block == BY_32:
         P, across = groups.padded_tokens(T, E, 128), ceil_div(K, 128)
         scales = (
             new_data(x, P, 4 * across, row_major, torch.float8_e8m0fnu),
@@ -137,6 +140,6 @@ def _fake(
     )
 
 
-cast_tokens = register(
+cast_tokens_op = register_op(
     "cast_tokens" + groups.SCHEMA, kernel=_launch, definition=_definition, fake=_fake
 )

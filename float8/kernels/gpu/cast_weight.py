@@ -13,16 +13,16 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, ceil_div
 from float8.kernels import definition, moments
-from float8.kernels.gpu.jit import convert, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import convert_to_codes, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
     check_device,
     launch,
     pointer,
-    register,
+    register_op,
 )
-from float8.kernels.gpu.moments import load, positions
+from float8.kernels.gpu.moments import load_state, positions
 
 _ELEMENTS = 2048  # of a program
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -52,10 +52,10 @@ def _cast_weight_kernel(
         N = tl.where(tl.load(found_inf_ptr) == 0, N, 0)
     at, inside, _, row, col = positions(n, N, C, GROUP, FLAT)
     data_at = at if FLAT else row * stride_r + col * stride_c
-    x = load(master_ptr, master_scale_ptr, None, at, inside, n, N)
+    x = load_state(master_ptr, master_scale_ptr, None, at, inside, n, N)
     amax = tl.load(amax_ptr).to(tl.float32, bitcast=True)
     scale = scale_from_amax(amax, FORMAT_MAX, False)
-    tl.store(data_ptr + data_at, convert(x * reciprocal(scale), FORMAT), inside)
+    tl.store(data_ptr + data_at, convert_to_codes(x * reciprocal(scale), FORMAT), inside)
     tl.store(scale_ptr, scale, (tl.program_id(0) == 0) & (N > 0))
 
 
@@ -82,15 +82,15 @@ def _definition(
     master: Tensor, master_scale: Tensor, data: Tensor, scale: Tensor, group: int, amax: Tensor,
     found_inf: Tensor | None = None,
 ) -> None:  # fmt: skip
-    x = moments.decode(master, master_scale, group)
+    x = moments.decode_groups(master, master_scale, group)
     new_scale = definition.scale_from_amax(amax.reshape(1, 1), torch.finfo(data.dtype).max)
-    new_data = definition.cast(x, new_scale, (WHOLE, WHOLE), data.dtype)
+    new_data = definition.cast_by_scale(x, new_scale, (WHOLE, WHOLE), data.dtype)
     if found_inf is None or found_inf.item() == 0:
         data.copy_(new_data)
         scale.copy_(new_scale.view(scale.shape))
 
 
-cast_weight = register(
+cast_weight_op = register_op(
     "cast_weight(Tensor master, Tensor master_scale, Tensor(a!) data, Tensor(b!) scale, int group, "
     "Tensor amax, Tensor? found_inf=None) -> ()",
     kernel=_launch,

@@ -32,12 +32,12 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.launch import on_device_of
-from float8.kernels.scaled_mm import family_of
+from float8.kernels.products import family_of
 
-E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
-BLOCK = 128  # rows that share an expert
+_E4M3, _BF16 = torch.float8_e4m3fn, torch.bfloat16
+ROWS_PER_EXPERT = 128  # rows that share an expert
 FOUND: dict[torch.device, Any] = {}
-logger = logging.getLogger("float8")
+_logger = logging.getLogger("float8")
 
 
 def library(device: torch.device) -> Any:
@@ -55,14 +55,14 @@ def _library(device: torch.device) -> Any:
         return None
     try:
         found = importlib.import_module("deep_gemm")
-        codes = torch.zeros(BLOCK, BLOCK, dtype=E4M3, device=device)
-        scale = torch.ones(1, BLOCK, device=device).t(), torch.ones(1, 1, device=device)
+        codes = torch.zeros(ROWS_PER_EXPERT, ROWS_PER_EXPERT, dtype=_E4M3, device=device)
+        scale = torch.ones(1, ROWS_PER_EXPERT, device=device).t(), torch.ones(1, 1, device=device)
         with on_device_of(codes):
-            found.fp8_gemm_nt((codes, scale[0]), (codes, scale[1]), codes.to(BF16))
+            found.fp8_gemm_nt((codes, scale[0]), (codes, scale[1]), codes.to(_BF16))
     except Exception as error:  # it asserts that there is an nvcc, and that its kernels compile
-        logger.warning("DeepGEMM is installed, but not used: %s: %s", type(error).__name__, error)
+        _logger.warning("DeepGEMM is installed, but not used: %s: %s", type(error).__name__, error)
         return None
-    logger.info("DeepGEMM %s multiplies blockwise operands where it is fastest", found.__version__)
+    _logger.info("DeepGEMM %s multiplies blockwise operands where it is fastest", found.__version__)
     return found
 
 
@@ -70,7 +70,9 @@ def multiplies(
     a: Tensor, a_scale: Tensor, b: Tensor, a_rows: int, b_rows: int, out_dtype: torch.dtype
 ) -> bool:
     """Whether it is there and takes these operands: a (M, K) and b (N, K), or (E, N, K)."""
-    is_its_form = (a_rows, b_rows) == (1, 128) and a.dtype == b.dtype == E4M3 and out_dtype == BF16
+    is_its_form = (
+        (a_rows, b_rows) == (1, 128) and a.dtype == b.dtype == _E4M3 and out_dtype == _BF16
+    )
     if not is_its_form or family_of(a.device) != "sm_90":
         return False
     starts = [*(x.data_ptr() for x in (a, a_scale, b)), a.stride(0), b.stride(-2), b.shape[-2]]
@@ -79,11 +81,13 @@ def multiplies(
     found = library(a.device)
     if found is None or b.dim() == 2:
         return found is not None
-    # A user may have set other blocks, for which `multiply_groups` would name wrong experts.
-    return bool(BLOCK % found.get_mk_alignment_for_contiguous_layout() == 0)
+    # A user may have set other blocks: `multiply_groups_by_deep_gemm` would name wrong experts.
+    return bool(ROWS_PER_EXPERT % found.get_mk_alignment_for_contiguous_layout() == 0)
 
 
-def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
+def multiply_by_deep_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
+) -> None:
     """Write ``(a * a_scale) @ (b * b_scale).T`` into out (M, N)."""
     with on_device_of(a):
         library(a.device).fp8_gemm_nt((a, a_scale), (b, _rows_of(b_scale)), out)
@@ -100,30 +104,35 @@ def or_faster(
 
     def by_deep_gemm() -> Tensor:
         out = a.new_empty((len(a), len(b)), dtype=out_dtype)
-        multiply(a, a_scale, b, b_scale, out)
+        multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
         return out
 
     ways = {"other": other, "deep_gemm": by_deep_gemm}
     return ways[fastest(form, a, sizes, list(ways), "other", lambda way: ways[way]())]()
 
 
-def multiply_groups(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
+def multiply_groups_by_deep_gemm(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor
+) -> Tensor:
     """Tokens by experts as `grouped_mm`: (T, K) by (E, N, K) -> (T, N) in bfloat16."""
     T, E, N = len(a), len(offs), b.shape[1]
     weights = b, _rows_of(b_scale)
-    out = a.new_empty((T + 1, N), dtype=BF16)  # row T: for what is beyond the end of a group
+    out = a.new_empty((T + 1, N), dtype=_BF16)  # row T: for what is beyond the end of a group
     offs = offs.clamp(0, T)
     # The group of each block's first row. The kernel reads those of a last block that is not whole.
-    block = torch.arange(ceil_div(T, BLOCK), dtype=torch.int32, device=a.device) * BLOCK
+    block = (
+        torch.arange(ceil_div(T, ROWS_PER_EXPERT), dtype=torch.int32, device=a.device)
+        * ROWS_PER_EXPERT
+    )
     group = torch.searchsorted(offs, block, right=True, out_int32=True)
-    group = group.masked_fill(group == E, -1).repeat_interleave(BLOCK)[:T]
+    group = group.masked_fill(group == E, -1).repeat_interleave(ROWS_PER_EXPERT)[:T]
 
-    rows = F.pad(offs[:-1], (1, 0))[:, None] + torch.arange(BLOCK, device=a.device)
+    rows = F.pad(offs[:-1], (1, 0))[:, None] + torch.arange(ROWS_PER_EXPERT, device=a.device)
     places = torch.where(rows < offs[:, None], rows, T).flatten()
-    expert = torch.arange(E, dtype=torch.int32, device=a.device).repeat_interleave(BLOCK)
+    expert = torch.arange(E, dtype=torch.int32, device=a.device).repeat_interleave(ROWS_PER_EXPERT)
     rows = places.clamp(max=T - 1)
-    firsts = a.view(torch.int64)[rows].view(E4M3), a_scale.t()[:, rows].t()
-    part = a.new_empty((E * BLOCK, N), dtype=BF16)
+    firsts = a.view(torch.int64)[rows].view(_E4M3), a_scale.t()[:, rows].t()
+    part = a.new_empty((E * ROWS_PER_EXPERT, N), dtype=_BF16)
     with on_device_of(a):
         run = library(a.device).m_grouped_fp8_gemm_nt_contiguous
         run((a, a_scale), weights, out[:T], group)

@@ -37,7 +37,7 @@ from float8.kernels.gpu.launch import (
     groups_constant,
     launch,
     pointer,
-    register,
+    register_op,
     strides_of,
 )
 
@@ -166,7 +166,7 @@ def _fake(
     return scale.new_empty(shape, dtype=torch.float8_e8m0fnu)
 
 
-expand_scales = register(
+expand_scales = register_op(
     "expand_scales(Tensor scale, int[] block, SymInt rows, SymInt columns, Tensor? offs=None, "
     "bool by_columns=False) -> Tensor",
     kernel=_launch,

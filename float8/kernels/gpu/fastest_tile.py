@@ -2,7 +2,7 @@
 
 The fastest tile depends on the GPU, its caches and the sizes. Predictions from machine code do not
 decide between tiles that are within a fifth of each other. So the first product of a class runs in
-every tile of a committed list (`blockwise_mm.TILES`, and two more of `grouped_mm`) on its own
+every tile of a committed list (`blockwise_mm.GEMM_TILES`, and two more of `grouped_mm`) on its own
 operands, and the fastest one runs all later products of that class. A class holds the sizes that
 have as many binary digits.
 
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from float8.kernels.gpu.launch import on_device_of
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 RUNS = 5  # timed launches of each tile
 _CHOSEN: dict[Hashable, object] = {}
 
@@ -39,10 +39,10 @@ def fastest(
     form: Hashable,
     x: Tensor,
     sizes: Sequence[int],
-    tiles: Sequence[T],
-    by_rule: T,
-    run: Callable[[T], object],
-) -> T:
+    tiles: Sequence[_T],
+    by_rule: _T,
+    run: Callable[[_T], object],
+) -> _T:
     """The fastest of ``tiles`` for a product; the first one where two are equally fast.
 
     ``form`` is what else decides which kernel is compiled: its name, the dtypes, the scales. ``x``
@@ -59,7 +59,7 @@ def fastest(
             return by_rule
         stream = torch.cuda.current_stream(x.device)
 
-        def compile_and_run(tile: T) -> None:
+        def compile_and_run(tile: _T) -> None:
             with torch.cuda.stream(stream):  # a thread has a current stream of its own
                 run(tile)
 
@@ -71,7 +71,7 @@ def fastest(
     return chosen  # type: ignore[return-value]
 
 
-def _seconds(run: Callable[[T], object], tile: T) -> float:
+def _seconds(run: Callable[[_T], object], tile: _T) -> float:
     """The time of `RUNS` launches on the current stream, which this waits for."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()

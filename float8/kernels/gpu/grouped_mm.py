@@ -75,14 +75,14 @@ from float8.kernels.gpu.blockwise_mm import (
 )
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
-from float8.kernels.gpu.launch import check_device, launch, register
+from float8.kernels.gpu.launch import check_device, launch, register_op
 from float8.kernels.groups import padded_sizes
-from float8.kernels.scaled_mm import family_of
+from float8.kernels.matrix import BY_128, ROW, SQUARE_128, TENSOR
+from float8.kernels.products import family_of
 
 WIDE = Tile(128, 256, 8, 3)
-TORCH = Tile(0, 0, 0, 0)  # no tile: torch's kernel
-ONE, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
-PAIRS = (*itertools.product((ONE, ROW), repeat=2), (BY_128, SQUARE), (BY_128, BY_128))
+TORCH_TILE = Tile(0, 0, 0, 0)  # no tile: torch's kernel
+PAIRS = (*itertools.product((TENSOR, ROW), repeat=2), (BY_128, SQUARE_128), (BY_128, BY_128))
 
 
 @triton.jit(do_not_specialize=["M"])  # T is another in each batch
@@ -196,10 +196,10 @@ def _launch(
     result, alone = functools.cache(lambda: _fake(*arguments)), threading.Lock()
 
     def run(tile: Tile) -> Tensor:
-        if tile == TORCH:
+        if tile == TORCH_TILE:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
         if tile == DEEPGEMM:
-            return deep_gemm.multiply_groups(a, a_scale, b, b_scale, offs)
+            return deep_gemm.multiply_groups_by_deep_gemm(a, a_scale, b, b_scale, offs)
         with alone:
             out = result()
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
@@ -219,7 +219,7 @@ def _launch(
         rows = M if by_tokens else ceil_div(M, experts)
         by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
         by_deep_gemm = (
-            2 * deep_gemm.BLOCK * experts < M  # else it multiplies half of the rows twice
+            2 * deep_gemm.ROWS_PER_EXPERT * experts < M  # else it multiplies half of the rows twice
             and not by_tokens
             and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype)
         )
@@ -232,7 +232,7 @@ def _launch(
         if fast and is_near and N > 128 and rows > 64 and _fits(WIDE, a.device):
             tiles.insert(0, WIDE)
         if by_torch:
-            tiles.append(TORCH)
+            tiles.append(TORCH_TILE)
         if by_deep_gemm:
             tiles.append(DEEPGEMM)
         tile = fastest(form, a, sizes, tiles, by_rule, run)
@@ -244,7 +244,7 @@ def _by_torch(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype,
     align: int,
 ) -> Tensor:  # fmt: skip
-    """`TORCH`. It takes scales (T,) and (E, N), or (E * M,) and (E * N,), and columns as padded."""
+    """`TORCH_TILE`. It takes scales (T,) and (E, N), or (E * M,) and (E * N,), columns padded."""
     if b.dim() == 2:
         a_scale, b_scale = a_scale.flatten(), b_scale.flatten()
         offs = padded_sizes(offs, align).cumsum(0, dtype=torch.int32)
@@ -321,7 +321,7 @@ def _definition(
     b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
-    # The op of ``kernels/grouped_mm.py``, which imports this file.
+    # The op of ``kernels/grouped_products.py``, which imports this file.
     define = torch.ops.float8.grouped_mm.default
     out: Tensor = define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
     return out
@@ -336,7 +336,7 @@ def _fake(
     return torch.empty(shape, dtype=out_dtype, device=a.device)
 
 
-grouped_mm_gpu = register(
+grouped_mm_gpu = register_op(
     "grouped_mm_gpu(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, "
     "int[] a_block, int[] b_block, ScalarType out_dtype, int align, bool use_fast_accum) -> Tensor",
     kernel=_launch,

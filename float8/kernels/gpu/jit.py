@@ -93,14 +93,14 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr = False):
 
 @triton.jit
 def scaled(x32, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
-    """``x * factor``, clamped for `convert`; an infinite x becomes NaN.
+    """``x * factor``, clamped for `convert_to_codes`; an infinite x becomes NaN.
 
     FITS: the factor is computed from x's own amax. Then no finite value exceeds the format after
     rounding, so nothing is clamped. An infinite x makes the factor 0, and the product NaN.
     """
     if FITS:
         return x32 * factor
-    return clamped(without_infinities(x32) * factor, FORMAT_MAX)
+    return clamped_to_format(without_infinities(x32) * factor, FORMAT_MAX)
 
 
 @triton.jit
@@ -115,8 +115,8 @@ def scaled_4(ys, factor, FORMAT_MAX: tl.constexpr, FITS: tl.constexpr):
 
 
 @triton.jit
-def clamped(y, FORMAT_MAX: tl.constexpr):
-    """y, in the range of a format where `convert` does not saturate."""
+def clamped_to_format(y, FORMAT_MAX: tl.constexpr):
+    """y, in the range of a format where `convert_to_codes` does not saturate."""
     if not PTX:
         y = tl.clamp(y, -FORMAT_MAX, FORMAT_MAX, propagate_nan=tl.PropagateNan.ALL)
     return y
@@ -133,7 +133,7 @@ def without_infinities(x32):
 
 
 @triton.jit
-def convert(y, FORMAT: tl.constexpr):
+def convert_to_codes(y, FORMAT: tl.constexpr):
     """float32 -> float8 codes as uint8: nearest even; an NVIDIA GPU saturates."""
     if PTX:
         # Four adjacent elements at a time: their codes fill one register.
@@ -147,10 +147,10 @@ def convert(y, FORMAT: tl.constexpr):
 @triton.jit
 def _convert_each(ys, FORMAT: tl.constexpr):
     return (
-        convert(ys[0], FORMAT),
-        convert(ys[1], FORMAT),
-        convert(ys[2], FORMAT),
-        convert(ys[3], FORMAT),
+        convert_to_codes(ys[0], FORMAT),
+        convert_to_codes(ys[1], FORMAT),
+        convert_to_codes(ys[2], FORMAT),
+        convert_to_codes(ys[3], FORMAT),
     )
 
 
@@ -163,7 +163,10 @@ def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
             args=[y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
     return pack_4(
-        convert(y0, FORMAT), convert(y1, FORMAT), convert(y2, FORMAT), convert(y3, FORMAT)
+        convert_to_codes(y0, FORMAT),
+        convert_to_codes(y1, FORMAT),
+        convert_to_codes(y2, FORMAT),
+        convert_to_codes(y3, FORMAT),
     )
 
 
@@ -256,17 +259,17 @@ def transposed_stride(data_t_ptr, P):
 
 
 @triton.jit
-def store_packed(out_ptr, packed, first_m4, k, size, start, K, P):
+def store_packed(out_ptr, packed, first_m4, k, size, group_col, K, P):
     """Store the transpose of a tile of codes, four rows packed into each int32.
 
     ``out_ptr`` is int32 (K, P / 4), the bytes of (K, P). The tile belongs to ``size`` rows of K
-    columns, which become the columns from ``start`` on; all three are multiples of 16. ``packed``
-    is int32 (rows / 4, columns), ``first_m4`` a quarter of the tile's first row, and ``k``, int64,
-    the tile's columns.
+    columns, which become the columns from ``group_col`` on; all three are multiples of 16.
+    ``packed`` is int32 (rows / 4, columns), ``first_m4`` a quarter of the tile's first row, and
+    ``k``, int64, the tile's columns.
     """
     m4 = first_m4 + tl.arange(0, packed.shape[0])
     inside = (k < K)[:, None] & (m4 < (size // 16) * 4)[None, :]
-    row = out_ptr + k[:, None] * transposed_stride(out_ptr, P) + (start // 16) * 4
+    row = out_ptr + k[:, None] * transposed_stride(out_ptr, P) + (group_col // 16) * 4
     tl.store(row + m4[None, :], tl.trans(packed), inside)
 
 
@@ -284,10 +287,10 @@ def group_of_tile(
 ):
     """The group that a tile of rows belongs to; see `cast_groups` for the layout.
 
-    The tiles of a group start at its first row, and tile j of group g has the number
-    ``begin // ROWS + g + j``. So T // ROWS + E numbers are enough for groups of any sizes, and each
-    program finds its group without a table. Group g has at least the tile j = 0; a number whose
-    tile starts at or beyond the group's end has no rows.
+    The tiles of a group start at its first row, and tile j of group g has the number ``group_row //
+    ROWS + g + j``. So T // ROWS + E numbers are enough for groups of any sizes, and each program
+    finds its group without a table. Group g has at least the tile j = 0; a number whose tile starts
+    at or beyond the group's end has no rows.
 
     Args:
         tile: the number.
@@ -302,23 +305,23 @@ def group_of_tile(
         the group; its first row in x, its rows, and its first column in the transposed operand; the
         tile's first row, counted from the group's. All int64.
     """
-    e = tl.arange(0, GROUPS)
-    ends = _clamp(tl.load(offs_ptr + e, e < E, 0), T)
-    begins = _clamp(tl.load(offs_ptr + e - 1, (e > 0) & (e < E), 0), T)
-    is_before = (begins // ROWS + e <= tile) & (e < E)
+    index = tl.arange(0, GROUPS)
+    ends = _clamp(tl.load(offs_ptr + index, index < E, 0), T)
+    begins = _clamp(tl.load(offs_ptr + index - 1, (index > 0) & (index < E), 0), T)
+    is_before = (begins // ROWS + index <= tile) & (index < E)
     group = tl.sum(is_before.to(tl.int32)) - 1
-    begin = tl.max(tl.where(is_before, begins, 0))
+    group_row = tl.max(tl.where(is_before, begins, 0))
     end = _clamp(tl.load(offs_ptr + group), T)
     aligned = (tl.maximum(ends - begins, 0) + (ALIGN - 1)) // ALIGN * ALIGN
-    start = tl.minimum(tl.sum(tl.where(e < group, aligned, 0)), P)
-    size = tl.minimum(tl.maximum(end - begin, 0), P - start)
-    first = (tile - begin // ROWS - group) * ROWS
+    group_col = tl.minimum(tl.sum(tl.where(index < group, aligned, 0)), P)
+    size = tl.minimum(tl.maximum(end - group_row, 0), P - group_col)
+    tile_row = (tile - group_row // ROWS - group) * ROWS
     return (
         group.to(tl.int64),
-        begin.to(tl.int64),
+        group_row.to(tl.int64),
         size.to(tl.int64),
-        start.to(tl.int64),
-        first.to(tl.int64),
+        group_col.to(tl.int64),
+        tile_row.to(tl.int64),
     )
 
 
@@ -336,14 +339,14 @@ def rows_of_tile(
     Where ALIGN is more than ROWS, a group has the tiles that cover the multiple of ALIGN.
     """
     if offs_ptr is None:
-        group, begin, size, start, first = matrix, 0, M, 0, tile.to(tl.int64) * ROWS
+        group, group_row, size, group_col, tile_row = matrix, 0, M, 0, tile.to(tl.int64) * ROWS
     else:
         SPLIT: tl.constexpr = max(1, ALIGN // ROWS)
-        group, begin, size, start, first = group_of_tile(
+        group, group_row, size, group_col, tile_row = group_of_tile(
             tile // SPLIT, offs_ptr, E, M, P, SPLIT * ROWS, ALIGN, GROUPS
         )
-        first += tile % SPLIT * ROWS
-    return group, begin, size, start, first
+        tile_row += tile % SPLIT * ROWS
+    return group, group_row, size, group_col, tile_row
 
 
 @triton.jit
@@ -386,14 +389,14 @@ def write_codes(
     k,
     size,
     padded,  # rows that are written to data_t: size, rounded up
-    start,
+    group_col,
     K,
     P,
     FORMAT: tl.constexpr,
 ):
     """Write a tile of codes, row-major and transposed; see `store_packed`.
 
-    Whole words are written transposed if ``data_t_ptr`` is int32; then padded, start and P are
+    Whole words are written transposed if ``data_t_ptr`` is int32; then padded, group_col and P are
     multiples of 16.
     """
     m = (first_m4 + tl.arange(0, ys[0].shape[0])) * 4
@@ -401,7 +404,7 @@ def write_codes(
         codes = _convert_each(ys, FORMAT)
     elif data_t_ptr.dtype.element_ty == tl.int32:
         packed = convert_4(ys[0], ys[1], ys[2], ys[3], FORMAT)
-        store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), padded, start, K, P)
+        store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), padded, group_col, K, P)
         codes = unpack_4(packed)
     else:
         codes = _convert_each(ys, FORMAT)

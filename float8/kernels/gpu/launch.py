@@ -2,7 +2,7 @@
 
 A kernel file holds one op: the ``@triton.jit`` kernel, the function that launches it on CUDA
 tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), and the shapes that it
-returns (for FakeTensors). `register` makes an op of them, ``torch.ops.float8.<name>``:
+returns (for FakeTensors). `register_op` makes an op of them, ``torch.ops.float8.<name>``:
 torch.compile, CUDA graphs and FakeTensorMode treat it as one of torch's own.
 
 The files are imported when a CUDA tensor first needs one: importing Triton takes half a second, and
@@ -41,7 +41,7 @@ DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTor
 LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
 
 
-def register(
+def register_op(
     schema: str,
     *,
     kernel: Callable[..., Any],
@@ -69,7 +69,7 @@ def register(
 def register_kernel(
     name: str, *, kernel: Callable[..., Any], definition: Callable[..., Any]
 ) -> Any:
-    """Let an op that is there run a kernel on CUDA tensors; see `register`."""
+    """Let an op that is there run a kernel on CUDA tensors; see `register_op`."""
     DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
     LIBRARY.impl(name, kernel, "CUDA")
     return getattr(torch.ops.float8, name).default
@@ -168,7 +168,7 @@ def groups_constant(offs: Tensor | None) -> int:
 
 
 # data, scale, data_t, scale_t: of a matrix and of its transpose; of no elements if not wanted.
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+BothOrientations = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def row_major(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from triton.language.extra import libdevice
 
 from float8.kernels import moments
 from float8.kernels.gpu.jit import (
-    clamped,
-    convert,
+    clamped_to_format,
+    convert_to_codes,
     magnitude_bits,
     reciprocal,
     scale_from_amax,
@@ -74,7 +74,7 @@ def values(codes):
 
 
 @triton.jit
-def decode_expanded(codes, scale, exponent):
+def decode_expanded_tile(codes, scale, exponent):
     """``sign * (|codes| / 448)^exponent * scale``; scale and exponent (GROUPS, 1)."""
     code = values(codes)
     log2_ratio = _log2(tl.abs(code) * (1.0 / _E4M3_MAX))
@@ -111,7 +111,7 @@ def _hash(h, between):
 
 
 @triton.jit
-def key(number):
+def key_of_seed(number):
     """The hash of an integer, uint32."""
     return _hash(number.to(tl.uint32) + 0x1E3779B9, tl.zeros_like(number).to(tl.uint32))
 
@@ -123,13 +123,13 @@ def _unfinished_bits(index, seed, offset, GROUP: tl.constexpr):
     ``index``, int32 (GROUPS,), is that of the first element of each group. The key is added to it,
     and not to the index of every element.
     """
-    keyed = index.to(tl.uint32) + key(seed)
+    keyed = index.to(tl.uint32) + key_of_seed(seed)
     keyed = keyed[:, None] + tl.arange(0, GROUP).to(tl.uint32)[None, :]
-    return _unfinished_hash(keyed, key(offset))
+    return _unfinished_hash(keyed, key_of_seed(offset))
 
 
 @triton.jit
-def chances(index, seed, offset, NUMBER: tl.constexpr, GROUP: tl.constexpr):
+def chances_of_tile(index, seed, offset, NUMBER: tl.constexpr, GROUP: tl.constexpr):
     """Uniform in [0, 1), for the state of this number: 23 random bits; see `_unfinished_bits`."""
     h = _unfinished_bits(index, seed + ((NUMBER + 2) << 28), offset, GROUP)
     # The last step of the hash and the exponent of 1.0, in two instructions.
@@ -140,13 +140,13 @@ def chances(index, seed, offset, NUMBER: tl.constexpr, GROUP: tl.constexpr):
 def encode_linear(
     x, TO_FLOAT16: tl.constexpr, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr
 ):
-    """Codes (GROUPS, GROUP), float16 or uint8, and scales (GROUPS,); RANDOM: see `chances`."""
+    """Codes (GROUPS, GROUP), float16 or uint8, scales (GROUPS,); RANDOM: see `chances_of_tile`."""
     LARGEST: tl.constexpr = _FLOAT16_MAX if TO_FLOAT16 else _E4M3_MAX
     scale = scale_from_amax(largest_of(x), LARGEST, False)
     factor = reciprocal(scale)[:, None]
     if RANDOM:
         j, t, spacing = _split(tl.minimum(tl.abs(x) * factor, LARGEST), TO_FLOAT16)
-        is_up = t > chances(index, seed, offset, NUMBER, x.shape[1])
+        is_up = t > chances_of_tile(index, seed, offset, NUMBER, x.shape[1])
         y = tl.fma(j, spacing, tl.where(is_up, spacing, 0.0))
         y = tl.where(x < 0, y * -1.0, y)  # -y of Triton 3.6 is 0 - y: a zero loses its sign
         y = tl.where(magnitude_bits(x) < _INFINITE, y, float("nan"))
@@ -159,10 +159,10 @@ def encode_linear(
         is_lost = (tl.abs(y) <= 2.0**-25) & (x != 0)
         codes = tl.where(is_lost, tl.where(x < 0, -(2.0**-24), 2.0**-24), y).to(tl.float16)
     elif RANDOM:
-        codes = convert(y, tl.float8e4nv)
+        codes = convert_to_codes(y, tl.float8e4nv)
     else:
-        y = clamped(without_infinities(x) * factor, _E4M3_MAX)
-        codes = convert(y, tl.float8e4nv)
+        y = clamped_to_format(without_infinities(x) * factor, _E4M3_MAX)
+        codes = convert_to_codes(y, tl.float8e4nv)
     return codes, scale
 
 
@@ -197,7 +197,7 @@ def _on_expanded_grid(y, chance, a):
 
 @triton.jit
 def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
-    """The float32 values that `encode_expanded` rounds, and scales and exponents (GROUPS,)."""
+    """The float32 values that `encode_expanded_tile` rounds, and scales and exponents (GROUPS,)."""
     bits = magnitude_bits(x)
     scale = tl.maximum(largest_of(x), 2.0**-126)
     log2_range = tl.log2(scale) - tl.log2(_smallest_of(bits))
@@ -212,7 +212,7 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
     y = tl.exp2(_log2(ratio) * reciprocal(exponent)[:, None]) * _E4M3_MAX
     y = tl.maximum(y, _SMALLEST_CODE)
     if RANDOM:
-        chance = chances(index, seed, offset, NUMBER, x.shape[1])
+        chance = chances_of_tile(index, seed, offset, NUMBER, x.shape[1])
         y = _on_expanded_grid(y, chance, exponent[:, None])
     else:
         y = tl.minimum(y, _E4M3_MAX)
@@ -221,14 +221,14 @@ def expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr)
 
 
 @triton.jit
-def encode_expanded(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
-    """Codes (GROUPS, GROUP), uint8, scales and exponents (GROUPS,); RANDOM: see `chances`."""
+def encode_expanded_tile(x, index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr):
+    """Codes (GROUPS, GROUP), scales and exponents (GROUPS,); RANDOM: see `chances_of_tile`."""
     y, scale, exponent = expanded(x, index, seed, offset, NUMBER, RANDOM)
-    return convert(y, tl.float8e4nv), scale, exponent
+    return convert_to_codes(y, tl.float8e4nv), scale, exponent
 
 
 @triton.jit
-def stochastic_round(x, index, seed, offset, DTYPE: tl.constexpr):
+def stochastic_round_tile(x, index, seed, offset, DTYPE: tl.constexpr):
     """To a value of bfloat16 or float16, up or down by the bits of (seed, offset, index).
 
     The result is float32; a number beyond the largest finite one is left for a conversion to round.
@@ -278,12 +278,12 @@ def positions(n, N, C, GROUP: tl.constexpr, FLAT: tl.constexpr):
 
 
 @triton.jit
-def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N):
+def load_state(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N):
     """float32 (GROUPS, GROUP) of a state; 0 outside."""
     codes = tl.load(codes_ptr + at, inside, 0)
     if exponent_ptr is not None:
         scale = tl.load(scale_ptr + n, n < N, 1.0)[:, None]
-        x = decode_expanded(codes, scale, tl.load(exponent_ptr + n, n < N, 1.0)[:, None])
+        x = decode_expanded_tile(codes, scale, tl.load(exponent_ptr + n, n < N, 1.0)[:, None])
     elif scale_ptr is not None:
         x = values(codes) * tl.load(scale_ptr + n, n < N, 1.0)[:, None]
     else:
@@ -292,13 +292,13 @@ def load(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N):
 
 
 @triton.jit
-def store(
+def store_state(
     x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N,
     index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr,
 ):  # fmt: skip
-    """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds by `chances`."""
+    """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds by `chances_of_tile`."""
     if exponent_ptr is not None:
-        codes, scale, exponent = encode_expanded(x, index, seed, offset, NUMBER, RANDOM)
+        codes, scale, exponent = encode_expanded_tile(x, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
         tl.store(scale_ptr + n, scale, n < N)
         tl.store(exponent_ptr + n, exponent, n < N)

@@ -55,7 +55,7 @@ from float8.kernels.gpu.launch import (
     launch,
     new_data,
     one_scale_arguments,
-    register,
+    register_op,
     row_major,
 )
 
@@ -65,7 +65,7 @@ _OPTIONS = {"num_warps": 4, **NO_FUSION}
 _MOST = 1024  # programs that compute statistics alone
 
 
-class Norm(NamedTuple):
+class NormParameters(NamedTuple):
     """The parameters of a norm; ``is_centred`` subtracts the mean of each row."""
 
     weight: Tensor | None
@@ -75,7 +75,7 @@ class Norm(NamedTuple):
 
 
 # data (M, K), data_t (K, M), scale and amax (1, 1), mean (M, 1), None in an RMS norm; rstd (M, 1).
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]
 
 
 @triton.jit
@@ -244,8 +244,8 @@ def _cast_kernel(
 
 
 def _statistics(
-    x: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype, amax: bool,
-    most: int | None = None,
+    x: Tensor, norm: NormParameters, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype,
+    amax: bool, most: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
     most = most or (MAX_PARTIALS if amax else _MOST)
@@ -260,9 +260,9 @@ def _statistics(
 
 
 def _launch(
-    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+) -> _Outputs:  # fmt: skip
     _check(x, norm, scale)
     if x.numel() == 0:
         return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, finds_amax)
@@ -284,7 +284,7 @@ def _launch(
     return outputs
 
 
-def _check(x: Tensor, norm: Norm, scale: Tensor | None) -> None:
+def _check(x: Tensor, norm: NormParameters, scale: Tensor | None) -> None:
     """Raise if a kernel would read past the end of a tensor, or from another device."""
     op = "layer_norm_cast" if norm.is_centred else "rms_norm_cast"
     check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale)
@@ -296,22 +296,22 @@ def _check(x: Tensor, norm: Norm, scale: Tensor | None) -> None:
 
 
 def _definition(
-    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+) -> _Outputs:  # fmt: skip
     weight, bias, eps, _ = norm
     if norm.is_centred:
-        y32, mean, rstd = definition.layer_norm(x, weight, bias, eps)
+        y32, mean, rstd = definition.layer_norm_with_statistics(x, weight, bias, eps)
     else:
-        (y32, rstd), mean = definition.rms_norm(x, weight, eps), None
+        (y32, rstd), mean = definition.rms_norm_with_statistics(x, weight, eps), None
     y = y32.to(compute_dtype)
     return *fused_definition(y, scale, dtype, power_of_two, cols, finds_amax), mean, rstd
 
 
 def _fake(
-    x: Tensor, norm: Norm, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False,
-) -> Outputs:  # fmt: skip
+    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
+    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+) -> _Outputs:  # fmt: skip
     mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
     written = fused_fake(x, dtype, cols, finds_amax)
     return *written, mean if norm.is_centred else None, rstd
@@ -320,16 +320,16 @@ def _fake(
 def _register(name: str, is_centred: bool) -> Any:
     """The op of one norm; an RMS norm has no argument ``bias`` and no result ``mean``."""
 
-    def as_op(function: Callable[..., Outputs]) -> Callable[..., Any]:
+    def as_op(function: Callable[..., _Outputs]) -> Callable[..., Any]:
         def called(x: Tensor, weight: Tensor | None, *arguments: Any) -> Any:
             bias, eps, *cast = arguments if is_centred else (None, *arguments)
-            *written, mean, rstd = function(x, Norm(weight, bias, eps, is_centred), *cast)
+            *written, mean, rstd = function(x, NormParameters(weight, bias, eps, is_centred), *cast)
             return (*written, mean, rstd) if is_centred else (*written, rstd)
 
         return called
 
     bias, mean = ("Tensor? bias, ", "Tensor mean, ") if is_centred else ("", "")
-    return register(
+    return register_op(
         f"{name}(Tensor x, Tensor? weight, {bias}float eps, Tensor? scale, "
         "ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
         "bool finds_amax=False) -> "

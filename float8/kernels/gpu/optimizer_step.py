@@ -47,13 +47,13 @@ from float8.kernels.gpu.launch import (
 from float8.kernels.gpu.moments import (
     encode_linear,
     largest_of,
-    load,
+    load_state,
     positions,
-    stochastic_round,
-    store,
+    stochastic_round_tile,
+    store_state,
     values,
 )
-from float8.kernels.update_rules import AdamW, Lion, MuonMove, unpacked
+from float8.kernels.update_rules import AdamWRule, LionRule, MuonMove, unpacked
 
 _ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
@@ -121,7 +121,7 @@ def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
     """Write a parameter in its own dtype."""
     DTYPE: tl.constexpr = p_ptr.dtype.element_ty
     if RANDOM:
-        p = stochastic_round(p, index, seed, step, DTYPE)
+        p = stochastic_round_tile(p, index, seed, step, DTYPE)
     tl.store(p_ptr + at, p.to(DTYPE), inside)
 
 
@@ -185,13 +185,13 @@ def _step_kernel(
 
     g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
     if p_scale_ptr is not None:
-        p = load(p_ptr, p_scale_ptr, None, at, inside, n, N)
+        p = load_state(p_ptr, p_scale_ptr, None, at, inside, n, N)
     elif RULE != "muon_direction":  # which writes p and does not read it
         p = tl.load(p_ptr + p_at, inside, 0).to(tl.float32)
     if m_ptr is not None:
-        m = load(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N)
+        m = load_state(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N)
     if RULE == "adamw":
-        v = load(v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N)
+        v = load_state(v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N)
 
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
@@ -227,12 +227,12 @@ def _step_kernel(
     else:
         _store_plain(p, p_ptr, p_at, inside, index, seed, number, P_RANDOM)
     if RULE == "adamw":
-        store(
+        store_state(
             v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N,
             index, seed, number, 1, V_RANDOM,
         )  # fmt: skip
     if m_ptr is not None:
-        store(
+        store_state(
             m, m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N,
             index, seed, number, 0, M_RANDOM,
         )  # fmt: skip
@@ -244,11 +244,11 @@ _NUMBERS = ("lr", "kept", "weight_decay", "beta1", "rest1", "beta2", "rest2", "e
 
 def _constants(rule: Any, is_captured: bool) -> dict[str, Any]:
     """What is compiled in; ``is_captured``: the learning rate or the step is a tensor."""
-    betas = (rule.beta1, rule.beta2) if isinstance(rule, AdamW) and is_captured else (1.0, 1.0)
+    betas = (rule.beta1, rule.beta2) if isinstance(rule, AdamWRule) and is_captured else (1.0, 1.0)
     log2_betas = (math.log2(beta) if beta > 0 else -math.inf for beta in betas)
     return {
         "DECAYS": rule.weight_decay != 0,
-        "DECOUPLED": bool(getattr(rule, "decoupled", isinstance(rule, Lion | MuonMove))),
+        "DECOUPLED": bool(getattr(rule, "decoupled", isinstance(rule, LionRule | MuonMove))),
         "NESTEROV": bool(getattr(rule, "nesterov", False)),
         "MAXIMIZE": bool(rule.maximize),
         **dict(zip(("LOG2_BETA1", "LOG2_BETA2"), log2_betas, strict=True)),

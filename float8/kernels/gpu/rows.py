@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from float8.granularity import ceil_div
-from float8.kernels.gpu.jit import convert, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.jit import convert_to_codes, magnitude_bits, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     count_of,
@@ -59,14 +59,14 @@ def _rows_kernel(
     tl.store(scale_ptr + e * M + m, scale, m < M)
     factor = reciprocal(scale, POWER_OF_TWO)[:, None]
     if WHOLE_ROWS:
-        codes = convert(x.to(tl.float32) * factor, FORMAT)
+        codes = convert_to_codes(x.to(tl.float32) * factor, FORMAT)
         tl.store(out + k[None, :], codes, (m < M)[:, None] & (k < K)[None, :])
     else:
         for start in range(0, K, COLS):
             n = start + k
             inside = (m < M)[:, None] & (n < K)[None, :]
             again = tl.load(row + n[None, :] * stride_k, inside, 0.0).to(tl.float32)
-            tl.store(out + n[None, :], convert(again * factor, FORMAT), inside)
+            tl.store(out + n[None, :], convert_to_codes(again * factor, FORMAT), inside)
 
 
 def cast_rows(x: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> None:

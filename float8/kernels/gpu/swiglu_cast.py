@@ -56,7 +56,7 @@ from float8.kernels.gpu.launch import (
     check_device,
     launch,
     one_scale_arguments,
-    register,
+    register_op,
     row_major,
     tiles_of,
 )
@@ -362,7 +362,7 @@ def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None =
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
 
-swiglu_cast = register(
+swiglu_cast = register_op(
     "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
     "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False, Tensor? factors=None, "
     "float? limit=None) -> (Tensor data, Tensor data_t, Tensor scale_out, Tensor amax)",
@@ -370,13 +370,13 @@ swiglu_cast = register(
     definition=_definition,
     fake=_fake,
 )
-swiglu_amaxes = register(
+swiglu_amaxes = register_op(
     "swiglu_amaxes(Tensor gate, Tensor up, ScalarType compute_dtype, float? limit=None) -> Tensor",
     kernel=_launch_amaxes,
     definition=_amaxes_definition,
     fake=_amaxes_fake,
 )
-swiglu_backward = register(
+swiglu_backward = register_op(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, float? limit=None) -> Tensor",
     kernel=_launch_backward,
     definition=definition.swiglu_backward,

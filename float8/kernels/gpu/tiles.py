@@ -42,12 +42,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, block_name, ceil_div
+from float8.granularity import Block, block_name, ceil_div
 from float8.kernels import definition, groups
 from float8.kernels.gpu.amax import line_amaxes, partial_amaxes
 from float8.kernels.gpu.jit import (
     amax_bits_of,
-    convert,
+    convert_to_codes,
     load_4_rows,
     magnitude_bits,
     reciprocal,
@@ -63,7 +63,7 @@ from float8.kernels.gpu.jit import (
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    Outputs,
+    BothOrientations,
     count_of,
     format_constants,
     groups_constant,
@@ -71,29 +71,18 @@ from float8.kernels.gpu.launch import (
     pointer,
     strides_of,
 )
+from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, SQUARE_128, TENSOR
 
-TENSOR, ROW, BY_128, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
-MX, MX_SQUARE = (1, 32), (32, 32)
 # block -> a quarter of the rows of a tile, and the warps of a program
-TILES: dict[Block, tuple[int, int]] = {
-    TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE: (32, 8), MX: (16, 4),
-    MX_SQUARE: (16, 4),
+CAST_TILES: dict[Block, tuple[int, int]] = {
+    TENSOR: (16, 4), ROW: (16, 4), BY_128: (32, 8), SQUARE_128: (32, 8), BY_32: (16, 4),
+    SQUARE_32: (16, 4),
 }  # fmt: skip
 
 
 @triton.jit
-def _store_scales(
-    amax_bits, scale_ptr, at, inside, size, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):
-    """Store float32 scales, 1 where ``size`` is 0, and return their reciprocals."""
-    scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
-    tl.store(scale_ptr + at, tl.where(size > 0, scale, 1.0), inside)
-    return reciprocal(scale, POWER_OF_TWO)
-
-
-@triton.jit
 def _exponents(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
-    """`e8m0.scale_from_amax`."""
+    """`e8m0.e8m0_scale_from_amax`."""
     exponent = tl.maximum(((amax_bits + CARRY) >> 23) - LARGEST, 0)
     if CARRY:
         exponent = tl.where(amax_bits == 0x7F800000, 254, exponent)
@@ -102,7 +91,7 @@ def _exponents(amax_bits, LARGEST: tl.constexpr, CARRY: tl.constexpr):
 
 @triton.jit
 def _one_over(exponent):
-    """`e8m0.reciprocal`."""
+    """`e8m0.e8m0_reciprocal`."""
     bits = tl.where(exponent == 254, 0x00400000, (254 - exponent) << 23)  # 2^-127 is subnormal
     return tl.where(exponent == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
@@ -130,6 +119,118 @@ def _store_exponents(
         inside = (row < rows) & (block < blocks)
         tl.store(scale_ptr + row * blocks + block, exponent.to(tl.uint8), inside)
     return _one_over(exponent)
+
+
+# --- the factors of a tile: one function per granularity, which also stores the scales
+
+
+@triton.jit
+def _factor_of_tensor(
+    given_ptr, scale_ptr, scale_t_ptr, amax_ptr, record_ptr, matrix, stride_given,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr, PARTIALS: tl.constexpr,
+):  # fmt: skip
+    """One factor for the matrix, by a given scale or by partial amaxes."""
+    tile, _ = tile_of_program()
+    given = given_ptr if given_ptr is None else given_ptr + matrix * stride_given
+    partials = amax_ptr if amax_ptr is None else amax_ptr + matrix * PARTIALS
+    scale = scale_of_tensor(
+        given, scale_ptr, partials, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+    )
+    if scale_t_ptr is not None:
+        tl.store(scale_t_ptr, scale, tile == 0)
+    return reciprocal(scale, POWER_OF_TWO)
+
+
+@triton.jit
+def _factor_of_128x128(
+    amax_bits, scale_ptr, scale_t_ptr, tile_m, tile_k, tiles_m, tiles_k,
+    FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+):  # fmt: skip
+    """One factor: the tile is a block."""
+    amax = tl.max(amax_bits).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + tile_m * tiles_k + tile_k, scale)
+    if scale_t_ptr is not None:
+        tl.store(scale_t_ptr + tile_k * tiles_m + tile_m, scale)
+    return reciprocal(scale, POWER_OF_TWO)
+
+
+@triton.jit
+def _factors_of_32x32(
+    amax_bits, scale_ptr, scale_t_ptr, tile_row, tile_k, M, K,
+    LARGEST: tl.constexpr, CARRY: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """The factors of 4 tiles, alike in each square."""
+    DOWN: tl.constexpr = amax_bits.shape[0] // 8
+    ACROSS: tl.constexpr = amax_bits.shape[1] // 32
+    amax = tl.max(tl.max(amax_bits.reshape(DOWN, 8, ACROSS, 32), 3), 1)
+    # The scale of each row of a square where they are swizzled, else of each square.
+    LINES: tl.constexpr = 32 if SWIZZLED else 1
+    down, across = (M + 31) // 32, (K + 31) // 32
+    if scale_ptr is not None:
+        line = tl.arange(0, DOWN * LINES)[:, None]
+        of_rows = tl.broadcast_to(amax[:, None, :], (DOWN, LINES, ACROSS))
+        of_rows = of_rows.reshape(DOWN * LINES, ACROSS)
+        if SWIZZLED:  # the padding is 0
+            of_rows = tl.where(tile_row + line < M, of_rows, 0)
+        _store_exponents(
+            of_rows, scale_ptr, tile_row * LINES // 32, line, tile_k * ACROSS,
+            tl.arange(0, ACROSS)[None, :], down, across, LARGEST, CARRY, SWIZZLED,
+        )  # fmt: skip
+    if scale_t_ptr is not None:
+        line = tl.arange(0, ACROSS * LINES)[None, :]
+        of_columns = tl.broadcast_to(amax[:, :, None], (DOWN, ACROSS, LINES))
+        of_columns = of_columns.reshape(DOWN, ACROSS * LINES)
+        if SWIZZLED:
+            of_columns = tl.where(tile_k * amax_bits.shape[1] + line < K, of_columns, 0)
+        _store_exponents(
+            of_columns, scale_t_ptr, tile_k * amax_bits.shape[1] * LINES // 32, line,
+            tile_row // 32, tl.arange(0, DOWN)[:, None], across, down, LARGEST, CARRY, SWIZZLED,
+        )  # fmt: skip
+    factor = _one_over(_exponents(amax, LARGEST, CARRY))[:, None, :, None]
+    return tl.broadcast_to(factor, (DOWN, 8, ACROSS, 32)).reshape(amax_bits.shape)
+
+
+@triton.jit
+def _factors_of_lines(
+    amax_bits, scale_ptr, at, inside, size, FORMAT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """The factors of rows or columns, or of 128 elements of each; scales of no tokens are 1."""
+    scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), FORMAT_MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + at, tl.where(size > 0, scale, 1.0), inside)
+    return reciprocal(scale, POWER_OF_TWO)
+
+
+@triton.jit
+def _factors_of_1x32(
+    bits, scale_ptr, i, first_row, tile_k, rows, K,
+    LARGEST: tl.constexpr, CARRY: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """The factors of every fourth row of a tile, from row i on, each of 32 columns."""
+    ACROSS: tl.constexpr = bits.shape[1] // 32
+    factor = _store_exponents(
+        tl.max(bits.reshape(bits.shape[0], ACROSS, 32), 2), scale_ptr, first_row, tl.arange(0,
+        bits.shape[0])[:, None] * 4 + i, tile_k * ACROSS, tl.arange(0, ACROSS)[None, :], rows, (K +
+        31) // 32, LARGEST, CARRY, SWIZZLED,
+    )[:, :, None]  # fmt: skip
+    return tl.broadcast_to(factor, (bits.shape[0], ACROSS, 32)).reshape(bits.shape)
+
+
+@triton.jit
+def _factors_of_32x1(
+    amax_bits, scale_t_ptr, tile_row, tile_k, K, padded,
+    LARGEST: tl.constexpr, CARRY: tl.constexpr, SWIZZLED: tl.constexpr,
+):  # fmt: skip
+    """The factors of 4 tiles, each of 32 rows of a column: 8 rows of ``amax_bits``."""
+    COLS: tl.constexpr = amax_bits.shape[1]
+    DOWN: tl.constexpr = amax_bits.shape[0] // 8
+    factor = _store_exponents(
+        tl.max(amax_bits.reshape(DOWN, 8, COLS), 1), scale_t_ptr,
+        tile_k * COLS, tl.arange(0, COLS)[None, :], tile_row // 32, tl.arange(0, DOWN)[:, None],
+        K, (padded + 31) // 32, LARGEST, CARRY, SWIZZLED,
+    )[:, None, :]  # fmt: skip
+    return tl.broadcast_to(factor, (DOWN, 8, COLS)).reshape(amax_bits.shape)
 
 
 @triton.jit
@@ -168,138 +269,105 @@ def _tiles_kernel(
     SWIZZLED: tl.constexpr,
 ):
     ROWS: tl.constexpr = 4 * ROWS_BY_4
-    IS_MX: tl.constexpr = BLOCK == "1x32"
-    ACROSS: tl.constexpr = COLS // 32  # blocks of 1x32 in a tile
-    DOWN: tl.constexpr = ROWS_BY_4 // 8  # 8 sets of 4 rows are one
-    # One scale for both orientations of an element.
-    ONE: tl.constexpr = BLOCK == "tensorwise" or BLOCK == "128x128" or BLOCK == "32x32"  # noqa: PLR1714
+    # The scale of an element is the same in both orientations.
+    IS_SHARED: tl.constexpr = BLOCK == "tensorwise" or BLOCK == "128x128" or BLOCK == "32x32"  # noqa: PLR1714
     # E8M0 scales may be rounded down.
-    FITS: tl.constexpr = given_ptr is None and not IS_MX and BLOCK != "32x32"
-    tile, e = tile_of_program()
+    FITS: tl.constexpr = given_ptr is None and BLOCK != "1x32" and BLOCK != "32x32"  # noqa: PLR1714
+
+    # Which rows and columns the tile has.
+    tile, matrix = tile_of_program()
     tiles_k = tl.cdiv(K, COLS)
-    group, begin, size, start, first = rows_of_tile(
-        tile // tiles_k, e, offs_ptr, E, M, P, ROWS, ALIGN, GROUPS
+    group, group_row, size, group_col, tile_row = rows_of_tile(
+        tile // tiles_k, matrix, offs_ptr, E, M, P, ROWS, ALIGN, GROUPS
     )
     padded = (size + (ALIGN - 1)) // ALIGN * ALIGN
     if GROUPS:
         # The first tile of a group without tokens writes scales of 1; swizzled ones have no room.
-        is_idle = first >= (padded if IS_MX else tl.maximum(padded, 1))
+        is_idle = tile_row >= (padded if BLOCK == "1x32" else tl.maximum(padded, 1))
         if is_idle:
             return
     tile_k = (tile % tiles_k).to(tl.int64)
-    m = first + tl.arange(0, ROWS_BY_4) * 4
+    m = tile_row + tl.arange(0, ROWS_BY_4) * 4
     k = tile_k * COLS + tl.arange(0, COLS)
-    x_ptr += e * stride_e + begin * stride_m
+    x_ptr += matrix * stride_e + group_row * stride_m
     xs = load_4_rows(
         x_ptr, m, k, size, K, stride_m, stride_k, PARTIALS > 0 or BLOCK == "rowwise"
     )  # fmt: skip
 
     if data_ptr is not None:
-        data_ptr += (e * M + begin) * K
+        data_ptr += (matrix * M + group_row) * K
     if data_t_ptr is not None:
-        data_t_ptr += e * K * transposed_stride(data_t_ptr, P)
+        data_t_ptr += matrix * K * transposed_stride(data_t_ptr, P)
     if scale_ptr is not None:
-        scale_ptr += e * stride_scale
+        scale_ptr += matrix * stride_scale
     if scale_t_ptr is not None:
-        scale_t_ptr += e * stride_scale_t
+        scale_t_ptr += matrix * stride_scale_t
 
-    seen = tl.zeros((ROWS_BY_4, COLS), tl.int32)
+    # Row-major by scales of rows; and the largest magnitude of every 4 rows.
+    amax_bits = tl.zeros((ROWS_BY_4, COLS), tl.int32)
     for i in tl.static_range(4):
         x32 = xs[i].to(tl.float32)
         bits = magnitude_bits(x32)
-        seen = tl.maximum(seen, bits)
-        if data_ptr is not None and not ONE:
-            if IS_MX:
-                factor = _store_exponents(
-                    tl.max(bits.reshape(ROWS_BY_4, ACROSS, 32), 2), scale_ptr,
-                    start + first, tl.arange(0, ROWS_BY_4)[:, None] * 4 + i,
-                    tile_k * ACROSS, tl.arange(0, ACROSS)[None, :], M, (K + 31) // 32,
+        amax_bits = tl.maximum(amax_bits, bits)
+        if data_ptr is not None and not IS_SHARED:
+            if BLOCK == "1x32":
+                factor = _factors_of_1x32(
+                    bits, scale_ptr, i, group_col + tile_row, tile_k, M, K,
                     LARGEST, CARRY, SWIZZLED,
-                )[:, :, None]  # fmt: skip
-                factor = tl.broadcast_to(factor, (ROWS_BY_4, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
-            else:
-                if BLOCK == "rowwise":
-                    amax = tl.load(amax_ptr + e * M + begin + m + i, m + i < size, 0)
-                    writes = tl.where(tile_k == 0, size, 0)
-                else:
-                    amax, writes = tl.max(bits, 1), size
-                factor = _store_scales(
-                    amax, scale_ptr, tile_k * M + begin + m + i, m + i < writes, 1,
+                )  # fmt: skip
+            elif BLOCK == "1x128":
+                factor = _factors_of_lines(
+                    tl.max(bits, 1), scale_ptr, tile_k * M + group_row + m + i, m + i < size, 1,
                     FORMAT_MAX, POWER_OF_TWO,
                 )[:, None]  # fmt: skip
-            codes = convert(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
+            else:  # the first tile of a row writes its scale
+                amax = tl.load(amax_ptr + matrix * M + group_row + m + i, m + i < size, 0)
+                factor = _factors_of_lines(
+                    amax, scale_ptr, tile_k * M + group_row + m + i,
+                    m + i < tl.where(tile_k == 0, size, 0), 1, FORMAT_MAX, POWER_OF_TWO,
+                )[:, None]  # fmt: skip
+            codes = convert_to_codes(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
             inside = (m + i < size)[:, None] & (k < K)[None, :]
             tl.store(data_ptr + (m + i)[:, None] * K + k[None, :], codes, inside)
 
-    if ONE or data_t_ptr is not None:
+    # Transposed by scales of columns, or in both orientations by scales that they share.
+    if IS_SHARED or data_t_ptr is not None:
         if BLOCK == "tensorwise":
-            given = given_ptr if given_ptr is None else given_ptr + e * stride_given
-            partials = amax_ptr if amax_ptr is None else amax_ptr + e * PARTIALS
-            scale = scale_of_tensor(
-                given, scale_ptr, partials, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
-            )
-            if scale_t_ptr is not None:
-                tl.store(scale_t_ptr, scale, tile == 0)
-            factor = reciprocal(scale, POWER_OF_TWO)
+            factor = _factor_of_tensor(
+                given_ptr, scale_ptr, scale_t_ptr, amax_ptr, record_ptr, matrix, stride_given,
+                FORMAT_MAX, POWER_OF_TWO, PARTIALS,
+            )  # fmt: skip
         elif BLOCK == "128x128":
-            amax = tl.max(seen).to(tl.float32, bitcast=True)
-            scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
-            tile_m = first // ROWS
-            if scale_ptr is not None:
-                tl.store(scale_ptr + tile_m * tiles_k + tile_k, scale)
-            if scale_t_ptr is not None:
-                tl.store(scale_t_ptr + tile_k * tl.cdiv(M, ROWS) + tile_m, scale)
-            factor = reciprocal(scale, POWER_OF_TWO)
+            factor = _factor_of_128x128(
+                amax_bits, scale_ptr, scale_t_ptr, tile_row // ROWS, tile_k, tl.cdiv(M, ROWS),
+                tiles_k, FORMAT_MAX, POWER_OF_TWO,
+            )  # fmt: skip
         elif BLOCK == "32x32":
-            amax = tl.max(tl.max(seen.reshape(DOWN, 8, ACROSS, 32), 3), 1)
-            # The scale of each row of a square where they are swizzled, else of each square.
-            LINES: tl.constexpr = 32 if SWIZZLED else 1
-            down, across = (M + 31) // 32, (K + 31) // 32
-            if scale_ptr is not None:
-                line = tl.arange(0, DOWN * LINES)[:, None]
-                of_rows = tl.broadcast_to(amax[:, None, :], (DOWN, LINES, ACROSS))
-                of_rows = of_rows.reshape(DOWN * LINES, ACROSS)
-                if SWIZZLED:  # the padding is 0
-                    of_rows = tl.where(first + line < M, of_rows, 0)
-                _store_exponents(
-                    of_rows, scale_ptr, first * LINES // 32, line, tile_k * ACROSS,
-                    tl.arange(0, ACROSS)[None, :], down, across, LARGEST, CARRY, SWIZZLED,
-                )  # fmt: skip
-            if scale_t_ptr is not None:
-                line = tl.arange(0, ACROSS * LINES)[None, :]
-                of_columns = tl.broadcast_to(amax[:, :, None], (DOWN, ACROSS, LINES))
-                of_columns = of_columns.reshape(DOWN, ACROSS * LINES)
-                if SWIZZLED:
-                    of_columns = tl.where(tile_k * COLS + line < K, of_columns, 0)
-                _store_exponents(
-                    of_columns, scale_t_ptr, tile_k * COLS * LINES // 32, line, first // 32,
-                    tl.arange(0, DOWN)[:, None], across, down, LARGEST, CARRY, SWIZZLED,
-                )  # fmt: skip
-            factor = _one_over(_exponents(amax, LARGEST, CARRY))[:, None, :, None]
-            factor = tl.broadcast_to(factor, (DOWN, 8, ACROSS, 32)).reshape(ROWS_BY_4, COLS)
-        elif IS_MX:
-            factor = _store_exponents(
-                tl.max(seen.reshape(DOWN, 8, COLS), 1),
-                scale_t_ptr + start // 32 * (tiles_k * COLS),
-                tile_k * COLS, tl.arange(0, COLS)[None, :],
-                first // 32, tl.arange(0, DOWN)[:, None], K, (padded + 31) // 32,
+            factor = _factors_of_32x32(
+                amax_bits, scale_ptr, scale_t_ptr, tile_row, tile_k, M, K,
                 LARGEST, CARRY, SWIZZLED,
-            )[:, None, :]  # fmt: skip
-            factor = tl.broadcast_to(factor, (DOWN, 8, COLS)).reshape(ROWS_BY_4, COLS)
-        else:
-            if BLOCK == "rowwise":
-                amax = tl.load(amax_t_ptr + group * K + k, k < K, 0)
-                column, writes = group if GROUPS else 0, tl.where(first == 0, K, 0)
-            else:
-                amax, writes = tl.max(seen, 0), K
-                column = first // ROWS + (start // ROWS + group if GROUPS else 0)
-            factor = _store_scales(
-                amax, scale_t_ptr, column * K + k, k < writes, size if GROUPS else 1,
+            )  # fmt: skip
+        elif BLOCK == "1x32":
+            factor = _factors_of_32x1(
+                amax_bits, scale_t_ptr + group_col // 32 * (tiles_k * COLS), tile_row, tile_k,
+                K, padded, LARGEST, CARRY, SWIZZLED,
+            )  # fmt: skip
+        elif BLOCK == "1x128":
+            column = tile_row // ROWS + (group_col // ROWS + group if GROUPS else 0)
+            factor = _factors_of_lines(
+                tl.max(amax_bits, 0), scale_t_ptr, column * K + k, k < K, size if GROUPS else 1,
+                FORMAT_MAX, POWER_OF_TWO,
+            )[None, :]  # fmt: skip
+        else:  # the first tile of a column writes its scale
+            amax = tl.load(amax_t_ptr + group * K + k, k < K, 0)
+            factor = _factors_of_lines(
+                amax, scale_t_ptr, (group if GROUPS else 0) * K + k,
+                k < tl.where(tile_row == 0, K, 0), size if GROUPS else 1,
                 FORMAT_MAX, POWER_OF_TWO,
             )[None, :]  # fmt: skip
         write_codes(
-            scaled_4(to_float32(xs), factor, FORMAT_MAX, FITS), data_ptr if ONE else None,
-            data_t_ptr, first // 4, k, size, padded, start, K, P, FORMAT,
+            scaled_4(to_float32(xs), factor, FORMAT_MAX, FITS), data_ptr if IS_SHARED else None,
+            data_t_ptr, tile_row // 4, k, size, padded, group_col, K, P, FORMAT,
         )  # fmt: skip
     if record_ptr is not None and given_ptr is not None:
         tl.atomic_max(record_ptr, tl.max(amax_bits_of(to_float32(xs))), sem="relaxed")
@@ -307,12 +375,12 @@ def _tiles_kernel(
 
 def alignment_of(block: Block) -> int:
     """The multiple at which groups start in the transposed operand: of whole words, or squares."""
-    return 128 if block == MX else 16
+    return 128 if block == BY_32 else 16
 
 
 def cast_tiles(
     x: Tensor,
-    outputs: Outputs,
+    outputs: BothOrientations,
     block: Block,
     scale_format: str,
     *,
@@ -327,7 +395,7 @@ def cast_tiles(
     Args:
         x: (M, K), or a stack (E, M, K); tokens (T, K) in groups, which end at ``offs``.
         outputs: data, scale, data_t, scale_t.
-        block: of `TILES`.
+        block: of `CAST_TILES`.
         scale_format: of scales that are computed.
         align: of groups in the transposed operand, a multiple of `alignment_of` the block.
         scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
@@ -335,7 +403,7 @@ def cast_tiles(
         swizzled: how E8M0 scales are written, of 32x32 blocks once for each row.
     """
     data, row_scale, data_t, scale_t = outputs
-    (M, K), (rows_by_4, warps) = x.shape[-2:], TILES[block]
+    (M, K), (rows_by_4, warps) = x.shape[-2:], CAST_TILES[block]
     E, P, partials = 0, M, 0
     if offs is not None:
         E = offs.numel()
@@ -348,7 +416,7 @@ def cast_tiles(
         amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
     rows = 4 * rows_by_4
     # Tiles cover multiples of it.
-    covered = max(rows, align, 128 if block in (MX, MX_SQUARE) and swizzled else 0)
+    covered = max(rows, align, 128 if block in (BY_32, SQUARE_32) and swizzled else 0)
     tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
     launch(
         _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,

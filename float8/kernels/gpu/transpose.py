@@ -18,7 +18,7 @@ from float8.kernels.gpu.launch import (
     launch,
     new_data,
     pointer,
-    register,
+    register_op,
     tiles_of,
 )
 
@@ -71,6 +71,6 @@ def _fake(data: Tensor) -> Tensor:
     return new_data(data, data.shape[1], data.shape[0], True, data.dtype)
 
 
-transpose = register(
+transpose = register_op(
     "transpose(Tensor data) -> Tensor", kernel=_launch, definition=_definition, fake=_fake
 )

@@ -80,7 +80,7 @@ def check(actual, parts, rows, replay) -> None:
 
 
 @EVERY_DEVICE
-@pairs(shape=SHAPES, formats=module.FORMATS, rows=module.ROWS, tile=[None, *module.TILES])
+@pairs(shape=SHAPES, formats=module.FORMAT_PAIRS, rows=module.ROWS, tile=[None, *module.GEMM_TILES])
 def test_the_product(shape, formats, rows, tile, device):
     parts = operands(shape, rows, formats, device)
     actual = multiply(parts, rows, device, tile=tile)
@@ -98,9 +98,9 @@ def test_every_tile_gives_the_same_bits(rows):
     parts = operands((131, 400, 144), rows, device="cuda")
     run = launcher("blockwise_mm", "_launch", "cuda")
     first, *others = (
-        run(*parts, *rows, None, comparable("cuda"), tile=tile) for tile in module.TILES
+        run(*parts, *rows, None, comparable("cuda"), tile=tile) for tile in module.GEMM_TILES
     )
-    for tile, result in zip(module.TILES[1:], others, strict=True):
+    for tile, result in zip(module.GEMM_TILES[1:], others, strict=True):
         assert_bitwise(result, first, (rows, tile))
 
 
@@ -223,7 +223,7 @@ def test_a_long_contraction_is_as_exact_as_a_short_one():
 
 
 def test_a_tile_lies_inside_a_block_and_fits_shared_memory():
-    for tile in module.TILES:
+    for tile in module.GEMM_TILES:
         assert 128 % tile.M == 128 % tile.N == 0
         assert 128 * (tile.M + tile.N) * tile.stages <= 227 * 1024  # sm_90, sm_100
         assert 128 * (tile.M + tile.N) * (tile.stages - 1) <= 99 * 1024  # sm_89, sm_120
@@ -235,7 +235,7 @@ def test_on_a_gpu_the_first_product_of_a_class_is_timed(monkeypatch):
     parts = operands((300, 400, 320), (1, 128), device="cuda")
     results = [module._launch(*parts, 1, 128, None, torch.bfloat16) for _ in range(2)]
     assert_bitwise(results[1], results[0])
-    assert set(fastest_tile._CHOSEN.values()) <= set(module.TILES)
+    assert set(fastest_tile._CHOSEN.values()) <= set(module.GEMM_TILES)
     assert len(fastest_tile._CHOSEN) == 1
 
 

@@ -75,7 +75,7 @@ def check(
 
     def cast(matrix):
         if of_tensor is not None:
-            return definition.cast(matrix, of_tensor, TENSOR, dtype), of_tensor
+            return definition.cast_by_scale(matrix, of_tensor, TENSOR, dtype), of_tensor
         return definition.cast_dynamic(matrix, block, dtype, scale_format)
 
     def same_squares(found, first, expected, where, what):
@@ -194,7 +194,7 @@ def test_a_planted_fault_is_seen(fault):
 def test_other_casts_are_refused(cast):
     (x, offs), (block, *others) = tokens((3,), 0, 16), cast
     with pytest.raises(ValueError, match=r"float8::cast_tokens: no kernel casts "):
-        cast_tokens.cast_tokens(x, offs, block, E4M3, *others, True, True)
+        cast_tokens.cast_tokens_op(x, offs, block, E4M3, *others, True, True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -207,5 +207,5 @@ def test_opcheck(block, wanted, device):
     checks = ("test_schema", "test_faketensor")
     all_checks = (*checks, "test_autograd_registration", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        cast_tokens.cast_tokens, arguments, test_utils=checks if block == MX else all_checks
+        cast_tokens.cast_tokens_op, arguments, test_utils=checks if block == MX else all_checks
     )

@@ -86,7 +86,7 @@ def check(name, x, dtype, scale_format, wanted, device, replay, finds_amax=True)
         parts = (source, codes, its) if x.dim() == 3 else (source[None], codes[None], its[None])
         for e, (matrix, mine, found) in enumerate(zip(*parts, strict=True)):
             if kind.given is not None:
-                expected, its_scale = definition.cast(matrix, found, WHOLE, dtype), found
+                expected, its_scale = definition.cast_by_scale(matrix, found, WHOLE, dtype), found
             else:
                 expected, its_scale = definition.cast_dynamic(
                     matrix, kind.block, dtype, scale_format
@@ -184,7 +184,7 @@ def test_each_matrix_of_a_stack_may_have_a_given_scale(device):
     scale = torch.tensor([0.1, 0.02, 3.0], device=device).reshape(3, 1, 1)
     given = (x, scale, WHOLE, E4M3, FLOAT32, False, *BOTH, False)
     data, _, data_t, *_ = launcher("cast", "_launch", device)(*given)
-    expected = definition.cast(x, scale, (1, -1, -1), E4M3)
+    expected = definition.cast_by_scale(x, scale, (1, -1, -1), E4M3)
     assert_bitwise(data, expected)
     assert_bitwise(data_t, expected.mT)
 

@@ -47,7 +47,7 @@ pytestmark = pytest.mark.slow
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-TILES = blockwise_mm.TILES
+TILES = blockwise_mm.GEMM_TILES
 NEAREST, AT_RANDOM = (False, False, False), (True, False, True)
 STEP, PRODUCT = test_optimizer_step.test_agrees, test_blockwise_mm.test_the_product
 GROUPED, SWIGLU = test_grouped_mm.test_the_product, test_swiglu_cast.check_data_and_amax

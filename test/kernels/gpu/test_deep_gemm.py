@@ -23,7 +23,7 @@ from shapes import Case
 
 from float8.kernels import cublas
 from float8.kernels.gpu import blockwise_mm, deep_gemm, grouped_mm
-from float8.kernels.gpu.blockwise_mm import DEEPGEMM, TILES
+from float8.kernels.gpu.blockwise_mm import DEEPGEMM, GEMM_TILES
 
 E4M3, E5M2, BF16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16
 BLOCKS = BY_128, SQUARE = (1, 128), (128, 128)
@@ -144,7 +144,7 @@ def tried(monkeypatch):
 
     def fastest(form, x, sizes, tiles, by_rule, run):
         seen[:] = tiles
-        return TILES[-1]
+        return GEMM_TILES[-1]
 
     for module in (blockwise_mm, grouped_mm):
         monkeypatch.setattr(module, "fastest", fastest)
@@ -339,12 +339,12 @@ def test_it_has_the_bits_of_a_tile():
         arguments = *(x.cuda() for x in arguments), *BLOCKS, BF16, 16, False
         by_tile, by_deep_gemm = (
             grouped_mm._launch(*arguments, tile=tile)[: sum(sizes)].cpu()
-            for tile in (TILES[0], DEEPGEMM)
+            for tile in (GEMM_TILES[0], DEEPGEMM)
         )
         assert_bitwise(by_deep_gemm, by_tile, sizes)
     a, a_scale, b, b_scale = (x.cuda() for x in operands(300, 1040, 400))
     by_tile, by_deep_gemm = (
         blockwise_mm._launch(a, a_scale, b, b_scale, 1, 128, None, BF16, tile=tile).cpu()
-        for tile in (TILES[0], DEEPGEMM)
+        for tile in (GEMM_TILES[0], DEEPGEMM)
     )
     assert_bitwise(by_deep_gemm, by_tile, "dense")

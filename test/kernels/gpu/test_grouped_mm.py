@@ -23,7 +23,7 @@ from torch import Tensor
 
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
-from float8.kernels.gpu.blockwise_mm import TILES
+from float8.kernels.gpu.blockwise_mm import GEMM_TILES
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
@@ -42,7 +42,7 @@ EVERY_DEVICE = pytest.mark.parametrize("device", DEVICES)
 # Tokens of each expert: nothing a multiple of a tile, empty groups at both ends and inside, several
 # tiles and steps of 128 in one group, one expert, no token at all.
 SIZES = ((0, 5, 130, 0, 17, 0), (1,), (64, 128, 16))
-TILE = TILES[-1]
+TILE = GEMM_TILES[-1]
 
 
 @dataclass
@@ -159,7 +159,7 @@ BUILD = {"experts": by_experts, "tokens": by_tokens}
     blocks=list(BLOCKS),
     formats=FORMATS,
     shape=[(123, 7), (144, 70), (66, 24)],
-    tile=[None, *TILES],
+    tile=[None, *GEMM_TILES],
     how=[(None, False), (torch.bfloat16, True), *((dtype, False) for dtype in HIGH_PRECISION)],
 )
 def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
@@ -178,9 +178,9 @@ def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
 def test_every_way_to_multiply_has_the_same_bits(by, sizes, shape, fast):
     """Ranks measure which of them is the fastest, and may choose differently."""
     product = BUILD[by](sizes, *shape, BLOCKS["rowwise"])
-    ways = [*TILES, module.WIDE] if fast else [*TILES, module.TORCH]
+    ways = [*GEMM_TILES, module.WIDE] if fast else [*GEMM_TILES, module.TORCH_TILE]
     if not fast and torch.cuda.get_device_capability() != (9, 0):
-        ways.remove(module.TORCH)
+        ways.remove(module.TORCH_TILE)
     results = []
     for way in ways:
         torch.full((2**22,), torch.nan, device="cuda")  # in the memory of the result
@@ -299,7 +299,7 @@ def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(by, shape, is_
     monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
     product = BUILD[by]((35, 0, 19), *shape, BLOCKS["rowwise"])
     module._launch(*product.arguments, product.offs, *product.blocks, torch.bfloat16, ALIGN, False)
-    assert seen and (module.TORCH in seen) == is_tried
+    assert seen and (module.TORCH_TILE in seen) == is_tried
 
 
 def test_torch_gets_a_scale_for_each_row_of_each_expert(monkeypatch):
@@ -312,7 +312,7 @@ def test_torch_gets_a_scale_for_each_row_of_each_expert(monkeypatch):
     product = BUILD["experts"]((35, 0, 19), 144, 48, BLOCKS["rowwise"])
     a, a_scale, b, b_scale = product.arguments
     arguments = a, a_scale, b, b_scale[:1], product.offs, *product.blocks, torch.bfloat16
-    found = module._launch(*arguments, ALIGN, False, tile=module.TORCH)
+    found = module._launch(*arguments, ALIGN, False, tile=module.TORCH_TILE)
     assert_bitwise(found, b_scale[:1].expand(3, 48, 1).squeeze(-1).contiguous())
 
 

@@ -56,8 +56,8 @@ def test_twins(dtype, power_of_two, device):
     assert_bitwise(factor, expected.reciprocal(), what="reciprocal")
     assert_bitwise(bits.view(torch.float32), x.abs(), what="magnitude")
     one = torch.ones(1, device=device)
-    assert_bitwise(codes, definition.cast(x, one, (-1,), dtype), what="codes")
-    own = definition.cast(x, expected, (1,), dtype)
+    assert_bitwise(codes, definition.cast_by_scale(x, one, (-1,), dtype), what="codes")
+    own = definition.cast_by_scale(x, expected, (1,), dtype)
     assert_bitwise(fitting, own, what="codes under the scale of their own amax")
 
 
@@ -101,7 +101,7 @@ def test_four_tiles_pack_and_unpack(dtype, device):
     x[0, :4] = torch.tensor([0.0, -0.0, float("nan"), -float("inf")])
     x[1, :256] = 1 + 2.0**-4 + torch.arange(-128, 128, device=device) * 2.0**-20
     packed, again, rows = launcher("probe_jit", "pack", device)(x, dtype)
-    codes = definition.cast(x, torch.ones(1, 1, device=device), (-1, -1), dtype)
+    codes = definition.cast_by_scale(x, torch.ones(1, 1, device=device), (-1, -1), dtype)
     assert_bitwise(rows.view(dtype), codes, what="unpacked")
     assert_bitwise(packed.view(torch.uint8).view(512, 4).t().view(dtype), codes, what="packed")
     assert_bitwise(again, packed, what="packed again")

@@ -18,12 +18,12 @@ from float8.kernels.gpu.launch import (
     LIBRARY,
     NO_FUSION,
     launch,
-    register,
+    register_op,
 )
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
-    op = register(
+    op = register_op(
         "launch_test(Tensor x) -> Tensor",
         kernel=lambda x: x * 3,
         definition=lambda x: x * 2,

@@ -36,7 +36,7 @@ def test_twins(dtype, device):
     x = rows_of_every_kind().to(device)
     found = launcher("probe_moments", "probe", device)(x, dtype)
     half, half_scale, codes, scale, exponent, decoded, rounded, *at_random = found
-    expected = moments.encode(x, GROUP, torch.float16)
+    expected = moments.encode_groups(x, GROUP, torch.float16)
     assert_bitwise(half, expected[0], what="float16 codes")
     assert_bitwise(half_scale, expected[1], what="float16 scales")
     assert_bitwise(rounded, stochastic.stochastic_round(x, dtype, 5, 7), what="rounded at random")
@@ -48,9 +48,9 @@ def test_twins(dtype, device):
     torch.testing.assert_close(decoded, values, rtol=2e-5, atol=0, equal_nan=True)
     assert torch.equal(decoded == 0, x == 0)
     chances = [stochastic.chances(x, stochastic.seed_of_state(5, i), 7) for i in (-1, 0, 1)]
-    half = moments.encode(x, GROUP, torch.float16, chances[0])[0]
+    half = moments.encode_groups(x, GROUP, torch.float16, chances[0])[0]
     assert_bitwise(at_random[0], half, what="float16 codes at random")
-    linear = moments.encode(x, GROUP, torch.float8_e4m3fn, chances[1])[0]
+    linear = moments.encode_groups(x, GROUP, torch.float8_e4m3fn, chances[1])[0]
     assert_bitwise(at_random[1].view(linear.dtype), linear, what="E4M3 codes at random")
     assert_adjacent(at_random[2], moments.encode_expanded(x, GROUP, chances[2])[0])
 

@@ -14,7 +14,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, LAYOUTS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.norm_cast import Norm, layer_norm_cast, rms_norm_cast
+from float8.kernels.gpu.norm_cast import NormParameters, layer_norm_cast, rms_norm_cast
 
 E4M3, EPS, WHOLE = torch.float8_e4m3fn, 1e-5, (-1, -1)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -40,7 +40,7 @@ def make(shape, norm, device, dtypes=(F32, F32), layout="contiguous", fill="norm
         for wanted, seed in ((has_weight, 4), (has_bias, 5))
     )
     x = case.make(device) + 0.5 if is_centred else case.make(device)
-    return (case, norm), x, Norm(weight, bias, eps, is_centred)
+    return (case, norm), x, NormParameters(weight, bias, eps, is_centred)
 
 
 def run(x, norm, form, compute=F32, dtype=E4M3, pow2=False, cols=True, finds_amax=True):
@@ -73,7 +73,7 @@ def check(got, x, norm, compute, replay, dtype=E4M3):
     """Statistics are right to a few ulps, and given them the data is the oracle's, both ways."""
     data, data_t, scale, _, mean, rstd = (None if t is None else t.cpu() for t in got)
     x = x.cpu()
-    norm = Norm(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in norm))
+    norm = NormParameters(*(t.cpu() if isinstance(t, torch.Tensor) else t for t in norm))
     exact, plain = (rstd_of(x.to(d), norm.is_centred, norm.eps) for d in (torch.float64, F32))
     assert_error_within_baseline(rstd, exact, plain, 4.0, replay, "rstd")
     if norm.is_centred:
@@ -154,7 +154,7 @@ def test_special_rows(norm, form, eps, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pairs(norm=["rms", "layer"], form=list(FORMS))
 def test_empty(norm, form, device):
-    x, norm = torch.empty(0, 16, device=device), Norm(None, None, EPS, norm == "layer")
+    x, norm = torch.empty(0, 16, device=device), NormParameters(None, None, EPS, norm == "layer")
     data, data_t, scale, amax, mean, rstd = run(x, norm, form)
     assert (data.shape, data_t.shape, rstd.shape) == ((0, 16), (16, 0), (0, 1))
     assert mean.shape == (0, 1) if norm.is_centred else mean is None
@@ -167,7 +167,7 @@ def test_empty(norm, form, device):
 
 def statistics(device, x, is_centred, amax=True):
     """(partial amaxes, mean, rstd) of the first pass, by at most two programs."""
-    norm = Norm(torch.ones(x.shape[1], device=device), None, EPS, is_centred)
+    norm = NormParameters(torch.ones(x.shape[1], device=device), None, EPS, is_centred)
     mean = torch.full((len(x), 1), torch.nan, device=device) if is_centred else None
     rstd = torch.full((len(x), 1), torch.nan, device=device)
     launch = launcher("norm_cast", "_statistics", device)
@@ -235,7 +235,7 @@ def test_the_check_sees_faults():
         replay, x, norm = make((32, 64), name, "cpu", (BF16, BF16))
         good = op_of(x, norm, scale, BF16)
         check(good, x, norm, BF16, replay)
-        unrounded = definition.cast(y_of(x, norm, *good[4:], F32), scale, WHOLE, E4M3)
+        unrounded = definition.cast_by_scale(y_of(x, norm, *good[4:], F32), scale, WHOLE, E4M3)
         bad = [
             op_of(x, norm._replace(weight=None), scale, BF16),
             op_of(x, norm._replace(is_centred=not norm.is_centred), scale, BF16)[:4] + good[4:],
@@ -259,7 +259,7 @@ def test_the_check_sees_faults():
     ],
 )
 def test_refuses_what_a_kernel_would_read_past(change, words):
-    norm = Norm(change.get("weight"), change.get("bias"), EPS, True)
+    norm = NormParameters(change.get("weight"), change.get("bias"), EPS, True)
     scale = change.get("scale")
     launch = launcher("norm_cast", "_launch", "cpu")
     with pytest.raises(ValueError, match=f"float8::layer_norm_cast: {words}"):

@@ -20,19 +20,25 @@ from shapes import DEVICES, pairs
 
 from float8.kernels import moments, update_rules
 from float8.kernels.optimizer_step import reference
-from float8.kernels.update_rules import AdamW, Lion, MuonDirection, MuonMove, SGDMomentum
+from float8.kernels.update_rules import (
+    AdamWRule,
+    LionRule,
+    MuonDirection,
+    MuonMove,
+    SGDMomentumRule,
+)
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
 NAMES = ("p", "p.scale", "g", "m", "m.scale", "m.exponent", "v", "v.scale", "v.exponent")
 # name -> rule, step
 RULES = {
-    "adamw": (AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1), 3.0),
-    "adam": (AdamW(1e-2, 0.9, 0.99, 1e-6, 0.1, False, True), 1.0),
-    "sgd": (SGDMomentum(1e-2, 0.9, 0.5, False, 0.1), 1.0),
-    "sgd, dampened": (SGDMomentum(1e-2, 0.9, 0.5, False, 0.1), 2.0),
-    "nesterov": (SGDMomentum(1e-2, 0.9, 0.0, True, 0.0, True), 2.0),
-    "lion": (Lion(1e-2, 0.9, 0.99, 0.1), 7.0),
+    "adamw": (AdamWRule(1e-2, 0.9, 0.99, 1e-6, 0.1), 3.0),
+    "adam": (AdamWRule(1e-2, 0.9, 0.99, 1e-6, 0.1, False, True), 1.0),
+    "sgd": (SGDMomentumRule(1e-2, 0.9, 0.5, False, 0.1), 1.0),
+    "sgd, dampened": (SGDMomentumRule(1e-2, 0.9, 0.5, False, 0.1), 2.0),
+    "nesterov": (SGDMomentumRule(1e-2, 0.9, 0.0, True, 0.0, True), 2.0),
+    "lion": (LionRule(1e-2, 0.9, 0.99, 0.1), 7.0),
     "muon": (MuonDirection(0.9), 2.0),
     "muon, maximize": (MuonDirection(0.8, False, True), 2.0),
     "muon's move": (MuonMove(1e-2, 3.0, 0.1), 2.0),
@@ -50,7 +56,7 @@ def stored(x, kind, group):
     if kind == "expanded":
         return moments.encode_expanded(x, group)
     dtype = {"e4m3": torch.float8_e4m3fn, "float16": torch.float16}[kind]
-    return *moments.encode(x, group, dtype), None
+    return *moments.encode_groups(x, group, dtype), None
 
 
 def laid_out(x, layout):

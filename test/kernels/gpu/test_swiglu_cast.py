@@ -134,7 +134,7 @@ def check_factors(
     found = change(amaxes).cpu()
     assert found.shape == (1, shape[1]) and found.dtype == F32
     assert ((low <= found[0]) & (found[0] <= high)).all(), f"amaxes\n  replay: {replay}"
-    factors = definition.smoothing_factors(amaxes)
+    factors = definition.smoothing_factors_from_amax(amaxes)
     options = {"finds_amax": finds_amax, "factors": factors, "limit": limit}
     got = run(device, gate, up, 0.0017, compute, **options)
     check(got, gate, up, compute, replay, factors=factors.cpu(), limit=limit)
@@ -281,7 +281,7 @@ def test_the_definition_is_the_unfused_chain():
         _, gate, up = make((9, 40), dtype, "cpu")
         scale = torch.tensor([[0.02]])
         data, data_t, found, _ = swiglu_cast(gate, up, scale, dtype, E4M3, False, True)
-        expected = definition.cast(
+        expected = definition.cast_by_scale(
             (F.silu(gate.float()) * up.float()).to(dtype), scale, WHOLE, E4M3
         )
         assert_bitwise(data, expected)

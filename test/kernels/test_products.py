@@ -41,7 +41,7 @@ from float8 import kernels
 from float8.granularity import block_name
 from float8.kernels import definition
 
-module = importlib.import_module("float8.kernels.scaled_mm")  # float8.kernels has its function
+module = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
 BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
 
@@ -82,7 +82,7 @@ def test_a_device_runs_a_product_or_says_why_not(arch, cuda, a_block, b_block, m
         chosen = {"t": BY_TORCH, "T": BY_TRITON, "-": ""}[letter]
         name, reason = module.gemm_for(arch, a_block, b_block, out_dtype)
         assert (name, reason is None) == (chosen, chosen != "")
-        assert module.refuses_device(arch, a_block, b_block, out_dtype) == reason
+        assert module.reason_against_device(arch, a_block, b_block, out_dtype) == reason
         for M, K, N in ((256, 384, 128), (5, 123, 7)):
             with FakeTensorMode(), torch.no_grad(), Products() as products:
                 parts = fake_operands(M, K, N, a_block, b_block)
@@ -102,13 +102,13 @@ def test_a_device_runs_a_product_or_says_why_not(arch, cuda, a_block, b_block, m
 @pytest.mark.parametrize("b_block", [TENSOR, ROW, B1, B128, (3, 5)], ids=str)
 def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(a_block, b_block):
     product = PRODUCTS.get((a_block, b_block))
-    assert module.product_of(a_block, b_block) == product
-    reason = module.refuses_granularity(a_block, b_block)
+    assert module.product_name(a_block, b_block) == product
+    reason = module.reason_against_granularity(a_block, b_block)
     assert (reason is None) == (product is not None)
     if reason is not None:
         names = block_name(a_block), block_name(b_block)
         assert all(words in reason for words in (*names, "emulate=True"))
-        assert module.refuses_device("sm_90", a_block, b_block, BF16) == reason
+        assert module.reason_against_device("sm_90", a_block, b_block, BF16) == reason
 
 
 @pytest.mark.parametrize(("K", "N"), [(24, 16), (16, 1), (15, 17)])
@@ -167,7 +167,11 @@ def test_emulated_or_on_a_cpu_any_product_is_the_definition(
 
 @pytest.mark.parametrize("dtype", [E5M2, torch.float8_e5m2fnuz], ids=str)
 def test_e5m2_by_e5m2_is_refused_on_every_device(torch_calls, dtype):
-    assert module.refuses_formats(dtype, E4M3) is module.refuses_formats(E4M3, dtype) is None
+    assert (
+        module.reason_against_formats(dtype, E4M3)
+        is module.reason_against_formats(E4M3, dtype)
+        is None
+    )
     parts = operands(16, 32, 16, TENSOR, TENSOR, dtype)
     parts[:2] = parts[2:]
     for run in (multiply, lambda *args: kernels.scaled_mm(*matrices(*args), out_dtype=BF16)):
@@ -202,7 +206,7 @@ def test_powers_of_two_in_a_dtensor_are_multiplied_as_without_mx(torch_calls, mo
     monkeypatch.setattr(PretendCuda, "device_mesh", object(), raising=False)
     parts = operands(48, 160, 96, ROW, ROW)
     for out_dtype in (BF16, torch.float32):
-        name, reason = module.gemm_for("sm_100", ROW, ROW, out_dtype, has_powers=True)
+        name, reason = module.gemm_for("sm_100", ROW, ROW, out_dtype, has_power_of_two_scales=True)
         assert "MX" in name and reason is None
         pretended = matrices([part.as_subclass(PretendCuda) for part in parts], ROW, ROW)
         arguments = *pretended, module.Product(name, reason, out_dtype)

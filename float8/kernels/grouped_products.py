@@ -8,10 +8,10 @@ A GEMM per group of tokens, see `float8.kernels.groups` for the layout of tokens
 The second operand says which: an expert operand has three dimensions, and a block of
 ``(1, rows, columns)``, so that no two experts share a scale.
 
-On CUDA, the first of `CANDIDATES` that does not refuse the product runs it. Scales that are powers
-of two by their format run as MX products where torch has these, as in `scaled_mm`. Plain PyTorch
-runs it on every other device and with ``emulate=True``: a loop over groups, which reads ``offs`` on
-the host. There is no other fallback.
+On CUDA, the first of `GROUPED_CANDIDATES` that does not refuse the product runs it. Scales that are
+powers of two by their format run as MX products where torch has these, as in `products`. Plain
+PyTorch runs it on every other device and with ``emulate=True``: a loop over groups, which reads
+``offs`` on the host. There is no other fallback.
 """
 
 from __future__ import annotations
@@ -25,31 +25,29 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.kernels import cpu
-from float8.kernels.cublas import contraction_last, mx_scales, pad_codes
+from float8.kernels.cublas import ALIGNMENT, aligned_row_major, mx_scales, pad_codes
 from float8.kernels.groups import ends_of, padded_sizes, spans_of
-from float8.kernels.matrix import Float8Matrix
-from float8.kernels.scaled_mm import (
-    ALIGNMENT,
-    BLOCKWISE,
+from float8.kernels.matrix import BY_32, Float8Matrix
+from float8.kernels.products import (
+    BLOCKWISE_PRODUCT,
     CPU,
-    MX,
-    PLAIN,
+    MX_PRODUCT,
+    PLAIN_PYTORCH,
     ROWS_AS_MX,
-    ROWWISE,
+    ROWWISE_PRODUCT,
     SUPPORT,
-    TENSORWISE,
+    TENSORWISE_PRODUCT,
     family_of,
     load_kernel,
-    product_of,
-    refuses_device,
-    triton_refuses,
+    product_name,
+    reason_against_device,
+    reason_against_triton,
 )
 
-_MX_BLOCK = (1, 32)
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
 
-def grouped_mm(
+def grouped_mm_definition(
     a: Tensor,
     a_scale: Tensor | None,
     b: Tensor,
@@ -144,18 +142,20 @@ _LIBRARY.define(
     "int[] b_block, ScalarType out_dtype, int align) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_LIBRARY.impl("grouped_mm", grouped_mm, "CompositeExplicitAutograd")
+_LIBRARY.impl("grouped_mm", grouped_mm_definition, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY)
 
 
 # --- the candidates
 
 
-def _triton_refuses(family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool) -> str | None:
-    return triton_refuses(family, product, out_dtype)
+def _reason_against_triton(
+    family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool
+) -> str | None:
+    return reason_against_triton(family, product, out_dtype)
 
 
-def _torch_refuses_mx(
+def _reason_against_torch_mx(
     family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool
 ) -> str | None:
     """What ``torch._scaled_grouped_mm`` does not run in MX formats, in torch 2.11 and 2.13.
@@ -196,8 +196,8 @@ def _torch_multiply_mx(
         data, weights = pad_codes(data, 0, inner), pad_codes(weights, rows, inner)
     sizes = None if of_experts else padded_sizes(offs, align)
     out = torch._scaled_grouped_mm(
-        contraction_last(data),
-        contraction_last(weights).mT,
+        aligned_row_major(data),
+        aligned_row_major(weights).mT,
         _contiguous(a.scale),
         _contiguous(b.scale),
         offs=offs if sizes is None else sizes.cumsum(0, dtype=torch.int32),
@@ -220,7 +220,7 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any
     else:
         b_scale = b.scale.expand(len(b.data), -1, -1)
         b_scale = expand(b_scale, b.block, *b.data.shape[-2:])
-    a, b = Float8Matrix(a.data, a_scale, _MX_BLOCK), Float8Matrix(b.data, b_scale, _MX_BLOCK)
+    a, b = Float8Matrix(a.data, a_scale, BY_32), Float8Matrix(b.data, b_scale, BY_32)
     return _torch_multiply_mx(a, b, offs, *others)
 
 
@@ -232,7 +232,7 @@ def _contiguous(x: Tensor) -> Tensor:
 def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any) -> Tensor:
     load_kernel("grouped_mm")
     run, blocks = torch.ops.float8.grouped_mm_gpu.default, (a.block, b.block)
-    operands = contraction_last(a.data), a.scale, contraction_last(b.data), b.scale
+    operands = aligned_row_major(a.data), a.scale, aligned_row_major(b.data), b.scale
     out: Tensor = run(*operands, offs, *blocks, *others)
     return out
 
@@ -240,33 +240,42 @@ def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: An
 class GroupedCandidate(NamedTuple):
     """One way to run a grouped product on a GPU.
 
-    ``refuses(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not run,
-    or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and what
-    `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed layout.
-    Every candidate needs K and N that are multiples of 16. ``takes_powers``: as of
-    `scaled_mm.Candidate`.
+    ``reason_against(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not
+    run, or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and
+    what `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed
+    layout. Every candidate needs K and N that are multiples of 16. ``needs_power_of_two_scales``:
+    as of `products.Candidate`.
     """
 
     name: str
-    refuses: Callable[[str, str, torch.dtype, bool], str | None]
+    reason_against: Callable[[str, str, torch.dtype, bool], str | None]
     multiply: Callable[..., Tensor]
     align: int = ALIGNMENT
-    takes_powers: bool = False
+    needs_power_of_two_scales: bool = False
 
 
 TORCH_MX = GroupedCandidate(
-    "torch._scaled_grouped_mm of MX formats", _torch_refuses_mx, _torch_multiply_mx, align=128
+    "torch._scaled_grouped_mm of MX formats",
+    _reason_against_torch_mx,
+    _torch_multiply_mx,
+    align=128,
 )
-AS_MX = TORCH_MX._replace(name=ROWS_AS_MX.name, multiply=_multiply_as_mx, takes_powers=True)
-TRITON = GroupedCandidate("the Triton grouped GEMM", _triton_refuses, _triton_multiply)
+AS_MX = TORCH_MX._replace(
+    name=ROWS_AS_MX.name, multiply=_multiply_as_mx, needs_power_of_two_scales=True
+)
+TRITON_GROUPED_GEMM = GroupedCandidate(
+    "the Triton grouped GEMM", _reason_against_triton, _triton_multiply
+)
 # product -> its candidates; the first that does not refuse runs it
-CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
-    TENSORWISE: (TRITON,),
-    ROWWISE: (AS_MX, TRITON),
-    BLOCKWISE: (AS_MX, TRITON),
-    MX: (TORCH_MX,),
+GROUPED_CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
+    TENSORWISE_PRODUCT: (TRITON_GROUPED_GEMM,),
+    ROWWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
+    BLOCKWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
+    MX_PRODUCT: (TORCH_MX,),
 }
-GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
+GROUPED_CANDIDATES_BY_NAME = {
+    candidate.name: candidate for row in GROUPED_CANDIDATES.values() for candidate in row
+}
 
 
 def grouped_gemm_for(
@@ -276,27 +285,27 @@ def grouped_gemm_for(
     out_dtype: torch.dtype,
     emulate: bool = False,
     is_e4m3: bool = True,
-    has_powers: bool = False,
+    has_power_of_two_scales: bool = False,
 ) -> tuple[str, str | None]:
     """The candidate that runs a product, as `multiply_groups` takes it.
 
     ``b_block`` has a 1 for the first dimension if the second operand is the weights of experts.
     ``emulate`` runs plain PyTorch on every device; ``is_e4m3`` says whether both operands are E4M3.
-    ``has_powers``: as of `scaled_mm.gemm_for`. Returns the candidate's name and None; or "" and the
-    reason why there is none.
+    ``has_power_of_two_scales``: as of `products.gemm_for`. Returns the candidate's name and None;
+    or "" and the reason why there is none.
     """
     if family == CPU or emulate:
-        return PLAIN, None
+        return PLAIN_PYTORCH, None
     b_block = b_block[-2:]
-    product = product_of(a_block, b_block)
+    product = product_name(a_block, b_block)
     if product is None or family not in SUPPORT:
-        return "", refuses_device(family, a_block, b_block, out_dtype)
+        return "", reason_against_device(family, a_block, b_block, out_dtype)
     reasons = []
-    for candidate in CANDIDATES[product]:
-        reason = candidate.refuses(family, product, out_dtype, is_e4m3)
-        if reason is None and has_powers >= candidate.takes_powers:
+    for candidate in GROUPED_CANDIDATES[product]:
+        reason = candidate.reason_against(family, product, out_dtype, is_e4m3)
+        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
             return candidate.name, None
-        if not candidate.takes_powers:
+        if not candidate.needs_power_of_two_scales:
             reasons.append(f"{candidate.name} {reason}")
     return "", (
         f"{family} does not run a grouped {product} product written in {out_dtype}: "
@@ -307,11 +316,14 @@ def grouped_gemm_for(
 
 def group_alignment(gemm: str) -> int:
     """The multiple to which a GEMM needs groups padded in the transposed layout of tokens."""
-    return GEMMS[gemm].align if gemm in GEMMS else 1
+    return GROUPED_CANDIDATES_BY_NAME[gemm].align if gemm in GROUPED_CANDIDATES_BY_NAME else 1
 
 
 class GroupedProduct(NamedTuple):
-    """How `multiply_groups` multiplies: see `scaled_mm.Product`, and ``align`` of `grouped_mm`."""
+    """How `multiply_groups` multiplies.
+
+    See `products.Product`, and ``align`` of `grouped_mm_definition`.
+    """
 
     name: str
     refusal: str | None
@@ -322,10 +334,10 @@ class GroupedProduct(NamedTuple):
 
 
 def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -> Tensor:
-    """`grouped_mm` of float8 operands, by the candidate that `grouped_gemm_for` chose.
+    """`grouped_mm_definition` of float8 operands, by the candidate that `grouped_gemm_for` chose.
 
     Args:
-        a, b: operands of `grouped_mm`.
+        a, b: operands of `grouped_mm_definition`.
         gemm: a `GroupedProduct`, or what has its fields.
         offs: (E,) int32, the ends of the groups.
 
@@ -333,7 +345,7 @@ def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -
     without ``gemm.pad``, or if the scales of blocks of 1x32 are not E8M0.
     """
     (a_data, a_scale, a_block), (b_data, b_scale, b_block) = a, b
-    if gemm.name == PLAIN:
+    if gemm.name == PLAIN_PYTORCH:
         blocks = a_block, b_block
         out: Tensor = torch.ops.float8.grouped_mm.default(
             a_data, a_scale, b_data, b_scale, offs, *blocks, gemm.out_dtype, gemm.align
@@ -344,12 +356,12 @@ def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -
     if gemm.refusal is not None:
         raise ValueError(f"grouped_mm: {gemm.refusal}")
     for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
-        if block[-2:] == _MX_BLOCK and scale.dtype != torch.float8_e8m0fnu:
+        if block[-2:] == BY_32 and scale.dtype != torch.float8_e8m0fnu:
             raise ValueError(
                 f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
                 "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
             )
-    if b_block[-1] == _MX_BLOCK[-1] and b_scale.dim() == 3:  # not those that are swizzled
+    if b_block[-1] == BY_32[-1] and b_scale.dim() == 3:  # not those that are swizzled
         b_scale = mx_scales(b_scale, b_block, b_data.shape[-2])
     if b_data.dim() == 3 and b_scale.shape == (1, 1):
         b_scale = b_scale.view(1, 1, 1)  # one static scale for all experts
@@ -367,7 +379,7 @@ def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -
             b_scale = F.pad(b_scale, (0, 0, 0, missing), value=1.0)
     a, b = Float8Matrix(a_data, a_scale, a_block), Float8Matrix(b_data, b_scale, b_block)
     options = gemm.out_dtype, gemm.align, gemm.use_fast_accum
-    out = GEMMS[gemm.name].multiply(a, b, offs, *options)
+    out = GROUPED_CANDIDATES_BY_NAME[gemm.name].multiply(a, b, offs, *options)
     return out if out.shape[-1] == columns else out.narrow(-1, 0, columns)
 
 

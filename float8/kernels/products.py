@@ -43,22 +43,27 @@ from torch import Tensor
 from float8.formats import Format, on_family
 from float8.granularity import Block, block_name
 from float8.kernels import cublas, definition
+from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.matrix import Float8Matrix
 
-ALIGNMENT = cublas.ALIGNMENT
-TENSORWISE, ROWWISE, BLOCKWISE, MX = "tensorwise", "rowwise", "blockwise", "mx"
+TENSORWISE_PRODUCT, ROWWISE_PRODUCT, BLOCKWISE_PRODUCT, MX_PRODUCT = (
+    "tensorwise",
+    "rowwise",
+    "blockwise",
+    "mx",
+)
 # The names of two blocks (`block_name`) -> the product that they make. A tensorwise scale beside a
 # rowwise one is repeated for every row, which is free. What is not listed runs with emulate=True.
 _PRODUCTS: dict[tuple[str, str], str] = {
-    (TENSORWISE, TENSORWISE): TENSORWISE,
-    (TENSORWISE, ROWWISE): ROWWISE,
-    (ROWWISE, TENSORWISE): ROWWISE,
-    (ROWWISE, ROWWISE): ROWWISE,
-    ("1x128", "128x128"): BLOCKWISE,
-    ("128x128", "1x128"): BLOCKWISE,
-    ("1x128", "1x128"): BLOCKWISE,
-    ("1x32", "1x32"): MX,
-    ("1x32", "32x32"): MX,  # whose scales are repeated for every row
+    (TENSORWISE_PRODUCT, TENSORWISE_PRODUCT): TENSORWISE_PRODUCT,
+    (TENSORWISE_PRODUCT, ROWWISE_PRODUCT): ROWWISE_PRODUCT,
+    (ROWWISE_PRODUCT, TENSORWISE_PRODUCT): ROWWISE_PRODUCT,
+    (ROWWISE_PRODUCT, ROWWISE_PRODUCT): ROWWISE_PRODUCT,
+    ("1x128", "128x128"): BLOCKWISE_PRODUCT,
+    ("128x128", "1x128"): BLOCKWISE_PRODUCT,
+    ("1x128", "1x128"): BLOCKWISE_PRODUCT,
+    ("1x32", "1x32"): MX_PRODUCT,
+    ("1x32", "32x32"): MX_PRODUCT,  # whose scales are repeated for every row
 }
 # Every architecture with float8 tensor cores that the library knows -> product -> None where
 # torch._scaled_mm runs it, else the reason why not. Sources, in torch 2.11 and 2.13:
@@ -73,14 +78,19 @@ _PRODUCTS: dict[tuple[str, str], str] = {
 #   (pytorch#198126).
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
 _NO_MX = "multiplies MX formats from sm_100 (B200) on only: use the recipe blockwise"
-_BASIC: dict[str, str | None] = {TENSORWISE: None, ROWWISE: None, BLOCKWISE: _NO_128, MX: _NO_MX}
+_BASIC: dict[str, str | None] = {
+    TENSORWISE_PRODUCT: None,
+    ROWWISE_PRODUCT: None,
+    BLOCKWISE_PRODUCT: _NO_128,
+    MX_PRODUCT: _NO_MX,
+}
 SUPPORT: dict[str, dict[str, str | None]] = {
     "sm_89": {**_BASIC},
-    "sm_90": {**_BASIC, BLOCKWISE: None},
-    "sm_100": {**_BASIC, MX: None},
-    "sm_103": {**_BASIC, MX: None},
-    "sm_120": {**_BASIC, MX: None},
-    "sm_121": {**_BASIC, MX: None},
+    "sm_90": {**_BASIC, BLOCKWISE_PRODUCT: None},
+    "sm_100": {**_BASIC, MX_PRODUCT: None},
+    "sm_103": {**_BASIC, MX_PRODUCT: None},
+    "sm_120": {**_BASIC, MX_PRODUCT: None},
+    "sm_121": {**_BASIC, MX_PRODUCT: None},
     "gfx94": {**_BASIC},
     "gfx95": {**_BASIC},
 }
@@ -141,9 +151,9 @@ def written_dtypes(arch: str, product: str) -> tuple[torch.dtype, ...]:
     every requested dtype (pytorch#187569), and hipBLASLt accepts only bfloat16. Torch does not
     check the dtype of a blockwise result; its test_scaled_mm_block_wise_numerics covers two.
     """
-    if product == ROWWISE and not _scales_rows_by_cublaslt(arch):
+    if product == ROWWISE_PRODUCT and not _scales_rows_by_cublaslt(arch):
         return (torch.bfloat16,)
-    if product == BLOCKWISE:
+    if product == BLOCKWISE_PRODUCT:
         return (torch.bfloat16, torch.float32)
     return (torch.bfloat16, torch.float16, torch.float32)
 
@@ -152,10 +162,10 @@ def _scales_rows_by_cublaslt(arch: str) -> bool:
     return arch == "sm_90" and _cuda_version() >= _CUBLASLT_CUDA
 
 
-def _torch_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def _reason_against_torch(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     if (reason := SUPPORT[arch][product]) is not None:
         return reason
-    if product == BLOCKWISE and _cuda_version() < _CUBLASLT_CUDA:
+    if product == BLOCKWISE_PRODUCT and _cuda_version() < _CUBLASLT_CUDA:
         return (
             f"takes 1x128 and 128x128 scales from CUDA 12.9 on, and this torch was built with "
             f"{torch.version.cuda}"
@@ -175,7 +185,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple([int(part) for part in torch.version.cuda.split(".")[:2]])
 
 
-def triton_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def reason_against_triton(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     """The reason why no Triton GEMM runs on this architecture, or None."""
     if not arch.startswith("sm_"):
         return "is for NVIDIA GPUs and untested on others"
@@ -209,7 +219,7 @@ def _triton_multiply(
     a_MK, b_NK = a.data, b.data
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
-    a_MK, b_NK = cublas.contraction_last(a_MK), cublas.contraction_last(b_NK)
+    a_MK, b_NK = cublas.aligned_row_major(a_MK), cublas.aligned_row_major(b_NK)
     return torch.ops.float8.blockwise_mm.default(
         a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
@@ -223,7 +233,7 @@ def load_kernel(name: str) -> None:
 load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _mx_refuses(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def _reason_against_mx(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
     return None if arch in _AS_MX else f"is for {' and '.join(_AS_MX)}"
 
 
@@ -234,43 +244,44 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
     other, (columns, contraction) = CANDIDATES[product][-1], b.data.shape
     is_odd = not other.is_aligned and (columns % ALIGNMENT or contraction % ALIGNMENT)
     if is_odd or cublas.is_sharded(a.data) or cublas.is_sharded(b.data):
-        if reason := other.refuses(family_of(a.data.device), product, out_dtype):
+        if reason := other.reason_against(family_of(a.data.device), product, out_dtype):
             raise ValueError(f"scaled_mm: {other.name} {reason}")
         return other.multiply(a, b, *others)
     load_kernel("expand_scales")
     expand = torch.ops.float8.expand_scales.default
     a, b = [Float8Matrix(x.data, expand(x.scale, x.block, *x.data.shape), (1, 32)) for x in (a, b)]
-    return cublas.multiply(a, b, bias_N, out_dtype, False)
+    return cublas.multiply_by_torch(a, b, bias_N, out_dtype, False)
 
 
 class Candidate(NamedTuple):
     """One way to run a product on a GPU.
 
-    ``refuses(architecture, product, out_dtype)`` returns the reason why it does not run, or None.
-    A message puts the reason after ``name``. ``is_aligned``: the contraction and the columns must
-    be multiples of 16. ``multiply`` pads sizes that are not, so callers check before.
-    ``takes_powers``: it multiplies scales that are powers of two, and makes NaN of others.
+    ``reason_against(architecture, product, out_dtype)`` returns the reason why it does not run, or
+    None. A message puts the reason after ``name``. ``is_aligned``: the contraction and the columns
+    must be multiples of 16. ``multiply`` pads sizes that are not, so callers check before.
+    ``needs_power_of_two_scales``: it multiplies scales that are powers of two, and makes NaN of
+    others.
     """
 
     name: str
-    refuses: Callable[[str, str, torch.dtype], str | None]
+    reason_against: Callable[[str, str, torch.dtype], str | None]
     is_aligned: bool
     multiply: Callable[..., Tensor]
-    takes_powers: bool = False
+    needs_power_of_two_scales: bool = False
 
 
-PLAIN = "plain PyTorch"
-TORCH = Candidate("torch._scaled_mm", _torch_refuses, True, cublas.multiply)
-TRITON = Candidate("the Triton GEMM", triton_refuses, False, _triton_multiply)
-ROWS_AS_MX = Candidate("torch as MX", _mx_refuses, True, _multiply_as_mx, True)
+PLAIN_PYTORCH = "plain PyTorch"
+TORCH_GEMM = Candidate("torch._scaled_mm", _reason_against_torch, True, cublas.multiply_by_torch)
+TRITON_GEMM = Candidate("the Triton GEMM", reason_against_triton, False, _triton_multiply)
+ROWS_AS_MX = Candidate("torch as MX", _reason_against_mx, True, _multiply_as_mx, True)
 BLOCKS_AS_MX = ROWS_AS_MX._replace(name="torch as MX, odd sizes Triton", is_aligned=False)
 # product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
 # does, and a GPU refuses it by name
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
-    TENSORWISE: (TORCH,),
-    ROWWISE: (ROWS_AS_MX, TORCH),
-    BLOCKWISE: (BLOCKS_AS_MX, TORCH, TRITON),
-    MX: (TORCH,),
+    TENSORWISE_PRODUCT: (TORCH_GEMM,),
+    ROWWISE_PRODUCT: (ROWS_AS_MX, TORCH_GEMM),
+    BLOCKWISE_PRODUCT: (BLOCKS_AS_MX, TORCH_GEMM, TRITON_GEMM),
+    MX_PRODUCT: (TORCH_GEMM,),
 }
 # Numerics of rowwise products. Precise: partial sums are added in float32 outside of the tensor
 # cores' accumulators, which hold about 14 bits on Hopper (arXiv 2412.19437, section 3.3.2);
@@ -279,20 +290,20 @@ CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 # with it, so a config chooses this, and no table. Precise products stay precise with CUDA before
 # 12.9 too, where CUTLASS runs them. torchao gives them to cuBLASLt, without scales, and scales the
 # rounded result; since pytorch#144809 CUTLASS is about as fast as that (ao#2185).
-GEMMS = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
+CANDIDATES_BY_NAME = {candidate.name: candidate for row in CANDIDATES.values() for candidate in row}
 
 
 # --- refusals
 
 
-def product_of(a_block: Block, b_block: Block) -> str | None:
+def product_name(a_block: Block, b_block: Block) -> str | None:
     """The hardware product for a pair of blocks, or None if there is none."""
     return _PRODUCTS.get((block_name(a_block), block_name(b_block)))
 
 
-def refuses_granularity(a_block: Block, b_block: Block) -> str | None:
+def reason_against_granularity(a_block: Block, b_block: Block) -> str | None:
     """The reason why no hardware at all multiplies operands with these blocks, or None."""
-    if product_of(a_block, b_block) is None:
+    if product_name(a_block, b_block) is None:
         pairs = ", ".join([f"{a} by {b}" for a, b in _PRODUCTS])
         return (
             f"no hardware multiplies {block_name(a_block)} by {block_name(b_block)} scales; "
@@ -301,7 +312,7 @@ def refuses_granularity(a_block: Block, b_block: Block) -> str | None:
     return None
 
 
-def refuses_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | None:
+def reason_against_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | None:
     """The reason why no hardware multiplies operands of these dtypes, or None."""
     e5m2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
     if a_dtype in e5m2 and b_dtype in e5m2:
@@ -309,7 +320,9 @@ def refuses_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | None:
     return None
 
 
-def refuses_device(arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype) -> str | None:
+def reason_against_device(
+    arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
+) -> str | None:
     """The reasons why a CUDA architecture does not run a product, whatever its sizes, or None."""
     return gemm_for(arch, a_block, b_block, out_dtype)[1]
 
@@ -320,16 +333,16 @@ def gemm_for(
     b_block: Block,
     out_dtype: torch.dtype,
     emulate: bool = False,
-    has_powers: bool = False,
+    has_power_of_two_scales: bool = False,
 ) -> tuple[str, str | None]:
     """The GEMM that multiplies operands of two granularities, as `multiply` takes it.
 
-    ``has_powers`` says whether the scales of both are powers of two by their format. Returns its
-    name in `GEMMS` and None; or "" and the reason why there is none.
+    ``has_power_of_two_scales`` says whether the scales of both are powers of two by their format.
+    Returns its name in `CANDIDATES_BY_NAME` and None; or "" and the reason why there is none.
     """
     if family == CPU or emulate:
-        return PLAIN, None
-    if (reason := refuses_granularity(a_block, b_block)) is not None:
+        return PLAIN_PYTORCH, None
+    if (reason := reason_against_granularity(a_block, b_block)) is not None:
         return "", reason
     if family not in SUPPORT:
         return "", (
@@ -339,10 +352,10 @@ def gemm_for(
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
     reasons = []
     for candidate in CANDIDATES[product]:
-        reason = candidate.refuses(family, product, out_dtype)
-        if reason is None and has_powers >= candidate.takes_powers:
+        reason = candidate.reason_against(family, product, out_dtype)
+        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
             return candidate.name, None
-        if not candidate.takes_powers:
+        if not candidate.needs_power_of_two_scales:
             reasons.append(f"{candidate.name} {reason}")
     why = "; ".join(reasons) or "no GEMM is written for it"
     return "", (
@@ -350,7 +363,7 @@ def gemm_for(
     )
 
 
-def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | None:
+def _reason_against_devices(device: torch.device, **others: Tensor | None) -> str | None:
     for name, x in others.items():
         if x is not None and x.device != device:
             return f"{name} is on {x.device} and a on {device}; move it with .to({str(device)!r})"
@@ -362,12 +375,12 @@ def _refuses_devices(device: torch.device, **others: Tensor | None) -> str | Non
 
 def is_aligned(gemm: str) -> bool:
     """Whether a GEMM takes only contractions and columns that are multiples of 16."""
-    return gemm in GEMMS and GEMMS[gemm].is_aligned
+    return gemm in CANDIDATES_BY_NAME and CANDIDATES_BY_NAME[gemm].is_aligned
 
 
-def takes_powers(gemm: str) -> bool:
+def needs_power_of_two_scales(gemm: str) -> bool:
     """Whether a GEMM, grouped or not, reads scales as powers of two: no factor fits into them."""
-    return gemm in GEMMS and GEMMS[gemm].takes_powers
+    return gemm in CANDIDATES_BY_NAME and CANDIDATES_BY_NAME[gemm].needs_power_of_two_scales
 
 
 def unaligned(contraction: int, columns: int, multiple: int = ALIGNMENT) -> str | None:
@@ -414,14 +427,16 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
     if 0 in (*a_MK.shape, *b_NK.shape):
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
-    if gemm.name == PLAIN:
+    if gemm.name == PLAIN_PYTORCH:
         is_sharded = hasattr(a_MK, "device_mesh")  # the op has no rules for DTensors: aten has
         run = definition.scaled_mm if is_sharded else torch.ops.float8.scaled_mm.default
         return run(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     if gemm.refusal is not None:
         raise ValueError(f"scaled_mm: {gemm.refusal}")
-    candidate = GEMMS[gemm.name]
-    reason = _refuses_devices(a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N)
+    candidate = CANDIDATES_BY_NAME[gemm.name]
+    reason = _reason_against_devices(
+        a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
+    )
     columns, contraction = b_NK.shape
     is_odd = columns % ALIGNMENT or contraction % ALIGNMENT
     if reason is None and candidate.is_aligned and not gemm.pad and is_odd:
@@ -445,7 +460,7 @@ def scaled_mm(
 
     ``emulate`` runs plain PyTorch on a CUDA device too. For the other arguments see `Product`.
     """
-    if not emulate and (reason := refuses_formats(a.data.dtype, b.data.dtype)) is not None:
+    if not emulate and (reason := reason_against_formats(a.data.dtype, b.data.dtype)) is not None:
         raise ValueError(f"scaled_mm: {reason}")
     name, refusal = gemm_for(family_of(a.data.device), a.block, b.block, out_dtype, emulate)
     return multiply(a, b, Product(name, refusal, out_dtype, use_fast_accum, pad), bias_N)

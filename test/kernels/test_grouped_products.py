@@ -27,10 +27,10 @@ pytest.importorskip("triton")
 
 from float8 import grouped_mm
 from float8.config import RECIPES
-from float8.kernels import grouped_mm as module
-from float8.kernels.gpu.cast import cast as cast_matrices
-from float8.kernels.gpu.cast_tokens import cast_tokens
-from float8.kernels.scaled_mm import PLAIN
+from float8.kernels import grouped_products as module
+from float8.kernels.gpu.cast import cast_op as cast_matrices
+from float8.kernels.gpu.cast_tokens import cast_tokens_op
+from float8.kernels.products import PLAIN_PYTORCH
 from float8.linear.plan import USED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -43,7 +43,7 @@ PAIRS = {
     "blockwise": (BY_128, SQUARE),
     "1x128": (BY_128, BY_128),
 }
-BY_TORCH, BY_TRITON = module.TORCH_MX.name, module.TRITON.name
+BY_TORCH, BY_TRITON = module.TORCH_MX.name, module.TRITON_GROUPED_GEMM.name
 EVERY_PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
 E, T = 3, 70
 
@@ -151,7 +151,7 @@ def test_refusals_say_why_and_the_way_out(arch, pair, is_e4m3, out_dtype, words)
     assert name == "" and re.search(words, reason) and "emulate=True" in reason, reason
     for family in (arch, "cpu"):  # emulated, or on a CPU, every product runs
         found = module.grouped_gemm_for(family, *blocks, out_dtype, family != "cpu", is_e4m3)
-        assert found == (PLAIN, None)
+        assert found == (PLAIN_PYTORCH, None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])
@@ -228,7 +228,7 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, w_block, 
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
 
     def cast(tokens_TK):
-        return cast_tokens(tokens_TK, offs, MX, E4M3, "e8m0", None, 128, True, True)
+        return cast_tokens_op(tokens_TK, offs, MX, E4M3, "e8m0", None, 128, True, True)
 
     x8, x_scale, x8_t, x_scale_t = cast(x)
     _, _, g8_t, g_scale_t = cast(g)
@@ -263,7 +263,7 @@ def test_powers_of_two_as_mx_have_the_bits_of_the_emulation(sizes, recipe, how, 
     importlib.import_module("torch._inductor.pattern_matcher")  # keeps torch's own products
     monkeypatch.setattr(torch, "_scaled_grouped_mm", op_of_mslk)
     MSLK_CALLS.clear()
-    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.scaled_mm"):
+    for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.products"):
         monkeypatch.setattr(importlib.import_module(name), "family_of", lambda device: "sm_100")
     torch.manual_seed(0)
     offs = torch.tensor(sizes).cumsum(0).to(torch.int32)
@@ -315,7 +315,7 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
     with FakeTensorMode(), torch.no_grad(), Products() as products:
         x, g, w = (cuda(*shape, dtype=BF16) for shape in ((T, K), (T, N), (E, N, K)))
         offs = cuda(E, dtype=torch.int32)
-        x8, g8 = (cast_tokens(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
+        x8, g8 = (cast_tokens_op(t, offs, MX, E4M3, "e8m0", None, 128, True, True) for t in (x, g))
         w8 = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False, False)
         pairs = (*g8[2:], *x8[2:]) if by_tokens else (*x8[:2], *w8[:2])
         b_block = MX if by_tokens else (1, *MX)
