@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.kernels import Float8Matrix, cpu, definition
-from float8.linear import scaling, sync
+from float8.linear import casts, sync
 from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]
@@ -134,5 +134,5 @@ def _amax_of_all_ranks(original: Any) -> Any:
 
 
 # Found by distributed/test_tensor_parallel.py.
-no_group = _patched(scaling, "max_over_ranks", _amax_of_this_rank_alone)
-default_group = _patched(scaling, "max_over_ranks", _amax_of_all_ranks)
+no_group = _patched(casts, "max_over_ranks", _amax_of_this_rank_alone)
+default_group = _patched(casts, "max_over_ranks", _amax_of_all_ranks)

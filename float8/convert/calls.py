@@ -4,7 +4,7 @@ A model may read a layer's ``weight`` itself, as timm's BEiT in ``F.linear(x, se
 Such a layer is converted, but never multiplies in float8. The first `float8.after_step` in which
 another layer of the model has run says so, once.
 
-A layer notes its calls (`float8.linear.switch.Switch.note_call`). A compiled graph notes one while
+A layer notes its calls (`float8.linear.module.Switch.note_call`). A compiled graph notes one while
 it is traced, and layers of one form may share a graph: then one of the form counts for all.
 """
 

@@ -80,7 +80,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
 
 
 class Cast:
-    """How one operand becomes a `Float8Tensor`; `float8.linear.delayed.DelayedCast` has state too.
+    """How one operand becomes a `Float8Tensor`; `DelayedCast` has state too.
 
     ``default_format`` is the format where ``config.target_dtype`` is None.
     """
