@@ -26,7 +26,7 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
-from float8.tensor.running_module import innermost_module, remedy_for
+from float8.tensor.running_module import innermost_module
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
@@ -34,6 +34,10 @@ _SCALE_FORMATS = {
     dtype: [f.value for f in ScaleFormat if f.dtype == dtype]
     for dtype in (ScaleFormat.FLOAT32.dtype, ScaleFormat.E8M0.dtype)
 }
+REMEDY_OF_WEIGHTS = (
+    ". If it is the weight of a layer, leave the layer out by float8.filters.skip_names, or call "
+    "float8.convert_from_float8_training(model) first"
+)
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
@@ -271,7 +275,7 @@ class Float8Tensor(Tensor):
         message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
         if func._schema.is_mutable:
             message += " and write into it with x.copy_(values), which casts them"
-        raise NotImplementedError(message + remedy_for(args))
+        raise NotImplementedError(message + REMEDY_OF_WEIGHTS)
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
