@@ -6,14 +6,12 @@ the others. For FSDP2 ``split`` makes `Float8Shard`s. Dimensions may be merged o
 scale has the same structure:
 
 - tensorwise: any reshape, the scale stays a single number;
-- otherwise dimensions of extent 1 merge and split freely before the first blocked dimension and
-  after the last one; those between stay as they are (``x.view(-1, K)`` of a rowwise tensor,
-  ``x.view(M, -1)`` of one that is scaled over dim 0).
+- otherwise leading dimensions of extent 1 merge and split freely, as in ``x.view(-1, K)`` of a
+  rowwise tensor; those from the first blocked dimension on stay as they are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,19 +34,16 @@ def _view(func: Any, x: Float8Tensor, shape: Sequence[int]) -> Float8Tensor:
 def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
     if all(extent == WHOLE for extent in x.block):
         return (WHOLE,) * len(shape)
-    # From the first to the last dimension whose extent is not 1: they carry the blocks and stay.
-    blocked = [dim for dim, extent in enumerate(x.block) if extent != 1]
-    first, end = (blocked[0], blocked[-1] + 1) if blocked else (len(x.block), len(x.block))
-    before, after = tuple(x.shape), tuple(shape)
-    for start in range(len(after) - (end - first), -1, -1):
-        stop = start + end - first
-        same_elements = x.numel() == 0 or math.prod(after[:start]) == math.prod(before[:first])
-        if same_elements and after[start:stop] == before[first:end]:
-            return (1,) * start + tuple(x.block[first:end]) + (1,) * (len(after) - stop)
-    raise ValueError(
-        f"cannot view a Float8Tensor of shape {before} and block {x.block} as {after}: its "
-        f"dimensions {first} to {end - 1} share scales and must stay; call .dequantize() first"
-    )
+    first = next((dim for dim, extent in enumerate(x.block) if extent != 1), x.dim())
+    stay, before, after = x.dim() - first, tuple(x.shape), tuple(shape)
+    leading = len(after) - stay
+    if leading < 0 or after[leading:] != before[first:]:
+        raise ValueError(
+            f"cannot view a Float8Tensor of shape {before} and block {x.block} as {after}: its "
+            f"dimensions {first} to {x.dim() - 1} share scales and must stay; call .dequantize() "
+            "first"
+        )
+    return (1,) * leading + x.block[first:]
 
 
 @implements(aten.permute.default)
