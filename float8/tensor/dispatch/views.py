@@ -125,24 +125,3 @@ def _as_strided(
     if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
         raise ValueError(f"{func} of a part of a Float8Tensor: call .dequantize() first")
     return aten.alias.default(x)
-
-
-@implements(aten.cat.default)
-def _cat(func: Any, tensors: Sequence[Float8Tensor], dim: int = 0) -> Float8Tensor:
-    first = tensors[0]
-    kinds = {(t.block, t.format, t.dtype) if isinstance(t, Float8Tensor) else None for t in tensors}
-    fits = len(kinds) == 1
-    if fits and (extent := first.block[dim]) == WHOLE:
-        fits = all(t.scale is first.scale or torch.equal(t.scale, first.scale) for t in tensors)
-    elif fits:
-        fits = not any(t.shape[dim] % extent for t in tensors[:-1])
-    if not fits:
-        raise ValueError(
-            f"cannot cat along dim {dim}: Float8Tensors must have one block, format and dtype, and "
-            "equal scales along a dimension that shares one, or sizes that are multiples of the "
-            "block; call .dequantize() on all of them first"
-        )
-    # cat is not defined for float8 dtypes everywhere; it is for bytes.
-    data = func([t.float8_data.view(torch.uint8) for t in tensors], dim)
-    scale = first.scale if extent == WHOLE else func([t.scale for t in tensors], dim)
-    return first._replace(data.view(first.float8_data.dtype), scale)
