@@ -49,11 +49,12 @@ from float8.checkpoints.layouts import MX, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
-from float8.convert.conversion import ConversionPlan, own_config, plan_conversion, sharded_before
+from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import with_reason
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
+from float8.convert.reasons import own_config, sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
@@ -144,7 +145,7 @@ def load(
                 f"none:{plan.reasons}"
             )
         refused = _refused_float8(source, stored, plan, device)
-        plan.check(refused if config is None else sharded_before(model, plan))
+        plan.check(refused if config is None else sharded_before(model, plan.plain_layers))
     # The model changes from here on.
     if plan is not None and config is None:
         model = plan.convert(model)

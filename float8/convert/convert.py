@@ -21,8 +21,9 @@ from torch import nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import plan_conversion, replace_children, sharded_before
+from float8.convert.conversion import plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
+from float8.convert.reasons import sharded_before
 from float8.linear.float8_weight import make_plain
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.refusals import refuses_layer
@@ -92,7 +93,7 @@ def convert_to_float8_training(
     """
     caller = "convert_to_float8_training"
     plan = plan_conversion(module, config, module_filter_fn, caller, argument="module")
-    plan.check(sharded_before(module, plan))
+    plan.check(sharded_before(module, plan.plain_layers))
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
