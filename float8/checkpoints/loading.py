@@ -51,7 +51,7 @@ from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
 from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import with_reason
+from float8.convert.filters import Because
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, refuses_device
 from float8.convert.reasons import own_config, sharded_before
@@ -299,13 +299,17 @@ def _planned(
         for fqn, module in model.named_modules()
         if any(id(parameter) in in_float8 for parameter in module._parameters.values())
     }
-    is_wanted = with_reason(
-        lambda module, fqn: fqn in (stored if config is None else float8),
-        lambda module, fqn: _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION,
-    )
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        if fqn in (stored if config is None else float8):
+            return None
+        return _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION
+
     any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
     keeps = config is None
-    return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
+    return plan_conversion(
+        model, config or any_size, Because(reason), "load", replaces_weights=keeps
+    )
 
 
 def config_of(

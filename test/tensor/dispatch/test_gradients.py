@@ -33,11 +33,8 @@ def test_a_factor_or_divisor_changes_the_scale_and_keeps_the_codes(
     before, codes = x.dequantize(), x.float8_data.view(torch.uint8).clone()
     assert (x.div_(factor) if divides else x.mul_(factor)) is x
     wanted = before / factor if divides else before * factor
-    if granularity == Tensorwise():
-        assert torch.equal(x.float8_data.view(torch.uint8), codes)
-        torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
-    else:  # cast once more: half a step of the format
-        torch.testing.assert_close(x.dequantize(), wanted, rtol=2**-3, atol=1e-3)
+    assert torch.equal(x.float8_data.view(torch.uint8), codes)
+    torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
 
 
 def test_factors_may_be_tensors_of_several_elements_and_of_lists():
