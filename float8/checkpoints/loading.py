@@ -53,7 +53,7 @@ from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import Because
 from float8.convert.folding import named
-from float8.convert.inference import hide_from_ddp, refuses_device
+from float8.convert.inference import hide_from_ddp, reason_against_inference
 from float8.convert.reasons import own_config, sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
@@ -293,23 +293,22 @@ def _planned(
     With a config, to train, all that have a weight of ``in_float8``, by id. Without one, to keep
     the weights of the files, those of ``stored``.
     """
-
     float8 = {
         fqn
         for fqn, module in model.named_modules()
         if any(id(parameter) in in_float8 for parameter in module._parameters.values())
     }
+    keeps = config is None
+    wanted = stored if keeps else float8
 
     def reason(module: nn.Module, fqn: str) -> str | None:
-        if fqn in (stored if config is None else float8):
+        if fqn in wanted:
             return None
         return _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION
 
-    any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
-    keeps = config is None
-    return plan_conversion(
-        model, config or any_size, Because(reason), "load", replaces_weights=keeps
-    )
+    # Of any sizes, where the files keep their weights: `reason_against_inference` asks the device.
+    config = Float8LinearConfig(emulate=True) if config is None else config
+    return plan_conversion(model, config, Because(reason), "load", replaces_weights=keeps)
 
 
 def config_of(
@@ -359,7 +358,7 @@ def _refused_float8(
             continue
         for weight in weights:
             place = device if weight.is_meta else weight.device
-            refused = refuses_device(weight, config, place)
+            refused = reason_against_inference(weight, config, place)
             yield fqn, _SHARDED if is_sharded(weight) else refused
 
 

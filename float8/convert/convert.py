@@ -31,7 +31,7 @@ from float8.linear.registration import MODULE_RULES, WEIGHT_RULES, ModuleRule, r
 from float8.linear.switch import Float8Module, switchable_parts, switched_off
 from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
-M = TypeVar("M", bound=nn.Module)
+_Model = TypeVar("_Model", bound=nn.Module)
 
 register_module_rule(
     nn.Linear,
@@ -132,7 +132,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def high_precision(model: M) -> Iterator[M]:
+def high_precision(model: _Model) -> Iterator[_Model]:
     """Run a converted model without float8, for example in an evaluation.
 
     Training state does not change. Inside the context a ``state_dict()`` has the keys of the plain
