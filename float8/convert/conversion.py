@@ -96,21 +96,20 @@ def plan_conversion(
     module_filter_fn: ModuleFilter | None,
     caller: str,
     *,
-    argument: str = "model",
     replaces_weights: bool = False,
     takes_experts: bool = True,
 ) -> ConversionPlan:
     """Choose the layers of a model that a conversion takes.
 
     ``config``, or its recipe's name, is for layers that are not in float8 yet. ``module_filter_fn``
-    is called with each candidate and its name; None takes every layer. ``caller`` and ``argument``
-    name the public function and its parameter, for messages. With ``replaces_weights``, the caller
-    replaces the high-precision weights. Layers that are in float8 already are then taken, and those
-    whose weight another module reads are left. ``takes_experts=False`` leaves experts. Raises
-    TypeError for an argument of another type, and ValueError if a module of the model has a
-    ``reason_against_conversion``, as a transformed one does.
+    is called with each candidate and its name; None takes every layer. ``caller`` is the public
+    function, for messages. With ``replaces_weights``, the caller replaces the high-precision
+    weights. Layers that are in float8 already are then taken, and those whose weight another module
+    reads are left. ``takes_experts=False`` leaves experts. Raises TypeError for an argument of
+    another type, and ValueError if a module of the model has a ``reason_against_conversion``, as a
+    transformed one does.
     """
-    check_module(model, caller, argument)
+    check_module(model, caller)
     found = Float8LinearConfig() if config is None else check_config(config, caller)
     for module in model.modules():
         if (reason := getattr(module, "reason_against_conversion", None)) is not None:

@@ -92,7 +92,8 @@ def convert_to_float8_training(
         TypeError: an argument of another type.
     """
     caller = "convert_to_float8_training"
-    plan = plan_conversion(module, config, module_filter_fn, caller, argument="module")
+    check_module(module, caller, "module")
+    plan = plan_conversion(module, config, module_filter_fn, caller)
     plan.check(sharded_before(module, plan.plain_layers))
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
