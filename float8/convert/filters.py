@@ -151,11 +151,9 @@ def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[s
     ``names`` are those of all layers, converted or not. A filter that is a function of the user's
     has no patterns.
     """
-    names, found = list(names), []
-    for pattern in getattr(module_filter_fn, "patterns", ()):
-        if not any(_matches(pattern, name) for name in names):
-            found.append(f"{pattern!r}{did_you_mean(pattern, names)}")
-    return found
+    names, patterns = list(names), getattr(module_filter_fn, "patterns", ())
+    missed = [p for p in patterns if not any(_matches(p, name) for name in names)]
+    return [f"{pattern!r}{did_you_mean(pattern, names)}" for pattern in missed]
 
 
 def _matches(pattern: str, fqn: str) -> bool:
