@@ -153,6 +153,14 @@ def test_static_scales_are_used_and_checked_by_name():
     assert kept[2].config.cast_config_input.scaling_type is ScalingType.STATIC
 
 
+@pytest.mark.parametrize("amax_init", [True, False])
+def test_delayed_casts_without_a_history_are_dynamic(amax_init):
+    """A scale of 1, with which they may start in a training, would stay: nothing updates it."""
+    config = dataclasses.replace(config_of("delayed"), enable_amax_init=amax_init)
+    model, x = convert_to_float8_inference(mlp(), config=config), 1000 * example()
+    assert_bitwise(model(x), resident("tensorwise")(x))
+
+
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
