@@ -9,7 +9,6 @@ from typing import Any as _Any
 
 import float8.distributed.gathered_weights as _gathered_weights  # noqa: F401  stores weights
 import float8.distributed.rank_comparison as _rank_comparison  # noqa: F401  compares ranks
-import float8.integrations.experts as _experts  # noqa: F401  finds those of other libraries
 import float8.integrations.torchao as _torchao  # noqa: F401  Float8LinearConfig.from_torchao
 import float8.integrations.transformer_engine as _te  # noqa: F401  .from_te_recipe
 from float8.activations import saved_activations

@@ -49,11 +49,12 @@ from float8.checkpoints.layouts import MX, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
-from float8.convert.conversion import ConversionPlan, own_config, plan_conversion, sharded_before
+from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import with_reason
+from float8.convert.filters import Because
 from float8.convert.folding import named
-from float8.convert.inference import hide_from_ddp, refuses_device
+from float8.convert.inference import hide_from_ddp, reason_against_inference
+from float8.convert.reasons import own_config, sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
@@ -138,7 +139,7 @@ def load(
                 f"none:{plan.reasons}"
             )
         refused = _refused_float8(source, stored, plan, device)
-        plan.check(refused if config is None else sharded_before(model, plan))
+        plan.check(refused if config is None else sharded_before(model, plan.plain_layers))
     # The model changes from here on.
     if plan is not None and config is None:
         model = plan.convert(model)
@@ -286,19 +287,22 @@ def _planned(
     With a config, to train, all that have a weight of ``in_float8``, by id. Without one, to keep
     the weights of the files, those of ``stored``.
     """
-
     float8 = {
         fqn
         for fqn, module in model.named_modules()
         if any(id(parameter) in in_float8 for parameter in module._parameters.values())
     }
-    is_wanted = with_reason(
-        lambda module, fqn: fqn in (stored if config is None else float8),
-        lambda module, fqn: _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION,
-    )
-    any_size = Float8LinearConfig(emulate=True)  # refuses_device asks what the device takes
     keeps = config is None
-    return plan_conversion(model, config or any_size, is_wanted, "load", replaces_weights=keeps)
+    wanted = stored if keeps else float8
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        if fqn in wanted:
+            return None
+        return _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION
+
+    # Of any sizes, where the files keep their weights: `reason_against_inference` asks the device.
+    config = Float8LinearConfig(emulate=True) if config is None else config
+    return plan_conversion(model, config, Because(reason), "load", replaces_weights=keeps)
 
 
 def config_of(
@@ -348,7 +352,7 @@ def _refused_float8(
             continue
         for weight in weights:
             place = device if weight.is_meta else weight.device
-            refused = refuses_device(weight, config, place)
+            refused = reason_against_inference(weight, config, place)
             yield fqn, _SHARDED if is_sharded(weight) else refused
 
 

@@ -46,7 +46,7 @@ from float8.checkpoints.layouts import (
 from float8.checkpoints.names import Owners, Slot, inside_of, owners, published, tensor_of
 from float8.checkpoints.plan import Writing
 from float8.config import ScalingType
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4

@@ -1,8 +1,9 @@
 """Converting models: choosing layers, replacing them, and reporting the conversion.
 
-``filters.py``: a user's choice of layers; ``conversion.py``: the plan of a conversion and its
-report, in which ``folding.py`` joins names; ``convert.py``: conversion for training, and back;
-``inference.py``: frozen float8 weights.
+``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights. Both
+make a plan (``conversion.py``), which leaves layers by the user's choice (``filters.py``) and for
+reasons of their own (``reasons.py``, ``routers.py``). Its report joins names (``folding.py``);
+after the first step it says which layers were called (``calls.py``).
 """
 
 from float8.convert.convert import (

@@ -1,4 +1,4 @@
-"""Which converted layers a model calls.
+"""What of a converted model runs in float8: counted at conversion, told after the first step.
 
 A model may read a layer's ``weight`` itself, as timm's BEiT in ``F.linear(x, self.qkv.weight)``.
 Such a layer is converted, but never multiplies in float8. The first `float8.after_step` in which
@@ -11,30 +11,68 @@ it is traced, and layers of one form may share a graph: then one of the form cou
 from __future__ import annotations
 
 import logging
-from typing import Any, cast
+import weakref
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import UNTOLD, own_config
 from float8.convert.folding import folded
-from float8.linear.module import weights_of
+from float8.convert.reasons import own_config
+from float8.linear.module import Switch, weights_of
 from float8.linear.plan import USED
 from float8.linear.sync import name_in_model
+
+if TYPE_CHECKING:
+    from float8.convert.conversion import Conversion
 
 logger = logging.getLogger("float8")
 NOT_CALLED = (
     "it is converted, but was not called. If the model reads its weight itself, that product is "
     "not in float8: leave it out by float8.filters.skip_names in module_filter_fn"
 )
+# Converted models, until it is told what of them runs -> their report, and for each matrix its
+# elements and the switches of the layers that multiply by it, whose names may change.
+_Matrices = list[tuple[int, set[Switch]]]
+_untold: weakref.WeakKeyDictionary[nn.Module, tuple[Conversion, _Matrices]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def expect_calls(model: nn.Module, conversion: Conversion) -> None:
+    """Count the elements of matrices in the report; `tell_what_ran` says how many have run.
+
+    A tied matrix is in float8 if any of its layers is.
+    """
+    switches: dict[int, set[Switch]] = defaultdict(set)
+    for layer in model.modules():
+        for weight in {} if own_config(layer) is None else weights_of(layer).values():
+            switches[id(weight)].add(cast(Any, layer).switch)
+    matrices: dict[int, tuple[int, set[Switch]]] = {}
+    for fqn, m in model.named_modules():
+        for p in m._parameters.values():
+            is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in switches
+            if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in matrices:
+                continue
+            matrices[id(p)] = p.numel(), switches.get(id(p), set())
+            if id(p) not in switches and fqn not in conversion.skipped:
+                kind = type(m).__name__
+                conversion.unnamed[kind] = conversion.unnamed.get(kind, 0) + p.numel()
+    conversion.elements = sum(size for size, layers in matrices.values() if layers)
+    conversion.all_elements = sum(size for size, _ in matrices.values())
+    _untold[model] = conversion, list(matrices.values())
 
 
 def tell_what_ran() -> None:
     """Log what runs in float8, of each converted model that has run since its conversion."""
-    for model, (conversion, matrices) in list(UNTOLD.items()):
+    for model, (conversion, matrices) in list(_untold.items()):
         layers = {n: m for n, m in model.named_modules() if own_config(m) is not None}
         on = {n for n, m in layers.items() if m.switch.was_on}
         if not on:
             continue
-        del UNTOLD[model]
+        del _untold[model]
         forms = {_form_in_graphs(layers[n]) for n in on} - {None}
         maybe = {n for n, m in layers.items() if n not in on and _form_in_graphs(m) in forms}
         off = [(name_in_model(n), NOT_CALLED) for n in layers if n not in on | maybe]

@@ -21,8 +21,9 @@ from torch import nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import plan_conversion, replace_children, sharded_before
+from float8.convert.conversion import plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
+from float8.convert.reasons import sharded_before
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.module import (
     MODULE_RULES,
@@ -37,7 +38,7 @@ from float8.linear.refusals import refuses_layer
 from float8.linear.resident import make_plain
 from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
-M = TypeVar("M", bound=nn.Module)
+_Model = TypeVar("_Model", bound=nn.Module)
 
 register_module_rule(
     nn.Linear,
@@ -98,8 +99,9 @@ def convert_to_float8_training(
         TypeError: an argument of another type.
     """
     caller = "convert_to_float8_training"
-    plan = plan_conversion(module, config, module_filter_fn, caller, argument="module")
-    plan.check(sharded_before(module, plan))
+    check_module(module, caller, "module")
+    plan = plan_conversion(module, config, module_filter_fn, caller)
+    plan.check(sharded_before(module, plan.plain_layers))
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
@@ -138,7 +140,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def high_precision(model: M) -> Iterator[M]:
+def high_precision(model: _Model) -> Iterator[_Model]:
     """Run a converted model without float8, for example in an evaluation.
 
     Training state does not change. Inside the context a ``state_dict()`` has the keys of the plain

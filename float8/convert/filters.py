@@ -23,6 +23,7 @@ from torch import nn
 
 from float8.arguments import check_type, did_you_mean
 from float8.linear.module import stacked_weights
+from float8.linear.resident import contraction_last
 
 __all__ = ["all_of", "divisible_by", "min_features", "min_size", "skip_names"]
 
@@ -47,11 +48,6 @@ class Because:
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         return self.reason(module, fqn) is None
-
-
-def with_reason(accepts: ModuleFilter, reason: Reason) -> ModuleFilter:
-    """Give a filter its ``reason``, which is called for layers that the filter leaves out."""
-    return Because(lambda module, fqn: None if accepts(module, fqn) else reason(module, fqn))
 
 
 def why_not(module_filter_fn: ModuleFilter, module: nn.Module, fqn: str) -> str | None:
@@ -155,11 +151,9 @@ def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[s
     ``names`` are those of all layers, converted or not. A filter that is a function of the user's
     has no patterns.
     """
-    names, found = list(names), []
-    for pattern in getattr(module_filter_fn, "patterns", ()):
-        if not any(_matches(pattern, name) for name in names):
-            found.append(f"{pattern!r}{did_you_mean(pattern, names)}")
-    return found
+    names, patterns = list(names), getattr(module_filter_fn, "patterns", ())
+    missed = [p for p in patterns if not any(_matches(p, name) for name in names)]
+    return [f"{pattern!r}{did_you_mean(pattern, names)}" for pattern in missed]
 
 
 def _matches(pattern: str, fqn: str) -> bool:
@@ -168,8 +162,5 @@ def _matches(pattern: str, fqn: str) -> bool:
 
 def _features(module: Any) -> list[tuple[int, int]]:
     """(in_features, out_features) of a linear layer, or of each stack of experts."""
-    if stacks := stacked_weights(module):
-        turned = getattr(module, "is_transposed", False)
-        shapes = [tuple(w.shape[1:]) for w in stacks.values()]
-        return [(K, N) if turned else (N, K) for K, N in shapes]
-    return [(int(module.in_features), int(module.out_features))]
+    shapes = [contraction_last(module, w).shape for w in stacked_weights(module).values()]
+    return [(K, N) for _, N, K in shapes] or [(module.in_features, module.out_features)]

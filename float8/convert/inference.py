@@ -93,7 +93,7 @@ def convert_to_float8_inference(
     own = replace(plan.config, enable_amax_init=True)
     plan.configs |= dict.fromkeys(plan.plain_layers, own)
     problems = [] if static_scales is None else list(_cast_inputs_with(static_scales, plan))
-    problems += [(fqn, _refuses_weight(m, plan.configs[fqn])) for fqn, m in plan.layers.items()]
+    problems += [(fqn, _reason_against(m, plan.configs[fqn])) for fqn, m in plan.layers.items()]
     plan.check(problems)
     plan.warn_of_fixed_scales()
     if static_scales is not None:
@@ -126,17 +126,19 @@ def _cast_inputs_with(
                 yield fqn, str(error)
 
 
-def _refuses_weight(layer: Any, config: Float8LinearConfig) -> str | None:
+def _reason_against(layer: Any, config: Float8LinearConfig) -> str | None:
     if config.enable_fsdp_float8_all_gather:
         return "enable_fsdp_float8_all_gather=True is for weights that train: leave it at False"
     weights = weights_of(layer).values()
     if not weights or not all(type(w) is nn.Parameter or is_resident(w) for w in weights):
         return "its weight is no plain Parameter: convert before any wrapper, after prune.remove"
-    reasons = [refuses_device(weight, config, weight.device) for weight in weights]
+    reasons = [reason_against_inference(weight, config, weight.device) for weight in weights]
     return refuses_resident(config) or next(filter(None, reasons), None)
 
 
-def refuses_device(weight: Tensor, config: Float8LinearConfig, device: torch.device) -> str | None:
+def reason_against_inference(
+    weight: Tensor, config: Float8LinearConfig, device: torch.device
+) -> str | None:
     """The reason why no call with this weight (N, K) or (E, N, K) could run on a device, or None.
 
     Only a GPU refuses. This is asked before the high-precision weight is freed.

@@ -8,7 +8,7 @@ from torch import nn
 
 from float8.arguments import check_module
 from float8.convert.calls import tell_what_ran
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
 from float8.linear.sync import sync_float8_amax_and_scale_history
 

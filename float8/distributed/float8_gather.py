@@ -30,7 +30,7 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import OperandCast
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.casts import DelayedState, cast_alone, known_scale, max_over_ranks

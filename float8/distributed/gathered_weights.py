@@ -45,7 +45,7 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.distributed.float8_gather import GatheredWeight, amax_of_shard, weight_cast
 from float8.distributed.rank_comparison import (
     LAYERS,

@@ -33,12 +33,7 @@ from float8.linear.autograd import Call, States, as_matrix, refuse_double_backwa
 from float8.linear.casts import DelayedState, cast_matrix, record, sharded_state
 from float8.linear.layer import Float8Linear
 from float8.linear.module import ModuleRule, register_module_rule
-from float8.linear.plan import (
-    LinearPlan,
-    Operand,
-    plan_of,
-    without_autocast,
-)
+from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
 from float8.linear.refusals import refuses_layer
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.config import CastConfig, Float8LinearConfig
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.experts.modules import Float8Experts
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear

@@ -48,7 +48,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.distributed.parallel_linear import (
     Float8ParallelLinear,
     Layout,

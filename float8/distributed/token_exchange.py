@@ -33,10 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
+from float8.distributed.running_module import innermost_module
 from float8.formats import E4M3, ScaleFormat
 from float8.linear.casts import cast_alone
 from float8.linear.plan import compute_dtype
-from float8.tensor.running_module import innermost_module
 
 
 class Route(NamedTuple):

@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from float8.config import RECIPES, Float8LinearConfig, check_config
-from float8.convert.conversion import rule_of
 from float8.convert.filters import Because, ModuleFilter
+from float8.convert.reasons import rule_of
 from float8.estimate.devices import Device, find_device
 from float8.estimate.roofline import (
     Shape,

@@ -2,7 +2,8 @@
 
 `grouped_mm.py` is the functional form, `float8.grouped_mm`. It has the autograd function, the plans
 and the casts of the linear layer; groups are one more argument of them. `modules.py` converts
-modules whose forward calls ``grouped_mm``.
+modules whose forward calls ``grouped_mm``; `other_libraries.py` knows those of Transformers and
+torchtitan.
 
 May import: ``float8.linear`` and what is below it.
 """

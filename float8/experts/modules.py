@@ -7,10 +7,9 @@ under a torch function mode that makes `float8.grouped_mm` of each ``grouped_mm`
 buffers, hooks and attributes are the module's, and checkpoints have the plain keys. Its class is a
 subclass of the module's, made for it, so ``isinstance`` answers as before.
 
-Which types hold experts: those that `register_experts` was told, and those that a function in
-`FINDERS` knows, where `float8.integrations.experts` adds other libraries' types. Some forwards call
-``grouped_mm`` only if asked to, and loop over experts otherwise: their type is registered with the
-forward that does.
+Which types hold experts: those that `register_experts` was told, and other libraries' types
+(`float8.experts.other_libraries`). Some forwards call ``grouped_mm`` only if asked to, and loop
+over experts otherwise: their type is registered with the forward that does.
 
 The mode sees calls of the forward that runs now, in this thread. A checkpoint *around* the module
 recomputes them in float8; one *inside* its forward would recompute without the mode. While dynamo
@@ -27,7 +26,6 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -35,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from float8.arguments import check_function, check_type
 from float8.config import Float8LinearConfig
 from float8.experts.grouped_mm import grouped_mm
+from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_library
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.module import Float8Module, ModuleRule, stacked_weights, stored_by
@@ -43,16 +42,9 @@ from float8.linear.resident import join_loaded, split_saved
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
-Forward = Callable[..., Any]
-"""(module, its arguments) -> its result, by calls of ``grouped_mm``."""
 
 # type -> the forward that runs in float8
 _REGISTERED: dict[type[nn.Module], Forward] = {}
-# (type) -> the forward that runs in float8, or None where the type is not known.
-FINDERS: list[Callable[[type[nn.Module]], Forward | None]] = []
-# The functions that a mode replaces: (x (T, K), w (E, K, N), offs (E,)) -> (T, N)
-_ATEN = torch.ops.aten._grouped_mm
-GROUPED_MM: set[Any] = {F.grouped_mm, torch._grouped_mm, _ATEN, _ATEN.default}
 _NAMES = {"mat_a": "x", "self": "x", "input": "x", "mat_b": "w", "mat2": "w", "weight": "w"}
 
 
@@ -86,7 +78,7 @@ def _forward_of(kind: type[nn.Module]) -> Forward | None:
     is_fsdps = any(base.__name__ == "FSDPModule" for base in kind.__mro__)
     if kind in _REGISTERED or is_fsdps or issubclass(kind, Float8Experts):
         return _REGISTERED.get(kind)
-    return next((forward for find in FINDERS if (forward := find(kind)) is not None), None)
+    return forward_of_library(kind)
 
 
 class Float8Experts(Float8Module):

@@ -49,7 +49,8 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.convert.conversion import replace_children, runs_something_else
+from float8.convert.conversion import replace_children
+from float8.convert.reasons import runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
 from float8.linear.casts import DelayedCast

@@ -62,8 +62,9 @@ from torchtitan.protocols.module import Module
 
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.conversion import NO_HISTORY, ConversionPlan, odd_sizes, rule_of
+from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
+from float8.convert.reasons import NO_HISTORY, odd_sizes, rule_of
 from float8.convert.routers import ROUTES
 from float8.distributed.after_step import after_step
 from float8.estimate import faster_layers

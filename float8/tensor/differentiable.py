@@ -28,7 +28,7 @@ class _Wrap(torch.autograd.Function):
         by_channel: bool,
     ) -> Tensor:
         shape, dims = carrier.shape, carrier.dim()
-        block = (WHOLE,) * (dims - by_channel) + (1,) * by_channel
+        block = (WHOLE,) * (dims - 1) + (1 if by_channel else WHOLE,)
         scale = scale.reshape((1,) * (dims - 1) + (-1,))
         return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
 

@@ -26,7 +26,6 @@ from float8.arguments import described
 from float8.formats import FORMATS, Format, ScaleFormat, format_of
 from float8.granularity import Block, Granularity, Tensorwise
 from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
-from float8.tensor.running_module import innermost_module, remedy_for
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
@@ -34,6 +33,10 @@ _SCALE_FORMATS = {
     dtype: [f.value for f in ScaleFormat if f.dtype == dtype]
     for dtype in (ScaleFormat.FLOAT32.dtype, ScaleFormat.E8M0.dtype)
 }
+REMEDY_OF_WEIGHTS = (
+    ". If it is the weight of a layer, leave the layer out by float8.filters.skip_names, or call "
+    "float8.convert_from_float8_training(model) first"
+)
 # aten overload -> implementation; filled by float8.tensor.dispatch through `implements`.
 OP_TABLE: dict[Any, Callable[..., Any]] = {}
 
@@ -155,14 +158,7 @@ class Float8Tensor(Tensor):
         result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
         return result
 
-    @property
-    def data(self) -> Tensor:
-        """As torch's ``.data``: the same tensor without its autograd history."""
-        result: Tensor = _DATA.__get__(self)
-        return result
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
+    def _set_data(self, value: Float8Tensor) -> None:
         # torch's setter would change shape and dtype, and keep the float8 data and the scale.
         if not isinstance(value, Float8Tensor):
             raise TypeError(
@@ -171,8 +167,10 @@ class Float8Tensor(Tensor):
                 "module.weight = nn.Parameter(values)"
             )
         _DATA.__set__(self, value)
-        self.float8_data, self.scale, self.data_t = value.float8_data, value.scale, value.data_t
-        self.block, self.scale_format = value.block, value.scale_format
+        for name in Float8Tensor.__annotations__:
+            setattr(self, name, getattr(value, name))
+
+    data = property(_DATA.__get__, _set_data, doc="As torch's: x without autograd history.")
 
     @property
     def format(self) -> Format:
@@ -214,9 +212,9 @@ class Float8Tensor(Tensor):
         gradients of the type of the results, and gradients of a float8 result are not float8.
         """
         raise NotImplementedError(
-            f"{innermost_module() or 'Float8Tensor'}: a float8 tensor that requires grad leaves a "
-            "compiled graph. Compile the caller of this module, so that what makes the tensor "
-            "(PrepareFloat8ModuleInput, a fused norm) and what reads it are in one graph"
+            "a float8 tensor that requires grad leaves a compiled graph. Compile the caller of the "
+            "compiled module, so that what makes the tensor (PrepareFloat8ModuleInput, a fused "
+            "norm) and what reads it are in one graph"
         )
 
     def _stable_hash_for_caching(self) -> str:
@@ -271,7 +269,7 @@ class Float8Tensor(Tensor):
         message = f"{func} is not defined for Float8Tensor; call .dequantize() on it first"
         if func._schema.is_mutable:
             message += " and write into it with x.copy_(values), which casts them"
-        raise NotImplementedError(message + remedy_for(args))
+        raise NotImplementedError(message + REMEDY_OF_WEIGHTS)
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -31,7 +31,7 @@ from float8.checkpoints import (
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.checkpoints.names import published
 from float8.config import OperandCast
-from float8.convert.conversion import own_config
+from float8.convert.reasons import own_config
 from float8.experts.modules import _REGISTERED
 from float8.linear.casts import cast_alone
 

@@ -29,7 +29,7 @@ from float8 import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from float8.convert.inference import convert_to_float8_inference, refuses_device
+from float8.convert.inference import convert_to_float8_inference, reason_against_inference
 
 # recipe -> the block and the scale format of a weight
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128), "mxfp8": (1, 32)}
@@ -153,16 +153,24 @@ def test_static_scales_are_used_and_checked_by_name():
     assert kept[2].config.cast_config_input.scaling_type is ScalingType.STATIC
 
 
+@pytest.mark.parametrize("amax_init", [True, False])
+def test_delayed_casts_without_a_history_are_dynamic(amax_init):
+    """A scale of 1, with which they may start in a training, would stay: nothing updates it."""
+    config = dataclasses.replace(config_of("delayed"), enable_amax_init=amax_init)
+    model, x = convert_to_float8_inference(mlp(), config=config), 1000 * example()
+    assert_bitwise(model(x), resident("tensorwise")(x))
+
+
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
     scaled_mm = importlib.import_module("float8.kernels.products")
     arch = "sm_100" if "mxfp8" in recipe else "sm_90"
     monkeypatch.setattr(scaled_mm, "architecture", lambda index=None: arch)
-    assert "out_features=250" in refuses_device(weight, config, gpu)
-    assert refuses_device(torch.zeros(256, 128), config, gpu) is None
-    assert refuses_device(weight, padding(recipe), gpu) is None
-    assert refuses_device(weight, config, torch.device("cpu")) is None
+    assert "out_features=250" in reason_against_inference(weight, config, gpu)
+    assert reason_against_inference(torch.zeros(256, 128), config, gpu) is None
+    assert reason_against_inference(weight, padding(recipe), gpu) is None
+    assert reason_against_inference(weight, config, torch.device("cpu")) is None
 
 
 def test_a_weight_that_an_embedding_reads_too_stays_and_is_reported():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.utils.prune as prune
 from torch import nn
 
+import float8.unit_scaling as uu
 from float8 import (
     Blockwise,
     CastConfig,
@@ -108,6 +109,16 @@ def test_the_error_says_why_and_nothing_is_changed(error, prepare, call, message
     with pytest.raises(error, match="(?s)" + beginning + message):
         call(model)
     assert facts_of(model) == before
+
+
+@pytest.mark.parametrize("call", [training(), inference()])
+def test_a_module_says_itself_why_its_model_cannot_be_converted(call):
+    transformed = uu.transforms.simulate_fp8(nn.Linear(32, 32))
+    for model in (transformed, nn.Sequential(nn.Linear(32, 32), transformed)):
+        before = facts_of(model)
+        with pytest.raises(ValueError, match="nothing was converted: the model is transformed"):
+            call(model)
+        assert facts_of(model) == before
 
 
 def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):

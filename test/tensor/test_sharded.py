@@ -12,13 +12,16 @@ import pytest
 import torch
 from assertions import assert_bitwise
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from float8 import E4M3, CastConfig, Float8Tensor, Rowwise, ScalingType, Tensorwise
+from float8 import E4M3, Blockwise, CastConfig, Float8Tensor, Rowwise, ScalingType, Tensorwise
 from float8.linear.casts import cast_matrix, cast_operand
 from float8.linear.plan import Operand
+from float8.tensor import Float8Shard
 
 
 @pytest.fixture
@@ -75,3 +78,22 @@ def test_a_collective_is_refused(mesh):
         sharded.redistribute(mesh, [Replicate()])
     with pytest.raises(NotImplementedError, match="is not defined for Float8Tensor"):
         dist.all_reduce(q)
+
+
+@pytest.mark.parametrize("rows", [6, 5])
+@pytest.mark.parametrize(
+    ("granularity", "has_rows"),
+    [(Tensorwise(), False), (Rowwise(), True), (Blockwise(4, 8), False)],
+)
+def test_fsdp_stores_bytes_of_its_rows_and_their_scales_or_all(mesh, granularity, has_rows, rows):
+    """Shards have one size: the scales of rows are sharded where that divides the weight."""
+    layer = nn.Linear(24, rows, bias=False)
+    q = Float8Tensor.from_high_precision(layer.weight.detach(), E4M3, granularity)
+    layer.weight = nn.Parameter(q, requires_grad=False)
+    shard = fully_shard(layer, mesh=mesh).weight._local_tensor
+    assert type(shard) is Float8Shard and shard.block == q.block
+    assert_bitwise(shard.float8_data, q.float8_data[:3])
+    assert shard.float8_data.untyped_storage().nbytes() == 3 * 24
+    assert_bitwise(shard.scale, q.scale[:3] if has_rows and rows == 6 else q.scale)
+    with pytest.raises(ValueError, match=r"call requires_grad_\(False\)"):
+        fully_shard(nn.ParameterList([nn.Parameter(q)]), mesh=mesh)

@@ -1,9 +1,9 @@
 """Operations on gradients between backward and step: norms, scaling, clipping, zeroing.
 
 With them ``clip_grad_norm_``, ``clip_grad_value_``, ``GradScaler`` and ``zero_grad`` work on float8
-gradients. Multiplying or dividing by a number changes the scale and keeps the data. Norms, sums and
+gradients. Multiplying or dividing by a number changes the scales and keeps the data. Norms and
 checks dequantise to float32, one tensor at a time. NaN stays NaN. Only ``clamp_`` rounds a second
-time, and ``mul_`` and ``div_`` of a tensor with many scales.
+time, and ``mul_`` and ``div_`` where the product is no other float32 scale.
 
 ``add_`` is not defined: small updates of an ordinary optimizer would be lost by rounding, without
 an error.
@@ -38,7 +38,7 @@ def _scale_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
         raise TypeError(f"{func} by a Float8Tensor: call .dequantize() on it first")
     change = torch.mul if func in (aten.mul_.Tensor, aten.mul_.Scalar) else torch.div
     is_one = not isinstance(factor, Tensor) or factor.numel() == 1
-    if not is_one or x.scale.numel() != 1 or is_part(x) or x.scale_format != "float32":
+    if not is_one or is_part(x) or x.scale_format != "float32":
         return x.copy_(change(x.dequantize(torch.float32), factor))
     x.scale.copy_(change(x.scale, factor).reshape(x.scale.shape))
     return x
@@ -47,11 +47,6 @@ def _scale_(func: Any, x: Tensor, factor: Tensor | float) -> Tensor:
 @implements(aten.clamp_.default)
 def _clamp_(func: Any, x: Float8Tensor, *bounds: Any) -> Tensor:
     return x.copy_(x.dequantize(torch.float32).clamp_(*bounds))
-
-
-@implements(aten.sum.default, aten.sum.dim_IntList)
-def _sum(func: Any, x: Float8Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-    return _norm(func, x, *args, **kwargs).to(dtype or x.dtype)
 
 
 @implements(aten.linalg_vector_norm.default)

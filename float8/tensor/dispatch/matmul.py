@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.tensor.running_module import remedy_for
-from float8.tensor.tensor import Float8Tensor, implements
+from float8.tensor.tensor import REMEDY_OF_WEIGHTS, Float8Tensor, implements
 
 aten = torch.ops.aten
 
@@ -36,7 +35,7 @@ def _addmm(
         raise ValueError(  # of a TypeError, a @ b would show its own text only
             f"{func}: float8 multiplies two Float8Tensors (M, K) and (K, N) of one dtype, a plain "
             f"bias and beta=alpha=1, got {' and '.join(given)}; call .dequantize()"
-            f"{remedy_for((a, b))}"
+            f"{REMEDY_OF_WEIGHTS}"
         )
     a8_MK, b8_KN = [kernels.Float8Matrix(x.float8_data, x.scale, x.block) for x in (a, b)]
     return kernels.scaled_mm(a8_MK, b8_KN.t(), bias, out_dtype=a.dtype)

@@ -6,14 +6,12 @@ the others. For FSDP2 ``split`` makes `Float8Shard`s. Dimensions may be merged o
 scale has the same structure:
 
 - tensorwise: any reshape, the scale stays a single number;
-- otherwise dimensions of extent 1 merge and split freely before the first blocked dimension and
-  after the last one; those between stay as they are (``x.view(-1, K)`` of a rowwise tensor,
-  ``x.view(M, -1)`` of one that is scaled over dim 0).
+- otherwise leading dimensions of extent 1 merge and split freely, as in ``x.view(-1, K)`` of a
+  rowwise tensor; those from the first blocked dimension on stay as they are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,19 +34,16 @@ def _view(func: Any, x: Float8Tensor, shape: Sequence[int]) -> Float8Tensor:
 def _reshaped_block(x: Float8Tensor, shape: Sequence[int]) -> Block:
     if all(extent == WHOLE for extent in x.block):
         return (WHOLE,) * len(shape)
-    # From the first to the last dimension whose extent is not 1: they carry the blocks and stay.
-    blocked = [dim for dim, extent in enumerate(x.block) if extent != 1]
-    first, end = (blocked[0], blocked[-1] + 1) if blocked else (len(x.block), len(x.block))
-    before, after = tuple(x.shape), tuple(shape)
-    for start in range(len(after) - (end - first), -1, -1):
-        stop = start + end - first
-        same_elements = x.numel() == 0 or math.prod(after[:start]) == math.prod(before[:first])
-        if same_elements and after[start:stop] == before[first:end]:
-            return (1,) * start + tuple(x.block[first:end]) + (1,) * (len(after) - stop)
-    raise ValueError(
-        f"cannot view a Float8Tensor of shape {before} and block {x.block} as {after}: its "
-        f"dimensions {first} to {end - 1} share scales and must stay; call .dequantize() first"
-    )
+    first = next((dim for dim, extent in enumerate(x.block) if extent != 1), x.dim())
+    stay, before, after = x.dim() - first, tuple(x.shape), tuple(shape)
+    leading = len(after) - stay
+    if leading < 0 or after[leading:] != before[first:]:
+        raise ValueError(
+            f"cannot view a Float8Tensor of shape {before} and block {x.block} as {after}: its "
+            f"dimensions {first} to {x.dim() - 1} share scales and must stay; call .dequantize() "
+            "first"
+        )
+    return (1,) * leading + x.block[first:]
 
 
 @implements(aten.permute.default)
@@ -130,24 +125,3 @@ def _as_strided(
     if (tuple(size), tuple(stride), offset or 0) != (tuple(x.shape), x.stride(), 0):
         raise ValueError(f"{func} of a part of a Float8Tensor: call .dequantize() first")
     return aten.alias.default(x)
-
-
-@implements(aten.cat.default)
-def _cat(func: Any, tensors: Sequence[Float8Tensor], dim: int = 0) -> Float8Tensor:
-    first = tensors[0]
-    kinds = {(t.block, t.format, t.dtype) if isinstance(t, Float8Tensor) else None for t in tensors}
-    fits = len(kinds) == 1
-    if fits and (extent := first.block[dim]) == WHOLE:
-        fits = all(t.scale is first.scale or torch.equal(t.scale, first.scale) for t in tensors)
-    elif fits:
-        fits = not any(t.shape[dim] % extent for t in tensors[:-1])
-    if not fits:
-        raise ValueError(
-            f"cannot cat along dim {dim}: Float8Tensors must have one block, format and dtype, and "
-            "equal scales along a dimension that shares one, or sizes that are multiples of the "
-            "block; call .dequantize() on all of them first"
-        )
-    # cat is not defined for float8 dtypes everywhere; it is for bytes.
-    data = func([t.float8_data.view(torch.uint8) for t in tensors], dim)
-    scale = first.scale if extent == WHOLE else func([t.scale for t in tensors], dim)
-    return first._replace(data.view(first.float8_data.dtype), scale)

@@ -87,6 +87,11 @@ class Transformed:
     """The part of a transformed model's class that enters the modes."""
 
     transforms: tuple[Transform, ...]  # of the largest depth first
+    # Read by conversion.
+    reason_against_conversion = (
+        "the model is transformed, and transforms do not see the functions that a Float8Linear "
+        "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
+    )
 
     @property
     def float8_products(self) -> Transform | None:

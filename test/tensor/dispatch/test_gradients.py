@@ -33,11 +33,8 @@ def test_a_factor_or_divisor_changes_the_scale_and_keeps_the_codes(
     before, codes = x.dequantize(), x.float8_data.view(torch.uint8).clone()
     assert (x.div_(factor) if divides else x.mul_(factor)) is x
     wanted = before / factor if divides else before * factor
-    if granularity == Tensorwise():
-        assert torch.equal(x.float8_data.view(torch.uint8), codes)
-        torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
-    else:  # cast once more: half a step of the format
-        torch.testing.assert_close(x.dequantize(), wanted, rtol=2**-3, atol=1e-3)
+    assert torch.equal(x.float8_data.view(torch.uint8), codes)
+    torch.testing.assert_close(x.dequantize(), wanted, rtol=2e-7, atol=0)
 
 
 def test_factors_may_be_tensors_of_several_elements_and_of_lists():
@@ -127,21 +124,3 @@ def test_a_scaler_unscales_and_sees_what_is_not_finite(bad):
         assert_bitwise(leaf.grad.dequantize(), wanted)  # a power of two
         assert not any(v.item() for v in scaler._found_inf_per_device(optimizer).values())
     assert_bitwise(other.grad, torch.ones(3) / 1024)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("granularity", KINDS, ids=str)
-def test_a_sum_is_that_of_the_values(granularity, dtype):
-    x = Float8Tensor.from_high_precision(torch.randn(6, 24, dtype=dtype), E4M3, granularity)
-    exact = x.dequantize(torch.float32).double()
-    for dims in ([], [0], [1], [-1, 0]):
-        found = x.sum(dims) if dims else x.sum()
-        assert type(found) is Tensor and found.dtype == dtype
-        expected = exact.sum(dims) if dims else exact.sum()
-        torch.testing.assert_close(
-            found.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4
-        )
-    assert x.sum(0, keepdim=True).shape == (1, 24)
-    assert x.sum(dtype=torch.float64).dtype == torch.float64
-    x.requires_grad_().sum(0).backward(g := torch.randn(24, dtype=dtype))
-    assert_bitwise(x.grad, g.expand(6, 24))

@@ -13,21 +13,28 @@ Neither library is imported: the classes say what they are.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from float8.experts.modules import FINDERS, GROUPED_MM, Forward
-
+Forward = Callable[..., Any]
+"""(module, its arguments) -> its result, by calls of ``grouped_mm``."""
+# The functions by which experts multiply: (x (T, K), w (E, K, N), offs (E,)) -> (T, N)
+_ATEN = torch.ops.aten._grouped_mm
+GROUPED_MM: set[Any] = {F.grouped_mm, torch._grouped_mm, _ATEN, _ATEN.default}
 _TRANSFORMERS = "transformers.integrations.moe"
 _TORCHTITAN = "torchtitan.models.common.moe"
 
 
-def _of_transformers(kind: type[nn.Module]) -> Forward | None:
+def forward_of_library(kind: type[nn.Module]) -> Forward | None:
+    """The forward of a library's type of experts that calls ``grouped_mm``, or None."""
     namespace: dict[str, Any] = getattr(kind.forward, "__globals__", {})
     if namespace.get("__name__") != _TRANSFORMERS:  # where the decorator's forward is written
-        return None
+        method = getattr(kind, "_grouped_mm", None)
+        return kind.forward if getattr(method, "__module__", None) == _TORCHTITAN else None
     functions: Any = namespace["ALL_EXPERTS_FUNCTIONS"]
     variables = inspect.getclosurevars(kind.forward).nonlocals
     if id(variables.get("experts_interface")) != id(functions):
@@ -36,11 +43,3 @@ def _of_transformers(kind: type[nn.Module]) -> Forward | None:
     GROUPED_MM.add(torch.ops.transformers.grouped_mm_fallback)
     forward: Forward = functions["grouped_mm"]
     return forward
-
-
-def _of_torchtitan(kind: type[nn.Module]) -> Forward | None:
-    method = getattr(kind, "_grouped_mm", None)
-    return kind.forward if getattr(method, "__module__", None) == _TORCHTITAN else None
-
-
-FINDERS.extend([_of_transformers, _of_torchtitan])
