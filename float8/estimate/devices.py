@@ -29,7 +29,7 @@ from typing import NamedTuple
 from float8.kernels.scaled_mm import BLOCKWISE, MX, ROWWISE, SUPPORT, TENSORWISE
 
 BF16 = "bf16"
-FLOAT8 = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
+FLOAT8_GEMMS = (TENSORWISE, ROWWISE, BLOCKWISE, MX)
 ANY_PASS = "any"
 
 

@@ -49,10 +49,10 @@ from float8.fusion.autograd import (
     LAYER_NORM,
     RMS_NORM,
     SWIGLU,
-    Inputs,
     Output,
+    ProducerInputs,
     produce,
-    runs_kernel,
+    runs_producer,
 )
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
@@ -131,13 +131,13 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: Inputs, number: float | None) -> Tensor:
+    def _produce(self, inputs: ProducerInputs, number: float | None) -> Tensor:
         """The result in float8; ``number`` is that of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
             raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
-        by_kernel = runs_kernel(x.device, self.config.emulate)
+        by_kernel = runs_producer(x.device, self.config.emulate)
         plan = plan_for(self.config, x.device, compute_dtype(x))
         out = Output(plan, state, self.training and grad, grad, by_kernel)
         return produce(self.op, inputs, number, out)

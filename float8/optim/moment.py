@@ -45,7 +45,7 @@ from float8.kernels.moments import (
 )
 
 aten = torch.ops.aten
-KINDS = ("float8", "float8_expanded", "float16")
+MOMENT_KINDS = ("float8", "float8_expanded", "float16")
 
 
 class Moment(Tensor):
@@ -109,14 +109,14 @@ class Moment(Tensor):
 
     @staticmethod
     def quantize(x: Tensor, kind: str, group: int) -> Moment:
-        """The moment nearest to ``x``, a float tensor of any shape; ``kind`` is one of `KINDS`."""
+        """The moment of a kind (`MOMENT_KINDS`) nearest to ``x``, a float tensor of any shape."""
         result = Moment.zeros(x.shape, kind, group, x.device)
         result.copy_from(x)
         return result
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
+        """One of `MOMENT_KINDS`."""
         if self.exponent is not None:
             return "float8_expanded"
         return "float16" if self.codes.dtype == torch.float16 else "float8"

@@ -52,9 +52,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.registry import Function
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.contractions import (
-    Function,
     Replacements,
     replacements_of,
     residual_sum,
@@ -64,9 +64,9 @@ from float8.unit_scaling.transforms.contractions import (
 )
 from float8.unit_scaling.transforms.decisions import (
     ALIVE,
+    Decision,
     Decisions,
     GradientFactors,
-    Step,
     ask,
     start,
 )
@@ -290,7 +290,7 @@ class UnitScaleMode(Mode):
                 self.numbers[x] = number
         return result
 
-    def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+    def _carry_out(self, step: Decision, func: Any, args: Any, kwargs: Any) -> Any:
         func = torch.add if func is Tensor.add_ else func  # `call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)
