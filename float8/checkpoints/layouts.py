@@ -507,7 +507,7 @@ class ModelOpt(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelOpt | None:
-        """Of a ``quantization_config``, or of an ``hf_quant_config.json``."""
+        """Read a ``quantization_config``, or an ``hf_quant_config.json``."""
         found = config.get("quantization", config).get("quant_algo")
         return cls() if str(found).upper() == "FP8" else None
 

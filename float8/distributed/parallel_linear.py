@@ -222,12 +222,12 @@ class ParallelLinear(nn.Linear):
     layout: ParallelLayout
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``, of local tensors or DTensors."""
+        """Compute what ``nn.Linear`` does, of local tensors or DTensors."""
         warn_of_high_precision()
         return _in_high_precision(self, input)
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and the layout."""
+        """What ``nn.Linear`` shows, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
 
 
@@ -326,7 +326,7 @@ class Float8ParallelLinear(Float8Linear):
         )
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
+        """Find the factors; a colwise layer gathers its input before."""
         whole_MK = as_matrix(self._read(input)).to(x_MK.dtype)
         factors_1K = kernels.smoothing_factors(kernels.column_amaxes(whole_MK))
         if whole_MK.shape[1] == x_MK.shape[1]:  # this part has all columns that the GEMM reads
@@ -344,7 +344,7 @@ class Float8ParallelLinear(Float8Linear):
         return moved(grad_output, read)
 
     def extra_repr(self) -> str:
-        """As `Float8Linear`, and the layout."""
+        """What `Float8Linear` shows, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
 
 

@@ -138,7 +138,7 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
 
 
 def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
-    """The same in plain PyTorch; the transpose is empty, since readers take a view."""
+    """Run the op in plain PyTorch; the transpose is empty, since readers take a view."""
     y32_MK, *statistics = _DEFINITIONS[op](*arguments)
     y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
     assert how is not None

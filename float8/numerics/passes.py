@@ -318,7 +318,7 @@ class Hook:
 def with_gradient_hooks(
     args: tuple[Any, ...], kwargs: dict[str, Any], on_gradient: Callable[[Tensor], None]
 ) -> CallArguments:
-    """The same arguments, with ``on_gradient`` called with the gradient that each one gets.
+    """Arguments of which ``on_gradient`` is called with the gradient that each one gets.
 
     It is the gradient from this callee only, because the callee gets an alias of the tensor. No
     gradient is seen of tensors in lists, mappings and objects, to which the callee may write.

@@ -131,7 +131,7 @@ class Moment(Tensor):
         return [self.codes, self.scale] + ([] if self.exponent is None else [self.exponent])
 
     def matrix(self) -> StateMatrix:
-        """The same memory as plain matrices."""
+        """Its memory as plain matrices."""
         return StateMatrix(matrix_of(self.codes), self.scale, self.exponent, self.group)
 
     def dequantize(self) -> Tensor:

@@ -151,7 +151,7 @@ def calls_on_cut_edges(history: History, results: Sequence[int]) -> set[int]:
     before = _before_residuals(history)
 
     def node(value: Value) -> int:
-        """Of what computed a value; what comes before a residual layer is one node."""
+        """The node that computed a value; what comes before a residual layer is one node."""
         for place, values in enumerate(before):
             if values >> value.number & 1:
                 return LOSS - 1 - 2 * place

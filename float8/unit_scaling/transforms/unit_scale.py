@@ -247,7 +247,7 @@ class UnitScaleMode(Mode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def inside(self, func: Any) -> Function | None:
-        """As `Mode`'s; functions of ours stay as they are."""
+        """What runs in the function's place; functions of this library stay as they are."""
         is_ours = hasattr(func, "implementation") and func.__module__.startswith(UNIT_SCALED)
         return None if is_ours else super().inside(func)
 
