@@ -69,7 +69,7 @@ _OWN_ATTRIBUTES = (
 N = TypeVar("N", bound="NormCast")
 
 
-def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
+def reason_against_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
     """The reason why the input of a layer of this config cannot be cast before it, or None.
 
     ``by_gate`` says that a gate casts it, and not a norm.
@@ -100,7 +100,7 @@ class _Producer(Float8Module):
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         self.fqn = fqn
         config = check_config("tensorwise" if config is None else config, self._name)
-        reason = refuses_config(config, isinstance(self, SwiGLUCast))
+        reason = reason_against_config(config, isinstance(self, SwiGLUCast))
         if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
             reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
         if reason is not None:
