@@ -63,6 +63,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.scaling import DelayedState, bind_and_cast
 from float8.linear.smoothing import inverse, smoothed, split
+from float8.linear.switch import HasTransforms
 from float8.linear.sync import name_in_model
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
@@ -132,8 +133,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
     layers, transforms, skipped = {}, {}, {}
     for name, module in model.named_modules():
         fqn = name_in_model(name)
-        # Of the models that `float8.unit_scaling.transforms.float8` returns.
-        products = getattr(module, "float8_products", None)
+        products = module.float8_products if isinstance(module, HasTransforms) else None
         if isinstance(module, Float8Linear):
             layers[fqn], skipped[fqn] = module, NOT_CALLED
         elif isinstance(module, Float8Experts):
