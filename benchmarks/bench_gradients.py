@@ -39,7 +39,10 @@ class Error(NamedTuple):
 
 
 def simulated(
-    gradients: list[Tensor], fmt: Format = E4M3, mu: float = 1.0, tile: int = reduction.TILE
+    gradients: list[Tensor],
+    fmt: Format = E4M3,
+    mu: float = 1.0,
+    tile: int = reduction.TILE_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """The reduced gradient of N ranks.
 
@@ -60,14 +63,14 @@ def simulated(
         reduction.in_tiles(torch.nn.functional.pad(g, (0, padding)).view(world, -1), extent)
         for g in gradients
     ]
-    amax = torch.stack([reduction.amax(x) for x in parts]).amax(0)
+    amax = torch.stack([reduction.amax_by_tile(x) for x in parts]).amax(0)
     scale = reduction.shared_scale(amax, fmt)
-    data = [reduction.cast(x, scale, fmt) for x in parts]
+    data = [reduction.cast_by_tile(x, scale, fmt) for x in parts]
     sums = torch.stack([reduction.summed(torch.stack(own)) for own in zip(*data, strict=True)])
     half = (sums / world * scale).flatten()[:n]
     factor = torch.tensor(mu)
     mean_data = reduction.recast(reduction.prescaled(sums, factor, world), fmt)
-    whole = reduction.dequantize(mean_data, scale / factor, gradients[0].dtype)
+    whole = reduction.dequantize_by_tile(mean_data, scale / factor, gradients[0].dtype)
     return whole.flatten()[:n], half
 
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 
 from benchmarks.measuring import harness
 from float8.config import RECIPES
-from float8.estimate.devices import BF16, DEVICES, FLOAT8, Device, GemmSpeed
+from float8.estimate.devices import BF16, DEVICES, FLOAT8_GEMMS, Device, GemmSpeed
 from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
 from float8.kernels.products import MX_PRODUCT, architecture, reason_against_device, scaled_mm
 from float8.linear.casts import cast_alone
@@ -79,7 +79,7 @@ def timed_gemms(
     device: Device, where: torch.device, sizes: Sequence[Size]
 ) -> dict[str, list[tuple[float, float]]]:
     """Kind of GEMM -> operations and seconds, without those that memory bounds."""
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (BF16, *FLOAT8)}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (BF16, *FLOAT8_GEMMS)}
     for M, K, N in sizes:
         x, w, g = (
             torch.randn(rows, columns, device=where, dtype=torch.bfloat16)

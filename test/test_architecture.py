@@ -7,6 +7,7 @@ tree, so that an import inside a function counts too.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -142,6 +143,69 @@ def test_no_files_import_each_other_in_a_circle():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     lazy = "def f():\n    from float8.linear.layer import Float8Linear"
     assert files_imported(lazy, names) == {"float8.linear.layer"}
+
+
+# --- names
+
+
+# Backends of one op, which have the op's name.
+BACKENDS = "kernels.definition", "kernels.cpu", "kernels.plain", "kernels.gpu"
+# Names that modules share by convention.
+CONVENTIONAL = {"aten", "logger", "main"}
+# Names with two meanings that are to be changed: none may come to this list.
+PENDING: set[str] = {
+    "ALIGNMENT", "BF16", "BLOCK", "CANDIDATES", "E4M3", "E5M2", "FORMATS", "Float8Weight",
+    "GEMMS", "MX", "MX_SQUARE", "ROWWISE", "TENSORWISE", "TORCH", "TRITON", "cast",
+    "cast_groups", "cast_tokens", "cast_weight", "chances", "contraction_last", "decode",
+    "decode_expanded", "encode_expanded", "grouped_mm", "key", "multiply", "multiply_groups",
+    "reciprocal", "refuses_device", "scale_from_amax", "scaled_mm", "smoothing_factors",
+    "stochastic_round",
+}  # fmt: skip
+
+
+def names_defined(source: str) -> set[str]:
+    """The public functions, classes and constants of a module; type variables are none."""
+    found = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign) and "TypeVar" not in ast.dump(node):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            parts = [part for target in targets for part in getattr(target, "elts", [target])]
+            found |= {part.id for part in parts if isinstance(part, ast.Name)}
+    return {name for name in found if not name.startswith("_")}
+
+
+def promised_names() -> set[tuple[str, str]]:
+    """Package and name of each entry of docs/api with a path, such as optim and AdamW."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
+    entries = re.findall(r"^::: float8\.(\w+)\.(?:\w+\.)*(\w+)$", pages, re.MULTILINE)
+    return set(entries)
+
+
+def names_of_two(modules: Mapping[str, set[str]], promised: set[tuple[str, str]]) -> set[str]:
+    """Names that modules define with different meanings; promised ones do not count."""
+    places: dict[str, set[str]] = {}
+    for module, names in modules.items():
+        package = module.partition(".")[0]
+        for name in names - CONVENTIONAL:
+            if (package, name) not in promised:
+                place = "backends" if module.startswith(BACKENDS) else module
+                places.setdefault(name, set()).add(place)
+    return {name for name, found in places.items() if len(found) > 1}
+
+
+def test_a_public_name_has_one_meaning():
+    modules = {
+        ".".join(p.relative_to(ROOT / "float8").with_suffix("").parts): names_defined(p.read_text())
+        for p in FILES
+    }
+    assert names_of_two(modules, promised_names()) == PENDING
+    both = {"optim.a": {"Adam"}, "unit_scaling.a": {"Adam"}}
+    assert names_of_two(both, set()) == {"Adam"}
+    assert not names_of_two(both, {("unit_scaling", "Adam")})
+    assert not names_of_two({"kernels.cpu": {"cast"}, "kernels.gpu.cast": {"cast"}}, set())
+    assert names_defined("A, _b = 1, 2\nx.y = 3\nT = TypeVar('T')\ndef f(): ...") == {"A", "f"}
 
 
 # --- importing

@@ -13,50 +13,10 @@ original tensors, and only backward reads the copy. Gradients are torch's own de
 values of the copy. Values that are cheap to recompute from a copy (rstd, ``silu(gate)`` for the
 product with ``up``) are not saved. relu and dropout save one bit per element and lose nothing.
 
-The error of the gradients by op, as SQNR in dB of each op's worst gradient
-(``test/activations/gradient_error.py`` measures it). Inputs are normal, or one element of each 64
-is 1000 times larger, like single features of a residual stream:
-
-============== ====== ====== ========= =========
-op             normal normal outliers  outliers
-group          1x128  1x16   1x128     1x16
-============== ====== ====== ========= =========
-rms_norm       31.5   31.5   35.3      35.3
-layer_norm     31.4   31.4   35.3      35.3
-silu           40.6   40.6   40.7      40.7
-gelu           41.1   41.1   41.1      41.2
-gelu (tanh)    41.1   41.1   41.1      41.2
-sigmoid        39.8   39.8   39.8      39.8
-tanh           35.7   35.7   35.7      35.7
-mul            31.5   31.5   30.8      30.8
-silu(a) * b    29.8   29.8   30.9      30.9
-pow            31.5   31.5   30.8      30.8
-pow (x^3)      25.4   25.4   24.4      24.4
-relu           inf    inf    inf       inf
-dropout        inf    inf    inf       inf
-softmax        31.2   31.2   15.3      15.3
-linear         31.5   31.5   31.2      31.2
-============== ====== ====== ========= =========
-
-Smaller groups cost bytes and gain nothing: E4M3's 18 binades hold these outliers. Float32 scales
-gain up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes.
-
-*Why ops, and not* `torch.autograd.graph.saved_tensors_hooks`? Saved bytes of one converted LLaMA
-block (hidden 512, 256 tokens, bfloat16, CPU, without parameters), relative to the block in
-bfloat16. At the sizes of LLaMA-3-8B the last line is 0.38x too; relative to a GPU's RMSNorm, which
-saves less, it is 0.50x:
-
-================================================== =====
-converted layers alone                             0.88x
-and hooks that cast all other saved tensors        0.43x
-the same, but not attention's tensors              0.47x
-and a function mode, with a backward for each op   0.38x
-================================================== =====
-
-Hooks see tensors, not ops. They save ``silu(gate)`` beside gate, cannot leave one op out, and cast
-attention's tensors: its gradient then has an SQNR of 25 dB at logits of standard deviation 1, but
-7 dB at 9 and -17 dB at 36 (``float8/activations/ops.py`` explains why). Both ways take the same
-time within the noise.
+The error of a gradient by op is 24 to 41 dB, as SQNR (``test/activations/gradient_error.py``
+measures it), but 15 dB of softmax where inputs have outliers. Groups smaller than 128 cost bytes
+and gain nothing: E4M3's 18 binades hold outliers. Float32 scales gain up to 1 dB in the gradients
+of a LLaMA block, for 2 % more bytes.
 
 *What the scope does not reach* saves what torch saves: calls inside torch's own Python functions
 (``nn.MultiheadAttention``) and autograd functions (``RMSNormCast``, ``LayerNormCast``,

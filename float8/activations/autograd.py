@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast
+from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast_copy
 
 Inputs = tuple[Tensor | None, ...]  # of an op; absent ones are None
-Options = dict[str, Any]
-Reader = Callable[..., tuple[Inputs, Options] | None]  # of a call's arguments; None: it is torch's
+Keywords = dict[str, Any]
+Reader = Callable[..., tuple[Inputs, Keywords] | None]  # of a call's arguments; None: it is torch's
 Needs = tuple[bool, ...]  # which inputs need a gradient
 Grads = tuple[Tensor | None, ...]
 
@@ -49,7 +49,7 @@ class CopyOp:
     exact: tuple[int, ...] = ()
     recompute: bool = False
 
-    def call(self, cache: CopyCache, inputs: Inputs, options: Options) -> Tensor | None:
+    def call(self, cache: CopyCache, inputs: Inputs, options: Keywords) -> Tensor | None:
         """The op's result; or None if it would save no memory, for torch to compute."""
         needs = tuple([x is not None and x.requires_grad for x in inputs])
         largest = max([x.numel() for x in inputs if x is not None])
@@ -87,7 +87,7 @@ class _SavedCopies(torch.autograd.Function):
     def forward(
         ctx: Any,
         op: CopyOp,
-        options: Options,
+        options: Keywords,
         restorers: tuple[Restorer, ...],
         count: int,
         *tensors: Any,
@@ -99,7 +99,7 @@ class _SavedCopies(torch.autograd.Function):
             if restorer.fmt is None:
                 saved.append(inputs[restorer.position])
             elif restorer.position == OUTPUT:
-                saved += cast(out, restorer.fmt)
+                saved += cast_copy(out, restorer.fmt)
             else:
                 saved += [parts.pop(0), parts.pop(0)]
         ctx.save_for_backward(*saved)
@@ -133,7 +133,7 @@ class MaskOp:
     readers: dict[Callable[..., Any], Reader]
     forward: Callable[..., Tensor]
 
-    def call(self, cache: CopyCache, inputs: Inputs, options: Options) -> Tensor | None:
+    def call(self, cache: CopyCache, inputs: Inputs, options: Keywords) -> Tensor | None:
         """The op's result, if its input is worth a mask."""
         x = inputs[0]
         return self.forward(x, **options) if x is not None and cache.is_worthwhile(x) else None

@@ -64,7 +64,7 @@ class Float8Copy(NamedTuple):
     scale: Tensor
 
 
-def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
+def cast_copy(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     """The float8 copy of a float32, bfloat16 or float16 tensor of any shape and strides."""
     one_row = x.dim() == 0 or x.shape[-1] < fmt.group
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
@@ -79,7 +79,7 @@ def cast(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     return Float8Copy(data, scale)
 
 
-def dequantize(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def restored(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values of a copy, of ``shape``: bfloat16 if ``dtype`` is bfloat16, else float32.
 
     Data times a power of two is exact in bfloat16; in float16 it could overflow.
@@ -109,11 +109,11 @@ class Restorer(NamedTuple):
         if self.fmt is None:
             return saved.pop(0)
         copy = Float8Copy(saved.pop(0), saved.pop(0))
-        x = dequantize(copy, self.fmt.group, self.shape, self.dtype)
+        x = restored(copy, self.fmt.group, self.shape, self.dtype)
         return x if self.recompute is None else self.recompute[0](x, **self.recompute[1])
 
 
-Saved = tuple[Restorer, tuple[Tensor, ...]]  # with the data and the scale of the copy
+SavedCopy = tuple[Restorer, tuple[Tensor, ...]]  # with the data and the scale of the copy
 
 
 class _Entry(NamedTuple):
@@ -147,7 +147,7 @@ class CopyCache:
 
     def __init__(self, fmt: CopyFormat, min_size: int) -> None:
         self.fmt, self.min_size = fmt, min_size
-        self._traced: list[tuple[Tensor, Saved]] | None = None
+        self._traced: list[tuple[Tensor, SavedCopy]] | None = None
 
     def begin(self) -> None:
         """Start a forward: until `end`, a compiled graph may hold tensors."""
@@ -158,7 +158,7 @@ class CopyCache:
         """Release the tensors of a compiled graph."""
         self._traced = None
 
-    def _of_graph(self) -> list[tuple[Tensor, Saved]] | None:
+    def _of_graph(self) -> list[tuple[Tensor, SavedCopy]] | None:
         """The tensors that the graph holds, while one is traced."""
         if not torch.compiler.is_compiling():
             return None
@@ -176,19 +176,19 @@ class CopyCache:
         is_broadcast = any([s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)])
         return not is_broadcast and not isinstance(_base(x), nn.Parameter)
 
-    def save(self, x: Tensor, index: int) -> Saved:
+    def save(self, x: Tensor, index: int) -> SavedCopy:
         """The copy of input ``index`` of an op. The `OUTPUT` has none before the op has run."""
         if index == OUTPUT:
             return Restorer(OUTPUT, self.fmt, x.shape, torch.float32), ()
         if (found := self._find(x)) is not None:
             return found[0]._replace(position=index, shape=x.shape), found[1]
         with torch.no_grad():
-            copy = cast(x.detach(), self.fmt)
+            copy = cast_copy(x.detach(), self.fmt)
         saved = Restorer(index, self.fmt, x.shape, x.dtype), tuple(copy)
         self.remember(x, saved)
         return saved
 
-    def remember(self, x: Tensor, saved: Saved) -> None:
+    def remember(self, x: Tensor, saved: SavedCopy) -> None:
         """Record what restores x."""
         if (traced := self._of_graph()) is not None:
             traced.append((x, saved))
@@ -197,7 +197,7 @@ class CopyCache:
         entry = _Entry(version_of(x), tuple([weakref.ref(part) for part in parts]), restorer)
         _ENTRIES.setdefault(_base(x), {})[self.fmt, _place(x)] = entry
 
-    def _find(self, x: Tensor) -> Saved | None:
+    def _find(self, x: Tensor) -> SavedCopy | None:
         if (traced := self._of_graph()) is not None:
             found = [saved for y, saved in traced if y is x]
             return found[0] if found else None

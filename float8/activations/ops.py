@@ -46,9 +46,9 @@ from float8.activations.autograd import (
     CopyOp,
     Grads,
     Inputs,
+    Keywords,
     MaskOp,
     Needs,
-    Options,
     Reader,
     with_mask,
 )
@@ -57,7 +57,7 @@ from float8.linear.autograd import as_matrix
 from float8.linear.plan import without_autocast
 
 aten = torch.ops.aten
-Arguments = tuple[Inputs, Options]
+Arguments = tuple[Inputs, Keywords]
 
 
 def _read_by(reader: Reader, *functions: Callable[..., Any]) -> dict[Callable[..., Any], Reader]:

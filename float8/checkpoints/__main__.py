@@ -49,16 +49,16 @@ def size(text: str) -> float:
     return float(text.upper().replace("GB", "e9").replace("MB", "e6"))
 
 
-def inspect(options: argparse.Namespace) -> Result:
+def _inspect(options: argparse.Namespace) -> Result:
     """What a checkpoint holds, and what is wrong with it."""
     found = inspection.inspect_checkpoint(options.path, data=options.data)
     plan, problems = found["plan"], found["problems"]
     title = f"{len(problems)} problems:" if problems else "no problems"
     text = "\n".join([str(plan), "", title, *(f"- {text}" for text in problems)])
-    return int(bool(problems)), text, {"problems": problems, **as_json(plan)}
+    return int(bool(problems)), text, {"problems": problems, **_as_json(plan)}
 
 
-def compare(options: argparse.Namespace) -> Result:
+def _compare(options: argparse.Namespace) -> Result:
     """How far the weights of B are from those of A, by value."""
     found = inspection.compare_checkpoints(options.a, options.b)
     status = int(any(weight["sqnr"] < options.at_least for weight in found["weights"]))
@@ -68,7 +68,7 @@ def compare(options: argparse.Namespace) -> Result:
     return status, text, found
 
 
-def convert(options: argparse.Namespace) -> Result:
+def _convert(options: argparse.Namespace) -> Result:
     """Write a checkpoint in another layout, or in high precision."""
     source, target = Source(options.path), TARGETS[options.layout]
     found = rewriting(source, target, options.skip, options.max_shard_size)
@@ -82,10 +82,10 @@ def convert(options: argparse.Namespace) -> Result:
             overwrite=options.overwrite,
         )
         end = f"written to {options.out}"
-    return 0, f"{found.plan}\n\n{end}", as_json(found.plan)
+    return 0, f"{found.plan}\n\n{end}", _as_json(found.plan)
 
 
-def as_json(plan: SavePlan) -> dict[str, Any]:
+def _as_json(plan: SavePlan) -> dict[str, Any]:
     """A plan for JSON."""
     names = ("layers", "skipped", "files", "nbytes", "quantization_config")
     return {"layout": repr(plan.layout), **{name: getattr(plan, name) for name in names}}
@@ -101,21 +101,22 @@ def parser() -> argparse.ArgumentParser:
     commands = options.add_subparsers(required=True, metavar="COMMAND")
 
     def command(run: Callable[[argparse.Namespace], Result]) -> Callable[..., argparse.Action]:
-        own = commands.add_parser(run.__name__, help=run.__doc__, description=run.__doc__)
-        own.set_defaults(run=run)
+        name = run.__name__.removeprefix("_")
+        own = commands.add_parser(name, help=run.__doc__, description=run.__doc__)
+        own.set_defaults(run=run, name=name)
         own.add_argument("--json", action="store_true", help="print JSON, with all weights")
         return own.add_argument
 
-    add = command(inspect)
+    add = command(_inspect)
     add("path", metavar="FOLDER")
     add("--data", action="store_true", help="read the weights too, and find NaN")
-    add = command(compare)
+    add = command(_compare)
     add("a", metavar="A", help="the reference")
     add("b", metavar="B")
     least = "a weight is fine from this SQNR on; by default values must be equal"
     add("--at-least", type=float, default=math.inf, metavar="DB", help=least)
     add("--top", type=int, default=20, metavar="N", help="print the N worst weights; default 20")
-    add = command(convert)
+    add = command(_convert)
     add("path", metavar="FOLDER")
     add("out", metavar="OUT", help="a folder that does not exist yet")
     add("--layout", required=True, choices=list(TARGETS), help="of the result")
@@ -135,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
         status, text, found = options.run(options)
     except (ValueError, OSError) as error:
         message = str(error).replace("overwrite=True", "--overwrite")  # as it is written here
-        print(f"{options.run.__name__}: {message}", file=sys.stderr)
+        print(f"{options.name}: {message}", file=sys.stderr)
         return 2
     print(json.dumps(found, indent=1, allow_nan=False) if options.json else text)
     return status

@@ -128,7 +128,7 @@ def write_shards(
             _sync(temporary / name)
 
 
-def refuses_folder(folder: Path, overwrite: bool) -> str | None:
+def reason_against_folder(folder: Path, overwrite: bool) -> str | None:
     """The reason why no checkpoint can be written to a folder, or None."""
     if not os.path.lexists(folder):
         return None
@@ -148,7 +148,7 @@ def refuses_folder(folder: Path, overwrite: bool) -> str | None:
 def new_folder(folder: str | Path, overwrite: bool = False) -> Iterator[Path]:
     """A temporary folder beside ``folder``, which becomes it when the block ends without error."""
     final = Path(folder).resolve()
-    if (reason := refuses_folder(final, overwrite)) is not None:
+    if (reason := reason_against_folder(final, overwrite)) is not None:
         raise FileExistsError(reason)
     final.parent.mkdir(parents=True, exist_ok=True)
     name = f".{final.name}.{secrets.token_hex(4)}"

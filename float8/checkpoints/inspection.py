@@ -36,10 +36,10 @@ from float8.kernels.sqnr import decibels, power
 from float8.tensor import Float8Tensor
 
 _MISSING = "missing"
-Report = dict[str, Any]
+CheckpointReport = dict[str, Any]
 
 
-def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Report:
+def inspect_checkpoint(path: str | Path, *, data: bool = False) -> CheckpointReport:
     """Look at a checkpoint, float8 or not: a folder of safetensors files, or one file.
 
     ``data=True`` reads the weights in float8 too. Raises FileNotFoundError if a folder, file or
@@ -80,7 +80,7 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> Report:
 # --- compare
 
 
-def compare_checkpoints(a: str | Path, b: str | Path) -> Report:
+def compare_checkpoints(a: str | Path, b: str | Path) -> CheckpointReport:
     """Compare all weights of two checkpoints by value; ``a`` is the reference.
 
     Each is a folder of safetensors files, or one file. Raises FileNotFoundError if a folder, file
@@ -105,7 +105,7 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Report:
     return {"a": str(a), "b": str(b), "weights": found}
 
 
-def comparison_text(report: Report, top: int) -> str:
+def comparison_text(report: CheckpointReport, top: int) -> str:
     """What `compare_checkpoints` returned: the ``top`` worst weights as a table."""
     different = [found for found in report["weights"] if not found["equal"]]
     both = [found for found in report["weights"] if _MISSING not in (found["a"], found["b"])]

@@ -68,10 +68,10 @@ from float8.kernels import e8m0, mxfp4
 from float8.linear.casts import cast_alone
 from float8.tensor import Float8Tensor
 
-Shape = tuple[int, ...]
+Dims = tuple[int, ...]
 COMPRESSED_TENSORS = "compressed-tensors"  # the ``quant_method``
 WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
-MX, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
+BY_32, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
 _READABLE = {
@@ -114,7 +114,7 @@ class Layout(ABC):
     data_dtype: ClassVar[torch.dtype] = E4M3.dtype
     dims: ClassVar[int] = 2
     is_mxfp4: ClassVar[bool] = False
-    one_scale: ClassVar[Shape] = ()
+    one_scale: ClassVar[Dims] = ()
     scale_bytes: ClassVar[torch.dtype] = torch.uint8
     skipped_key: ClassVar[str] = "ignore"
     skips: ClassVar[Any]
@@ -130,13 +130,13 @@ class Layout(ABC):
 
     # --- layers
 
-    def parts(self, shape: Shape) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[Shape, ...]]]:
+    def parts(self, shape: Dims) -> dict[str, tuple[tuple[torch.dtype, ...], tuple[Dims, ...]]]:
         """What a file has of a layer (N, K): the end of a key -> its dtypes and shapes.
 
         All of them are read, and the first of each is written.
         """
         dtypes = _READABLE[self.scale_format]
-        one: tuple[Shape, ...] = (self.one_scale, (), (1,), (1, 1))
+        one: tuple[Dims, ...] = (self.one_scale, (), (1,), (1, 1))
         dtypes = (self.scale_bytes, *dtypes) if self.scale_format.is_e8m0 else dtypes
         scales = one if self.granularity == Tensorwise() else (scale_shape(shape, self.block),)
         data = (self.data_dtype,), (self.data_shape(shape),)
@@ -148,15 +148,15 @@ class Layout(ABC):
         """The ends of a layer's keys, the data's first."""
         return tuple(self.parts((1,) * self.dims))
 
-    def data_shape(self, shape: Shape) -> Shape:
+    def data_shape(self, shape: Dims) -> Dims:
         """The shape that a file has of the data of a weight."""
         return shape
 
-    def shape_of(self, data_shape: Shape) -> Shape:
+    def shape_of(self, data_shape: Dims) -> Dims:
         """The inverse of `data_shape`."""
         return data_shape
 
-    def turned(self, shape: Shape) -> Shape:
+    def turned(self, shape: Dims) -> Dims:
         """The shape in a file of what a model has in this shape, and the reverse.
 
         Files have stacks as (E, N, K), models as (E, K, N).
@@ -374,7 +374,7 @@ SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
     Tensorwise(): ({"strategy": "tensor"}, _TOKEN),
     Rowwise(): ({"strategy": "channel"}, _TOKEN),
     BLOCKS: (_OF_128, {**_GROUP, "group_size": 128}),
-    MX: (_OF_32, {**_GROUP, **_OF_32}),
+    BY_32: (_OF_32, {**_GROUP, **_OF_32}),
 }
 _STATIC = {"strategy": "tensor"}  # arguments of static inputs
 _WITH_STATIC = (Tensorwise(), Rowwise())
@@ -410,7 +410,7 @@ class CompressedTensors(Layout):
 
     name: ClassVar[str] = "compressed_tensors"
     method: ClassVar[str] = COMPRESSED_TENSORS
-    one_scale: ClassVar[Shape] = (1,)
+    one_scale: ClassVar[Dims] = (1,)
     # Names are compared whole (compressed-tensors, ``utils/match.py``).
     skips = operator.eq
 
@@ -422,13 +422,13 @@ class CompressedTensors(Layout):
                 f"CompressedTensors: granularity must be one of {', '.join(map(repr, known))} with "
                 f"static_inputs={self.static_inputs}, got {self.granularity}"
             )
-        scales = ScaleFormat.E8M0 if self.granularity == MX else ScaleFormat.FLOAT32
+        scales = ScaleFormat.E8M0 if self.granularity == BY_32 else ScaleFormat.FLOAT32
         object.__setattr__(self, "scale_format", scales)
 
     def _config(self) -> dict[str, Any]:
         """What compressed-tensors' ``QuantizationConfig`` reads."""
         weights, inputs = SCHEMES[self.granularity]
-        kind = "mxfp8-quantized" if self.granularity == MX else "float-quantized"
+        kind = "mxfp8-quantized" if self.granularity == BY_32 else "float-quantized"
         inputs = _STATIC if self.static_inputs else inputs
         return _one_group(kind, _arguments(weights), _arguments(inputs))
 
@@ -507,7 +507,7 @@ class ModelOpt(Layout):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelOpt | None:
-        """Of a ``quantization_config``, or of an ``hf_quant_config.json``."""
+        """Read a ``quantization_config``, or an ``hf_quant_config.json``."""
         found = config.get("quantization", config).get("quant_algo")
         return cls() if str(found).upper() == "FP8" else None
 
@@ -519,7 +519,7 @@ class MXFP4(Layout):
     Two E2M1 values a byte, one E8M0 scale per 32 input features.
     """
 
-    granularity, scale_format = MX, ScaleFormat.E8M0_FLOOR
+    granularity, scale_format = BY_32, ScaleFormat.E8M0_FLOOR
     name: ClassVar[str] = "mxfp4"
     method: ClassVar[str] = COMPRESSED_TENSORS
     data_key: ClassVar[str] = ".weight_packed"
@@ -527,11 +527,11 @@ class MXFP4(Layout):
     is_mxfp4: ClassVar[bool] = True
     skips: ClassVar[Any] = operator.eq
 
-    def data_shape(self, shape: Shape) -> Shape:
+    def data_shape(self, shape: Dims) -> Dims:
         """(N, K) -> (N, K / 2)."""
         return (*shape[:-1], shape[-1] // 2)
 
-    def shape_of(self, data_shape: Shape) -> Shape:
+    def shape_of(self, data_shape: Dims) -> Dims:
         """(N, K / 2) -> (N, K)."""
         return (*data_shape[:-1], data_shape[-1] * 2)
 
@@ -588,11 +588,11 @@ class GptOss(MXFP4):
     skipped_key: ClassVar[str] = "modules_to_not_convert"
     skips = staticmethod(FineGrained.skips)
 
-    def data_shape(self, shape: Shape) -> Shape:
+    def data_shape(self, shape: Dims) -> Dims:
         """(E, N, K) -> (E, N, K / 32, 16)."""
         return (*shape[:-1], shape[-1] // 32, 16)
 
-    def shape_of(self, data_shape: Shape) -> Shape:
+    def shape_of(self, data_shape: Dims) -> Dims:
         """(E, N, K / 32, 16) -> (E, N, K)."""
         return (*data_shape[:-2], data_shape[-2] * 32)
 

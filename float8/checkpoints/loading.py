@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.checkpoints.layouts import MX, WEIGHT, Layout
+from float8.checkpoints.layouts import BY_32, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
@@ -317,8 +317,8 @@ def config_of(
     granularity, scales = layout.granularity, layout.scale_format
     if stacked and granularity == Tensorwise():
         granularity = Rowwise()
-    if scales.is_e8m0 and granularity in (MX, Blockwise(32, 32)):
-        return RECIPES["mxfp8" if granularity == MX else "mxfp8_2d"]
+    if scales.is_e8m0 and granularity in (BY_32, Blockwise(32, 32)):
+        return RECIPES["mxfp8" if granularity == BY_32 else "mxfp8_2d"]
     if scales is not ScaleFormat.FLOAT32:
         scales = ScaleFormat.POWER_OF_TWO
     weight = CastConfig(granularity=granularity, target_dtype=E4M3.dtype, scale_format=scales)

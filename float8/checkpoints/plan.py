@@ -5,8 +5,8 @@ they read a tensor.
 
 **Scales that layers share.** Engines fuse the projections that read the same input, and a fused
 weight with one scale per tensor has one scale. If the parts had their own, the engine would
-dequantise them and cast again with the largest. So the parts of `FUSED` that are cast with one
-scale per tensor get their largest, once, from high precision. Stored weights keep theirs.
+dequantise them and cast again with the largest. So the parts of `FUSED_NAMES` that are cast with
+one scale per tensor get their largest, once, from high precision. Stored weights keep theirs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from float8.granularity import WHOLE, Tensorwise
 from float8.tensor import Float8Tensor
 
 # The last parts of the names of projections that engines fuse.
-FUSED = (
+FUSED_NAMES = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
     ("w1", "w3"),
@@ -131,7 +131,7 @@ class Writing:
         self._scales: dict[str, Tensor] = {}  # the first of fused layers -> their scale
         for name in own if layout is not None and layout.granularity == Tensorwise() else ():
             parent, dot, last = name.rpartition(".")
-            group = next((group for group in FUSED if last in group), ())
+            group = next((group for group in FUSED_NAMES if last in group), ())
             fused = [own[n] for each in group if (n := f"{parent}{dot}{each}") in own]
             self._fused |= {name: fused} if len(fused) > 1 else {}
         stored: dict[str, Spec] = {}

@@ -76,7 +76,7 @@ class Float8ExpertParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, parameters = type(module).__name__, dict(module.named_parameters())
-        error = _refuses(parameters, device_mesh.size())
+        error = _reason(parameters, device_mesh.size())
         compare_ranks(
             [device_mesh.get_group()],
             {name: {key: str(tuple(p.shape)) for key, p in parameters.items()}},
@@ -98,7 +98,7 @@ class Float8ExpertParallel(ParallelStyle):
         return module
 
 
-def _refuses(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
+def _reason(parameters: dict[str, nn.Parameter], ranks: int) -> str | None:
     """The reason why experts cannot be sharded, or None."""
     for name, parameter in parameters.items():
         if type(parameter) is not nn.Parameter and not is_resident(parameter):

@@ -119,7 +119,7 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 # --- the rule of conversion
 
 
-def _refuses(layer: nn.Module, config: Float8LinearConfig) -> str | None:
+def _reason(layer: nn.Module, config: Float8LinearConfig) -> str | None:
     if is_sharded(layer.weight):  # type: ignore[arg-type]
         return (
             "its weight is a DTensor already: convert before fully_shard, and with tensor "
@@ -219,5 +219,5 @@ def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
 
 
 register_weight_rule(
-    WeightRule(_refuses, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
+    WeightRule(_reason, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
 )

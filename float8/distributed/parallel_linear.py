@@ -40,7 +40,7 @@ from float8.tensor.differentiable import differentiable
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
     Over the ``mesh`` of one dimension, ``is_colwise`` shards out_features, else in_features are
@@ -58,7 +58,7 @@ class Layout:
         kind = "colwise" if self.is_colwise else "rowwise"
         return f"{kind} over {self.mesh.size()} ranks, {self.given} -> {self.output}"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayout:
         return self  # immutable; copies of a model share the mesh
 
     @property
@@ -74,7 +74,9 @@ class Layout:
 # --- parts of tensors
 
 
-def placed(x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None = None) -> DTensor:
+def dtensor(
+    x: Tensor, mesh: DeviceMesh, placement: Placement, length: int | None = None
+) -> DTensor:
     """The DTensor of which x is this rank's part.
 
     ``length`` is that of the sharded dimension over all ranks, whose parts may differ in size.
@@ -113,7 +115,7 @@ def _cast_and_gather(
     record(state, found.amax)
     data, scale, _ = found.row_major  # type: ignore[misc]
     bytes_ = data.reshape(x.shape).view(torch.uint8)  # gloo has no float8
-    whole = moved(placed(bytes_, mesh, shard, length), Replicate())
+    whole = moved(dtensor(bytes_, mesh, shard, length), Replicate())
     return whole.view(data.dtype), scale.clone()  # a delayed scale is a buffer, which sync changes
 
 
@@ -131,7 +133,7 @@ class _CastAndGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        return moved(placed(g, ctx.mesh, Partial()), ctx.shard), *(None,) * 6
+        return moved(dtensor(g, ctx.mesh, Partial()), ctx.shard), *(None,) * 6
 
 
 class _SummedLinear(torch.autograd.Function):
@@ -147,7 +149,7 @@ class _SummedLinear(torch.autograd.Function):
     ) -> Tensor:
         product = function.forward(ctx, x, w_NK, None, call)
         ctx.function, ctx.parts = function, (mesh, shard, product.shape[shard.dim])
-        return moved(placed(product, mesh, Partial()), shard)
+        return moved(dtensor(product, mesh, Partial()), shard)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
@@ -181,7 +183,7 @@ class _AsReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
         ctx.is_first = mesh.get_local_rank() == 0
-        return placed(x, mesh, Replicate())
+        return dtensor(x, mesh, Replicate())
 
     @staticmethod
     def backward(ctx: Any, g: Any) -> tuple[Tensor, None]:
@@ -216,15 +218,15 @@ warn_of_high_precision._dynamo_marked_constant = True  # type: ignore[attr-defin
 class ParallelLinear(nn.Linear):
     """A parallelized ``nn.Linear`` in high precision, equal to torch's own styles."""
 
-    layout: Layout
+    layout: ParallelLayout
 
     def forward(self, input: Tensor) -> Tensor:
-        """As ``nn.Linear``, of local tensors or DTensors."""
+        """Compute what ``nn.Linear`` does, of local tensors or DTensors."""
         warn_of_high_precision()
         return _in_high_precision(self, input)
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and the layout."""
+        """What ``nn.Linear`` shows, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
 
 
@@ -232,7 +234,7 @@ class Float8ParallelLinear(Float8Linear):
     """A parallelized `Float8Linear`."""
 
     plain_type = ParallelLinear
-    layout: Layout
+    layout: ParallelLayout
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``, with the placement that the style says.
@@ -246,7 +248,7 @@ class Float8ParallelLinear(Float8Linear):
         if not torch.compiler.is_compiling():
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
-        x, weight, wanted = self._read(input), local(self.weight), layout.output
+        x, weight, wanted = self._read(input), shard_of(self.weight), layout.output
         plan = plan_of(self.config, x, weight)
         self._check_call(x, weight, plan)
         if isinstance(wanted, Shard):
@@ -257,16 +259,16 @@ class Float8ParallelLinear(Float8Linear):
         multiply = self.function.apply
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
-            bias = None if self.bias is None else local(self.bias)
+            bias = None if self.bias is None else shard_of(self.bias)
             out = multiply(x, weight, bias, call)
-            y: Any = placed(out, mesh, Shard(last), self.weight.shape[0])
+            y: Any = dtensor(out, mesh, Shard(last), self.weight.shape[0])
         elif isinstance(wanted, Shard) and gathers_in_float8(call.plan.g):
             with without_autocast(x):
                 out = _SummedLinear.apply(x, weight, call, mesh, wanted, self.function)
             length = self.weight.shape[0] if wanted.dim == last else x.shape[wanted.dim]
-            y = placed(out, mesh, wanted, length)
+            y = dtensor(out, mesh, wanted, length)
         else:
-            y = placed(multiply(x, weight, None, call), mesh, Partial())
+            y = dtensor(multiply(x, weight, None, call), mesh, Partial())
         y = y.redistribute(placements=[wanted])
         if not is_colwise and self.bias is not None:
             # The gradient of the redistribution is the sum over ranks that have other tokens.
@@ -291,7 +293,7 @@ class Float8ParallelLinear(Float8Linear):
     def _read(self, input: Tensor) -> Tensor:
         """The input as the GEMM reads it: whole if colwise, this rank's columns if rowwise."""
         layout, wanted = self.layout, self.layout.read(input)
-        x: Any = input if isinstance(input, DTensor) else placed(input, layout.mesh, layout.given)
+        x: Any = input if isinstance(input, DTensor) else dtensor(input, layout.mesh, layout.given)
         if x.device_mesh != layout.mesh:
             raise ValueError(
                 f"{self._name}: the input lies on {x.device_mesh}, and the layer on {layout.mesh}"
@@ -316,15 +318,19 @@ class Float8ParallelLinear(Float8Linear):
             input=given.is_shard() or not layout.is_colwise,
             grad_output=layout.output.is_shard() or layout.is_colwise,
         )
-        return local(input) if layout.is_colwise else self._read(input), local(self.weight), states
+        return (
+            shard_of(input) if layout.is_colwise else self._read(input),
+            shard_of(self.weight),
+            states,
+        )
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
-        """As of `Float8Linear`. A colwise layer gathers its input before it finds the factors."""
+        """Find the factors; a colwise layer gathers its input before."""
         whole_MK = as_matrix(self._read(input)).to(x_MK.dtype)
         factors_1K = kernels.smoothing_factors_from_amax(kernels.column_amaxes(whole_MK))
         if whole_MK.shape[1] == x_MK.shape[1]:  # this part has all columns that the GEMM reads
             return factors_1K, factors_1K
-        return moved(placed(factors_1K, self.layout.mesh, Replicate()), Shard(1)), factors_1K
+        return moved(dtensor(factors_1K, self.layout.mesh, Replicate()), Shard(1)), factors_1K
 
     def local_grad_output(self, grad_output: Tensor) -> Tensor:
         """The part of the output's gradient that this rank casts."""
@@ -333,15 +339,15 @@ class Float8ParallelLinear(Float8Linear):
         if not isinstance(grad_output, DTensor):
             if layout.output in (read, Shard(-1)):
                 return grad_output
-            grad_output = placed(grad_output, layout.mesh, layout.output)
+            grad_output = dtensor(grad_output, layout.mesh, layout.output)
         return moved(grad_output, read)
 
     def extra_repr(self) -> str:
-        """As `Float8Linear`, and the layout."""
+        """What `Float8Linear` shows, and the layout."""
         return f"{super().extra_repr()}, {self.layout}"
 
 
-def local(x: Any) -> Tensor:
+def shard_of(x: Any) -> Tensor:
     """The local tensor of a parameter; its gradient is placed as the parameter is."""
     result: Tensor = x.to_local() if isinstance(x, DTensor) else x
     return result
@@ -356,7 +362,7 @@ def sends_in_float8(plan: LinearPlan) -> bool:
 
 
 def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
-    layout: Layout = layer.layout  # type: ignore[assignment]
+    layout: ParallelLayout = layer.layout  # type: ignore[assignment]
     mesh = layout.mesh
     if isinstance(input, Float8Tensor):
         input = input.dequantize()

@@ -66,7 +66,7 @@ class ShardedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """As torch's ``.data``, a view of the same values; assigning to it raises an error."""
+        """A view of the same values, as torch's is; assigning to it raises an error."""
         return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
@@ -152,7 +152,7 @@ class ShardedWeight(Tensor):
         return _rebuild, (self.plain.detach(), self.requires_grad, is_parameter)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """As the tensor that it stores."""
+        """The text of the tensor that it stores."""
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"ShardedWeight({self.plain!r}{grad})"
 

@@ -51,11 +51,11 @@ from float8.config import Float8LinearConfig, ScalingType
 from float8.convert.reasons import own_config
 from float8.distributed.parallel_linear import (
     Float8ParallelLinear,
-    Layout,
+    ParallelLayout,
     ParallelLinear,
     as_replicated,
+    dtensor,
     gather_in_float8,
-    placed,
     sends_in_float8,
     warn_of_high_precision,
 )
@@ -106,7 +106,7 @@ def _parallelized(module: Any, is_colwise: bool, style: Any, mesh: DeviceMesh) -
     style._partition_linear_fn("", module, mesh)
     # The module stays the same object, with its hooks and names. FSDP2 does it this way too.
     module.__class__ = _PARALLEL[type(module)]
-    module.layout = Layout(is_colwise, mesh, given, output, style.use_local_output)
+    module.layout = ParallelLayout(is_colwise, mesh, given, output, style.use_local_output)
     return module
 
 
@@ -151,7 +151,7 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
     ) -> Any:
         config = self._config
         if config is not None and isinstance(input, Tensor) and isinstance(input_layout, Shard):
-            x: Any = input if isinstance(input, DTensor) else placed(input, mesh, input_layout)
+            x: Any = input if isinstance(input, DTensor) else dtensor(input, mesh, input_layout)
             is_gathered = isinstance(x.placements[0], Shard) and desired_layout == Replicate()
             if is_gathered and x.is_floating_point() and x.device_mesh == mesh:
                 plan = plan_of(config, x._local_tensor)

@@ -97,7 +97,9 @@ def layers_in(module: Any, name: str, tokens: int, experts_per_token: int) -> li
     return [Layer(n, shape, w.dtype, w.requires_grad) for n, shape, w in found]
 
 
-def refuses(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) -> str | None:
+def reason_against(
+    layer: Layer, config: Float8LinearConfig, device: Device, use: Use
+) -> str | None:
     """The reason why a device would refuse a layer with this config, as training would, or None."""
     M, K, N, E = vars(layer.shape).values()
     if E is not None and config.uses_delayed_scaling:
@@ -129,7 +131,7 @@ def predict(layer: Layer, config: Float8LinearConfig, device: Device, use: Use) 
     """The time and memory of one layer in float8, or why the device refuses it."""
     use = replace(use, converts_weight=layer.dtype == torch.float32)
     plain = layer_seconds(device, layer.shape, None, use).total
-    if (reason := refuses(layer, config, device, use)) is not None:
+    if (reason := reason_against(layer, config, device, use)) is not None:
         return Prediction(plain, refused=reason)
     shape = layer.shape
     if config.pad_inner_dim:  # to multiples of 16

@@ -74,8 +74,8 @@ blocks along one dimension, as 1/32 byte per element and orientation: 4 bytes pe
 one byte (E8M0) per 32. Other scales, reads of scales by GEMMs, and launches that fill, repeat or
 expand a scale (`float8.kernels.gpu.expand_scales`) are ignored.
 
-On AMD GPUs casts run op by op in plain PyTorch, and move 48 to 94 bytes per element (`PLAIN`);
-torch.compile fuses them, which is not predicted.
+On AMD GPUs casts run op by op in plain PyTorch, and move 48 to 94 bytes per element
+(`PLAIN_BYTES`); torch.compile fuses them, which is not predicted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from math import prod
 from typing import NamedTuple
 
 from float8.config import OperandCast, ScalingType
-from float8.estimate.devices import BF16, FLOAT8, Device, MemoryPass
+from float8.estimate.devices import BF16, FLOAT8_GEMMS, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_products import TORCH_MX
@@ -103,7 +103,7 @@ from float8.linear.plan import LinearPlan
 # --- a layer's sizes, and how it is used
 
 
-TILE = 128  # tokens of a group that one program of a grouped GEMM or a cast takes
+GROUP_TILE = 128  # tokens of a group that one program of a grouped GEMM or a cast takes
 LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
 
 
@@ -143,7 +143,7 @@ class Shape:
     @property
     def filled(self) -> float:
         """The tokens of all groups, each group's filled up to whole tiles, per token."""
-        return 1 if self.E is None else 1 + self.padding(TILE) / self.M
+        return 1 if self.E is None else 1 + self.padding(GROUP_TILE) / self.M
 
     def padding(self, multiple: int) -> float:
         """The expected tokens that fill all groups up to multiples of ``multiple``.
@@ -219,7 +219,7 @@ _KINDS: dict[Block, str] = {
 }
 # In plain PyTorch: bytes per element of one orientation, and of the other beside it, as the meter
 # of the tests counts them: for scales of columns the cast is made again. A launch moves about 3.
-PLAIN = {TENSORWISE_PRODUCT: (51, 2), GIVEN: (48, 2), ROWWISE_PRODUCT: (51, 43)}
+PLAIN_BYTES = {TENSORWISE_PRODUCT: (51, 2), GIVEN: (48, 2), ROWWISE_PRODUCT: (51, 43)}
 _SCALES = {"1x128": 1 / 32, MX_BLOCKS: 1 / 32}  # bytes of scales per element
 
 
@@ -266,7 +266,7 @@ def passes_of_cast(
     kind = _kind(cast)
     record = [FILL] * (cast.scaling_type is ScalingType.DELAYED)  # the maximum of recorded amaxes
     if use.plain_casts:
-        first, other = PLAIN.get(kind, PLAIN[ROWWISE_PRODUCT])
+        first, other = PLAIN_BYTES.get(kind, PLAIN_BYTES[ROWWISE_PRODUCT])
         moved = first + (copies - 1) * other
         return record + [FILL] * (moved // 3 - 1) + [MemoryPass("plain", moved)]
     amax = MemoryPass(f"amax {kind}{place}", READ)
@@ -286,7 +286,7 @@ def _kind(cast: OperandCast) -> str:
 
 
 RESULT_BYTES = 2
-TILES = ((128, 256), (256, 128), (128, 128))
+GEMM_TILES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
 FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
@@ -299,7 +299,7 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
         if gemm.a is not None and gemm.b is not None:
             kind = product_name(gemm.a.block[-2:], gemm.b.block[-2:])
             # Others are emulated like 1x128 ones: dequantised first.
-            kinds[name] = kind if kind in FLOAT8 else BLOCKWISE_PRODUCT
+            kinds[name] = kind if kind in FLOAT8_GEMMS else BLOCKWISE_PRODUCT
             if needs_power_of_two_scales(gemm.name):
                 kinds[name] = MX_PRODUCT
     return kinds
@@ -321,7 +321,7 @@ def gemm_bytes(kind: str, shape: Shape, name: str = "output") -> int:
 def busy(rows: int, columns: int, processors: float) -> float:
     """The part of all processors' time in which results that exist are computed."""
     parts = []
-    for tile_rows, tile_columns in TILES:
+    for tile_rows, tile_columns in GEMM_TILES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         split = min(MOST_PARTS, max(1, processors // tiles))
         waves = -(-tiles * split // processors)
@@ -330,7 +330,7 @@ def busy(rows: int, columns: int, processors: float) -> float:
 
 
 def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") -> float:
-    """Time of one GEMM of this kind (`BF16` or one of `FLOAT8`), grouped where the shape has E."""
+    """Time of one GEMM, `BF16` or one of `FLOAT8_GEMMS`; grouped where the shape has E."""
     speed = device.products[kind]
     computing = 2 * shape.M * shape.K * shape.N / speed.rate
     if shape.E is None:

@@ -56,7 +56,7 @@ def grouped_mm(
     """
     check_tensors("grouped_mm", x=x, w=w, offs=offs)
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
-    error = _refuses(x, w, offs, config)
+    error = _error_of_arguments(x, w, offs, config)
     plan, grad = plan_of(config, x, w, grouped=True), torch.is_grad_enabled()
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
@@ -68,7 +68,7 @@ def grouped_mm(
     return out
 
 
-def _refuses(
+def _error_of_arguments(
     x: Tensor, w: Tensor, offs: Tensor, config: Float8LinearConfig
 ) -> TypeError | ValueError | None:
     """The error for arguments that do not fit each other; the casts check the values of offs."""

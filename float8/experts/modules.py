@@ -266,7 +266,7 @@ def _convert(module: nn.Module, config: Float8LinearConfig, fqn: str) -> nn.Modu
     return new
 
 
-def _refuses(module: nn.Module, config: Float8LinearConfig) -> str | None:
+def _reason(module: nn.Module, config: Float8LinearConfig) -> str | None:
     """The reason why a module's products cannot run by this config on any device, or None."""
     for name, weight in stacked_weights(module).items():
         if type(weight) not in (nn.Parameter, FakeTensor) and not is_sharded(weight):
@@ -278,4 +278,4 @@ def _refuses(module: nn.Module, config: Float8LinearConfig) -> str | None:
 
 def rule_of_experts(kind: type[nn.Module]) -> ModuleRule | None:
     """The conversion rule of a type of experts, known by what it has; None for another type."""
-    return ModuleRule(_refuses, _convert, stacked=True) if _forward_of(kind) is not None else None
+    return ModuleRule(_reason, _convert, stacked=True) if _forward_of(kind) is not None else None

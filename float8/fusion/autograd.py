@@ -35,7 +35,7 @@ _DEFINITIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
     LAYER_NORM: definition.layer_norm_with_statistics,
     SWIGLU: lambda gate, up, limit: (definition.swiglu(gate, up, limit),),
 }
-Inputs = tuple[Tensor, Tensor | None, Tensor | None]
+ProducerInputs = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Output(NamedTuple):
@@ -48,7 +48,7 @@ class Output(NamedTuple):
     by_kernel: bool
 
 
-def produce(op: str, inputs: Inputs, number: float | None, out: Output) -> Tensor:
+def produce(op: str, inputs: ProducerInputs, number: float | None, out: Output) -> Tensor:
     """The result of a norm or gate as a `Float8Tensor`; differentiable.
 
     ``number`` is the eps of a norm, or the limit of a gate.
@@ -65,7 +65,7 @@ def produce(op: str, inputs: Inputs, number: float | None, out: Output) -> Tenso
     return differentiable(carrier, data, transposed, scale, out.plan.smooth_input)
 
 
-def _arguments(op: str, inputs: Inputs, number: float | None) -> tuple[Any, ...]:
+def _arguments(op: str, inputs: ProducerInputs, number: float | None) -> tuple[Any, ...]:
     """The arguments of the definition."""
     x, second, third = inputs
     x_MK = as_matrix(x)
@@ -138,7 +138,7 @@ def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, .
 
 
 def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
-    """The same in plain PyTorch; the transpose is empty, since readers take a view."""
+    """Run the op in plain PyTorch; the transpose is empty, since readers take a view."""
     y32_MK, *statistics = _DEFINITIONS[op](*arguments)
     y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
     assert how is not None
@@ -184,7 +184,7 @@ def _norm_backward(
     return (rstd * (centred - normed * along)).to(x_MK.dtype), grad_w, grad_b
 
 
-def runs_kernel(device: torch.device, emulate: bool) -> bool:
+def runs_producer(device: torch.device, emulate: bool) -> bool:
     """Whether the fused kernels run on this device; their ops are registered then."""
     if not kernels.has_cast_kernel(device, (WHOLE, WHOLE), emulate):
         return False

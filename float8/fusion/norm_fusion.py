@@ -52,7 +52,7 @@ from float8.arguments import check_module, check_type
 from float8.convert.conversion import replace_children
 from float8.convert.reasons import runs_something_else
 from float8.fusion.norm_readers import Pairs, readers_of_norms
-from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, refuses_config
+from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, reason_against_config
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.sync import keep_ddp_from_broadcasting
@@ -185,7 +185,7 @@ def _problems(
             yield f"{name} reads it and has forward hooks, which would see a Float8Tensor"
         if (reason := runs_something_else(layer, name)) is not None:
             yield f"{name} reads it: {reason}"
-        if (reason := refuses_config(layer.config)) is not None:
+        if (reason := reason_against_config(layer.config)) is not None:
             yield f"{name} reads it, and a norm {reason}"
     fields = ("cast_config_input", "delayed_scaling", "enable_amax_init", "emulate")
     if len({tuple(getattr(m.config, name) for name in fields) for m in layers.values()}) > 1:

@@ -49,10 +49,10 @@ from float8.fusion.autograd import (
     LAYER_NORM,
     RMS_NORM,
     SWIGLU,
-    Inputs,
     Output,
+    ProducerInputs,
     produce,
-    runs_kernel,
+    runs_producer,
 )
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
@@ -68,7 +68,7 @@ _OWN_ATTRIBUTES = (
 N = TypeVar("N", bound="NormCast")
 
 
-def refuses_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
+def reason_against_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
     """The reason why the input of a layer of this config cannot be cast before it, or None.
 
     ``by_gate`` says that a gate casts it, and not a norm.
@@ -100,7 +100,7 @@ class _Producer(Float8Module):
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         self.fqn = fqn
         config = check_config("tensorwise" if config is None else config, self._name)
-        reason = refuses_config(config, isinstance(self, SwiGLUCast))
+        reason = reason_against_config(config, isinstance(self, SwiGLUCast))
         if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
             reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
         if reason is not None:
@@ -131,13 +131,13 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: Inputs, number: float | None) -> Tensor:
+    def _produce(self, inputs: ProducerInputs, number: float | None) -> Tensor:
         """The result in float8; ``number`` is that of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
             raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
-        by_kernel = runs_kernel(x.device, self.config.emulate)
+        by_kernel = runs_producer(x.device, self.config.emulate)
         plan = plan_of(self.config, x)
         out = Output(plan, state, self.training and grad, grad, by_kernel)
         return produce(self.op, inputs, number, out)

@@ -38,11 +38,11 @@ SECOND_USES = {
     "cast_config_weight": "cast_config_weight_for_grad_input",
     "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
 }
-GEMMS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
+GEMM_CONFIGS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 SAME = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")
 # Rounding is part of each cast in float8. Backward always casts the weight again.
 OTHERS = ("round_scales_to_power_of_2", "force_recompute_fp8_weight_in_bwd")
-KNOWN = {*SECOND_USES, *SECOND_USES.values(), *GEMMS, *SAME, *OTHERS}
+KNOWN = {*SECOND_USES, *SECOND_USES.values(), *GEMM_CONFIGS, *SAME, *OTHERS}
 
 
 def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
@@ -63,7 +63,7 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
         if f.name not in KNOWN and (f.default is MISSING or value != f.default):
             _counterpart({}, f.name, value)
     found: dict[str, Any] = {name: getattr(config, name) for name in SAME}
-    for name in GEMMS:
+    for name in GEMM_CONFIGS:
         found[name] = GemmConfig(use_fast_accum=getattr(config, name).use_fast_accum)
     is_pow2 = config.round_scales_to_power_of_2
     for first, second in SECOND_USES.items():

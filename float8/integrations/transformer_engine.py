@@ -73,30 +73,30 @@ _UNSUPPORTED = (
 _BLOCK_DIMS = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
 _BLOCKS: dict[int, Granularity] = {1: Blockwise(1, 128), 2: Blockwise(128, 128)}
 
-# recipe -> argument -> the values that have a counterpart, or ANY
-ANY: Any = None
+# recipe -> argument -> the values that have a counterpart, or _ANY
+_ANY: Any = None
 _OF_ALL = {
     "fp8_format": ("HYBRID", "E4M3"),  # no hardware multiplies E5M2 by E5M2
-    "override_linear_precision": ANY,
+    "override_linear_precision": _ANY,
     "backward_override": ("high_precision", "dequantized"),
     "fp8_dpa": (False,),
     "fp8_mha": (False,),
     # Only Accelerate has these; how to evaluate is no part of a config.
     "backend": ("TE",),
     "use_mxfp8_block_scaling": (False,),
-    "use_autocast_during_eval": ANY,
+    "use_autocast_during_eval": _ANY,
 }
-_OF_DYNAMIC = _OF_ALL | dict.fromkeys((*_QUANTISERS, *_GEMMS.values()), ANY)
-KINDS: dict[str, dict[str, Any]] = {
+_OF_DYNAMIC = _OF_ALL | dict.fromkeys((*_QUANTISERS, *_GEMMS.values()), _ANY)
+ARGUMENTS: dict[str, dict[str, Any]] = {
     "DelayedScaling": {
-        **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo"), ANY),
+        **dict.fromkeys(("margin", "interval", "amax_history_len", "amax_compute_algo"), _ANY),
         "scaling_factor_compute_algo": (),
         "reduce_amax": (True,),
         **_OF_ALL,
     },
-    "Float8CurrentScaling": {"use_power_2_scales": ANY, **_OF_DYNAMIC},
-    "Float8BlockScaling": {"use_f32_scales": ANY, **dict.fromkeys(_BLOCK_DIMS), **_OF_DYNAMIC},
-    "MXFP8BlockScaling": {"margin": (0,), "enable_2d_quantization": ANY, **_OF_ALL},
+    "Float8CurrentScaling": {"use_power_2_scales": _ANY, **_OF_DYNAMIC},
+    "Float8BlockScaling": {"use_f32_scales": _ANY, **dict.fromkeys(_BLOCK_DIMS), **_OF_DYNAMIC},
+    "MXFP8BlockScaling": {"margin": (0,), "enable_2d_quantization": _ANY, **_OF_ALL},
 }
 
 
@@ -126,12 +126,12 @@ def from_te_recipe(
     """
     kind = type(recipe).__name__
     given: Any = recipe or {}
-    if kind in (*KINDS, "TERecipeKwargs"):  # own names of its class begin with an underscore
+    if kind in (*ARGUMENTS, "TERecipeKwargs"):  # own names of its class begin with an underscore
         given = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
     elif not isinstance(given, Mapping):
-        raise ValueError(f"{kind} has no counterpart in float8; known: {', '.join(KINDS)}")
-    kind = kind if kind in KINDS else "DelayedScaling"
-    known = KINDS[kind]
+        raise ValueError(f"{kind} has no counterpart in float8; known: {', '.join(ARGUMENTS)}")
+    kind = kind if kind in ARGUMENTS else "DelayedScaling"
+    known = ARGUMENTS[kind]
     default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"
     together: dict[str, Any] = {}
     for key, value in [*given.items(), *arguments.items()]:
@@ -149,7 +149,7 @@ def from_te_recipe(
     fmt = together.get("fp8_format", default)  # a string, or a member of an enum there
     together["fp8_format"] = str(getattr(fmt, "name", fmt)).upper()
     for name, value in together.items():
-        if known[name] is not ANY and value not in known[name]:
+        if known[name] is not _ANY and value not in known[name]:
             others = " or ".join(map(repr, known[name])) or "None"
             raise ValueError(f"{name}={value!r} of {kind} has no counterpart in float8: {others}")
     fields: dict[str, Any] = _operands(_casts(kind, recipe, together), together)

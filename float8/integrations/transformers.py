@@ -82,7 +82,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from float8.checkpoints import plan_save, save_pretrained
-from float8.checkpoints.files import refuses_folder
+from float8.checkpoints.files import reason_against_folder
 from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
 from float8.convert.filters import Because, ModuleFilter
@@ -240,7 +240,9 @@ class Float8Callback(TrainerCallback, ExportableState):
             self._restore(stored)
         if self.save_float8 is not None:
             # Raise before the training what would make saving fail after it.
-            if (reason := refuses_folder(Path(self.save_float8), overwrite=False)) is not None:
+            if (
+                reason := reason_against_folder(Path(self.save_float8), overwrite=False)
+            ) is not None:
                 raise FileExistsError(f"save_float8: {reason}")
             if not layout_for(model, self.layout).static_inputs:  # those come with the training
                 plan_save(model, self.layout)

@@ -91,11 +91,26 @@ class HasSwitch(Protocol):
     switch: Switch
 
 
+class HasTransforms:
+    """Abstract: a model whose forward runs under transforms, such as those of unit scaling.
+
+    ``transforms`` are in the order of their modes. The one that has a switch runs products in
+    float8.
+    """
+
+    transforms: tuple[Any, ...]
+
+    @property
+    def float8_products(self) -> Any:
+        """The transform that runs products in float8, or None."""
+        own = [t for t in self.transforms if hasattr(t, "switch")]
+        return own[0] if own else None
+
+
 def switchable_parts(model: nn.Module) -> list[HasSwitch]:
     """The parts of a model that `float8.high_precision` switches off: layers and transforms."""
     layers = [module for module in model.modules() if isinstance(module, Switchable)]
-    # Of the models that `float8.unit_scaling.transforms` returns.
-    transforms = [getattr(module, "float8_products", None) for module in model.modules()]
+    transforms = [m.float8_products for m in model.modules() if isinstance(m, HasTransforms)]
     return [*layers, *[t for t in transforms if t is not None]]
 
 

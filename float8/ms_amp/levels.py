@@ -82,7 +82,7 @@ def plan_weights(
     if not plan.layers:
         raise ValueError(f"ms_amp: no layer's weight can be stored as O1 to O3 do:{plan.reasons}")
     plan.check(
-        (fqn, _refuses_weight(layer.weight, plan.configs[fqn], level))
+        (fqn, _reason_against_weight(layer.weight, plan.configs[fqn], level))
         for fqn, layer in plan.layers.items()
     )
     return plan
@@ -91,7 +91,7 @@ def plan_weights(
 BEYOND_FLOAT16 = "its weight has values beyond float16's range (65504): scale it, or take level O3"
 
 
-def _refuses_weight(weight: Tensor, config: Float8LinearConfig, level: Level) -> str | None:
+def _reason_against_weight(weight: Tensor, config: Float8LinearConfig, level: Level) -> str | None:
     if type(weight) is not nn.Parameter:
         return f"its weight is a {type(weight).__name__}; ms_amp takes plain high-precision ones"
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:

@@ -65,9 +65,9 @@ from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_j
 from float8.numerics.statistics import OPERANDS
 
 ALONE = ("alone_output", "alone_gradient")
-COLUMNS = (*ALONE, "output", "grad_input", "grad_weight")
+ERROR_COLUMNS = (*ALONE, "output", "grad_input", "grad_weight")
 _HEADS = ("alone: output", "gradient", "all: output", "grad_input", "grad_weight")
-_TABLE = [Column(key, head, ".1f") for key, head in zip(COLUMNS, _HEADS, strict=True)]
+_TABLE = [Column(key, head, ".1f") for key, head in zip(ERROR_COLUMNS, _HEADS, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def _shown(layers: Mapping[str, nn.Module], seen: Tensors) -> AbstractContextMan
         if output is not None and passes.in_forward():  # it did not raise, and is not recomputed
             see((name, "output"), passes.main_tensor(output))
 
-    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> passes.Arguments:
+    def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> passes.CallArguments:
         return passes.with_gradient_hooks(args, kwargs, partial(see, (name, "grad_input")))
 
     return passes.watched(layers, leave, enter)
@@ -361,9 +361,9 @@ def _lowest(report: Report | Comparison, by: Sequence[str] | str | None) -> dict
     if isinstance(report, Report):
         found = [(cast.layer, cast.operand, cast.sqnr) for cast in report.casts]
     else:
-        known = COLUMNS
+        known = ERROR_COLUMNS
         found = [(row["layer"], name, row[name]) for row in report.rows() for name in known]
-    chosen = (ALONE if known is COLUMNS else known) if by is None else _names(by)
+    chosen = (ALONE if known is ERROR_COLUMNS else known) if by is None else _names(by)
     lowest: dict[str, float] = {}
     for layer, name, sqnr in found:
         if name in chosen and sqnr is not None:

@@ -42,12 +42,12 @@ from torch import Tensor
 from float8.linear.smoothing import inverse
 
 if TYPE_CHECKING:
-    from float8.numerics.statistics import Float8Matrix
+    from float8.numerics.statistics import CastMatrix
 
 PROBES = 16  # columns of V
 
 
-def projected(x: Float8Matrix, factors_1K: Tensor | None) -> Tensor:
+def projected(x: CastMatrix, factors_1K: Tensor | None) -> Tensor:
     """``x @ V`` and ``x' @ V``: (2, tokens, PROBES) in float64.
 
     ``factors_1K`` are those by which the layer multiplied its input before the cast, and by whose
@@ -62,7 +62,7 @@ def projected(x: Float8Matrix, factors_1K: Tensor | None) -> Tensor:
     return found
 
 
-def contracted(g: Float8Matrix, right: Tensor) -> Tensor:
+def contracted(g: CastMatrix, right: Tensor) -> Tensor:
     """``g^T @ right[0]`` and ``g'^T @ right[1]``: (2, out_features, PROBES)."""
     found = right.new_zeros(2, g.data.shape[1], PROBES)
     for piece in g.pieces():

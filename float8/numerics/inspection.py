@@ -60,6 +60,7 @@ from float8.kernels import is_sharded, mxfp4
 from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.casts import DelayedState, cast_alone
 from float8.linear.layer import Float8Linear
+from float8.linear.module import HasTransforms
 from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.resident import BY_ROW, is_resident
 from float8.linear.smoothing import inverse, smoothed, split
@@ -71,7 +72,7 @@ from float8.numerics.statistics import (
     IN_FLOAT8,
     SMOOTH,
     CastLabels,
-    Float8Matrix,
+    CastMatrix,
     Totals,
     measure_cast,
 )
@@ -132,8 +133,7 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
     layers, transforms, skipped = {}, {}, {}
     for name, module in model.named_modules():
         fqn = name_in_model(name)
-        # Of the models that `float8.unit_scaling.transforms.float8` returns.
-        products = getattr(module, "float8_products", None)
+        products = module.float8_products if isinstance(module, HasTransforms) else None
         if isinstance(module, Float8Linear):
             layers[fqn], skipped[fqn] = module, NOT_CALLED
         elif isinstance(module, Float8Experts):
@@ -286,12 +286,12 @@ def _operands(
 
 def _casts(
     fqn: str, layer: _Layer, needed: set[str], operand: str, x: Tensor, state: DelayedState | None
-) -> list[tuple[CastLabels, Float8Matrix]]:
+) -> list[tuple[CastLabels, CastMatrix]]:
     """Cast an operand as a call does: this rank's part of it, in its own orientation.
 
     ``needed`` are the GEMMs that run. A second one that reads the bytes of the first has no cast.
     """
-    found: list[tuple[CastLabels, Float8Matrix]] = []
+    found: list[tuple[CastLabels, CastMatrix]] = []
     shared: OperandCast | None = None  # the cast of the first GEMM, as the second would state it
     for is_second, (gemm, side) in enumerate(_READERS[operand]):
         how: OperandCast | None = getattr(getattr(layer.config.gemms, gemm), side)
@@ -302,11 +302,11 @@ def _casts(
         if isinstance(x, Float8Tensor):
             block = x.block if x.dim() > 1 else (WHOLE, *x.block)
             scaling = IN_FLOAT8
-            matrix = Float8Matrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
+            matrix = CastMatrix(as_matrix(x.float8_data), as_matrix(x.scale), block[-2:])
         else:
             source = x.t() if is_second else x
             found_cast = cast_alone(source, how, state, emulate=layer.config.emulate)
-            matrix = _local_part(Float8Matrix(*found_cast, source))
+            matrix = _local_part(CastMatrix(*found_cast, source))
             suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
         labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)
@@ -327,13 +327,13 @@ def _without_side_effects(x: Tensor) -> Iterator[torch.dtype]:
         yield dtype
 
 
-def _local_part(matrix: Float8Matrix) -> Float8Matrix:
+def _local_part(matrix: CastMatrix) -> CastMatrix:
     """This rank's part of the cast of a DTensor, with the scales of that part."""
     whole, data = cast(Any, matrix.source), cast(Any, matrix.data)
     if not is_sharded(whole):
         return matrix
     local_scale = _like(whole, matrix.scale, (0, 1))
-    return Float8Matrix(data.to_local(), local_scale, matrix.block, whole.to_local())
+    return CastMatrix(data.to_local(), local_scale, matrix.block, whole.to_local())
 
 
 def _like(whole: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:

@@ -258,8 +258,8 @@ def in_forward() -> bool:
     return torch._C._current_graph_task_id() == -1
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-Enter = Callable[[str, nn.Module, Any, Any], Arguments | None]
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]
+Enter = Callable[[str, nn.Module, Any, Any], CallArguments | None]
 Leave = Callable[[str, nn.Module, Any, Any, Any], Callable[[Tensor], None] | None]
 
 
@@ -317,8 +317,8 @@ class Hook:
 
 def with_gradient_hooks(
     args: tuple[Any, ...], kwargs: dict[str, Any], on_gradient: Callable[[Tensor], None]
-) -> Arguments:
-    """The same arguments, with ``on_gradient`` called with the gradient that each one gets.
+) -> CallArguments:
+    """Arguments of which ``on_gradient`` is called with the gradient that each one gets.
 
     It is the gradient from this callee only, because the callee gets an alias of the tensor. No
     gradient is seen of tensors in lists, mappings and objects, to which the callee may write.

@@ -203,7 +203,7 @@ _PIECE_ON_DEVICES = 1 << 22
 
 
 class Piece(NamedTuple):
-    """Some rows of a `Float8Matrix`: operand, data and scales (which broadcast), in float64."""
+    """Some rows of a `CastMatrix`: operand, data and scales (which broadcast), in float64."""
 
     rows: slice
     exact: Tensor
@@ -211,7 +211,7 @@ class Piece(NamedTuple):
     scale: Tensor
 
 
-class Float8Matrix(NamedTuple):
+class CastMatrix(NamedTuple):
     """A matrix in float8: data, scales of shape ``ceil(shape / block)``, and the block.
 
     ``source`` is the operand that was cast, None where only the float8 data are there.
@@ -222,10 +222,10 @@ class Float8Matrix(NamedTuple):
     block: Block
     source: Tensor | None = None
 
-    def t(self) -> Float8Matrix:
+    def t(self) -> CastMatrix:
         """Its transpose."""
         source = None if self.source is None else self.source.t()
-        return Float8Matrix(self.data.t(), self.scale.t(), self.block[::-1], source)
+        return CastMatrix(self.data.t(), self.scale.t(), self.block[::-1], source)
 
     def pieces(self) -> Iterator[Piece]:
         """Its rows, piece by piece; without a source, the cast is taken for exact."""
@@ -299,7 +299,7 @@ class Totals(NamedTuple):
         )
 
 
-def measure_cast(matrix: Float8Matrix) -> Totals:
+def measure_cast(matrix: CastMatrix) -> Totals:
     """Measure one call of a cast.
 
     Args:

@@ -46,7 +46,7 @@ class HeldGradient(Float8Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """As `Float8Tensor`, and ``add_`` in float32, of copies too."""
+        """Run an op as `Float8Tensor` does, but ``add_`` in float32, of copies too."""
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
             total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
             return args[0].write(total)

@@ -45,7 +45,7 @@ from float8.kernels.moments import (
 )
 
 aten = torch.ops.aten
-KINDS = ("float8", "float8_expanded", "float16")
+MOMENT_KINDS = ("float8", "float8_expanded", "float16")
 
 
 class Moment(Tensor):
@@ -111,14 +111,14 @@ class Moment(Tensor):
 
     @staticmethod
     def quantize(x: Tensor, kind: str, group: int) -> Moment:
-        """The moment nearest to ``x``, a float tensor of any shape; ``kind`` is one of `KINDS`."""
+        """The moment of a kind (`MOMENT_KINDS`) nearest to ``x``, a float tensor of any shape."""
         result = Moment.zeros(x.shape, kind, group, x.device)
         result.copy_from(x)
         return result
 
     @property
     def kind(self) -> str:
-        """One of `KINDS`."""
+        """One of `MOMENT_KINDS`."""
         if self.exponent is not None:
             return "float8_expanded"
         return "float16" if self.codes.dtype == torch.float16 else "float8"
@@ -133,7 +133,7 @@ class Moment(Tensor):
         return [self.codes, self.scale] + ([] if self.exponent is None else [self.exponent])
 
     def matrix(self) -> StateMatrix:
-        """The same memory as plain matrices."""
+        """Its memory as plain matrices."""
         return StateMatrix(matrix_of(self.codes), self.scale, self.exponent, self.group)
 
     def dequantize(self) -> Tensor:

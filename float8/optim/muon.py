@@ -94,7 +94,7 @@ class Muon(QuantizedOptimizer):
         super().__init__(params, {**numbers, "nesterov": nesterov, **chosen, "kind": "muon"}, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with checks."""
+        """Add a group of parameters, after checks."""
         is_adamw = param_group.get("kind") == "adamw"
         if is_adamw:
             param_group = {**_OF_ADAMW, **param_group}

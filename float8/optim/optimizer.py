@@ -14,38 +14,15 @@ elements that share a scale then lives on one rank, and no collective is needed.
 they become DTensors again (``state_dicts.py``).
 
 How a state is rounded. With beta2 = 0.999 a second moment changes by about 0.1 % in a step, but
-E4M3 values are 6 to 12 % apart: nearest rounding hardly ever moves it. Where all elements of a
-group fade alike their scale follows; an element that fades alone stays. Measured on 8192 elements
-over 3000 steps, against float32 states:
-
-=================================== ===================== ================ ==================
-gradients                           rounding              second moment    parameters' error
-=================================== ===================== ================ ==================
-half of them fade by 0.2 % a step   nearest               11x (up to 100x) 79 %
-half of them fade by 0.2 % a step   stochastic            0.89x (up to 8x) 14 %
-they drop to 3 % half way           nearest               2.3x             29 %
-they drop to 3 % half way           stochastic            0.93x            15 %
-steady                              nearest               1.11x            14 %
-steady                              stochastic            0.96x            15 %
-=================================== ===================== ================ ==================
-
-(Second moments: the geometric mean of their ratios to float32, in the first two rows of the
-elements that fade; the arithmetic mean of the last row is 0.997.) So a state that forgets less than
-`SLOW` in a step is rounded stochastically. A faster one is rounded to nearest, which has less noise
-(30 dB against 27 for a first moment of beta1 = 0.9). The option ``state_rounding`` overrides both.
-A second moment in float16 is precise enough to round to nearest (4 % on average, and an error of
-5 %). A float16 master is not: updates below 2^-11 of a weight would be lost.
+E4M3 values are 6 to 12 % apart: nearest rounding hardly ever moves it. So a state that forgets less
+than `SLOW` in a step is rounded stochastically. A faster one is rounded to nearest, which has less
+noise. The option ``state_rounding`` overrides both. A second moment in float16 is precise enough to
+round to nearest. A float16 master is not: updates below 2^-11 of a weight would be lost.
 
 Random numbers are a hash of parameter, step and element: the same in every run, on replicas, and
 for the rows of a shard as for the same rows in one process. No random number generator is read. A
 parameter is known by its name, where the optimizer was given one, or by its place in the optimizer:
 optimizers of one unnamed parameter each draw alike.
-
-What a compiled step costs on a CPU: 0.32 and 0.55 of the eager step's time in two runs, and 0.26
-and 0.23 with the second moment in float16; that is 4 to 7 and 1.2 to 1.7 times the time of torch's
-foreach AdamW. Logarithms, powers and float8 conversions take it. (One thread of a busy Xeon, torch
-2.13, 16.8 million parameters, ``python benchmarks/bench_optim.py --options float8
-"float8 + float16" --repeats 5 --warmup 1``.)
 """
 
 from __future__ import annotations
@@ -111,7 +88,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return self.moment_options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, with checks."""
+        """Add a group of parameters, after checks."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         check_group(group)
@@ -235,7 +212,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return state
 
     def kinds_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, str | None]:
-        """State's name -> one of `float8.optim.moment.KINDS`, or None for float32."""
+        """State's name -> one of `float8.optim.moment.MOMENT_KINDS`, or None for float32."""
         is_small = p.numel() < group["min_size"]
         return {
             name: None if is_small else KINDS[option][group[option]]

@@ -212,7 +212,7 @@ class _Scaled(torch.optim.Optimizer):
         self._scaling = scaling
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; the group is scaled first and may become several groups."""
+        """Add a group of parameters, which is scaled first and may become several groups."""
         groups = [param_group]
         if self._scaling is not None:
             groups = scaled_parameters(groups, *self._scaling)

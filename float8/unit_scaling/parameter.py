@@ -158,7 +158,7 @@ class MupModule(nn.Module):
     mup_types: ClassVar[dict[str, MupType]] = {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As ``nn.Module``'s; a ``param`` without a role gets that of its predecessor."""
+        """Register a parameter; one without a role gets that of its predecessor."""
         roles = self._roles()
         super().register_parameter(name, param)
         if param is None:

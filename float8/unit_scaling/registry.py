@@ -125,7 +125,7 @@ _opened: Any = types.FunctionType(
 def multi_head_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, *rest: Any, **kw: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """As torch's function of this name, whose calls modes see."""
+    """Call torch's function of this name such that modes see the calls inside."""
     mask, padding = kw.get("attn_mask"), kw.get("key_padding_mask")
     if mask is not None and padding is not None:
         # Torch adds the two, and transforms take additions for sums of signals. The difference is

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from float8.activations import copies, saved_activations
-from float8.activations.copies import CopyCache, CopyFormat, cast, dequantize
+from float8.activations.copies import CopyCache, CopyFormat, cast_copy, restored
 
 SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
 
@@ -31,14 +31,14 @@ SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
 def test_data_and_scales_are_the_oracles(shape, dtype, group, fmt, power_of_two, fill, layout):
     case = Case(shape, dtype, fill=fill, layout=layout if len(shape) > 1 else "contiguous")
     x = case.make()
-    copy = cast(x, CopyFormat(group, fmt, power_of_two))
+    copy = cast_copy(x, CopyFormat(group, fmt, power_of_two))
     data, scale = oracle.quantize(rows(x, group), (1, group), fmt, SCALES[power_of_two])
     assert_bitwise(copy.data, data, case)
     if power_of_two:
         assert copy.scale.dtype == torch.uint8
         scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
     assert_bitwise(copy.scale, scale, case)
-    found = dequantize(copy, group, tuple(x.shape), dtype)
+    found = restored(copy, group, tuple(x.shape), dtype)
     exact = copy_of(x, group, fmt, power_of_two)
     assert_bitwise(found, exact.float().to(found.dtype), case)
     if power_of_two:
@@ -51,7 +51,7 @@ def test_a_value_that_is_not_finite_makes_its_own_group_nan(special, power_of_tw
     x = torch.randn(2, 256)
     x[0, 3] = special
     fmt = CopyFormat(128, power_of_two_scale=power_of_two)
-    found = dequantize(cast(x, fmt), 128, (2, 256), x.dtype)
+    found = restored(cast_copy(x, fmt), 128, (2, 256), x.dtype)
     assert found[0, :128].isnan().all()
     assert found[0, 128:].isfinite().all() and found[1].isfinite().all()
 
@@ -153,5 +153,5 @@ def test_a_tensor_whose_copy_saves_no_memory_is_saved_itself(x):
 def test_on_cuda_a_copy_has_the_same_shapes(group):
     pytest.importorskip("triton")
     with FakeTensorMode():
-        data, scale = cast(torch.empty(64, 256, device="cuda"), CopyFormat(group))
+        data, scale = cast_copy(torch.empty(64, 256, device="cuda"), CopyFormat(group))
     assert (data.shape, scale.shape) == ((64, 256), (64, 256 // group))

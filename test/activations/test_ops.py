@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from float8.activations import copies, saved_activations
-from float8.activations.copies import CopyFormat, cast
+from float8.activations.copies import CopyFormat, cast_copy
 from float8.activations.ops import OPS, OPTIONAL
 
 ELEMENTS = gradient_error.ROWS * gradient_error.COLS
@@ -146,7 +146,7 @@ def test_a_copy_has_the_same_values_on_cuda(dtype):
     x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)) * 1e-3
     x[0, 0], x[1, 200], x[2] = torch.inf, torch.nan, 0
     cpu, cuda = (
-        copies.dequantize(cast(x.to(device, dtype), CopyFormat()), 128, x.shape, dtype).cpu()
+        copies.restored(cast_copy(x.to(device, dtype), CopyFormat()), 128, x.shape, dtype).cpu()
         for device in ("cpu", "cuda")
     )
     torch.testing.assert_close(cuda, cpu, rtol=0, atol=0, equal_nan=True)
@@ -366,22 +366,22 @@ def test_every_way_to_call_an_op_is_recognised(node, spelling):
 
 def transposed(x, fmt):
     """The copy of the transpose, in its order."""
-    return cast(x.t() if x.dim() == 2 else x, fmt)
+    return cast_copy(x.t() if x.dim() == 2 else x, fmt)
 
 
 def scale_of_another_row(x, fmt):
-    copy = cast(x * torch.exp2(torch.arange(len(x)).float()).unsqueeze(1), fmt)
+    copy = cast_copy(x * torch.exp2(torch.arange(len(x)).float()).unsqueeze(1), fmt)
     return copy._replace(scale=copy.scale.roll(1, 0))
 
 
 def another_format(x, fmt):
-    data, scale = cast(x, fmt._replace(dtype=torch.float8_e5m2))
+    data, scale = cast_copy(x, fmt._replace(dtype=torch.float8_e5m2))
     return copies.Float8Copy(data.view(torch.uint8).view(fmt.dtype), scale)
 
 
 @pytest.mark.parametrize("fault", [transposed, scale_of_another_row, another_format])
 def test_a_wrong_copy_is_caught(fault):
-    with mock.patch.object(copies, "cast", fault), pytest.raises(AssertionError):
+    with mock.patch.object(copies, "cast_copy", fault), pytest.raises(AssertionError):
         test_the_gradient_is_torchs_own_at_the_copy("silu", torch.float32, 128, True)
 
 

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -21,16 +24,29 @@ from benchmarks.measuring.report import ROOT
 PROGRAM = """
 import json, sys, time
 name, file = sys.argv[1], sys.argv[sys.argv.index("-o") + 1]
-print("output of", name)
 try:
     rows = int(open("rows").read())
 except OSError:
     rows = 1
 json.dump({"columns": {}, "rows": rows * [{"name": name}]}, open(file, "w"))
+print("output of", name, flush=True)
 if name == "hangs":
     time.sleep(60)
 sys.exit({"fails": 1, "late": 3}.get(name, 0))
 """
+
+
+class Process(subprocess.Popen[bytes]):
+    """A process whose time limit begins at its first output: a busy machine starts one slowly."""
+
+    def __init__(self, words: list[str], stdout: BinaryIO, **options: Any) -> None:
+        self.log, self.logged = stdout, os.fstat(stdout.fileno()).st_size
+        super().__init__(words, stdout=stdout, **options)
+
+    def wait(self, timeout: float | None = None) -> int:
+        while self.poll() is None and os.fstat(self.log.fileno()).st_size == self.logged:
+            time.sleep(0.01)
+        return super().wait(timeout)
 
 
 @pytest.fixture
@@ -44,6 +60,9 @@ def repository(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(gpu.HERE, "sm_89", lambda: True)
     monkeypatch.setattr(gpu, "TOYS", {"bench.py": ""})
+    # What fits depends on the experiments' seconds only, not on how busy this machine is.
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(gpu.subprocess, "Popen", Process)
     where = {"date": "2026-01-01", "commit": "c" * 40, "dirty": False, "device": "G"}
     monkeypatch.setattr(gpu.report, "environment", lambda device: where)
     monkeypatch.setattr(gpu.report, "device_name", lambda device: "G")

@@ -14,8 +14,8 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in FOLDER.glob("*.
 @pytest.mark.parametrize(
     ("names", "pages"),
     [
-        (list(transformer_engine.KINDS["DelayedScaling"])[:6], ["transformer_engine"]),
-        (transformer_engine.KINDS, ["transformer_engine"]),
+        (list(transformer_engine.ARGUMENTS["DelayedScaling"])[:6], ["transformer_engine"]),
+        (transformer_engine.ARGUMENTS, ["transformer_engine"]),
     ],
 )
 def test_every_name_that_errors_translate_is_on_a_page(names, pages):

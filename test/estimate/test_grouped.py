@@ -93,7 +93,7 @@ def test_casts_of_experts_by_hand():
     check_casts()
 
 
-@pytest.mark.parametrize(("name", "fault"), [("TILE", 1), ("TILE", 64), ("WRITE", 2)])
+@pytest.mark.parametrize(("name", "fault"), [("GROUP_TILE", 1), ("GROUP_TILE", 64), ("WRITE", 2)])
 def test_a_planted_fault_in_the_casts_is_caught(name, fault, monkeypatch):
     monkeypatch.setattr(roofline, name, fault)
     with pytest.raises(AssertionError):

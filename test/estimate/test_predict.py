@@ -12,7 +12,7 @@ from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.estimate import DEVICES, estimate, faster_layers
 from float8.estimate.devices import BF16
-from float8.estimate.predict import Layer, predict, refuses
+from float8.estimate.predict import Layer, predict, reason_against
 from float8.estimate.roofline import Shape, Use, layer_seconds
 from float8.formats import ScaleFormat
 from float8.kernels.products import SUPPORT
@@ -219,9 +219,9 @@ CUBE = Layer("cube", Shape(64, 64, 64))
 @pytest.mark.parametrize("device", [H100, B200, MI300X], ids=lambda device: device.name)
 def test_products_run_where_the_support_table_says(device, monkeypatch):
     table = SUPPORT[device.arch]
-    assert refuses(CUBE, TENSORWISE, device, Use()) is None
+    assert reason_against(CUBE, TENSORWISE, device, Use()) is None
     monkeypatch.setitem(table, "tensorwise", "a reason of its own")
-    assert "a reason of its own" in refuses(CUBE, TENSORWISE, device, Use())
+    assert "a reason of its own" in reason_against(CUBE, TENSORWISE, device, Use())
 
 
 @pytest.mark.parametrize(
@@ -235,24 +235,33 @@ def test_products_run_where_the_support_table_says(device, monkeypatch):
     ],
 )
 def test_sizes_are_refused_for_the_products_that_run(shape, use, said):
-    reason = refuses(Layer("l", shape), TENSORWISE, H100, use)
+    reason = reason_against(Layer("l", shape), TENSORWISE, H100, use)
     assert (reason is None) if said is None else re.search(said, reason)
-    assert refuses(Layer("l", shape), replace(TENSORWISE, pad_inner_dim=True), H100, use) is None
+    assert (
+        reason_against(Layer("l", shape), replace(TENSORWISE, pad_inner_dim=True), H100, use)
+        is None
+    )
 
 
 def test_a_rowwise_product_is_written_in_float16_on_hopper_and_as_mx():
     half, row = replace(CUBE, dtype=torch.float16), RECIPES["rowwise"].cast_config_input
     row = replace(row, scale_format=ScaleFormat.FLOAT32)
-    assert "bfloat16 only" in refuses(half, Float8LinearConfig(row, row, row), B200, Use())
-    assert refuses(half, TENSORWISE, B200, Use()) is None
+    assert "bfloat16 only" in reason_against(half, Float8LinearConfig(row, row, row), B200, Use())
+    assert reason_against(half, TENSORWISE, B200, Use()) is None
     for dtype in (torch.float16, torch.float32):
         for device in (H100, B200):
-            assert refuses(replace(CUBE, dtype=dtype), RECIPES["rowwise"], device, Use()) is None
+            assert (
+                reason_against(replace(CUBE, dtype=dtype), RECIPES["rowwise"], device, Use())
+                is None
+            )
 
 
 def test_a_device_that_lacks_figures_says_so():
     poor = replace(H100, products={BF16: H100.products[BF16]})
-    assert refuses(CUBE, TENSORWISE, poor, Use()) == "H100 SXM has no figures for tensorwise GEMMs"
+    assert (
+        reason_against(CUBE, TENSORWISE, poor, Use())
+        == "H100 SXM has no figures for tensorwise GEMMs"
+    )
 
 
 def test_casts_on_an_amd_gpu_are_priced_as_plain_pytorch():

@@ -127,7 +127,7 @@ def by_ops():
     """Take the path of a GPU on the CPU: the ops, which run their references here."""
     pytest.importorskip("triton")
     fusion_autograd._load()
-    return mock.patch.object(producers, "runs_kernel", lambda device, emulate: not emulate)
+    return mock.patch.object(producers, "runs_producer", lambda device, emulate: not emulate)
 
 
 def grads(out, g, *tensors):
@@ -235,7 +235,9 @@ def test_torchs_own_backward_takes_its_arguments(affine, centred):
 def test_kernels_run_on_cuda_alone():
     pytest.importorskip("triton")
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    found = [fusion_autograd.runs_kernel(*of) for of in ((cuda, False), (cuda, True), (cpu, False))]
+    found = [
+        fusion_autograd.runs_producer(*of) for of in ((cuda, False), (cuda, True), (cpu, False))
+    ]
     assert found == [True, False, False]
 
 

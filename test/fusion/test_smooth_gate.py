@@ -42,7 +42,7 @@ def by_ops():
     """Take the path of a GPU on the CPU: the ops, which run their definitions here."""
     pytest.importorskip("triton")
     fusion_autograd._load()
-    return mock.patch.object(producers, "runs_kernel", lambda device, emulate: not emulate)
+    return mock.patch.object(producers, "runs_producer", lambda device, emulate: not emulate)
 
 
 def gate_and_up(dtype=torch.float32, shape=(2, 16, F_)):

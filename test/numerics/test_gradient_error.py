@@ -13,7 +13,7 @@ from float8.granularity import WHOLE
 from float8.kernels.sqnr import sqnr
 from float8.numerics import statistics
 from float8.numerics.gradient_error import contracted, energies, projected
-from float8.numerics.statistics import Float8Matrix
+from float8.numerics.statistics import CastMatrix
 
 TOLERANCE = 1.5  # dB: the standard deviation of 16 projections of a matrix of rank 1
 
@@ -53,7 +53,7 @@ def test_a_transposed_operand_and_pieces_change_nothing(monkeypatch):
 
     def cast(a):
         data, scale = a.to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
-        return Float8Matrix(data, scale, (WHOLE, WHOLE), a)
+        return CastMatrix(data, scale, (WHOLE, WHOLE), a)
 
     def found(turns_x, turns_g):
         x8, g8 = (

@@ -14,7 +14,7 @@ from shapes import DEVICES, FORMATS, GRANULARITIES, Case, cases, pairs
 
 from float8 import kernels
 from float8.numerics import statistics
-from float8.numerics.statistics import CastLabels, Float8Matrix, measure_cast, merged
+from float8.numerics.statistics import CastLabels, CastMatrix, measure_cast, merged
 
 
 def labels(scaling):
@@ -31,7 +31,7 @@ def cast(x, dtype, granularity, scale=None):
     block = granularity.block_of(x.shape)
     if scale is None:
         scale = kernels.scale_from_amax(kernels.amax(x, block), torch.finfo(dtype).max)
-    return Float8Matrix(kernels.cast_by_scale(x, scale, block, dtype), scale, block, x)
+    return CastMatrix(kernels.cast_by_scale(x, scale, block, dtype), scale, block, x)
 
 
 def expected(x, coded):
@@ -174,7 +174,7 @@ def test_a_device_measures_what_the_cpu_does(device):
     x = Case((300, 512), torch.bfloat16, fill="wide", specials=("inf", "zero")).make()
     coded = cast(x, FORMATS[0], GRANULARITIES["1x128"])
     there = row(
-        x.to(device), Float8Matrix(coded.data.to(device), coded.scale.to(device), coded.block)
+        x.to(device), CastMatrix(coded.data.to(device), coded.scale.to(device), coded.block)
     )
     here = row(x, coded)
     assert there.histogram == here.histogram
@@ -193,7 +193,7 @@ def test_merging_is_seeing_all_elements():
     (found,) = merged(row(x, c, True) for x, c in zip(parts, casts, strict=True))
     by_row = torch.cat(scales).repeat_interleave(8, 0)
     data = torch.cat([c.data.view(torch.uint8) for c in casts]).view(FORMATS[0])
-    whole = row(torch.cat(parts), Float8Matrix(data, by_row, (1, -1)), True)
+    whole = row(torch.cat(parts), CastMatrix(data, by_row, (1, -1)), True)
     assert (found.calls, found.staleness) == (2, row(parts[1], casts[1], True).staleness)
     same = replace(found, calls=1, staleness=None, sums=())
     for name, value in vars(replace(whole, sums=())).items():

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
-from float8.distributed.gradients.reduction import TILE, all_reduce_mean, reduce_scatter
+from float8.distributed.gradients.reduction import TILE_SIZE, all_reduce_mean, reduce_scatter
 from float8.distributed.gradients.state import Float8Gradients, ScalingController
 from float8.distributed.rank_comparison import Facts, compare_once
 from float8.formats import E4M3, Format
@@ -38,7 +38,7 @@ def float8_gradients(
     model: nn.Module,
     fmt: Format | torch.dtype = E4M3,
     controller: ScalingController | None = None,
-    tile: int = TILE,
+    tile: int = TILE_SIZE,
 ) -> Float8Gradients:
     """Send gradients between ranks as float8 instead of in their own precision.
 

@@ -54,7 +54,7 @@ from float8.kernels import cpu
 from float8.kernels.products import on_device
 from float8.linear.casts import constant, max_over_ranks
 
-TILE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
+TILE_SIZE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
 _ALIGNED = 16  # bytes: the alignment of a tile that vectorised copies need
 _BY_TILE = (1, 1, WHOLE)
 
@@ -72,7 +72,7 @@ LOST = ("saturated", "flushed", "flushed_before", "nonfinite")
 # --- arithmetic: no communication
 
 
-def extents(columns: int, tile: int = TILE) -> tuple[int, int]:
+def extents(columns: int, tile: int = TILE_SIZE) -> tuple[int, int]:
     """The number of tiles of a shard of ``columns`` elements, and the length of each.
 
     Tiles are shortened rather than padded: the padding is less than 16 elements per tile, so small
@@ -84,7 +84,7 @@ def extents(columns: int, tile: int = TILE) -> tuple[int, int]:
     return tiles, max(_ALIGNED, -(-longest // _ALIGNED) * _ALIGNED)
 
 
-def in_tiles(x_NC: Tensor, tile: int = TILE) -> Tensor:
+def in_tiles(x_NC: Tensor, tile: int = TILE_SIZE) -> Tensor:
     """Reshape (N, C) to (N, T, E), padded with zeros; a view where no padding is needed."""
     tiles, extent = extents(x_NC.shape[1], tile)
     padding = tiles * extent - x_NC.shape[1]
@@ -92,7 +92,7 @@ def in_tiles(x_NC: Tensor, tile: int = TILE) -> Tensor:
     return padded.reshape(x_NC.shape[0], tiles, extent)
 
 
-def amax(x_NTE: Tensor) -> Tensor:
+def amax_by_tile(x_NTE: Tensor) -> Tensor:
     """(N, T, 1) float32: the largest magnitude of each tile."""
     return kernels.amax(x_NTE, _BY_TILE)
 
@@ -106,7 +106,7 @@ def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
     return kernels.scale_from_amax(amax_NT1, fmt.max) + zero_or_nan
 
 
-def cast(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
+def cast_by_tile(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
     """This rank's gradient in float8, (N, T, E); nothing saturates."""
     return kernels.cast_by_scale(x_NTE, scale_NT1, _BY_TILE, fmt.dtype)
 
@@ -128,7 +128,7 @@ def recast(mean_TE: Tensor, fmt: Format) -> Tensor:
     return data.reshape(mean_TE.shape)
 
 
-def dequantize(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantize_by_tile(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) -> Tensor:
     """``data * scale``, computed in float32 and rounded once to ``dtype``."""
     return kernels.dequantize(data_NTE, scale_NT1, _BY_TILE, dtype)
 
@@ -161,15 +161,15 @@ def scatter(
     """Reduce-scatter a gradient: this rank's shard of the sum over ranks, and all scales.
 
     Row r of ``x_NC``, this rank's gradient, is the shard of rank r of the N ranks of ``group``. For
-    ``tile`` see `TILE`.
+    ``tile`` see `TILE_SIZE`.
 
     Returns the sum, (T, E) float32, in units of the scales (N, T, 1) at this rank; and `LOST`, of
     which the counts after the sum are 0.
     """
     fmt, rank = on_device(fmt, x_NC.device), group.rank()
     x_NTE = in_tiles(x_NC, tile)
-    scale = shared_scale(max_over_ranks(amax(x_NTE), group), fmt)
-    data = cast(x_NTE, scale, fmt)
+    scale = shared_scale(max_over_ranks(amax_by_tile(x_NTE), group), fmt)
+    data = cast_by_tile(x_NTE, scale, fmt)
     received = torch.empty_like(data)
     dist.all_to_all_single(received.view(torch.uint8), data.view(torch.uint8), group=group)
     lost_4 = torch.zeros(4, dtype=torch.int32, device=data.device)
@@ -184,7 +184,7 @@ def reduce_scatter(
     group: dist.ProcessGroup,
     fmt: Format,
     mean: bool,
-    tile: int = TILE,
+    tile: int = TILE_SIZE,
 ) -> Tensor:
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
@@ -200,7 +200,7 @@ def reduce_scatter(
 
 
 def all_reduce_mean(
-    gradient: Tensor, mu: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE
+    gradient: Tensor, mu: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE_SIZE
 ) -> Tensor:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 
@@ -218,7 +218,7 @@ def all_reduce_mean(
     lost_4[0] = count_saturated(mean_TE, fmt)
     lost_4[1] = count_flushed(mean_TE, data)
     data_NTE, lost_4 = _gather(data, lost_4, group)
-    mean_NTE = dequantize(data_NTE, scale_NT1 / mu, gradient.dtype)
+    mean_NTE = dequantize_by_tile(data_NTE, scale_NT1 / mu, gradient.dtype)
     gradient.copy_(mean_NTE.flatten()[:n])
     return lost_4
 

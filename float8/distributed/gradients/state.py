@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from float8.distributed.gradients.reduction import LOST, TILE
+from float8.distributed.gradients.reduction import LOST, TILE_SIZE
 from float8.formats import E4M3, Format, format_of
 
 _ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
@@ -142,7 +142,7 @@ class Float8Gradients:
         self,
         fmt: Format | torch.dtype = E4M3,
         controller: ScalingController | None = None,
-        tile: int = TILE,
+        tile: int = TILE_SIZE,
     ) -> None:
         self.format = format_of(fmt)
         self.controller = controller

@@ -35,12 +35,13 @@ import torch
 from torch import Tensor, nn
 
 from float8.formats import E4M3, E5M2
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function, tensors_in
+from float8.unit_scaling.registry import Function
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS, tensors_in
 from float8.unit_scaling.transforms.products import OnProducts, parameter_of
-from float8.unit_scaling.transforms.track_scales import high_precision
+from float8.unit_scaling.transforms.track_scales import as_wide
 from float8.unit_scaling.transforms.transformed import is_in_functorch, transformed
 
-FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
+TRAINING_FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def format_operands(operands: Sequence[Operand]) -> str:
     sides = "<<<>>>"
     cells = [[f"{c:{s}{w}}" for c, s, w in zip(x, sides, widths, strict=True)] for x in lines]
     table = "\n".join(map("  ".join, cells))
-    shares = {kind: [x.flushed for x in operands if x.operand == kind] for kind in FORMATS}
+    shares = {kind: [x.flushed for x in operands if x.operand == kind] for kind in TRAINING_FORMATS}
     medians = ", ".join(f"{k} {statistics.median(v):.1%}" for k, v in shares.items() if v)
     return f"{table}\n\nflushed to zero, median over products: {medians}"
 
@@ -151,8 +152,8 @@ class WatchOperands(OnProducts):
 
 @torch.no_grad()
 def _operand(product: str, operand: str, x: Tensor) -> Operand:
-    fmt = FORMATS[operand]
-    wide = high_precision(x)
+    fmt = TRAINING_FORMATS[operand]
+    wide = as_wide(x)
     std, size = float(wide.std(correction=0)) if x.numel() else 0.0, wide.abs()
     nonzero = int((size > 0).sum())
     flushed = int(((size > 0) & (size <= fmt.smallest_subnormal / 2)).sum()) / max(nonzero, 1)

@@ -101,7 +101,7 @@ def linear_factors(
 ) -> tuple[float, float, float]:
     """The factors of `linear`'s three products: output, input gradient, weight gradient."""
     fan_out, fan_in = weight.shape
-    terms = fan_in, fan_out, product_of(input.shape[:-1])
+    terms = fan_in, fan_out, product_of_sizes(input.shape[:-1])
     output, grad_input, grad_weight = factors_of(terms, constraint, scale_power)
     return output, grad_input, grad_weight
 
@@ -145,9 +145,9 @@ def _terms(left: Tensor, right: Tensor) -> tuple[float, float, float]:
     """The terms summed by the output and by the gradients of left and right."""
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
-    batch = product_of(broadcast_shapes(left.shape[:-2], right.shape[:-2]))
-    copies_left = batch / max(product_of(left.shape[:-2]), 1)
-    copies_right = batch / max(product_of(right.shape[:-2]), 1)
+    batch = product_of_sizes(broadcast_shapes(left.shape[:-2], right.shape[:-2]))
+    copies_left = batch / max(product_of_sizes(left.shape[:-2]), 1)
+    copies_right = batch / max(product_of_sizes(right.shape[:-2]), 1)
     return left.shape[-1], columns * copies_left, rows * copies_right
 
 
@@ -220,7 +220,7 @@ def _along(value: Any, dimension: int) -> Any:
     return value if isinstance(value, int | str) else value[dimension % len(value)]
 
 
-def product_of(sizes: tuple[int, ...]) -> int:
+def product_of_sizes(sizes: tuple[int, ...]) -> int:
     """The product of sizes, which may be symbolic."""
     return functools.reduce(operator.mul, sizes, 1)
 

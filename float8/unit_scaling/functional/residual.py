@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 from float8.unit_scaling.constraints import Constraint, apply_constraint
 from float8.unit_scaling.core.functional import refuse
-from float8.unit_scaling.functional.products import product_of
+from float8.unit_scaling.functional.products import product_of_sizes
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -71,7 +71,7 @@ def add(
     if other.numel() == 1:
         output_scale = 1.0
     # How many elements of the sum come from one element of each.
-    copies = [max(product_of(shape), 1) / max(x.numel(), 1) for x in (input, other)]
+    copies = [max(product_of_sizes(shape), 1) / max(x.numel(), 1) for x in (input, other)]
     grads = 1 / copies[0] ** 0.5, 1 / copies[1] ** 0.5 / (abs(alpha) or 1)
     output_scale, *grads_tied = apply_constraint(constraint, output_scale, *grads)
     left, right = [
@@ -153,7 +153,7 @@ def rms_norm(
 
 
 def _factor_of_rows(input: Tensor, normalized_shape: Sequence[int]) -> float:
-    rows = product_of(input.shape[: input.dim() - len(normalized_shape)])
+    rows = product_of_sizes(input.shape[: input.dim() - len(normalized_shape)])
     return float(1 / max(rows, 1) ** 0.5)
 
 

@@ -63,7 +63,7 @@ class ConstrainedLayer(MupModule):
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
-        """As torch's layer's, with the constraint."""
+        """What torch's layer shows, and the constraint."""
         return f"{super().extra_repr()}, constraint={self.constraint!r}"
 
 

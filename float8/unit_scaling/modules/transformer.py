@@ -69,7 +69,7 @@ _ATTENTIONS = {
     "softmax": U.scaled_dot_product_attention,
     "sqrt_softmax": U.sqrt_softmax_attention,
 }
-Norm = Literal["pre", "res-post"]
+NormPlace = Literal["pre", "res-post"]
 
 
 class DepthModuleList(nn.ModuleList):
@@ -234,14 +234,14 @@ class TransformerLayer(nn.Module):
         mlp_tau: float,
         is_causal: bool,
         dropout_p: float = 0.0,
-        norm: Norm = "pre",
+        norm: NormPlace = "pre",
         **kwargs: Any,
     ) -> None:
         super().__init__()
         self.dropout_p = dropout_p
         self.mhsa_tau = mhsa_tau
         self.mlp_tau = mlp_tau
-        self.norm: Norm = norm
+        self.norm: NormPlace = norm
         self.mhsa_norm = RMSNorm(hidden_size)
         self.mhsa = MHSA(hidden_size, heads, is_causal, dropout_p, **kwargs)
         self.mlp_norm = RMSNorm(hidden_size)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,17 +38,17 @@ from torch.nn import functional as F
 from float8.unit_scaling import functional as U
 from float8.unit_scaling import registry
 from float8.unit_scaling.constraints import Constraint
-from float8.unit_scaling.functional.products import factors_of, product_of, scaled_linear
+from float8.unit_scaling.functional.products import factors_of, product_of_sizes, scaled_linear
+from float8.unit_scaling.registry import Function
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
-Function = Callable[..., Any]
 Path = tuple[Any, ...]  # of an argument inside (args, kwargs): (0, 1), (1, "weight"), (0, 1, 0)
 Replacements = Mapping[Function, Function]
 Argument = tuple[Path, Path]  # an argument's path if it is given by position, and by name
 DEFAULT: Constraint = "to_output_scale"
 
 
-def matmul(
+def weighted_matmul(
     input: Tensor, other: Tensor, *, constraint: Constraint = DEFAULT, weight: bool = False
 ) -> Tensor:
     """``torch.matmul``; ``weight`` only where ``other`` is a matrix."""
@@ -71,7 +71,7 @@ def addmm(
     """``torch.addmm`` and ``torch.baddbmm``: ``beta * input + alpha * (mat1 @ mat2)``."""
     if weight and input.dim() == 1 and beta == alpha == 1:
         return U.linear(mat1, mat2.t(), input, constraint)
-    output = matmul(mat1, mat2, constraint=constraint, weight=weight)
+    output = weighted_matmul(mat1, mat2, constraint=constraint, weight=weight)
     output = output if alpha == 1 else output * alpha
     if beta == 0:  # torch does not read the input then, not even a NaN
         return output
@@ -108,9 +108,9 @@ def einsum(
     if not arrow:  # the result has the indices that occur once
         result = "..." + "".join(i for i in sizes if (i in names[0]) != (i in names[1]))
     kept = result + ("0123456789" if "..." in result else "")
-    products = product_of(tuple(sizes.values()))
+    products = product_of_sizes(tuple(sizes.values()))
     terms = (
-        product_of(tuple(size for i, size in sizes.items() if i not in kept)),
+        product_of_sizes(tuple(size for i, size in sizes.items() if i not in kept)),
         *(products / max(x.numel(), 1) for x in tensors),
     )
     output, grad_left, grad_right = factors_of(terms, constraint, tied=2 if weight else 3)
@@ -154,7 +154,7 @@ def _pair(kind: str, first: int, left: str, right: str, **options: Any) -> Contr
 
 
 _INPUT, _BIAS = argument(0, "input"), argument(2, "bias")
-_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=_renamed(matmul, {"mat2": "other"}))
+_MM = _pair("matrix", 0, "input", "mat2", unit_scaled=_renamed(weighted_matmul, {"mat2": "other"}))
 _ADDBMM = _pair("matrix", 1, "batch1", "batch2", added=_INPUT)
 _CONVOLUTION = _pair("convolution", 0, "input", "weight", added=_BIAS)
 _BADDBMM = _renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
@@ -162,7 +162,7 @@ _BADDBMM = _renamed(addmm, {"batch1": "mat1", "batch2": "mat2"})
 CONTRACTIONS: dict[Function, Contraction] = {
     F.linear: _pair("linear", 0, "input", "weight", added=_BIAS),
     scaled_linear: _pair("scaled linear", 0, "input", "weight", added=_BIAS),
-    torch.matmul: _pair("matrix", 0, "input", "other", unit_scaled=matmul),
+    torch.matmul: _pair("matrix", 0, "input", "other", unit_scaled=weighted_matmul),
     torch.mm: _MM,
     torch.bmm: _MM,
     torch.addmm: _pair("matrix", 1, "mat1", "mat2", added=_INPUT, unit_scaled=addmm),
@@ -204,7 +204,7 @@ def replacements_of(users: Replacements) -> dict[Function, Function]:
 
 
 @functools.lru_cache(maxsize=256)
-def parameters_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
+def signature_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
     """The arguments of a function; None if they are not known."""
     try:
         return inspect.signature(function).parameters
@@ -214,7 +214,7 @@ def parameters_of(function: Function) -> Mapping[str, inspect.Parameter] | None:
 
 def takes(function: Function, keyword: str) -> bool:
     """Whether a function has an argument of this name, as far as its arguments are known."""
-    known = parameters_of(function)
+    known = signature_of(function)
     return known is None or keyword in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
 
 

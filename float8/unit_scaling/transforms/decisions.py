@@ -1,7 +1,7 @@
 """The decisions of unit scaling about each call of a forward, made when the call occurs.
 
 `Decisions` gets a forward call by call, `begin` before each and `end` after it, as numbers and
-functions without tensors. The replacement of a call (`Step`) depends on the calls before it:
+functions without tensors. What replaces a call (`Decision`) depends on the calls before it:
 
     role     "scaled"    the function's unit-scaled version (`contractions`); "sum" of an addition
              "residual"  `U.residual_add`, with ``tau`` (`history`)
@@ -46,15 +46,15 @@ from torch import Tensor
 from torch._guards import CompileContext
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.registry import Function
 from float8.unit_scaling.transforms.contractions import (
     CONTRACTIONS,
     OTHER_CONTRACTIONS,
-    Function,
     Path,
     Replacements,
     argument,
     may_contract_activations,
-    parameters_of,
+    signature_of,
 )
 from float8.unit_scaling.transforms.gradient_factors import (
     branch_factors,
@@ -67,10 +67,10 @@ from float8.unit_scaling.transforms.history import (
     RESIDUAL,
     SCALED,
     SUM,
-    Call,
+    CallInput,
     Edge,
     History,
-    Operand,
+    ModelCall,
     name_of,
     tau_of,
 )
@@ -93,7 +93,7 @@ class GradientFactors(NamedTuple):
     unconstrained: set[int]
 
 
-class Step(NamedTuple):
+class Decision(NamedTuple):
     """The decision about one call; see the module."""
 
     role: str = KEEP
@@ -125,15 +125,15 @@ class Decisions(History):
         operands: tuple[tuple[Path, int, int], ...],
         reads_integers: bool,
         is_plain: bool,
-    ) -> Step:
+    ) -> Decision:
         """Decide about a call.
 
         ``operands`` are its floating-point operands: path, number, and number of dimensions.
         ``reads_integers`` says whether it has tensor operands of another kind. For ``is_plain`` see
         `History.classify`.
         """
-        inputs = [Operand(path, self.values[number], dims) for path, number, dims in operands]
-        call = Call(torch.add if function is Tensor.add_ else function, inputs, reads_integers)
+        inputs = [CallInput(path, self.values[number], dims) for path, number, dims in operands]
+        call = ModelCall(torch.add if function is Tensor.add_ else function, inputs, reads_integers)
         if (reason := self._unscaled(call)) is not None:
             raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
         number = len(self.calls)
@@ -146,7 +146,7 @@ class Decisions(History):
             call.role = READOUT if self._is_readout(call) else SCALED
         if self.logs and logger.isEnabledFor(logging.INFO):
             call.line = _line_of_caller()
-        return Step(call.role, tuple(self._options(number, call)), self._reads(number, call))
+        return Decision(call.role, tuple(self._options(number, call)), self._reads(number, call))
 
     def end(self, count: int) -> tuple[int, ...]:
         """The numbers of the floating-point results of the call that began last."""
@@ -182,7 +182,7 @@ class Decisions(History):
         """Whether a call's gradients need no constraint."""
         return call in (self.known or self.factors()).unconstrained
 
-    def _reads(self, number: int, call: Call) -> tuple[tuple[Path, Any], ...]:
+    def _reads(self, number: int, call: ModelCall) -> tuple[tuple[Path, Any], ...]:
         """The operands whose gradients are multiplied, with the factors or functions of them."""
         if self.known is not None:
             return tuple((path, f) for (n, path), f in self.known.reads.items() if n == number)
@@ -196,7 +196,7 @@ class Decisions(History):
     def _factor_of_read(self, edge: Edge) -> float | None:
         return self.factors().reads.get(edge)
 
-    def _options(self, number: int, call: Call) -> Iterator[tuple[str, Any]]:
+    def _options(self, number: int, call: ModelCall) -> Iterator[tuple[str, Any]]:
         """The further arguments of the function that is called in place of a call's."""
         if call.role == RESIDUAL:
             yield from (("skip", call.skip), ("tau", call.tau))
@@ -230,7 +230,7 @@ class Decisions(History):
 
         return (output, *[partial(choose, grad) for grad in grads])
 
-    def _classify(self, number: int, call: Call, is_plain: bool) -> None:
+    def _classify(self, number: int, call: ModelCall, is_plain: bool) -> None:
         self.classify(call, is_plain)
         if call.role == RESIDUAL:
             # While the layers are counted any number will do: only tau depends on it.
@@ -247,7 +247,7 @@ class Decisions(History):
             for number, path in self.reads.get(root, ())
         )
 
-    def _unscaled(self, call: Call) -> str | None:
+    def _unscaled(self, call: ModelCall) -> str | None:
         """The reason why a call cannot be unit-scaled, or None.
 
         It reads a trained parameter that does not belong to the model; or it contracts a weight and
@@ -268,13 +268,13 @@ class Decisions(History):
                 )
         return None
 
-    def _is_readout(self, call: Call) -> bool:
+    def _is_readout(self, call: ModelCall) -> bool:
         """Whether a call is the linear layer of a weight of u-muP's type "output"."""
         weight = call.operand(argument(1, "weight")) if call.function is F.linear else None
         is_output = weight is not None and weight.value.parameter in self.outputs
         return is_output and self.replacements[F.linear] is U.linear
 
-    def _has_free_gradients(self, call: Call) -> bool:
+    def _has_free_gradients(self, call: ModelCall) -> bool:
         """Whether the gradients of a call's activations may take factors of their own.
 
         Not where two activations are multiplied: both gradients would need one. And not where the
@@ -284,7 +284,7 @@ class Decisions(History):
         if replacement is None or call.role in (KEEP, RESIDUAL):
             return False
         has_weight = any(operand.value.is_learned for operand in call.inputs)
-        constraint = (parameters_of(replacement) or {}).get("constraint")
+        constraint = (signature_of(replacement) or {}).get("constraint")
         return (has_weight or not may_contract_activations(call.function)) and (
             constraint is not None and constraint.default == "to_output_scale"
         )
@@ -340,7 +340,7 @@ def ask(decisions: Decisions | int, method: str, *what: Any) -> Any:
     answer = getattr(traced, method)(*what)
     if method == "begin" and traced.known is None:
         # The first trace is thrown away. It calls what the model calls, which is quicker to trace.
-        return Step()
+        return Decision()
     if method == "finish":
         transform.layers, found = traced.layers, traced.factors()
         if traced.known != found:

@@ -38,7 +38,7 @@ from collections.abc import Sequence, Set
 
 import networkx  # type: ignore[import-untyped]
 
-from float8.unit_scaling.transforms.history import OPERANDS, RESIDUAL, Edge, History, Value
+from float8.unit_scaling.transforms.history import BOTH_INPUTS, RESIDUAL, Edge, History, Value
 
 LOSS = -1  # the node of the loss in the graph of calls
 
@@ -93,7 +93,7 @@ class _Branches:
         call, after = self.calls[number], self.after[number]
         if call.role != RESIDUAL or call.root != self.root:
             return after
-        own = call.gradient_factor(int(path not in OPERANDS[0]))
+        own = call.gradient_factor(int(path not in BOTH_INPUTS[0]))
         return own if after is None else own * after
 
     def edges(self) -> dict[Edge, float]:
@@ -151,7 +151,7 @@ def calls_on_cut_edges(history: History, results: Sequence[int]) -> set[int]:
     before = _before_residuals(history)
 
     def node(value: Value) -> int:
-        """Of what computed a value; what comes before a residual layer is one node."""
+        """The node that computed a value; what comes before a residual layer is one node."""
         for place, values in enumerate(before):
             if values >> value.number & 1:
                 return LOSS - 1 - 2 * place

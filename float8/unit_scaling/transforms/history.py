@@ -1,10 +1,10 @@
 """The history of a forward: its calls, the inputs of each tensor, and what each addition means.
 
-Each call of a function is a `Call`, each floating-point tensor a `Value` with a number. A view of a
-tensor, its copy in another precision and the like (`is_alias`) have the tensor's number and make no
-call; a tensor that an in-place function changes gets a new value. `History` holds numbers only and
-keeps no tensor, so it can be filled while ``torch.compile`` traces, and be kept until the backward
-pass.
+Each call of a function is a `ModelCall`, each floating-point tensor a `Value` with a number. A view
+of a tensor, its copy in another precision and the like (`is_alias`) have the tensor's number and
+make no call; a tensor that an in-place function changes gets a new value. `History` holds numbers
+only and keeps no tensor, so it can be filled while ``torch.compile`` traces, and be kept until the
+backward pass.
 
 **Additions.** Unit scaling divides a sum of independent signals by the root of their number, and
 gives a residual sum ``x + f(x)`` weights of its own. A formula that happens to contain a plus, the
@@ -47,9 +47,9 @@ from typing import Any
 import torch
 
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
+from float8.unit_scaling.registry import Function
 from float8.unit_scaling.transforms.contractions import (
     Argument,
-    Function,
     Path,
     argument,
     may_contract_activations,
@@ -57,7 +57,7 @@ from float8.unit_scaling.transforms.contractions import (
 
 KEEP, SUM, RESIDUAL = "keep", "sum", "residual"  # roles of additions
 SCALED, READOUT = "scaled", "readout"  # of other calls, which have KEEP too
-OPERANDS = (argument(0, "input"), argument(1, "other"))
+BOTH_INPUTS = (argument(0, "input"), argument(1, "other"))
 # Names of functions whose result is their first operand in another view, shape or precision.
 _ALIASES = frozenset(
     {
@@ -99,7 +99,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class Operand:
+class CallInput:
     """A floating-point operand of a call: its path, its value and its number of dimensions."""
 
     path: Path
@@ -108,7 +108,7 @@ class Operand:
 
 
 @dataclass(slots=True)
-class Call:
+class ModelCall:
     """One call of a function.
 
     Args:
@@ -125,7 +125,7 @@ class Call:
     """
 
     function: Function
-    inputs: list[Operand]
+    inputs: list[CallInput]
     reads_integers: bool = False
     outputs: list[Value] = field(default_factory=list)
     role: str = KEEP
@@ -134,7 +134,7 @@ class Call:
     root: int = -1
     tau: float = 0.0
 
-    def operand(self, which: Argument) -> Operand | None:
+    def operand(self, which: Argument) -> CallInput | None:
         """The floating-point operand that was given as this argument."""
         return next((operand for operand in self.inputs if operand.path in which), None)
 
@@ -151,7 +151,7 @@ class History:
     ``residuals`` are the calls that are residual additions, ``reads`` the edges that read a value.
     """
 
-    calls: list[Call] = field(default_factory=list, init=False)
+    calls: list[ModelCall] = field(default_factory=list, init=False)
     values: list[Value] = field(default_factory=list, init=False)
     residuals: list[int] = field(default_factory=list, init=False)
     reads: dict[int, list[Edge]] = field(default_factory=lambda: defaultdict(list), init=False)
@@ -195,9 +195,9 @@ class History:
         call.outputs.append(new)
         return new.number
 
-    def classify(self, call: Call, is_plain: bool) -> None:
+    def classify(self, call: ModelCall, is_plain: bool) -> None:
         """Set the role of an addition; ``is_plain``: of operands of one shape, with alpha 1."""
-        left, right = (call.operand(operand) for operand in OPERANDS)
+        left, right = (call.operand(operand) for operand in BOTH_INPUTS)
         if left is None or right is None or _is_kept(left, right):
             return
         call.role = SUM
@@ -215,7 +215,7 @@ class History:
         while True:
             yield value.number
             call = None if value.call is None else self.calls[value.call]
-            skip = call.operand(OPERANDS[call.skip]) if call and call.role == RESIDUAL else None
+            skip = call.operand(BOTH_INPUTS[call.skip]) if call and call.role == RESIDUAL else None
             if skip is None:
                 return
             value = skip.value
@@ -225,7 +225,7 @@ def _union(sets: Iterable[int]) -> int:
     return functools.reduce(operator.or_, sets, 0)
 
 
-def _is_kept(left: Operand, right: Operand) -> bool:
+def _is_kept(left: CallInput, right: CallInput) -> bool:
     if any(operand.value.is_learned and operand.dims <= 1 for operand in (left, right)):
         return True
     pairs = ((left.value, right.value), (right.value, left.value))

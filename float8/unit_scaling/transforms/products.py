@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from float8.unit_scaling.transforms.contractions import CONTRACTIONS, Function
+from float8.unit_scaling.registry import Function
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS
 from float8.unit_scaling.transforms.transformed import Mode, Transform
 
 

@@ -116,7 +116,7 @@ class Metrics:
     def from_tensor(t: Tensor) -> Metrics.Data:
         """The numbers of a tensor; waits for its device once. Transforms do not see these calls."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            x = high_precision(t)
+            x = as_wide(t)
             if x.numel() == 0:
                 return Metrics.Data(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
             size, std = x.abs(), x.std(correction=min(x.numel() - 1, 1))
@@ -140,7 +140,7 @@ class Metrics:
         return dict(zip(Metrics.names(), Metrics.full_names(), strict=True))[short_name]
 
 
-def high_precision(t: Any) -> Tensor:
+def as_wide(t: Any) -> Tensor:
     """A tensor without graph, dense, in float32, or in float64 if it is of that; dequantised."""
     x: Tensor = t.dequantize() if isinstance(t, Float8Tensor) else t.detach()
     x = x if x.layout == torch.strided else x.to_dense()

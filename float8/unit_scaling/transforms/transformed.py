@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from float8.linear.module import HasTransforms
 from float8.unit_scaling.registry import decomposition_of, respelt
 from float8.unit_scaling.transforms.refusals import RefusesCheckpointing, check_reach
 
@@ -83,25 +84,19 @@ class Transform(ABC):
         """The mode for one call of the transformed model, with ``args`` and ``kwargs``."""
 
 
-class Transformed:
-    """The part of a transformed model's class that enters the modes."""
+class Transformed(HasTransforms):
+    """The part of a transformed model's class that enters the modes, of the largest depth first."""
 
-    transforms: tuple[Transform, ...]  # of the largest depth first
     # Read by conversion.
     reason_against_conversion = (
         "the model is transformed, and transforms do not see the functions that a Float8Linear "
         "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
     )
 
-    @property
-    def float8_products(self) -> Transform | None:
-        """The transform that runs products in float8, for `float8.high_precision`."""
-        return next((t for t in self.transforms if hasattr(t, "switch")), None)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
-        modes = [t.mode(self, args, kwargs) for t in self.transforms]  # type: ignore[arg-type]
+        modes = [t.mode(self, args, kwargs) for t in self.transforms]
         for mode in modes:
             args, kwargs = mode.begin(args, kwargs)
         # torch.compile refuses checkpoints by itself.
@@ -118,7 +113,7 @@ class Transformed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the model's own class, from which this one is made again."""
-        base = type(self).__mro__[2]
+        base = type(self).__bases__[1]
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (base,), state
 

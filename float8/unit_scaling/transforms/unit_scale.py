@@ -52,9 +52,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.unit_scaling import functional as U
+from float8.unit_scaling.registry import Function
 from float8.unit_scaling.scale import scale_bwd
 from float8.unit_scaling.transforms.contractions import (
-    Function,
     Replacements,
     replacements_of,
     residual_sum,
@@ -64,9 +64,9 @@ from float8.unit_scaling.transforms.contractions import (
 )
 from float8.unit_scaling.transforms.decisions import (
     ALIVE,
+    Decision,
     Decisions,
     GradientFactors,
-    Step,
     ask,
     start,
 )
@@ -121,7 +121,8 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    if any([getattr(p, "float8_products", None) for p in new.modules() if p is not new]):
+    parts = [part for part in new.modules() if isinstance(part, Transformed) and part is not new]
+    if any([part.float8_products for part in parts]):
         raise ValueError(
             "unit_scale: a part of the model has the transform float8, whose contractions an outer "
             "transform does not see: transform the whole model, float8(unit_scale(model))"
@@ -247,7 +248,7 @@ class UnitScaleMode(Mode):
         return super().__torch_function__(func, types, args, kwargs)
 
     def inside(self, func: Any) -> Function | None:
-        """As `Mode`'s; functions of ours stay as they are."""
+        """What runs in the function's place; functions of this library stay as they are."""
         is_ours = hasattr(func, "implementation") and func.__module__.startswith(UNIT_SCALED)
         return None if is_ours else super().inside(func)
 
@@ -290,7 +291,7 @@ class UnitScaleMode(Mode):
                 self.numbers[x] = number
         return result
 
-    def _carry_out(self, step: Step, func: Any, args: Any, kwargs: Any) -> Any:
+    def _carry_out(self, step: Decision, func: Any, args: Any, kwargs: Any) -> Any:
         func = torch.add if func is Tensor.add_ else func  # `call` copies its result
         if step.role == KEEP:
             return func(*args, **kwargs)

@@ -79,7 +79,7 @@ def same_on_all_ranks(x):
 # --- the collectives
 
 
-def reduced(every, rank, fmt=E4M3, mu=1.0, tile=reduction.TILE):
+def reduced(every, rank, fmt=E4M3, mu=1.0, tile=reduction.TILE_SIZE):
     mine = every[rank].clone()
     counts = reduction.all_reduce_mean(mine, torch.tensor(mu), dist.group.WORLD, fmt, tile)
     return mine, dict(zip(reduction.LOST, counts.tolist(), strict=True))
@@ -134,7 +134,7 @@ def test_saturation_is_counted(rank):
     edge = (every[0].abs() / limit - 1).abs() < 0.07  # rounding before the sum may cross it
     clipped = every[0].abs() > limit
     assert (clipped & ~edge).sum() <= counts["saturated"] <= (clipped | edge).sum()
-    assert (found.abs() <= tile_peaks(every, reduction.TILE).float() / 4 * 1.001).all()
+    assert (found.abs() <= tile_peaks(every, reduction.TILE_SIZE).float() / 4 * 1.001).all()
     assert reduced(every, rank, mu=1.0)[1]["saturated"] == 0
 
 
@@ -213,7 +213,7 @@ def test_planted_faults_are_found(rank, name):
         with mock.patch.object(reduction, *FAULTS[name]):
             found, _ = reduced(every, rank)
         off = (found.double() - exact_mean(every)).abs()
-        seen += ~(off <= bound(every, E4M3, reduction.TILE)).all()  # NaN too
+        seen += ~(off <= bound(every, E4M3, reduction.TILE_SIZE)).all()  # NaN too
     dist.all_reduce(seen)
     assert seen > 0
 

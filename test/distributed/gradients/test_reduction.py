@@ -10,9 +10,9 @@ from float8.formats import E4M3, E5M2
 @pytest.mark.parametrize("fmt", [E4M3, E5M2])
 def test_nothing_saturates_where_all_ranks_agree_and_mu_is_one(fmt):
     x = torch.randn(1, 8, 64)
-    scale = reduction.shared_scale(reduction.amax(x), fmt)
+    scale = reduction.shared_scale(reduction.amax_by_tile(x), fmt)
     for world in (1, 2, 3, 7):
-        data = reduction.cast(x, scale, fmt).repeat(world, 1, 1)
+        data = reduction.cast_by_tile(x, scale, fmt).repeat(world, 1, 1)
         mean = reduction.prescaled(reduction.summed(data), torch.tensor(1.0), world)
         assert reduction.count_saturated(mean, fmt) == 0
         assert torch.equal(reduction.recast(mean, fmt), data[0]), "a mean of equals is exact"
