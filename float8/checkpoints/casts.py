@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.checkpoints.files import Spec
-from float8.checkpoints.layouts import BY_32, Layout
+from float8.checkpoints.layouts import ROWS_OF_32, Layout
 from float8.config import ScalingType
 from float8.convert.reasons import own_config
 from float8.formats import E4M3, ScaleFormat
@@ -104,7 +104,7 @@ def stored_layer(
     anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
     problem = None
     fits = layout.fit(weight) if weight is not None and is_resident(weight) else None
-    if layout.name != "fine_grained" and layout.granularity == BY_32 and shape[-1] % 32:
+    if layout.name != "fine_grained" and layout.granularity == ROWS_OF_32 and shape[-1] % 32:
         problem = f"in_features={shape[-1]} is not a multiple of 32"
     elif layout.static_inputs and input_scale is None:
         problem = (

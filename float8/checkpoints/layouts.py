@@ -71,7 +71,7 @@ from float8.tensor import Float8Tensor
 Dims = tuple[int, ...]
 COMPRESSED_TENSORS = "compressed-tensors"  # the ``quant_method``
 WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
-BY_32, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
+ROWS_OF_32, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
 _READABLE = {
@@ -374,7 +374,7 @@ SCHEMES: dict[Granularity, tuple[dict[str, Any], dict[str, Any]]] = {
     Tensorwise(): ({"strategy": "tensor"}, _TOKEN),
     Rowwise(): ({"strategy": "channel"}, _TOKEN),
     BLOCKS: (_OF_128, {**_GROUP, "group_size": 128}),
-    BY_32: (_OF_32, {**_GROUP, **_OF_32}),
+    ROWS_OF_32: (_OF_32, {**_GROUP, **_OF_32}),
 }
 _STATIC = {"strategy": "tensor"}  # arguments of static inputs
 _WITH_STATIC = (Tensorwise(), Rowwise())
@@ -422,13 +422,13 @@ class CompressedTensors(Layout):
                 f"CompressedTensors: granularity must be one of {', '.join(map(repr, known))} with "
                 f"static_inputs={self.static_inputs}, got {self.granularity}"
             )
-        scales = ScaleFormat.E8M0 if self.granularity == BY_32 else ScaleFormat.FLOAT32
+        scales = ScaleFormat.E8M0 if self.granularity == ROWS_OF_32 else ScaleFormat.FLOAT32
         object.__setattr__(self, "scale_format", scales)
 
     def _config(self) -> dict[str, Any]:
         """What compressed-tensors' ``QuantizationConfig`` reads."""
         weights, inputs = SCHEMES[self.granularity]
-        kind = "mxfp8-quantized" if self.granularity == BY_32 else "float-quantized"
+        kind = "mxfp8-quantized" if self.granularity == ROWS_OF_32 else "float-quantized"
         inputs = _STATIC if self.static_inputs else inputs
         return _one_group(kind, _arguments(weights), _arguments(inputs))
 
@@ -519,7 +519,7 @@ class MXFP4(Layout):
     Two E2M1 values a byte, one E8M0 scale per 32 input features.
     """
 
-    granularity, scale_format = BY_32, ScaleFormat.E8M0_FLOOR
+    granularity, scale_format = ROWS_OF_32, ScaleFormat.E8M0_FLOOR
     name: ClassVar[str] = "mxfp4"
     method: ClassVar[str] = COMPRESSED_TENSORS
     data_key: ClassVar[str] = ".weight_packed"

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
-from float8.checkpoints.layouts import BY_32, WEIGHT, Layout
+from float8.checkpoints.layouts import ROWS_OF_32, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
@@ -58,10 +58,11 @@ from float8.convert.reasons import own_config, sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
+from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.module import weights_of
-from float8.linear.resident import BY_ROW, WHOLE_TENSOR, as_parameter, contraction_last, to_resident
+from float8.linear.resident import as_parameter, contraction_last, to_resident
 from float8.tensor import Float8Shard, Float8Tensor
 from float8.tensor.parts import is_e8m0
 
@@ -262,8 +263,8 @@ def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict
     found: dict[str, str] = {}
     left: set[str] = set()
     packed = source.layout is not None and source.layout.is_mxfp4
-    block = WHOLE_TENSOR if source.layout is None else source.layout.block
-    block = BY_ROW if block == WHOLE_TENSOR else block  # see `config_of`
+    block = TENSOR if source.layout is None else source.layout.block
+    block = ROW if block == TENSOR else block  # see `config_of`
     for key, slot in slots.items():
         fqn, name, shape = _layer_of(slot), key.removesuffix(WEIGHT), tensor_of(model, slot).shape
         is_part = len(shape) == 3
@@ -317,8 +318,8 @@ def config_of(
     granularity, scales = layout.granularity, layout.scale_format
     if stacked and granularity == Tensorwise():
         granularity = Rowwise()
-    if scales.is_e8m0 and granularity in (BY_32, Blockwise(32, 32)):
-        return RECIPES["mxfp8" if granularity == BY_32 else "mxfp8_2d"]
+    if scales.is_e8m0 and granularity in (ROWS_OF_32, Blockwise(32, 32)):
+        return RECIPES["mxfp8" if granularity == ROWS_OF_32 else "mxfp8_2d"]
     if scales is not ScaleFormat.FLOAT32:
         scales = ScaleFormat.POWER_OF_TWO
     weight = CastConfig(granularity=granularity, target_dtype=E4M3.dtype, scale_format=scales)

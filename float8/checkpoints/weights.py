@@ -32,9 +32,9 @@ from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST, StoredLayer, stor
 from float8.checkpoints.files import MAX_SHARD_BYTES, Spec
 from float8.checkpoints.layouts import (
     BLOCKS,
-    BY_32,
     LAYOUTS,
     MXFP4,
+    ROWS_OF_32,
     SCHEMES,
     WEIGHT,
     CompressedTensors,
@@ -156,7 +156,12 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
     if layout is None and any(config.mxfp4_weights for config in configs.values()):
         return GptOss() if _is_gpt_oss(model) and has_experts else MXFP4()
-    if layout is None and by == BY_32 and has_experts and transformers_config(model) is not None:
+    if (
+        layout is None
+        and by == ROWS_OF_32
+        and has_experts
+        and transformers_config(model) is not None
+    ):
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
     named: dict[Any, Layout] = {
         "fine_grained": FineGrained(scale_format=scales),

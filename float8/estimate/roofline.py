@@ -286,7 +286,7 @@ def _kind(cast: OperandCast) -> str:
 
 
 RESULT_BYTES = 2
-GEMM_TILES = ((128, 256), (256, 128), (128, 128))
+TILE_SHAPES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
 FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
@@ -321,7 +321,7 @@ def gemm_bytes(kind: str, shape: Shape, name: str = "output") -> int:
 def busy(rows: int, columns: int, processors: float) -> float:
     """The part of all processors' time in which results that exist are computed."""
     parts = []
-    for tile_rows, tile_columns in GEMM_TILES:
+    for tile_rows, tile_columns in TILE_SHAPES:
         tiles = -(-rows // tile_rows) * -(-columns // tile_columns)
         split = min(MOST_PARTS, max(1, processors // tiles))
         waves = -(-tiles * split // processors)

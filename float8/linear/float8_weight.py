@@ -19,12 +19,11 @@ from torch import Tensor
 from float8 import kernels
 from float8.granularity import scale_shape
 from float8.kernels import Float8Matrix
+from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedState, cast_operand, record
 from float8.linear.plan import ROUND, VIEW, LinearPlan
 from float8.linear.resident import (
     _KEEPS_FACTORS_OUT,
-    BY_ROW,
-    WHOLE_TENSOR,
     is_resident,
     refuses_training,
 )
@@ -166,9 +165,9 @@ def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     if weight.scale.dtype != torch.float32 and not plan.w.shares_data:
         return Float8Weight(w_NK, w_NK, dequantized)
     scale_t, block = weight.scale.mT, weight.block[-2:]
-    if block == WHOLE_TENSOR and not second.is_whole:
+    if block == TENSOR and not second.is_whole:
         scale_t = weight.scale.expand(scale_shape(w_NK.data.mT.shape, second.block))
-    is_by_row = block == BY_ROW and plan.w.second_is != VIEW
+    is_by_row = block == ROW and plan.w.second_is != VIEW
     read = by_scaled_gradient if is_by_row else as_it_is
     return Float8Weight(w_NK, w_NK.t()._replace(scale=scale_t), read)
 

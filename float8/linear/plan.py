@@ -62,7 +62,7 @@ class Gemm:
 
 # How the second orientation of an operand comes to be:
 VIEW = "a view of the first, with the same scales"
-COPY = "a second output of the first's cast, with the same scales"
+TRANSPOSED_COPY = "a second output of the first's cast, with the same scales"
 PAIR = "a second output of the first's cast, with scales of its own"
 OWN = "a cast of its own, or none"
 
@@ -78,7 +78,7 @@ class Operand:
         is_view: whether the second GEMM can read a transposed view of data that it shares.
 
     Attributes:
-        second_is: `VIEW`, `COPY`, `PAIR` or `OWN`.
+        second_is: `VIEW`, `TRANSPOSED_COPY`, `PAIR` or `OWN`.
         shares_data: whether both GEMMs read the same data and scales.
     """
 
@@ -96,7 +96,7 @@ class Operand:
         if self.shares_data and (self.is_view or first != second):
             self.second_is = VIEW
         elif both and first == second:
-            self.second_is = COPY if self.shares_data else PAIR
+            self.second_is = TRANSPOSED_COPY if self.shares_data else PAIR
         else:
             self.second_is = OWN
 

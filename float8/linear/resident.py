@@ -65,6 +65,7 @@ from float8.config import CastConfig, DelayedScalingConfig, Float8LinearConfig, 
 from float8.formats import E4M3, FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, Block, block_name, scale_shape
 from float8.kernels import is_sharded, mxfp4
+from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import Cast, DelayedState, cast_alone, placed, set_cast
 from float8.linear.module import weights_of
 from float8.tensor import Float8Shard, Float8Tensor
@@ -74,8 +75,6 @@ _KEEPS_FACTORS_OUT = (
     "convert this layer with replace(config, smooth_input=False), or keep its weight in high "
     "precision"
 )
-WHOLE_TENSOR = (WHOLE, WHOLE)
-BY_ROW = (1, WHOLE)
 SCALE_SUFFIX, INPUT_SCALE_KEY = "_scale", "input_scale"
 
 
@@ -103,12 +102,12 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
             "stored in one format; leave cast_config_weight_for_grad_input at None"
         )
     g, is_mx = config.gemms.grad_input.a, grad_input.scale_format.is_e8m0
-    if output.block == BY_ROW and g is not None and g.scaling_type is not ScalingType.DYNAMIC:
+    if output.block == ROW and g is not None and g.scaling_type is not ScalingType.DYNAMIC:
         return (
             "its weight has one scale per row, which multiply grad_output before its cast, and "
             f"cast_config_grad_output is {g.scaling_type.value}; give it ScalingType.DYNAMIC"
         )
-    is_known = output.block in (WHOLE_TENSOR, BY_ROW) and not is_mx
+    is_known = output.block in (TENSOR, ROW) and not is_mx
     is_cast_again = output.scale_format.is_e8m0 and is_mx
     if is_known or is_cast_again or output.transposed().block == grad_input.block:
         return None
@@ -120,7 +119,7 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
 
 def refuses_training(weight: Float8Tensor) -> str | None:
     """The reason why this weight can get no gradient, or None; one that is gathered can."""
-    if weight.block == WHOLE_TENSOR or not (is_resident(weight) and weight.requires_grad):
+    if weight.block == TENSOR or not (is_resident(weight) and weight.requires_grad):
         return None
     return (
         f"its weight is stored in float8 with one scale for each block {tuple(weight.block)} and "

@@ -57,12 +57,13 @@ from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
 from float8.kernels import is_sharded, mxfp4
+from float8.kernels.matrix import ROW
 from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.casts import DelayedState, cast_alone
 from float8.linear.layer import Float8Linear
 from float8.linear.module import HasTransforms
 from float8.linear.plan import compute_dtype, without_autocast
-from float8.linear.resident import BY_ROW, is_resident
+from float8.linear.resident import is_resident
 from float8.linear.smoothing import inverse, smoothed, split
 from float8.linear.sync import name_in_model
 from float8.numerics.gradient_error import contracted, projected
@@ -231,7 +232,7 @@ class _Inspection:
             if "grad_weight" in needed and gemms.grad_weight.a and gemms.grad_weight.b:
                 right = projected(of_input[-1][1], factors)
         # The scales of a resident weight's rows multiply the gradient before its cast.
-        is_scaled = is_resident(weight) and weight.block == BY_ROW
+        is_scaled = is_resident(weight) and weight.block == ROW
         scale = weight.scale.t() if is_scaled else None
 
         def on_gradient(grad_output: Tensor) -> None:
