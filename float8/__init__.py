@@ -20,14 +20,15 @@ from float8.config import (
     ScalingType,
 )
 from float8.convert import filters
+from float8.convert.after_step import after_step
 from float8.convert.convert import (
     convert_from_float8_training,
     convert_to_float8_training,
     high_precision,
 )
 from float8.convert.inference import convert_to_float8_inference
-from float8.distributed.after_step import after_step
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
+from float8.distributed.sync import sync_float8_amax_and_scale_history
 from float8.estimate import estimate, faster_layers
 from float8.experts.grouped_mm import grouped_mm
 from float8.experts.modules import register_experts
@@ -35,7 +36,6 @@ from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.layer import Float8Linear, float8_linear
-from float8.linear.sync import sync_float8_amax_and_scale_history
 from float8.linear.weight_cache import cached_weights
 from float8.tensor import Float8Tensor
 from float8.version import __version__ as __version__

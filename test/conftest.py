@@ -36,7 +36,7 @@ if importlib.util.find_spec("hypothesis") is not None:  # scripts/gpu_check.sh d
 @pytest.fixture
 def full_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delayed casts are dynamic for as many steps as users have."""
-    monkeypatch.setattr("float8.linear.sync.DYNAMIC_STEPS", STEPS_OF_USERS)
+    monkeypatch.setattr("float8.distributed.sync.DYNAMIC_STEPS", STEPS_OF_USERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
+from float8.distributed import sync
 from float8.kernels import Float8Matrix, cpu, definition
-from float8.linear import casts, sync
+from float8.linear import casts
 from float8.linear.autograd import Float8LinearFunction
 
 Fault = Callable[[], Any]

@@ -63,7 +63,7 @@ def shorten_the_dynamic_start() -> int:
     Returns:
         the number of syncs before, by default that of users.
     """
-    delayed = importlib.import_module("float8.linear.sync")
+    delayed = importlib.import_module("float8.distributed.sync")
     before, delayed.DYNAMIC_STEPS = delayed.DYNAMIC_STEPS, 1
     return int(before)
 

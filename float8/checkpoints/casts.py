@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from float8.checkpoints.files import Spec
 from float8.checkpoints.layouts import ROWS_OF_32, Layout
 from float8.config import ScalingType
-from float8.convert.reasons import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.linear.layer import Float8Linear
+from float8.linear.module import own_config
 from float8.linear.resident import is_resident
 from float8.tensor import Float8Tensor
 

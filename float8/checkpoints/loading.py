@@ -54,14 +54,14 @@ from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import Because
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, reason_against_inference
-from float8.convert.reasons import own_config, sharded_before
+from float8.convert.reasons import sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
 from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import weights_of
+from float8.linear.module import own_config, weights_of
 from float8.linear.resident import as_parameter, contraction_last, to_resident
 from float8.tensor import Float8Shard, Float8Tensor
 from float8.tensor.parts import is_e8m0

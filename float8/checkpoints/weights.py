@@ -46,13 +46,12 @@ from float8.checkpoints.layouts import (
 from float8.checkpoints.names import Owners, Slot, inside_of, owners, published, tensor_of
 from float8.checkpoints.plan import Writing
 from float8.config import ScalingType
-from float8.convert.reasons import own_config
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4
 from float8.linear.layer import Float8Linear
-from float8.linear.module import stacked_weights, stored_by
-from float8.linear.resident import is_resident
+from float8.linear.module import own_config, stacked_weights
+from float8.linear.resident import is_gatherable, is_resident, without_gather
 
 
 def planned(
@@ -294,7 +293,6 @@ def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
 
 def _whole(tensor: Tensor) -> Tensor:
     """The whole of a parameter or buffer, without its autograd history; all ranks call it."""
-    rule = stored_by(tensor)
-    plain: Any = (tensor if rule is None else rule.to_plain(tensor)).detach()
+    plain: Any = (without_gather(tensor) if is_gatherable(tensor) else tensor).detach()
     whole: Tensor = plain.full_tensor() if kernels.is_sharded(plain) else plain
     return whole

@@ -20,10 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from float8.config import Float8LinearConfig
 from float8.convert.folding import folded
-from float8.convert.reasons import own_config
-from float8.linear.module import Switch, weights_of
+from float8.linear.module import Switch, name_in_model, own_config, weights_of
 from float8.linear.plan import USED
-from float8.linear.sync import name_in_model
 
 if TYPE_CHECKING:
     from float8.convert.conversion import Conversion

@@ -32,14 +32,14 @@ from float8.convert.folding import folded, named
 from float8.convert.reasons import (
     NO_HISTORY,
     odd_sizes,
-    own_config,
     read_elsewhere,
     reason_to_leave,
     rule_of,
     rule_of_candidate,
 )
 from float8.convert.routers import routers_of
-from float8.linear.module import WEIGHT_RULES, stacked_weights
+from float8.distributed.gathered_weights import reason_against_gather
+from float8.linear.module import own_config, stacked_weights
 
 logger = logging.getLogger("float8")
 
@@ -180,7 +180,7 @@ class ConversionPlan:
             config, rule = self.configs[fqn], rule_of_candidate(layer)
             problems.append((fqn, rule.refuses(layer, config)))
             if config.enable_fsdp_float8_all_gather and not rule.stacked:
-                problems.append((fqn, WEIGHT_RULES[0].refuses(layer, config)))
+                problems.append((fqn, reason_against_gather(layer)))
         found = [(fqn, reason) for fqn, reason in problems if reason is not None]
         if found:
             lines = ["nothing was converted, because some layers cannot be:", *folded(found)]

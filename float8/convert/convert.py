@@ -24,10 +24,11 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.convert.reasons import sharded_before
+from float8.distributed.gathered_weights import unwrap_weights, wrap_weights
+from float8.distributed.sync import keep_ddp_from_broadcasting, remind_to_sync
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.module import (
     MODULE_RULES,
-    WEIGHT_RULES,
     Float8Module,
     ModuleRule,
     register_module_rule,
@@ -36,7 +37,6 @@ from float8.linear.module import (
 )
 from float8.linear.refusals import refuses_layer
 from float8.linear.resident import make_plain
-from float8.linear.sync import keep_ddp_from_broadcasting, remind_to_sync
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
@@ -105,7 +105,7 @@ def convert_to_float8_training(
     plan.warn_of_fixed_scales()
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
-        plan.conversion.gathered_in_high_precision = WEIGHT_RULES[0].wrap(module, plan.layers)
+        plan.conversion.gathered_in_high_precision = wrap_weights(module, plan.layers)
     plan.finish(module)
     if plan.config.uses_delayed_scaling and plan.layers:
         remind_to_sync(module)
@@ -130,8 +130,7 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
         TypeError: ``module`` is no module.
     """
     check_module(module, "convert_from_float8_training", "module")
-    for rule in WEIGHT_RULES:
-        rule.unwrap(module)
+    unwrap_weights(module)
     make_plain(module)
     plain = {m: m.to_float() for m in module.modules() if isinstance(m, Float8Module)}
     module = replace_children(module, plain)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from float8.convert.filters import divisible_by, why_not
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
-from float8.linear.module import MODULE_RULES, Float8Module, ModuleRule, stacked_weights, weights_of
+from float8.linear.module import MODULE_RULES, ModuleRule, own_config, stacked_weights, weights_of
 from float8.linear.refusals import multiple_of_features
 
 NO_HISTORY = (
@@ -25,13 +25,6 @@ NO_HISTORY = (
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
 _READS_WEIGHTS = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
-
-
-def own_config(module: nn.Module) -> Float8LinearConfig | None:
-    """The config of a converted layer or of converted experts, or None for other modules."""
-    if isinstance(module, Float8Linear):
-        return module.config
-    return module.float8_config if isinstance(module, Float8Module) else None
 
 
 def rule_of(module: nn.Module) -> ModuleRule | None:

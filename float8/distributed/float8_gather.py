@@ -30,12 +30,11 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.config import OperandCast
-from float8.convert.reasons import own_config
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.linear.casts import DelayedState, cast_alone, known_scale, max_over_ranks
 from float8.linear.float8_weight import version_of
-from float8.linear.module import weights_of
+from float8.linear.module import own_config, weights_of
 from float8.linear.plan import cast_on
 from float8.tensor import Float8Tensor
 

@@ -37,15 +37,12 @@ compute dtype to ``fully_shard`` as ``MixedPrecisionPolicy(param_dtype=...)``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module
-from float8.config import Float8LinearConfig
-from float8.convert.reasons import own_config
 from float8.distributed.float8_gather import GatheredWeight, amax_of_shard, weight_cast
 from float8.distributed.rank_comparison import (
     LAYERS,
@@ -57,10 +54,9 @@ from float8.distributed.rank_comparison import (
 from float8.distributed.replaced_parameters import mark_replaced, unmark
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.kernels import is_sharded
-from float8.linear.casts import known_scale, max_over_ranks, placed
-from float8.linear.module import WeightRule, register_weight_rule, weights_of
-from float8.linear.resident import as_parameter
-from float8.linear.sync import modules_by_name
+from float8.linear.casts import known_scale, max_over_ranks
+from float8.linear.module import modules_by_name, own_config, weights_of
+from float8.linear.resident import as_parameter, is_gatherable
 
 
 @torch.no_grad()
@@ -116,10 +112,11 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
             shard.known.remember(amax.view(part.shape), shard.plain, own)
 
 
-# --- the rule of conversion
+# --- conversion
 
 
-def _reason(layer: nn.Module, config: Float8LinearConfig) -> str | None:
+def reason_against_gather(layer: nn.Module) -> str | None:
+    """The reason why the weight of a layer cannot be gathered in float8, or None."""
     if is_sharded(layer.weight):  # type: ignore[arg-type]
         return (
             "its weight is a DTensor already: convert before fully_shard, and with tensor "
@@ -128,7 +125,7 @@ def _reason(layer: nn.Module, config: Float8LinearConfig) -> str | None:
     return None
 
 
-def _wrap(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
+def wrap_weights(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)
     plain: dict[str, str] = {}
@@ -159,11 +156,11 @@ def _stays_plain(
     return f"it is tied to a {others[0]}, which does not read float8" if others else None
 
 
-def _unwrap(root: nn.Module) -> None:
+def unwrap_weights(root: nn.Module) -> None:
     """Give the layers plain Parameters again."""
     found = _places(root).items()
     for parameter, ((module, name), *_) in found:
-        is_shard = _is_stored(parameter) and is_sharded(parameter)
+        is_shard = is_gatherable(parameter) and is_sharded(parameter)
         if is_shard or isinstance(parameter, GatheredWeight):
             raise RuntimeError(
                 f"fully_shard has sharded {type(module).__name__}.{name}, which is gathered in "
@@ -192,32 +189,3 @@ def _replace(old: Tensor, data: Tensor, places: list[tuple[nn.Module, str]]) -> 
     for module, name in places:
         module.register_parameter(name, new)
     return new
-
-
-def _is_stored(x: Tensor) -> bool:
-    return isinstance(getattr(x, "_local_tensor", x), ShardedWeight)
-
-
-def _as_plain(x: Tensor) -> Tensor:
-    """A stored weight as a checkpoint has it: an ordinary tensor, or a DTensor of ordinary ones."""
-    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
-    return _with_local(x, lambda stored: stored.plain.detach())
-
-
-def _as_stored(x: Tensor) -> Tensor:
-    """The inverse of `_as_plain`, of a plain weight."""
-    return _with_local(x, lambda plain: ShardedWeight(plain.detach()))
-
-
-@torch.no_grad()
-def _with_local(x: Any, change: Callable[[Any], Tensor]) -> Tensor:
-    local = getattr(x, "_local_tensor", None)
-    if local is None:
-        return change(x)
-
-    return placed(change(local), x.shape, x.device_mesh, x.placements)
-
-
-register_weight_rule(
-    WeightRule(_reason, _wrap, _unwrap, _is_stored, to_plain=_as_plain, from_plain=_as_stored)
-)

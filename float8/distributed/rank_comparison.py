@@ -27,12 +27,15 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.config import CastConfig, Float8LinearConfig
-from float8.convert.reasons import own_config
 from float8.experts.modules import Float8Experts
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import FIRST_SYNC_CHECKS, stacked_weights, stored_by, weights_of
-from float8.linear.sync import modules_by_name
+from float8.linear.module import (
+    modules_by_name,
+    own_config,
+    stacked_weights,
+)
+from float8.linear.resident import gatherable_weights, is_gatherable
 
 LAYERS = (Float8Linear, Float8Experts)
 Facts = dict[str, str]  # of one layer: name of a property -> its value
@@ -113,7 +116,7 @@ def compare_layer(layer: Any, group: dist.ProcessGroup) -> None:
     compare_once(layer, [group], lambda: {"a layer": {"name": name} | _facts(layer)})
 
 
-def _compare_before_sync(
+def compare_before_sync(
     model: nn.Module, ranks: list[int], groups: Sequence[dist.ProcessGroup]
 ) -> None:
     """Raise, on every rank, if the ranks that ``sync`` reduces over differ in layers."""
@@ -133,7 +136,7 @@ def _error_of_missing_ranks(model: nn.Module, present: set[int]) -> str | None:
         if (layout := getattr(layer, "layout", None)) is not None:
             groups = [layout.mesh.get_group()]
         else:
-            groups = sharding_groups(layer.weight) if stored_by(layer.weight) else []
+            groups = sharding_groups(layer.weight) if is_gatherable(layer.weight) else []
         for ranks in map(dist.get_process_group_ranks, groups):
             if not present.issuperset(ranks):
                 return (
@@ -147,9 +150,6 @@ def sharding_groups(weight: Any) -> list[dist.ProcessGroup]:
     """The groups over which a weight is sharded; none if it is no DTensor."""
     placements = enumerate(getattr(weight, "placements", ()))
     return [weight.device_mesh.get_group(dim) for dim, p in placements if not p.is_replicate()]
-
-
-FIRST_SYNC_CHECKS.append(_compare_before_sync)
 
 
 # --- the facts of layers
@@ -170,7 +170,7 @@ def _facts(module: Any) -> Facts:
         **config_facts(config),
         **{name: str(getattr(module, name)) for name in names},
         **{name: str(tuple(w.shape)) for name, w in stacked_weights(module).items()},
-        "gathered in float8": str(any(map(stored_by, weights_of(module).values()))),
+        "gathered in float8": str(bool(gatherable_weights(module))),
     }
 
 

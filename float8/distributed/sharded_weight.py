@@ -31,12 +31,13 @@ from float8.distributed.float8_gather import (
     weight_cast,
 )
 from float8.granularity import Block
+from float8.linear.resident import GatherableWeight
 
 aten = torch.ops.aten
 _Metadata = tuple[torch.Size, Tensor, torch.dtype, Block]  # size, scale, dtype of the data, block
 
 
-class ShardedWeight(Tensor):
+class ShardedWeight(GatherableWeight):
     """A weight, or a shard of one, in high precision.
 
     ``plain`` is the ordinary tensor that it wraps; both share the data. ``known`` is what is known

@@ -48,7 +48,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.distributed.tensor.placement_types import Placement
 
 from float8.config import Float8LinearConfig, ScalingType
-from float8.convert.reasons import own_config
 from float8.distributed.parallel_linear import (
     Float8ParallelLinear,
     ParallelLayout,
@@ -60,6 +59,7 @@ from float8.distributed.parallel_linear import (
     warn_of_high_precision,
 )
 from float8.linear.layer import Float8Linear
+from float8.linear.module import own_config
 from float8.linear.plan import plan_of
 
 __all__ = ["Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"]

@@ -36,9 +36,9 @@ from float8.experts.grouped_mm import grouped_mm
 from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_library
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
-from float8.linear.module import Float8Module, ModuleRule, stacked_weights, stored_by
+from float8.linear.module import Float8Module, ModuleRule, stacked_weights
 from float8.linear.refusals import refuses_layer
-from float8.linear.resident import join_loaded, split_saved
+from float8.linear.resident import gatherable_weights, join_loaded, split_saved, stay_gatherable
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -161,21 +161,14 @@ class Float8Experts(Float8Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, weight in stacked_weights(self).items():
-            stored = stored_by(weight)
-            if stored is not None and not keep_vars and prefix + name in destination:
-                destination[prefix + name] = stored.to_plain(weight)
         if not keep_vars:
             split_saved(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        stored = {name: stored_by(weight) for name, weight in stacked_weights(self).items()}
+        gatherable = gatherable_weights(self)
         join_loaded(self, state_dict, prefix, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, rule in stored.items():
-            weight: Any = self._parameters[name]
-            if rule is not None and not rule.is_stored(weight):  # assign=True
-                self._parameters[name] = nn.Parameter(rule.from_plain(weight), weight.requires_grad)
+        stay_gatherable(self, gatherable)
 
 
 class _GroupedProducts(TorchFunctionMode):

@@ -51,11 +51,11 @@ from torch import Tensor, nn
 from float8.arguments import check_module, check_type
 from float8.convert.conversion import replace_children
 from float8.convert.reasons import runs_something_else
+from float8.distributed.sync import keep_ddp_from_broadcasting
 from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, reason_against_config
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.sync import keep_ddp_from_broadcasting
 
 logger = logging.getLogger("float8")
 Attributes = Callable[[nn.Module], dict[str, Any]]

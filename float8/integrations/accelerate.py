@@ -57,8 +57,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from float8.config import Float8LinearConfig
+from float8.convert.after_step import after_step
 from float8.convert.filters import ModuleFilter, all_of, divisible_by
-from float8.distributed.after_step import after_step
 from float8.integrations.conversion import Adapter, delayed_casts, refuse_fp8, warn_of_version
 
 warn_of_version("accelerate", "1.15", "1.16")

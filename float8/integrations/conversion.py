@@ -24,10 +24,9 @@ from torch.torch_version import TorchVersion
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import ModuleFilter
-from float8.convert.reasons import own_config
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import Float8Module
+from float8.linear.module import Float8Module, own_config
 
 
 def warn_of_version(package: str, first: str, beyond: str) -> None:

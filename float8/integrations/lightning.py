@@ -75,9 +75,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from float8.convert.after_step import after_step
 from float8.convert.calls import tell_what_ran
 from float8.convert.filters import ModuleFilter
-from float8.distributed.after_step import after_step
 from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear

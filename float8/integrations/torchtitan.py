@@ -62,17 +62,17 @@ from torchtitan.protocols.module import Module
 
 from float8.config import Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
+from float8.convert.after_step import after_step
 from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
 from float8.convert.reasons import NO_HISTORY, odd_sizes, rule_of
 from float8.convert.routers import ROUTES
-from float8.distributed.after_step import after_step
+from float8.distributed.gathered_weights import wrap_weights
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
 from float8.integrations.conversion import warn_of_version
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import WEIGHT_RULES
 
 warn_of_version("torchtitan", "0.3", "0.4")
 
@@ -121,7 +121,7 @@ class Float8TitanLinear(Float8Linear, Linear):
                 cast.__class__ = _DelayedCast
                 cast.hidden = config.plain_checkpoint
         if float8.enable_fsdp_float8_all_gather:
-            WEIGHT_RULES[0].wrap(self, {config._fqn: self})
+            wrap_weights(self, {config._fqn: self})
         if _needs_after_step(float8):
             _install_hook()
 

@@ -85,8 +85,8 @@ from float8.checkpoints import plan_save, save_pretrained
 from float8.checkpoints.files import reason_against_folder
 from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
+from float8.convert.after_step import after_step
 from float8.convert.filters import Because, ModuleFilter
-from float8.distributed.after_step import after_step
 from float8.integrations.conversion import (
     Adapter,
     delayed_casts,

@@ -7,7 +7,8 @@ decides where the scale comes from:
 - dynamic: from the amax of this tensor;
 - static: a constant;
 - delayed: from the amaxes of past steps. The operand has a `DelayedState`: ``scale`` is used, and
-  ``current_amax`` records the amax of this step. `float8.linear.sync` turns records into scales.
+  ``current_amax`` records the amax of this step. `float8.distributed.sync` turns records into
+  scales.
 
 A tensorwise dynamic scale of a tensor whose parts lie on several ranks needs the amax over those
 ranks: `max_over_ranks`.

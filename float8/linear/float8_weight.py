@@ -22,11 +22,7 @@ from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedState, cast_operand, record
 from float8.linear.plan import ROUND, VIEW, LinearPlan
-from float8.linear.resident import (
-    _KEEPS_FACTORS_OUT,
-    is_resident,
-    refuses_training,
-)
+from float8.linear.resident import _KEEPS_FACTORS_OUT, is_resident, refuses_training
 from float8.tensor import Float8Tensor
 
 # How backward reads what it has of a weight: (saved, call, g_MN, offs) -> w_KN for grad_input, and

@@ -26,11 +26,18 @@ from float8.linear.autograd import (
 )
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
 from float8.linear.float8_weight import Float8Weight, float8_weight
-from float8.linear.module import Float8Module, stored_by
+from float8.linear.module import Float8Module
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, plan_of
 from float8.linear.refusals import error_of_call, refuses_layer
-from float8.linear.resident import input_scale_of, is_resident, join_loaded, split_saved
+from float8.linear.resident import (
+    gatherable_weights,
+    input_scale_of,
+    is_resident,
+    join_loaded,
+    split_saved,
+    stay_gatherable,
+)
 from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
 from float8.tensor import Float8Tensor
 
@@ -108,6 +115,11 @@ class Float8Linear(Float8Module, nn.Linear):
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
+
+    @property
+    def float8_config(self) -> Float8LinearConfig:  # type: ignore[override]
+        """The config of the layer's products."""
+        return self.config
 
     @property
     def casts(self) -> tuple[Cast, Cast, Cast]:
@@ -206,12 +218,10 @@ class Float8Linear(Float8Module, nn.Linear):
                 raise type(error)(f"{self._name}: {error}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        stored = stored_by(self.weight)
+        gatherable = gatherable_weights(self)
         join_loaded(self, state_dict, prefix, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if stored is not None and not stored.is_stored(self.weight):  # assign=True
-            like = stored.from_plain(self.weight)
-            self.weight = nn.Parameter(like, self.weight.requires_grad)
+        stay_gatherable(self, gatherable)
         weight = state_dict.get(prefix + "weight")
         if weight is None:
             return  # a partial checkpoint, such as adapters: the state of the casts stays
@@ -225,9 +235,6 @@ class Float8Linear(Float8Module, nn.Linear):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        stored, key = stored_by(self.weight), prefix + "weight"
-        if stored is not None and not keep_vars and key in destination:
-            destination[key] = stored.to_plain(self.weight)
         if not keep_vars:
             split_saved(self, destination, prefix)
 

@@ -8,13 +8,6 @@ It goes by `to_float`; and it leaves float8 for a while where a forward finds
 ``module.high_precision`` set. `float8.high_precision` sets the flag that it reads, for all threads:
 autograd recomputes checkpointed regions in threads of its own. Such a region runs as the model is
 then: call backward inside the context in which forward ran.
-
-Two more tables are filled by one package above each:
-
-- ``WEIGHT_RULES``: `float8.distributed.gathered_weights` registers one; conversion reads it for
-  ``enable_fsdp_float8_all_gather``, and layers when they load and save checkpoints.
-- ``FIRST_SYNC_CHECKS``: `float8.distributed.rank_comparison` registers one; the first ``sync`` of a
-  model calls it.
 """
 
 from __future__ import annotations
@@ -75,7 +68,7 @@ class Float8Module(Switchable):
     """Abstract: a module that computes in float8 and can become the plain module again.
 
     Attributes:
-        float8_config: of the module's products, where ``config`` is not that: of experts.
+        float8_config: of the module's products; None where it has none.
     """
 
     float8_config: Float8LinearConfig | None = None
@@ -151,31 +144,7 @@ class ModuleRule:
     stacked: bool = False
 
 
-@dataclass(frozen=True)
-class WeightRule:
-    """The storage of weights for ``enable_fsdp_float8_all_gather``; checkpoints have plain tensors.
-
-    Args:
-        refuses: (layer, config) -> the reason why its weight cannot be stored so, or None.
-        wrap: (model, name -> converted layer) -> name -> the reason, for weights left as they were.
-        unwrap: (model): the inverse of ``wrap``.
-        is_stored: (weight) -> whether it is stored so.
-        to_plain: (weight) -> the same data as an ordinary tensor.
-        from_plain: (tensor) -> the same data as a stored weight.
-    """
-
-    refuses: Callable[[nn.Module, Float8LinearConfig], str | None]
-    wrap: Callable[[nn.Module, dict[str, nn.Module]], dict[str, str]]
-    unwrap: Callable[[nn.Module], None]
-    is_stored: Callable[[Tensor], bool]
-    to_plain: Callable[[Tensor], Tensor]
-    from_plain: Callable[[Tensor], Tensor]
-
-
 MODULE_RULES: dict[type[nn.Module], ModuleRule] = {}
-WEIGHT_RULES: list[WeightRule] = []  # at most one
-# (model, the ranks that take part, their groups): raises where ranks disagree.
-FIRST_SYNC_CHECKS: list[Callable[[nn.Module, list[int], list[Any]], None]] = []
 
 
 def register_module_rule(module_type: type[nn.Module], rule: ModuleRule) -> None:
@@ -209,22 +178,37 @@ def weights_of(layer: nn.Module) -> dict[str, Any]:
     return stacked_weights(layer) or ({} if weight is None else {"weight": weight})
 
 
-def stored_by(weight: Tensor) -> WeightRule | None:
-    """The rule by which a weight is stored, or None for an ordinary one."""
-    return next(iter([rule for rule in WEIGHT_RULES if rule.is_stored(weight)]), None)
+def own_config(module: nn.Module) -> Float8LinearConfig | None:
+    """The config of a converted layer or of converted experts, or None for other modules."""
+    return module.float8_config if isinstance(module, Float8Module) else None
 
 
-def register_weight_rule(rule: WeightRule) -> None:
-    """Let conversion store weights so that FSDP2 gathers them in float8.
+def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
+    """Each module of a type, or of several types, once, in alphabetical order of the names.
 
-    The library registers its own rule when it is imported, so there is no place for another.
-
-    Args:
-        rule: how to store them.
-
-    Raises:
-        ValueError: there is a rule already.
+    A module with several names gets the first of them. The list does not depend on the order of
+    registration. Names leave out the wrappers of compilation and checkpointing, in which ranks may
+    differ.
     """
-    if WEIGHT_RULES:
-        raise ValueError("there is a rule for enable_fsdp_float8_all_gather already")
-    WEIGHT_RULES.append(rule)
+    named = [
+        (name_in_model(fqn), module)
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, kind)
+    ]
+    found, seen = [], set()
+    for name, module in sorted(named, key=lambda item: item[0]):
+        if id(module) not in seen:
+            seen.add(id(module))
+            found.append((name, module))
+    return found
+
+
+# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
+_WRAPPERS = {
+    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
+}  # fmt: skip
+
+
+def name_in_model(fqn: str) -> str:
+    """A module's name without the parts that wrappers add."""
+    return ".".join([part for part in fqn.split(".") if part not in _WRAPPERS])

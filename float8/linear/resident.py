@@ -192,21 +192,23 @@ def make_plain(model: nn.Module) -> None:
 
 def input_scale_of(layer: Any) -> Tensor | None:
     """The static scale of the inputs of a layer with a resident weight, float32 (); else None."""
-    if layer.float8_config is not None:  # of experts
-        return None
-    cast = layer.config.cast_config_input
-    if cast.scaling_type is not ScalingType.STATIC or not is_resident(layer.weight):
+    is_linear = isinstance(layer, nn.Linear)
+    cast = layer.float8_config.cast_config_input
+    is_static = is_linear and cast.scaling_type is ScalingType.STATIC
+    if not (is_static and is_resident(layer.weight)):
         return None
     return torch.tensor(cast.static_scale, dtype=torch.float32, device=layer.weight.device)
 
 
 def split_saved(layer: Any, destination: dict[str, Any], prefix: str) -> None:
-    """Put the resident weights of a layer into a state dict: data and scales; or dequantised.
+    """Put the weights of a layer that are no ordinary tensors into a state dict.
 
-    Data and scale share memory with the state dict, ``destination``. ``prefix`` is that of the
-    layer's keys.
+    Of resident ones data and scales, or dequantised. They share memory with the state dict,
+    ``destination``. ``prefix`` is that of the layer's keys.
     """
     for name, weight in weights_of(layer).items():
+        if is_gatherable(weight) and prefix + name in destination:
+            destination[prefix + name] = without_gather(weight)
         if (parts := _parts(weight)) is None:
             continue
         if layer.high_precision and is_resident(weight):
@@ -249,7 +251,7 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
     input scale becomes that of the layer, if its weight is resident. Messages of errors are
     appended to ``errors``.
     """
-    config = layer.float8_config or layer.config
+    config = layer.float8_config
     for name, weight in weights_of(layer).items():
         key = prefix + name
         loaded, scale = state_dict.get(key), state_dict.get(key + SCALE_SUFFIX)
@@ -320,6 +322,52 @@ def _joined(
     joined = Float8Tensor(data, scale, block, weight.dtype, None, cast.scales)
     result: Float8Tensor = contraction_last(layer, joined)
     return result
+
+
+# --- weights that FSDP2 gathers in float8
+
+
+class GatherableWeight(Tensor):
+    """Abstract: a high-precision weight, or a shard of one, that FSDP2 gathers in float8.
+
+    ``plain`` is the ordinary tensor that it wraps; a state dict has that.
+    """
+
+    plain: Tensor
+
+
+def is_gatherable(weight: Any) -> bool:
+    """Whether a weight, or this rank's shard of it, is a `GatherableWeight`."""
+    return isinstance(getattr(weight, "_local_tensor", weight), GatherableWeight)
+
+
+def without_gather(weight: Any) -> Tensor:
+    """A gatherable weight as an ordinary tensor, or a DTensor of ordinary ones."""
+    # detach() shares the version counter, so that in-place writes to the checkpoint are detected
+    return _with_local(weight, lambda local: local.plain.detach())
+
+
+def gatherable_weights(layer: Any) -> dict[str, Any]:
+    """The gatherable weights of a layer, by name."""
+    return {name: weight for name, weight in weights_of(layer).items() if is_gatherable(weight)}
+
+
+def stay_gatherable(layer: Any, before: dict[str, Any]) -> None:
+    """Make the weights gatherable again that ``load_state_dict(assign=True)`` has replaced."""
+    for name, old in before.items():
+        new: Any = layer._parameters[name]
+        if not is_gatherable(new):
+            kind: Any = type(getattr(old, "_local_tensor", old))
+            like = _with_local(new, lambda plain, kind=kind: kind(plain.detach()))
+            layer._parameters[name] = nn.Parameter(like, new.requires_grad)
+
+
+@torch.no_grad()
+def _with_local(x: Any, change: Any) -> Tensor:
+    local = getattr(x, "_local_tensor", None)
+    if local is None:
+        return change(x)
+    return placed(change(local), x.shape, x.device_mesh, x.placements)
 
 
 # --- static scales of inputs, which are calibrated, or read from a checkpoint

@@ -61,11 +61,10 @@ from float8.kernels.matrix import ROW
 from float8.linear.autograd import STATELESS, States, as_matrix
 from float8.linear.casts import DelayedState, cast_alone
 from float8.linear.layer import Float8Linear
-from float8.linear.module import HasTransforms
+from float8.linear.module import HasTransforms, name_in_model
 from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.resident import is_resident
 from float8.linear.smoothing import inverse, smoothed, split
-from float8.linear.sync import name_in_model
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report

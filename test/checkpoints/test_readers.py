@@ -31,9 +31,9 @@ from float8.checkpoints import (
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.checkpoints.names import published
 from float8.config import OperandCast
-from float8.convert.reasons import own_config
 from float8.experts.modules import _REGISTERED
 from float8.linear.casts import cast_alone
+from float8.linear.module import own_config
 
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import pytest
@@ -16,14 +15,12 @@ from float8 import (
     CastConfig,
     Float8LinearConfig,
     ScalingType,
-    convert_from_float8_training,
     convert_to_float8_inference,
     convert_to_float8_training,
 )
 from float8.config import RECIPES
 from float8.convert import filters as f
 from float8.convert import register_linear_type
-from float8.linear.module import WeightRule, register_weight_rule
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 E4M3_CAST = CastConfig(target_dtype=torch.float8_e4m3fn)
@@ -119,30 +116,6 @@ def test_a_module_says_itself_why_its_model_cannot_be_converted(call):
         with pytest.raises(ValueError, match="nothing was converted: the model is transformed"):
             call(model)
         assert facts_of(model) == before
-
-
-def test_a_rule_for_gathered_weights_refuses_wraps_and_unwraps(monkeypatch):
-    calls, rules = [], []
-    rule = WeightRule(
-        refuses=lambda layer, config: "no bias" if layer.bias is None else None,
-        wrap=lambda root, layers: calls.append(list(layers)) or {"0": "a reason"},
-        unwrap=lambda root: calls.append("unwrapped"),
-        is_stored=lambda weight: False,
-        to_plain=lambda weight: weight,
-        from_plain=lambda weight: weight,
-    )
-    for reader in ("linear.registration", "convert.conversion", "convert.convert"):
-        monkeypatch.setattr(f"float8.{reader}.WEIGHT_RULES", rules)
-    register_weight_rule(rule)
-    config = dataclasses.replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ValueError, match=r"nothing was converted.*\n  0: no bias"):
-        convert_to_float8_training(nn.Sequential(nn.Linear(16, 16, bias=False)), config=config)
-    model = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
-    assert "gathered in high precision: 0: a reason" in str(model.float8_conversion)
-    convert_from_float8_training(model)
-    assert calls == [["0"], "unwrapped"]
-    with pytest.raises(ValueError, match="there is a rule"):
-        register_weight_rule(rule)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.distributed import gathered_weights
-from float8.linear import sync
+from float8.distributed import gathered_weights, sync
 from float8.linear.casts import max_over_ranks
 
 NAMES = ("k", "q", "v")

@@ -35,8 +35,8 @@ from float8 import (
 )
 from float8 import sync_float8_amax_and_scale_history as sync_history
 from float8.config import RECIPES
+from float8.distributed import sync
 from float8.formats import E4M3, E5M2
-from float8.linear import sync
 
 
 def _model(layers=2, **settings):
@@ -164,7 +164,7 @@ def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
     check = lambda model, ranks, groups: asked.append(ranks)  # noqa: E731
-    monkeypatch.setattr(sync, "FIRST_SYNC_CHECKS", [check])
+    monkeypatch.setattr(sync, "compare_before_sync", check)
     dynamic = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)))
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

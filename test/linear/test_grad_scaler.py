@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from float8 import after_step, convert_to_float8_training
 from float8.config import RECIPES
-from float8.linear import sync
+from float8.distributed import sync
 
 SCALED = sorted(set(RECIPES) - {"unit"})
 OVERFLOWS = 2.0**40

@@ -15,7 +15,7 @@ from unchanged import assert_model_unchanged
 
 from float8.config import RECIPES, Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
-from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.distributed.sync import sync_float8_amax_and_scale_history
 from float8.numerics.nonfinite import find_nan
 
 Fault = Callable[[Tensor], Tensor]

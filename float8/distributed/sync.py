@@ -34,7 +34,7 @@ counts the interval.
 
 The collective is a maximum by position, so all ranks must list the same casts in the same order:
 alphabetically by name (`modules_by_name`). The order of registration does not matter.
-`FIRST_SYNC_CHECKS` compares the names before the first collective.
+`float8.distributed.rank_comparison` compares the names before the first collective.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
+from float8.distributed.rank_comparison import compare_before_sync
 from float8.linear.casts import DELAYED_CASTS, DelayedCast, max_over_ranks
-from float8.linear.module import FIRST_SYNC_CHECKS, Switchable
+from float8.linear.module import Switchable, modules_by_name
 from float8.linear.weight_cache import cast_delayed
 
 if TYPE_CHECKING:
@@ -129,8 +130,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     # In a group of one rank too: it may be the wrong group.
     if _is_one_of_many() and _is_first(model, casts):
-        for check in FIRST_SYNC_CHECKS:
-            check(model, ranks_of(group), groups)
+        compare_before_sync(model, ranks_of(group), groups)
         _checked.update(_parts_checked(model))
     with torch.no_grad():
         _update_all(casts, groups)
@@ -153,37 +153,6 @@ def _parts_checked(model: nn.Module) -> list[nn.Module]:
     With these as keys, a new container of layers that were compared is not compared again.
     """
     return [m for m in model.modules() if isinstance(m, Switchable)] or [model]
-
-
-def modules_by_name(model: nn.Module, kind: Any = nn.Module) -> list[tuple[str, Any]]:
-    """Each module of a type, or of several types, once, in alphabetical order of the names.
-
-    A module with several names gets the first of them. The list does not depend on the order of
-    registration. Names leave out the wrappers of compilation and checkpointing, in which ranks may
-    differ.
-    """
-    named = [
-        (name_in_model(fqn), module)
-        for fqn, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, kind)
-    ]
-    found, seen = [], set()
-    for name, module in sorted(named, key=lambda item: item[0]):
-        if id(module) not in seen:
-            seen.add(id(module))
-            found.append((name, module))
-    return found
-
-
-# Of torch.compile, FSDP1, checkpoint_wrapper and Lightning's Fabric.
-_WRAPPERS = {
-    "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module",
-}  # fmt: skip
-
-
-def name_in_model(fqn: str) -> str:
-    """A module's name without the parts that wrappers add."""
-    return ".".join([part for part in fqn.split(".") if part not in _WRAPPERS])
 
 
 def ranks_of(group: Group | None) -> list[int]:

@@ -8,12 +8,12 @@ from torch import nn
 
 from float8.arguments import check_module
 from float8.convert.calls import tell_what_ran
-from float8.convert.reasons import own_config
 from float8.distributed.gathered_weights import precompute_float8_dynamic_scale_for_fsdp
-from float8.linear.sync import sync_float8_amax_and_scale_history
+from float8.distributed.sync import sync_float8_amax_and_scale_history
+from float8.linear.module import own_config
 
 if TYPE_CHECKING:
-    from float8.linear.sync import Group
+    from float8.distributed.sync import Group
 
 
 def after_step(model: nn.Module, group: Group | None = None) -> None:
