@@ -23,11 +23,11 @@ from float8.linear.autograd import Float8LinearFunction
 Fault = Callable[[], Any]
 
 
-def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Fault:
+def _patched(owner: Any, names: str, make: Callable[[Any], Any]) -> Fault:
     @contextmanager
     def plant() -> Iterator[None]:
-        original = getattr(owner, name)
-        with mock.patch.object(owner, name, make(original)):
+        made = {name: make(getattr(owner, name)) for name in names.split()}
+        with mock.patch.multiple(owner, **made):
             yield
 
     return plant
@@ -115,7 +115,7 @@ LAYER_FAULTS: dict[str, Fault] = {
     "inverted scale": _patched(kernels, "multiply", _inverted_scale),
     "wrong format": _patched(cpu, "cast_by_scale", _wrong_format),
     "format maximum of fnuz": _patched(cpu, "scale_from_amax", _format_maximum_of_fnuz),
-    "stale scale": _patched(cpu, "scale_from_amax", _stale_scale),
+    "stale scale": _patched(cpu, "scale_from_amax e8m0_scale_from_amax", _stale_scale),
     "one scale for all rows": _patched(cpu, "amax", _one_scale_for_all_rows),
     "sign-only gradient": _patched(Float8LinearFunction, "backward", _sign_only_gradient),
 }

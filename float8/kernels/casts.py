@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels import plain
+from float8.kernels import cpu, plain
 from float8.kernels.definition import FLOAT32, scale_from_amax
 from float8.kernels.matrix import Float8Matrix
 from float8.kernels.products import CPU, SUPPORT, family_of
@@ -207,7 +207,7 @@ def cast(
     else:  # by aten's ops, which the compiler fuses, and which have rules for DTensors
         if is_compiling and x.device.type == "cuda":
             check_compiler(x.device)
-        data, own, data_t, own_t, amax = plain.cast_by_definition(*arguments)
+        data, own, data_t, own_t, amax = cpu.cast_both(*arguments)
     if scale is not None:
         own = own_t = scale
     elif is_whole:

@@ -1,8 +1,8 @@
 """The ops of ``definition.py`` on a CPU: the same bits, several times faster.
 
 `amax`, `cast_by_scale`, `dequantize` and `scaled_mm` have a form of their own here; tensors of
-other devices get the definition. ``plain.py`` makes ops of them, which torch.compile does not look
-into and DTensors do not reach.
+other devices, and DTensors, get the definition. ``plain.py`` makes ops of them, which torch.compile
+does not look into and DTensors do not reach.
 
 An op takes several passes over its operand. A large one is cut in parts (`_parts`), so that every
 pass after the first finds its part in the processor's L2 cache: two to four times faster.
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from float8.granularity import WHOLE, Block
-from float8.kernels import definition, e8m0
-from float8.kernels.definition import in_blocks, scale_from_amax
+from float8.kernels import definition
+from float8.kernels.definition import scale_from_amax
+from float8.kernels.e8m0 import e8m0_scale_from_amax
 
 __all__ = [
     "amax",
@@ -59,7 +60,7 @@ def _is_column_major(x: Tensor) -> bool:
 
 def amax(x: Tensor, block: Block) -> Tensor:
     """`definition.amax`; whole tensors are read once."""
-    if x.numel() == 0 or not x.is_cpu:
+    if x.numel() == 0 or not x.is_cpu or hasattr(x, "device_mesh"):
         return definition.amax(x, block)
     if len(block) == 3 and block[0] == 1:
         return torch.stack([amax(matrix, block[1:]) for matrix in x])
@@ -116,7 +117,7 @@ def cast_by_scale(
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
     receives the data. ``buffer`` is float32 memory for the values of x.
     """
-    if not x.is_cpu:
+    if not x.is_cpu or hasattr(x, "device_mesh"):
         data = definition.cast_by_scale(x, scale, block, dtype)
         return data if out is None else out.copy_(data)
     if buffer is None and x.numel() > _PART and x.dim() in (2, 3):
@@ -129,7 +130,10 @@ def cast_by_scale(
         x32 = x.float()
     else:
         is_copy, x32 = True, buffer[: x.numel()].view(x.shape).copy_(x)
-    factor = scale.reciprocal() if scale.dtype == torch.float32 else e8m0.e8m0_reciprocal(scale)
+    if scale.dtype == torch.float32:
+        factor = scale.reciprocal()
+    else:  # E8M0: the exponents of the reciprocals; 255, a NaN, stays
+        factor = (254 - scale.view(torch.uint8)).view(scale.dtype).float()
     if _is_tiled(block):
         y = _scaled(x32, factor, block)
     else:
@@ -155,30 +159,27 @@ def cast_both(
     row_major: bool,
     transposed: bool,
     finds_amax: bool,
-    where: Any = None,
 ) -> CastOutputs:
-    """The op ``cast``, see `float8.kernels.casts.cast`; by the functions of ``where``, or these."""
-    find_amax, cast_it = (
-        (amax, cast_by_scale) if where is None else (where.amax, where.cast_by_scale)
-    )
+    """Cast x in one orientation or both: the op ``cast``, see `float8.kernels.casts.cast`."""
     block, largest, nothing = (1, *block)[-x.dim() :], torch.finfo(dtype).max, (0, 0)
     is_given, is_whole, whole = scale is not None, block[-2:] == (WHOLE, WHOLE), None
+    find_scale: Any = scale_from_amax
+    how: Any = scale_format
+    if scale_format.startswith("e8m0"):
+        find_scale, how = e8m0_scale_from_amax, scale_format == "e8m0"
     if is_whole and (finds_amax or not is_given):
-        whole = find_amax(x, block)
-        scale = scale if is_given else scale_from_amax(whole, largest, scale_format)
+        whole = amax(x, block)
+        scale = scale if is_given else find_scale(whole, largest, how)
     outputs = []
     for wanted, source in ((row_major, x), (transposed, x.mT)):
         if not wanted:
             outputs += [x.new_empty(nothing, dtype=dtype), x.new_empty(nothing)]
             continue
-        own = scale
-        if own is None:
-            own = scale_from_amax(find_amax(source, block), largest, scale_format)
+        own = find_scale(amax(source, block), largest, how) if scale is None else scale
         # By a float32 scale that was computed from x, finite values stay in the format's range.
-        fits = (True,) if where is None and not is_given and own.dtype == torch.float32 else ()
-        has_own = not (is_given or is_whole)
-        outputs.append(cast_it(source, own, block, dtype, *fits))
-        outputs.append(own if has_own else x.new_empty(nothing))
+        fits = not is_given and own.dtype == torch.float32
+        outputs.append(cast_by_scale(source, own, block, dtype, fits))
+        outputs.append(own if scale is None else x.new_empty(nothing))
     if is_whole and not is_given:  # one scale for both orientations
         outputs[1] = scale  # type: ignore[assignment]
     found = whole.clone() if finds_amax else x.new_empty(nothing)  # type: ignore[union-attr]
@@ -209,16 +210,14 @@ def _cast_parts(
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """`definition.dequantize`; a large tensor by way of bfloat16, three times faster."""
+    """`definition.dequantize`, by way of bfloat16, which is several times faster."""
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
-    scale32 = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
-    if data.numel() > _PART // 4 and data.dtype in (*_AS_BFLOAT16, torch.bfloat16):
+    scale32 = scale.float()
+    if data.numel() > _PART // 4 and data.dim() == 2:
         is_exact = dtype == torch.bfloat16 and _are_powers_of_two(scale32)
-        if data.dim() == 2:
-            return _dequantize_parts(data, scale32.to(dtype) if is_exact else scale32, block, dtype)
-        data = to_bfloat16(data)
-    return _scaled(data.float(), scale32, block).to(dtype)
+        return _dequantize_parts(data, scale32.to(dtype) if is_exact else scale32, block, dtype)
+    return _scaled(to_bfloat16(data).float(), scale32, block).to(dtype)
 
 
 def _dequantize_parts(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
@@ -257,17 +256,12 @@ def _scaled(x32: Tensor, factor: Tensor, block: Block) -> Tensor:
     """
     if not _is_tiled(block):
         return x32 * factor
-    if x32.dim() == 2 and WHOLE not in block:
-        (rows, cols), (down, across) = x32.shape, factor.shape
-        if rows == down * block[0] and cols == across * block[1]:  # `_tiles`
-            tiles = x32.reshape(down, block[0], across, block[1])
-            return (tiles * factor.unsqueeze(1).unsqueeze(3)).reshape(x32.shape)
-    if any(size % extent for size, extent in zip(x32.shape, block, strict=True)):
-        return x32 * definition.per_element(factor, x32.shape, block)
-    shape: list[int] = []
-    for blocks, extent in zip(factor.shape, block, strict=True):
-        shape += [blocks] if extent in (WHOLE, 1) else [blocks, 1]
-    return (in_blocks(x32, block)[0] * factor.reshape(shape)).reshape(x32.shape)
+    if len(block) > 1 and WHOLE not in block and max(block[:-2], default=1) == 1:
+        (rows, cols), (down, across) = x32.shape[-2:], factor.shape[-2:]
+        if rows == down * block[-2] and cols == across * block[-1]:
+            tiles = x32.reshape(*x32.shape[:-2], down, block[-2], across, block[-1])
+            return (tiles * factor.unsqueeze(-2).unsqueeze(-1)).reshape(x32.shape)
+    return x32 * definition.per_element(factor, x32.shape, block)
 
 
 # format -> how far its exponent field is from bfloat16's, the fields that its bits fill there, and
@@ -318,72 +312,35 @@ def scaled_mm(
     b_block: Block,
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
-    out: Tensor | None = None,
 ) -> Tensor:
-    """`definition.scaled_mm`; a bfloat16 product of whole tensors has no float32 copy.
-
-    ``out`` receives the result, if it is given.
-    """
+    """`definition.scaled_mm`; operands and products of whole tensors have no float32 copy."""
     if torch.is_autocast_enabled(a_MK.device.type):
         # AOTAutograd traces a backward under the autocast of its forward, eager code runs without.
         with torch.autocast(a_MK.device.type, enabled=False):
             blocks = a_block, b_block
-            return scaled_mm(a_MK, a_scale, b_NK, b_scale, *blocks, bias_N, out_dtype, out)
+            return scaled_mm(a_MK, a_scale, b_NK, b_scale, *blocks, bias_N, out_dtype)
     a_block, b_block = tuple(a_block), tuple(b_block)
-    by_row = ((WHOLE, WHOLE), (1, WHOLE))
+    by_row, is_bfloat16 = ((WHOLE, WHOLE), (1, WHOLE)), out_dtype == torch.bfloat16
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
     if a_block not in by_row or b_block not in by_row or is_e8m0:
-        product = dequantized_mm(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
-        return product if out is None else out.copy_(product)
-    is_whole = a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None
-    if out_dtype == torch.bfloat16:
-        if out is not None and is_whole:
-            product = torch.mm(to_bfloat16(a_MK), to_bfloat16(b_NK).t(), out=out)
-            return product.mul_((a_scale * b_scale).reshape(()))
-        product = to_bfloat16(a_MK) @ to_bfloat16(b_NK).t()
+        is_exact = is_bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
+        dtype = torch.bfloat16 if is_exact else torch.float32
+        a = dequantize(a_MK, a_scale, a_block, dtype)
+        scaled = a @ dequantize(b_NK, b_scale, b_block, dtype).t()
     else:
-        product = to_bfloat16(a_MK).float() @ to_bfloat16(b_NK).float().t()
-    if is_whole:
-        # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
-        # in bfloat16 torch is slower in place.
-        scaled = product * (a_scale * b_scale).reshape(())
-    elif out is None and product.dtype != torch.float32 and _is_large(product):
-        return _scale_parts(product, a_scale, b_scale, bias_N)
-    else:
-        product32 = product.to(torch.float32)
-        is_own = product.dtype != torch.float32 or out is not None
-        scaled = product32.mul_(a_scale) if is_own else product32 * a_scale
-        scaled = scaled.mul_(b_scale.t())
-        scaled = scaled if bias_N is None else scaled + bias_N.to(torch.float32)
-    if out is not None:
-        return out.copy_(scaled)
-    return scaled if scaled.dtype == out_dtype else scaled.to(out_dtype)
-
-
-def dequantized_mm(
-    a_MK: Tensor,
-    a_scale: Tensor,
-    b_NK: Tensor,
-    b_scale: Tensor,
-    a_block: Block,
-    b_block: Block,
-    bias_N: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`scaled_mm` of operands that are dequantised first.
-
-    In bfloat16 the product is rounded before the bias is added, as in `scaled_mm` of rows.
-    """
-    if out_dtype == torch.bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale):
-        a = _in_bfloat16(a_MK, a_scale, a_block)
-        b = _in_bfloat16(b_NK, b_scale, b_block)
-        product = a @ b.t()
-        return product if bias_N is None else (product + bias_N).to(out_dtype)
-    a = dequantize(a_MK, a_scale, a_block, torch.float32)
-    b = dequantize(b_NK, b_scale, b_block, torch.float32)
-    product = a @ b.t()
-    product = product if bias_N is None else product + bias_N.to(torch.float32)
-    return product.to(out_dtype)
+        a, b = to_bfloat16(a_MK), to_bfloat16(b_NK)
+        product = a @ b.t() if is_bfloat16 else a.float() @ b.float().t()
+        if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
+            # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
+            # in bfloat16 torch is slower in place.
+            scaled = product * (a_scale * b_scale).reshape(())
+        elif is_bfloat16 and product.numel() > _PART and product.is_cpu:
+            return _scale_parts(product, a_scale, b_scale, bias_N)
+        else:
+            scaled = (product.float() * a_scale).mul_(b_scale.t())
+    if bias_N is not None:
+        scaled = scaled + bias_N.to(torch.float32)
+    return scaled.to(out_dtype)
 
 
 def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
@@ -398,7 +355,10 @@ def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     contraction = a_MK.shape[1]
     if not (a_MK.is_cpu and contraction and contraction % 32 == 0 and _has_matrix_units()):
         return False
-    return all([s.dtype != torch.float32 or _are_powers_of_two(s) for s in scales])
+    for scale in scales:
+        if scale.dtype == torch.float32 and not _are_powers_of_two(scale):
+            return False
+    return True
 
 
 def _are_powers_of_two(scale: Tensor) -> bool:
@@ -406,24 +366,11 @@ def _are_powers_of_two(scale: Tensor) -> bool:
     return not bool(scale.view(torch.int32).bitwise_and(0x7FFFFF).any())
 
 
-def _in_bfloat16(data: Tensor, scale: Tensor, block: Block) -> Tensor:
-    """`dequantize` to bfloat16 by powers of two, which is exact."""
-    scale = scale if scale.dtype == torch.float32 else e8m0.as_float32(scale)
-    factor = scale.to(torch.bfloat16)
-    if data.numel() > _PART // 4:
-        return _dequantize_parts(data, factor, block, torch.bfloat16)
-    return _scaled(to_bfloat16(data), factor, block)
-
-
 @functools.cache
 def _has_matrix_units() -> bool:
     """Whether the processor has AMX and oneDNN may use it."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA", "ALL")).upper()
     return torch.cpu._is_amx_tile_supported() and ("AMX" in limit or limit in ("ALL", "DEFAULT"))
-
-
-def _is_large(product: Tensor) -> bool:
-    return product.numel() > _PART and product.is_cpu
 
 
 def _scale_parts(

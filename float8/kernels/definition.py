@@ -238,7 +238,7 @@ def scaled_mm(
     GEMM (float32 accumulation); its product is then rounded once before and once after scaling,
     which float8 hardware does once: up to one bfloat16 ulp apart, nothing when scales are powers of
     two. Other results, and E8M0 scales and those that vary along the contraction, use a float32
-    GEMM of dequantised operands. (`cpu.dequantized_mm` multiplies these in bfloat16 where that
+    GEMM of dequantised operands. (`cpu.scaled_mm` multiplies these in bfloat16 where that
     holds them exactly and is faster: the same sum in another order.)
     """
     tensorwise, rowwise = (WHOLE, WHOLE), (1, WHOLE)

@@ -102,7 +102,8 @@ def grouped_mm_definition(
                 a_part = a_part.t().contiguous().t()
             where.copy_(a_part @ b_part.t())
             continue
-        cpu.scaled_mm(a_part, a_its, b_part, b_its, a_block, b_block, None, out_dtype, where)
+        blocks = a_block, b_block
+        where.copy_(cpu.scaled_mm(a_part, a_its, b_part, b_its, *blocks, None, out_dtype))
     return out
 
 

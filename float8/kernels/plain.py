@@ -153,11 +153,6 @@ _register(
 )
 
 
-def cast_by_definition(*arguments: Any) -> cpu.CastOutputs:
-    """The op ``cast``, made of aten's ops."""
-    return cpu.cast_both(*arguments, where=definition)  # type: ignore[misc]
-
-
 # --- a product
 
 

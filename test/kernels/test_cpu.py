@@ -128,14 +128,16 @@ def multiply_scaled(scale_format, contraction, bias=None, out_dtype=torch.bfloat
 @pytest.fixture
 def bfloat16_products(monkeypatch):
     """A processor with AMX; returns what is multiplied in bfloat16."""
-    seen, dequantize = [], cpu._in_bfloat16
+    seen, dequantize = [], cpu.dequantize
 
-    def note(*args):
-        seen.append(dequantize(*args))
-        return seen[-1]
+    def note(data, scale, block, dtype):
+        value = dequantize(data, scale, block, dtype)
+        if dtype == torch.bfloat16:
+            seen.append(value)
+        return value
 
     monkeypatch.setattr(cpu, "_has_matrix_units", lambda: True)
-    monkeypatch.setattr(cpu, "_in_bfloat16", note)
+    monkeypatch.setattr(cpu, "dequantize", note)
     return seen
 
 
