@@ -87,11 +87,6 @@ class Transformed:
     """The part of a transformed model's class that enters the modes."""
 
     transforms: tuple[Transform, ...]  # of the largest depth first
-    # Read by conversion.
-    reason_against_conversion = (
-        "the model is transformed, and transforms do not see the functions that a Float8Linear "
-        "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
-    )
 
     @property
     def float8_products(self) -> Transform | None:
@@ -115,6 +110,14 @@ class Transformed:
         for mode in modes:
             mode.finish(result)
         return result
+
+    @property
+    def reason_against_conversion(self) -> str:
+        """Why `float8.convert_to_float8_training` takes no model with this part."""
+        return (
+            "the model is transformed, and transforms do not see the functions that a Float8Linear "
+            "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the model's own class, from which this one is made again."""
