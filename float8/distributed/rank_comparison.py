@@ -30,11 +30,7 @@ from float8.config import CastConfig, Float8LinearConfig
 from float8.experts.modules import Float8Experts
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import (
-    modules_by_name,
-    own_config,
-    stacked_weights,
-)
+from float8.linear.module import modules_by_name, own_config, stacked_weights
 from float8.linear.resident import gatherable_weights, is_gatherable
 
 LAYERS = (Float8Linear, Float8Experts)

@@ -87,12 +87,6 @@ class Transform(ABC):
 class Transformed(HasTransforms):
     """The part of a transformed model's class that enters the modes, of the largest depth first."""
 
-    # Read by conversion.
-    reason_against_conversion = (
-        "the model is transformed, and transforms do not see the functions that a Float8Linear "
-        "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
-    )
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward, under its transforms."""
         plain = super().forward  # type: ignore[misc]
@@ -110,6 +104,14 @@ class Transformed(HasTransforms):
         for mode in modes:
             mode.finish(result)
         return result
+
+    @property
+    def reason_against_conversion(self) -> str:
+        """Why `float8.convert_to_float8_training` takes no model with this part."""
+        return (
+            "the model is transformed, and transforms do not see the functions that a Float8Linear "
+            "calls. Use float8.unit_scaling.transforms.float8(model, config) in place of conversion"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the model's own class, from which this one is made again."""
