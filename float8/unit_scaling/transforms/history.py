@@ -148,7 +148,7 @@ class ModelCall:
 class History:
     """The calls of a forward, and its values.
 
-    ``residuals`` are the calls that are residual additions, ``readers`` the edges that read a value.
+    ``residuals`` are the calls that are residual additions, ``readers`` the edges that read values.
     """
 
     calls: list[ModelCall] = field(default_factory=list, init=False)
