@@ -36,7 +36,7 @@ class CopyOp:
         forward: torch's function, ``forward(*inputs, **options)``.
         gradient: ``gradient(g, saved, needs, **options)`` returns one gradient, or None, per input:
             of any dtype and, where the op broadcasts, of the output's shape.
-        saves: the indices of the tensors that backward reads, given the inputs that need gradients.
+        saved_by_needs: which inputs need gradients -> the indices of the tensors to save.
         exact: indices of the inputs that are saved as they are: weights.
         recompute: whether backward may recompute the result from the copy of its one input.
     """
@@ -45,7 +45,7 @@ class CopyOp:
     readers: dict[Callable[..., Any], Reader]
     forward: Callable[..., Tensor]
     gradient: Callable[..., Grads]
-    saves: Callable[[Needs], tuple[int, ...]] = lambda needs: (0,)
+    saved_by_needs: Callable[[Needs], tuple[int, ...]] = lambda needs: (0,)
     exact: tuple[int, ...] = ()
     recompute: bool = False
 
@@ -56,7 +56,7 @@ class CopyOp:
         restorers: list[Restorer] = []
         parts: list[Tensor] = []
         is_worthwhile = False
-        for i in self.saves(needs):
+        for i in self.saved_by_needs(needs):
             x = inputs[0] if i == OUTPUT else inputs[i]
             if x is None:
                 continue

@@ -359,11 +359,9 @@ class FineGrained(Layout):
         fmt, inputs = (config.get(name) for name in ("fmt", "activation_scheme"))
         is_ours = fmt in (None, "e4m3") and inputs in (None, "dynamic")
         is_block = isinstance(block, list) and [*map(type, block)] == [int, int]
-        return (
-            cls((block[0], block[1]), scale_format)
-            if is_ours and is_block and scale_format
-            else None
-        )
+        if not (is_ours and is_block and scale_format):
+            return None
+        return cls((block[0], block[1]), scale_format)
 
 
 # granularity -> format's arguments of weights, of dynamic inputs
@@ -446,17 +444,9 @@ class CompressedTensors(Layout):
 
 def _one_group(kind: str, weights: Any, inputs: Any) -> dict[str, Any]:
     """The config of compressed-tensors of one format, with arguments of weights and of inputs."""
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": inputs,
-        "format": kind,
-    }
-    return {
-        "format": kind,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    groups = {"group_0": group | {"format": kind}}
+    return {"format": kind, "quantization_status": "compressed", "config_groups": groups}
 
 
 def _arguments(differing: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,19 +44,19 @@ class ParallelLayout:
     """How a layer is sharded, and the placements of its plain inputs and its outputs.
 
     Over the ``mesh`` of one dimension, ``is_colwise`` shards out_features, else in_features are
-    sharded. ``given`` is the placement of an input that is a plain tensor. ``use_local_output``
+    sharded. ``input`` is the placement of one that is a plain tensor. ``use_local_output``
     returns the output's local tensor.
     """
 
     is_colwise: bool
     mesh: DeviceMesh
-    given: Placement
+    input: Placement
     output: Placement
     use_local_output: bool
 
     def __str__(self) -> str:
         kind = "colwise" if self.is_colwise else "rowwise"
-        return f"{kind} over {self.mesh.size()} ranks, {self.given} -> {self.output}"
+        return f"{kind} over {self.mesh.size()} ranks, {self.input} -> {self.output}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelLayout:
         return self  # immutable; copies of a model share the mesh
@@ -293,7 +293,7 @@ class Float8ParallelLinear(Float8Linear):
     def _read(self, input: Tensor) -> Tensor:
         """The input as the GEMM reads it: whole if colwise, this rank's columns if rowwise."""
         layout, wanted = self.layout, self.layout.read(input)
-        x: Any = input if isinstance(input, DTensor) else dtensor(input, layout.mesh, layout.given)
+        x: Any = input if isinstance(input, DTensor) else dtensor(input, layout.mesh, layout.input)
         if x.device_mesh != layout.mesh:
             raise ValueError(
                 f"{self._name}: the input lies on {x.device_mesh}, and the layer on {layout.mesh}"
@@ -313,7 +313,7 @@ class Float8ParallelLinear(Float8Linear):
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """The input and the weight that this rank casts, and the states of the three casts."""
         layout = self.layout
-        given = input.placements[0] if isinstance(input, DTensor) else layout.given
+        given = input.placements[0] if isinstance(input, DTensor) else layout.input
         states = self._states_of_parts(
             input=given.is_shard() or not layout.is_colwise,
             grad_output=layout.output.is_shard() or layout.is_colwise,
@@ -368,7 +368,7 @@ def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
         input = input.dequantize()
     if isinstance(input, DTensor) and isinstance(input._local_tensor, Float8Tensor):
         input = as_replicated(input.to_local(grad_placements=[Partial()]).dequantize(), mesh)
-    given, wanted = (layout.given,), (layout.read(input),)
+    given, wanted = (layout.input,), (layout.read(input),)
     x = ColwiseParallel._prepare_input_fn(given, wanted, layer, (input,), mesh)
     out, use_local = F.linear(x, layer.weight, layer.bias), layout.use_local_output
     return ColwiseParallel._prepare_output_fn((layout.output,), use_local, layer, out, mesh)

@@ -45,7 +45,6 @@ from float8.kernels.moments import (
 )
 
 aten = torch.ops.aten
-MOMENT_KINDS = ("float8", "float8_expanded", "float16")
 
 
 class Moment(Tensor):
@@ -111,14 +110,14 @@ class Moment(Tensor):
 
     @staticmethod
     def quantize(x: Tensor, kind: str, group: int) -> Moment:
-        """The moment of a kind (`MOMENT_KINDS`) nearest to ``x``, a float tensor of any shape."""
+        """The moment of a kind nearest to ``x``, a float tensor of any shape."""
         result = Moment.zeros(x.shape, kind, group, x.device)
         result.copy_from(x)
         return result
 
     @property
     def kind(self) -> str:
-        """One of `MOMENT_KINDS`."""
+        """What it stores: "float8", "float8_expanded" or "float16"."""
         if self.exponent is not None:
             return "float8_expanded"
         return "float16" if self.codes.dtype == torch.float16 else "float8"

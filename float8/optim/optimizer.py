@@ -212,7 +212,7 @@ class QuantizedOptimizer(torch.optim.Optimizer):
         return state
 
     def kinds_of(self, p: Tensor, group: dict[str, Any]) -> dict[str, str | None]:
-        """State's name -> one of `float8.optim.moment.MOMENT_KINDS`, or None for float32."""
+        """State's name -> the `Moment.kind`, or None for float32."""
         is_small = p.numel() < group["min_size"]
         return {
             name: None if is_small else KINDS[option][group[option]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import inspect
 import operator
 import re
@@ -94,6 +95,13 @@ def test_the_table_has_every_name_and_every_name_is_where_it_says():
     assert len(found) == sum(len(names) for _, names in rows), "a name of a row is not public"
     assert len(rows) == len(re.findall(r"^\| `", INDEX, re.MULTILINE))
     assert [path for path in public if _reached(path) is None] == []
+    # ``from place import name`` gives what ``place.name`` is, where a function hides a package too.
+    pairs = [(place, name) for places, names in rows for place in places for name in names]
+    imports = [(p, n) for p, n in pairs if f"{p}.{n}" in public and importlib.util.find_spec(p)]
+    assert ("float8.estimate", "DEVICES") in imports
+    for place, name in imports:
+        imported = getattr(importlib.import_module(place), name)
+        assert imported is _reached(f"{place}.{name}"), (place, name)
 
 
 def test_guides_import_public_names_only():

@@ -11,9 +11,9 @@ functions without tensors. What replaces a call (`Decision`) depends on the call
 
 Two decisions depend on the calls after it, and affect only gradients (`GradientFactors`):
 
-    reads       operands whose gradients are multiplied, because a residual branch begins there
-    constraint  an option: calls need none whose activations all come over cut edges, and which no
-                residual addition follows
+    gradient_factors  of operands at which a residual branch begins
+    constraint        an option: calls need none whose activations all come over cut edges, and
+                      which no residual addition follows
 
 In eager mode they are functions, and the backward pass calls them, after the forward.
 
@@ -89,7 +89,7 @@ _OF_THE_GRAPH = frozenset(
 class GradientFactors(NamedTuple):
     """The factors of gradients of a whole forward."""
 
-    reads: dict[Edge, float]
+    by_edge: dict[Edge, float]
     unconstrained: set[int]
 
 
@@ -98,7 +98,7 @@ class Decision(NamedTuple):
 
     role: str = KEEP
     options: tuple[tuple[str, Any], ...] = ()
-    reads: tuple[tuple[Path, Any], ...] = ()
+    gradient_factors: tuple[tuple[Path, Any], ...] = ()
 
 
 @dataclass(eq=False)
@@ -139,7 +139,7 @@ class Decisions(History):
         number = len(self.calls)
         self.calls.append(call)
         for operand in inputs:
-            self.reads[operand.value.number].append((number, operand.path))
+            self.readers[operand.value.number].append((number, operand.path))
         if call.function is torch.add:
             self._classify(number, call, is_plain)
         elif call.function in self.replacements:
@@ -185,7 +185,7 @@ class Decisions(History):
     def _reads(self, number: int, call: ModelCall) -> tuple[tuple[Path, Any], ...]:
         """The operands whose gradients are multiplied, with the factors or functions of them."""
         if self.known is not None:
-            return tuple((path, f) for (n, path), f in self.known.reads.items() if n == number)
+            return tuple((path, f) for (n, path), f in self.known.by_edge.items() if n == number)
         return tuple(
             (x.path, partial(self._factor_of_read, (number, x.path)))
             for x in (() if call.function in _OF_THE_GRAPH else call.inputs)
@@ -194,7 +194,7 @@ class Decisions(History):
         )
 
     def _factor_of_read(self, edge: Edge) -> float | None:
-        return self.factors().reads.get(edge)
+        return self.factors().by_edge.get(edge)
 
     def _options(self, number: int, call: ModelCall) -> Iterator[tuple[str, Any]]:
         """The further arguments of the function that is called in place of a call's."""
@@ -244,7 +244,7 @@ class Decisions(History):
         """Whether a parameter is a weight of its own branch: such reads multiply no gradient."""
         return self.values[root].parameter is not None and any(
             is_weight(path, self.calls[number].function, self.replacements)
-            for number, path in self.reads.get(root, ())
+            for number, path in self.readers.get(root, ())
         )
 
     def _unscaled(self, call: ModelCall) -> str | None:

@@ -83,7 +83,7 @@ class _Branches:
     def _readers(self, number: int) -> list[Edge]:
         """The edges that read the results of a call."""
         outputs = self.calls[number].outputs
-        return [edge for value in outputs for edge in self.history.reads.get(value.number, ())]
+        return [edge for value in outputs for edge in self.history.readers.get(value.number, ())]
 
     def factor(self, edge: Edge) -> float | None:
         """The factor on all ways that begin with an edge, None and NaN as in ``after``."""
@@ -98,7 +98,7 @@ class _Branches:
 
     def edges(self) -> dict[Edge, float]:
         """The edges that read the root, each with its factor."""
-        edges = self.history.reads.get(self.root, ())
+        edges = self.history.readers.get(self.root, ())
         return {edge: f for edge in edges if (f := self.factor(edge)) is not None}
 
     def side_edges(self, returned: Set[int]) -> dict[Edge, float]:

@@ -148,13 +148,13 @@ class ModelCall:
 class History:
     """The calls of a forward, and its values.
 
-    ``residuals`` are the calls that are residual additions, ``reads`` the edges that read a value.
+    ``residuals`` are the calls that are residual additions, ``readers`` the edges that read values.
     """
 
     calls: list[ModelCall] = field(default_factory=list, init=False)
     values: list[Value] = field(default_factory=list, init=False)
     residuals: list[int] = field(default_factory=list, init=False)
-    reads: dict[int, list[Edge]] = field(default_factory=lambda: defaultdict(list), init=False)
+    readers: dict[int, list[Edge]] = field(default_factory=lambda: defaultdict(list), init=False)
 
     def leaf(self, parameter: str | None, is_trained: bool) -> int:
         """The number of a tensor that no call has returned; arguments as of `Value`."""

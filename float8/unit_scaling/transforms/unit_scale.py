@@ -267,7 +267,7 @@ class UnitScaleMode(Mode):
         step = ask(self.decisions, "begin", func, inputs, len(operands) < len(tensors), is_plain)
         in_place = is_in_place(func) or kwargs.get("inplace") is True
         changed = operands[0][1] if in_place and operands and func is not Tensor.add_ else None
-        factors = dict(step.reads) if torch.is_grad_enabled() else {}
+        factors = dict(step.gradient_factors) if torch.is_grad_enabled() else {}
         read = {  # in place of operands; they multiply gradients
             path: scale_bwd(x, factors[path])
             for path, x in operands
