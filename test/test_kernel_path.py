@@ -36,7 +36,7 @@ from float8.kernels import casts
 from float8.kernels.casts import GROUP_KERNELS, KERNELS
 from float8.kernels.grouped_products import grouped_gemm_for
 from float8.kernels.products import CPU
-from float8.linear.plan import USED, plan_for
+from float8.linear.plan import USED, plan_of
 
 for file in (*KERNELS["sm_90"].values(), *GROUP_KERNELS["sm_90"].values()):
     importlib.import_module(f"float8.kernels.gpu.{file}")
@@ -156,7 +156,8 @@ def test_a_compiled_static_cast_is_left_to_the_compiler_where_ptxas_is_right(
     monkeypatch.setattr("float8.kernels.compiler_may_cast", compiler_may_cast)
     for name, opaque in (("static", static), ("delayed", 2)):
         with kernel_path(), mock.patch("torch.compiler.is_compiling", return_value=True):
-            plan = plan_for(CONFIGS[name], "cpu", torch.bfloat16)
+            x = torch.empty(16, 16, dtype=torch.bfloat16)
+            plan = plan_of(CONFIGS[name], x)
         casts_of_forward = plan.x.first, plan.w.first
         assert sum(cast.kernel is not None for cast in casts_of_forward) == opaque, name
 

@@ -147,9 +147,9 @@ class LinearPlan:
     def __post_init__(self) -> None:
         self.gemms = self.output, self.grad_input, self.grad_weight
         casts = [cast for gemm in self.gemms for cast in (gemm.a, gemm.b) if cast is not None]
-        self.has_delayed = any(cast.is_delayed for cast in casts)
+        self.has_delayed = any([cast.is_delayed for cast in casts])
         extents = [extent for cast in casts for extent in cast.block]
-        self.is_tiled = self.mxfp4_weights or any(extent not in (1, WHOLE) for extent in extents)
+        self.is_tiled = self.mxfp4_weights or any([extent not in (1, WHOLE) for extent in extents])
 
 
 # (config.key, device, compute dtype, grouped, compiling) -> the plan of calls that have run.
