@@ -38,11 +38,12 @@ from float8.kernels.products import (
     SUPPORT,
     TENSORWISE_PRODUCT,
     family_of,
+    gemm_for,
     load_kernel,
     product_name,
-    reason_against_device,
     reason_against_triton,
 )
+from float8.kernels.registration import define_op
 
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
@@ -123,37 +124,15 @@ def _empty(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor
     return a.new_zeros((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _fake_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    offs: Tensor,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-    align: int,
-) -> Tensor:
-    return _empty(a, b, offs, out_dtype)
-
-
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "grouped_mm(Tensor a, Tensor? a_scale, Tensor b, Tensor? b_scale, Tensor offs, int[] a_block, "
     "int[] b_block, ScalarType out_dtype, int align) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    grouped_mm_definition,
+    lambda a, a_scale, b, b_scale, offs, *how: _empty(a, b, offs, how[-2]),
 )
-_LIBRARY.impl("grouped_mm", grouped_mm_definition, "CompositeExplicitAutograd")
-torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY)
 
 
 # --- the candidates
-
-
-def _reason_against_triton(
-    family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool
-) -> str | None:
-    return reason_against_triton(family, product, out_dtype)
 
 
 def _reason_against_torch_mx(
@@ -265,7 +244,7 @@ AS_MX = TORCH_MX._replace(
     name=ROWS_AS_MX.name, multiply=_multiply_as_mx, needs_power_of_two_scales=True
 )
 TRITON_GROUPED_GEMM = GroupedCandidate(
-    "the Triton grouped GEMM", _reason_against_triton, _triton_multiply
+    "the Triton grouped GEMM", reason_against_triton, _triton_multiply
 )
 # product -> its candidates; the first that does not refuse runs it
 GROUPED_CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
@@ -300,7 +279,7 @@ def grouped_gemm_for(
     b_block = b_block[-2:]
     product = product_name(a_block, b_block)
     if product is None or family not in SUPPORT:
-        return "", reason_against_device(family, a_block, b_block, out_dtype)
+        return gemm_for(family, a_block, b_block, out_dtype)
     reasons = []
     for candidate in GROUPED_CANDIDATES[product]:
         reason = candidate.reason_against(family, product, out_dtype, is_e4m3)
@@ -320,26 +299,12 @@ def group_alignment(gemm: str) -> int:
     return GROUPED_CANDIDATES_BY_NAME[gemm].align if gemm in GROUPED_CANDIDATES_BY_NAME else 1
 
 
-class GroupedProduct(NamedTuple):
-    """How `multiply_groups` multiplies.
-
-    See `products.Product`, and ``align`` of `grouped_mm_definition`.
-    """
-
-    name: str
-    refusal: str | None
-    out_dtype: torch.dtype
-    align: int = 1
-    use_fast_accum: bool = False
-    pad: bool = False
-
-
 def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -> Tensor:
     """`grouped_mm_definition` of float8 operands, by the candidate that `grouped_gemm_for` chose.
 
     Args:
         a, b: operands of `grouped_mm_definition`.
-        gemm: a `GroupedProduct`, or what has its fields.
+        gemm: a `products.Product`, or what has its fields.
         offs: (E,) int32, the ends of the groups.
 
     Raises ValueError on a GPU if no GEMM multiplies, if K or N of experts is no multiple of 16

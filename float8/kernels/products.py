@@ -185,7 +185,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple([int(part) for part in torch.version.cuda.split(".")[:2]])
 
 
-def reason_against_triton(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def reason_against_triton(arch: str, *_: Any) -> str | None:
     """The reason why no Triton GEMM runs on this architecture, or None."""
     if not arch.startswith("sm_"):
         return "is for NVIDIA GPUs and untested on others"
@@ -320,13 +320,6 @@ def reason_against_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | 
     return None
 
 
-def reason_against_device(
-    arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
-) -> str | None:
-    """The reasons why a CUDA architecture does not run a product, whatever its sizes, or None."""
-    return gemm_for(arch, a_block, b_block, out_dtype)[1]
-
-
 def gemm_for(
     family: str,
     a_block: Block,
@@ -399,6 +392,7 @@ class Product(NamedTuple):
         out_dtype: of the result: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
         use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
+        align: of groups, the multiple to which their transposed layout is padded.
     """
 
     name: str
@@ -406,6 +400,7 @@ class Product(NamedTuple):
     out_dtype: torch.dtype
     use_fast_accum: bool = False
     pad: bool = False
+    align: int = 1
 
 
 def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None = None) -> Tensor:

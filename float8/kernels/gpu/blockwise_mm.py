@@ -244,7 +244,7 @@ def _launch(
 
     def run(tile: Tile) -> None:
         if tile == DEEPGEMM:
-            deep_gemm.multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
+            deep_gemm.multiply_blocks(a, a_scale, b, b_scale, out)
             return
         launch(
             _kernel, ceil_div(M, tile.M) * ceil_div(N, tile.N),

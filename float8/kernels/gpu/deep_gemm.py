@@ -81,13 +81,11 @@ def multiplies(
     found = library(a.device)
     if found is None or b.dim() == 2:
         return found is not None
-    # A user may have set other blocks: `multiply_groups_by_deep_gemm` would name wrong experts.
+    # A user may have set other blocks: `multiply_experts` would name wrong experts.
     return bool(ROWS_PER_EXPERT % found.get_mk_alignment_for_contiguous_layout() == 0)
 
 
-def multiply_by_deep_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
-) -> None:
+def multiply_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
     """Write ``(a * a_scale) @ (b * b_scale).T`` into out (M, N)."""
     with on_device_of(a):
         library(a.device).fp8_gemm_nt((a, a_scale), (b, _rows_of(b_scale)), out)
@@ -104,14 +102,14 @@ def or_faster(
 
     def by_deep_gemm() -> Tensor:
         out = a.new_empty((len(a), len(b)), dtype=out_dtype)
-        multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
+        multiply_blocks(a, a_scale, b, b_scale, out)
         return out
 
     ways = {"other": other, "deep_gemm": by_deep_gemm}
     return ways[fastest(form, a, sizes, list(ways), "other", lambda way: ways[way]())]()
 
 
-def multiply_groups_by_deep_gemm(
+def multiply_experts(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor
 ) -> Tensor:
     """Tokens by experts as `grouped_mm`: (T, K) by (E, N, K) -> (T, N) in bfloat16."""

@@ -199,7 +199,7 @@ def _launch(
         if tile == TORCH_TILE:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
         if tile == DEEPGEMM:
-            return deep_gemm.multiply_groups_by_deep_gemm(a, a_scale, b, b_scale, offs)
+            return deep_gemm.multiply_experts(a, a_scale, b, b_scale, offs)
         with alone:
             out = result()
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
