@@ -148,8 +148,7 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
 def _missing_of_contraction(inner: int, block: Block) -> int:
     """The number of zeros to append to the contraction of a product.
 
-    A contraction along which scales vary is padded to whole blocks of 128, as an H100 has run it.
-    Multiples of 16 would do since torch.compile sees no such product, and are untried.
+    A contraction along which scales vary is padded to whole blocks of 128.
     """
     multiple = ALIGNMENT if block[1] in (WHOLE, 32) else 128
     return -inner % multiple if inner % ALIGNMENT else 0
