@@ -97,11 +97,6 @@ def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
     return kernel
 
 
-def has_cast_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
-    """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
-    return kernel_for(family_of(device), block, emulate) is not None
-
-
 # For torch.compile: it runs once, while tracing. See `architecture`.
 kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 

@@ -16,8 +16,8 @@ PyTorch runs it on every other device and with ``emulate=True``: a loop over gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +37,9 @@ from float8.kernels.products import (
     ROWWISE_PRODUCT,
     SUPPORT,
     TENSORWISE_PRODUCT,
+    Candidate,
     family_of,
+    first_candidate,
     gemm_for,
     load_kernel,
     product_name,
@@ -217,24 +219,7 @@ def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: An
     return out
 
 
-class GroupedCandidate(NamedTuple):
-    """One way to run a grouped product on a GPU.
-
-    ``reason_against(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not
-    run, or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and
-    what `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed
-    layout. Every candidate needs K and N that are multiples of 16. ``needs_power_of_two_scales``:
-    as of `products.Candidate`.
-    """
-
-    name: str
-    reason_against: Callable[[str, str, torch.dtype, bool], str | None]
-    multiply: Callable[..., Tensor]
-    align: int = ALIGNMENT
-    needs_power_of_two_scales: bool = False
-
-
-TORCH_MX = GroupedCandidate(
+TORCH_MX = Candidate(
     "torch._scaled_grouped_mm of MX formats",
     _reason_against_torch_mx,
     _torch_multiply_mx,
@@ -243,11 +228,9 @@ TORCH_MX = GroupedCandidate(
 AS_MX = TORCH_MX._replace(
     name=ROWS_AS_MX.name, multiply=_multiply_as_mx, needs_power_of_two_scales=True
 )
-TRITON_GROUPED_GEMM = GroupedCandidate(
-    "the Triton grouped GEMM", reason_against_triton, _triton_multiply
-)
+TRITON_GROUPED_GEMM = Candidate("the Triton grouped GEMM", reason_against_triton, _triton_multiply)
 # product -> its candidates; the first that does not refuse runs it
-GROUPED_CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
+GROUPED_CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE_PRODUCT: (TRITON_GROUPED_GEMM,),
     ROWWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
     BLOCKWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
@@ -280,16 +263,11 @@ def grouped_gemm_for(
     product = product_name(a_block, b_block)
     if product is None or family not in SUPPORT:
         return gemm_for(family, a_block, b_block, out_dtype)
-    reasons = []
-    for candidate in GROUPED_CANDIDATES[product]:
-        reason = candidate.reason_against(family, product, out_dtype, is_e4m3)
-        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
-            return candidate.name, None
-        if not candidate.needs_power_of_two_scales:
-            reasons.append(f"{candidate.name} {reason}")
-    return "", (
-        f"{family} does not run a grouped {product} product written in {out_dtype}: "
-        f"{'; '.join(reasons) or 'no GEMM is written for it, use the recipe blockwise'}. "
+    what = family, product, out_dtype, is_e4m3
+    name, reasons = first_candidate(GROUPED_CANDIDATES[product], has_power_of_two_scales, *what)
+    why = reasons or "no GEMM is written for it, use the recipe blockwise"
+    return name, None if name else (
+        f"{family} does not run a grouped {product} product written in {out_dtype}: {why}. "
         f"Or {_EMULATE}"
     )
 
