@@ -31,7 +31,7 @@ from benchmarks.measuring import harness
 from float8.config import RECIPES
 from float8.estimate.devices import BF16, DEVICES, FLOAT8_GEMMS, Device, GemmSpeed
 from float8.estimate.roofline import RESULT_BYTES, Shape, busy, gemm_bytes
-from float8.kernels.products import MX_PRODUCT, architecture, reason_against_device, scaled_mm
+from float8.kernels.products import MX_PRODUCT, architecture, gemm_for, scaled_mm
 from float8.linear.casts import cast_alone
 
 Size = tuple[int, int, int]
@@ -106,7 +106,7 @@ def _call(kind: str, gemm: str, arch: str, a: Tensor, b: Tensor) -> Callable[[],
     if kind == BF16:
         return lambda: a @ b.t()
     plan = getattr(RECIPES["mxfp8" if kind == MX_PRODUCT else kind].gemms, gemm)
-    if reason_against_device(arch, plan.a.block, plan.b.block, torch.bfloat16):
+    if gemm_for(arch, plan.a.block, plan.b.block, torch.bfloat16)[1]:
         return None
     a8, b8 = (cast_alone(x.contiguous(), cast) for x, cast in ((a, plan.a), (b, plan.b)))
     return lambda: scaled_mm(a8, b8, out_dtype=torch.bfloat16, use_fast_accum=plan.use_fast_accum)

@@ -186,7 +186,7 @@ def _norm_backward(
 
 def runs_producer(device: torch.device, emulate: bool) -> bool:
     """Whether the fused kernels run on this device; their ops are registered then."""
-    if not kernels.has_cast_kernel(device, (WHOLE, WHOLE), emulate):
+    if kernels.kernel_for(kernels.family_of(device), (WHOLE, WHOLE), emulate) is None:
         return False
     _load()
     return True

@@ -15,7 +15,6 @@ from float8.kernels.casts import (
     cast,
     cast_grouped,
     compiler_may_cast,
-    has_cast_kernel,
     kernel_for,
 )
 from float8.kernels.cublas import is_sharded
@@ -59,7 +58,6 @@ __all__ = [
     "gemm_for",
     "group_alignment",
     "grouped_gemm_for",
-    "has_cast_kernel",
     "is_aligned",
     "is_sharded",
     "kernel_for",

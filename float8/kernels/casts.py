@@ -97,11 +97,6 @@ def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
     return kernel
 
 
-def has_cast_kernel(device: torch.device, block: Block, emulate: bool = False) -> bool:
-    """Whether a kernel casts matrices of this granularity; see `kernel_for`."""
-    return kernel_for(family_of(device), block, emulate) is not None
-
-
 # For torch.compile: it runs once, while tracing. See `architecture`.
 kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -119,14 +114,9 @@ def import_kernels(files: tuple[str, ...]) -> None:
             ) from error
 
 
-# ptxas 12.8 and 12.9 (of Triton 3.6 to 3.8, and of 3.9 below sm_90) lose results of float8
-# conversions that are used twice (triton#11111); 13.1 and later do not. The code of inductor of
-# torch 2.13 for a static cast was compiled by Triton 3.6, 3.7.1, 3.8 and 3.9 and scanned by
-# scripts.kernel_tools scan. A kernel of both orientations stores wrong bytes: in 5 of 8 tile
-# sizes by Triton 3.7.1 for sm_89 and for sm_90, in all 8 by Triton 3.9 for sm_89. The kernels of
-# compiled Float8Linear layers store one orientation (another op makes the other one), and the scan
-# found no error in them. But the fusions of inductor depend on the model around a cast, so with an
-# older ptxas the compiler must not cast.
+# Older ones (12.8 and 12.9 are in Triton 3.6 to 3.9) lose results of float8 conversions that are
+# used twice (triton#11111). Inductor's fusions depend on the model around a cast, so with an older
+# ptxas the compiler must not cast.
 _KEEPS_CONVERSIONS = (13, 1)
 
 

@@ -27,16 +27,6 @@ from float8.kernels import definition
 from float8.kernels.definition import scale_from_amax
 from float8.kernels.e8m0 import e8m0_scale_from_amax
 
-__all__ = [
-    "amax",
-    "cast_both",
-    "cast_by_scale",
-    "dequantize",
-    "scale_from_amax",
-    "scaled_mm",
-    "to_bfloat16",
-]
-
 _SMALL = 8192  # elements below which fewer calls beat faster passes
 _PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
 
@@ -60,6 +50,7 @@ def _is_column_major(x: Tensor) -> bool:
 
 def amax(x: Tensor, block: Block) -> Tensor:
     """`definition.amax`; whole tensors are read once."""
+    block = tuple(block)
     if x.numel() == 0 or not x.is_cpu or hasattr(x, "device_mesh"):
         return definition.amax(x, block)
     if len(block) == 3 and block[0] == 1:
@@ -117,6 +108,7 @@ def cast_by_scale(
     value exceeds the format, an infinite one becomes NaN, and the clamp is not needed. ``out``
     receives the data. ``buffer`` is float32 memory for the values of x.
     """
+    block = tuple(block)
     if not x.is_cpu or hasattr(x, "device_mesh"):
         data = definition.cast_by_scale(x, scale, block, dtype)
         return data if out is None else out.copy_(data)
@@ -211,6 +203,7 @@ def _cast_parts(
 
 def dequantize(data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """`definition.dequantize`, by way of bfloat16, which is several times faster."""
+    block = tuple(block)
     if not data.is_cpu:
         return definition.dequantize(data, scale, block, dtype)
     scale32 = scale.float()

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels.matrix import BY_32, SQUARE_32, Float8Matrix
+from float8.kernels.registration import define_op
 
 ALIGNMENT = 16
 _MX = (BY_32, SQUARE_32)
@@ -147,8 +148,7 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
 def _missing_of_contraction(inner: int, block: Block) -> int:
     """The number of zeros to append to the contraction of a product.
 
-    A contraction along which scales vary is padded to whole blocks of 128, as an H100 has run it.
-    Multiples of 16 would do since torch.compile sees no such product, and are untried.
+    A contraction along which scales vary is padded to whole blocks of 128.
     """
     multiple = ALIGNMENT if block[1] in (WHOLE, 32) else 128
     return -inner % multiple if inner % ALIGNMENT else 0
@@ -251,28 +251,12 @@ def _scales_in_fours(scale: Tensor, rows: int) -> Tensor:
     return aligned_row_major(F.pad(scale, (0, -scale.shape[1] % 4))).t()
 
 
-def _fake_cublas_blockwise_mm(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    a_rows: int,
-    b_rows: int,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
-
-
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
+cublas_blockwise_mm = define_op(
     "cublas_blockwise_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int a_rows, "
     "int b_rows, ScalarType out_dtype, bool use_fast_accum) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _cublas_blockwise_mm,
+    lambda a, _, b, *others: a.new_empty((a.shape[0], b.shape[0]), dtype=others[-2]),
 )
-_LIBRARY.impl("cublas_blockwise_mm", _cublas_blockwise_mm, "CompositeExplicitAutograd")
-torch.library.register_fake("float8::cublas_blockwise_mm", _fake_cublas_blockwise_mm, lib=_LIBRARY)
-cublas_blockwise_mm = torch.ops.float8.cublas_blockwise_mm.default
 
 
 def swizzled_size(rows: int, blocks: int) -> int:

@@ -30,6 +30,8 @@ import math
 import torch
 from torch import Tensor
 
+from float8.kernels.registration import define_op
+
 _NAN = 255
 _INF = 254  # of a scale that would be infinite
 _SMALLEST = 0x00400000  # the bits of 2^-127, a subnormal float32
@@ -53,41 +55,34 @@ def _as_float32(scale: Tensor) -> Tensor:
 
 
 def _reciprocal(scale: Tensor) -> Tensor:
-    exponent = scale.view(torch.uint8).to(torch.int32)
-    bits = torch.where(exponent == _INF, _SMALLEST, (_INF - exponent) << 23)
-    return torch.where(exponent == _NAN, _FLOAT32_NAN, bits).view(torch.float32)
+    return _as_float32((_INF - scale.view(torch.uint8)).view(scale.dtype))  # a NaN stays: 254 - 255
 
 
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-for _schema, _run, _dtype in (
-    (
-        "e8m0_scale_from_amax(Tensor amax, float format_max, bool rounds_up) -> Tensor",
-        _scale_from_amax,
-        torch.float8_e8m0fnu,
-    ),
-    ("e8m0_as_float32(Tensor scale) -> Tensor", _as_float32, torch.float32),
-    ("e8m0_reciprocal(Tensor scale) -> Tensor", _reciprocal, torch.float32),
-):
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+def _fake_scale(amax: Tensor, format_max: float, rounds_up: bool) -> Tensor:
+    return torch.empty_like(amax, dtype=torch.float8_e8m0fnu)
 
-    def _fake(x: Tensor, *_: float, dtype: torch.dtype = _dtype) -> Tensor:
-        return torch.empty_like(x, dtype=dtype)
 
-    torch.library.register_fake(f"float8::{_name}", _fake, lib=_LIBRARY)
+def _fake_float32(scale: Tensor) -> Tensor:
+    return torch.empty_like(scale, dtype=torch.float32)
 
 
 # The E8M0 scale of each float32 amax, >= 0 or NaN, exactly: (amax, format_max, rounds_up) ->
 # ``2^ceil(log2(amax / format_max))`` if rounds_up is True, otherwise
 # ``2^(floor(log2(amax)) - floor(log2(format_max)))``.
-e8m0_scale_from_amax = torch.ops.float8.e8m0_scale_from_amax.default
+e8m0_scale_from_amax = define_op(
+    "e8m0_scale_from_amax(Tensor amax, float format_max, bool rounds_up) -> Tensor",
+    _scale_from_amax,
+    _fake_scale,
+)
 # E8M0 scales in float32, exactly.
-_as_float32_op = torch.ops.float8.e8m0_as_float32.default
+_as_float32_op = define_op("e8m0_as_float32(Tensor scale) -> Tensor", _as_float32, _fake_float32)
 # ``1 / scale`` of E8M0 scales, in float32: a power of two, exactly.
-e8m0_reciprocal = torch.ops.float8.e8m0_reciprocal.default
+e8m0_reciprocal = define_op("e8m0_reciprocal(Tensor scale) -> Tensor", _reciprocal, _fake_float32)
 
 
 def as_float32(scale: Tensor) -> Tensor:
     """A scale in float32, exactly; one that is float32 is returned as it is."""
-    return scale if scale.dtype == torch.float32 else _as_float32_op(scale)
+    if scale.dtype == torch.float32:
+        return scale
+    found: Tensor = _as_float32_op(scale)
+    return found

@@ -16,8 +16,8 @@ PyTorch runs it on every other device and with ``emulate=True``: a loop over gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,15 @@ from float8.kernels.products import (
     ROWWISE_PRODUCT,
     SUPPORT,
     TENSORWISE_PRODUCT,
+    Candidate,
     family_of,
+    first_candidate,
+    gemm_for,
     load_kernel,
     product_name,
-    reason_against_device,
     reason_against_triton,
 )
+from float8.kernels.registration import define_op
 
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
@@ -123,37 +126,15 @@ def _empty(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype) -> Tensor
     return a.new_zeros((offs.shape[0], a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
-def _fake_grouped_mm(
-    a: Tensor,
-    a_scale: Tensor | None,
-    b: Tensor,
-    b_scale: Tensor | None,
-    offs: Tensor,
-    a_block: Sequence[int],
-    b_block: Sequence[int],
-    out_dtype: torch.dtype,
-    align: int,
-) -> Tensor:
-    return _empty(a, b, offs, out_dtype)
-
-
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "grouped_mm(Tensor a, Tensor? a_scale, Tensor b, Tensor? b_scale, Tensor offs, int[] a_block, "
     "int[] b_block, ScalarType out_dtype, int align) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    grouped_mm_definition,
+    lambda a, a_scale, b, b_scale, offs, *how: _empty(a, b, offs, how[-2]),
 )
-_LIBRARY.impl("grouped_mm", grouped_mm_definition, "CompositeExplicitAutograd")
-torch.library.register_fake("float8::grouped_mm", _fake_grouped_mm, lib=_LIBRARY)
 
 
 # --- the candidates
-
-
-def _reason_against_triton(
-    family: str, product: str, out_dtype: torch.dtype, is_e4m3: bool
-) -> str | None:
-    return reason_against_triton(family, product, out_dtype)
 
 
 def _reason_against_torch_mx(
@@ -238,24 +219,7 @@ def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: An
     return out
 
 
-class GroupedCandidate(NamedTuple):
-    """One way to run a grouped product on a GPU.
-
-    ``reason_against(architecture, product, out_dtype, is_e4m3)`` returns the reason why it does not
-    run, or None; a message puts it after ``name``. ``multiply`` takes two operands, ``offs``, and
-    what `multiply_groups` reads of a GEMM. ``align``: what it needs of groups in the transposed
-    layout. Every candidate needs K and N that are multiples of 16. ``needs_power_of_two_scales``:
-    as of `products.Candidate`.
-    """
-
-    name: str
-    reason_against: Callable[[str, str, torch.dtype, bool], str | None]
-    multiply: Callable[..., Tensor]
-    align: int = ALIGNMENT
-    needs_power_of_two_scales: bool = False
-
-
-TORCH_MX = GroupedCandidate(
+TORCH_MX = Candidate(
     "torch._scaled_grouped_mm of MX formats",
     _reason_against_torch_mx,
     _torch_multiply_mx,
@@ -264,11 +228,9 @@ TORCH_MX = GroupedCandidate(
 AS_MX = TORCH_MX._replace(
     name=ROWS_AS_MX.name, multiply=_multiply_as_mx, needs_power_of_two_scales=True
 )
-TRITON_GROUPED_GEMM = GroupedCandidate(
-    "the Triton grouped GEMM", _reason_against_triton, _triton_multiply
-)
+TRITON_GROUPED_GEMM = Candidate("the Triton grouped GEMM", reason_against_triton, _triton_multiply)
 # product -> its candidates; the first that does not refuse runs it
-GROUPED_CANDIDATES: dict[str, tuple[GroupedCandidate, ...]] = {
+GROUPED_CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE_PRODUCT: (TRITON_GROUPED_GEMM,),
     ROWWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
     BLOCKWISE_PRODUCT: (AS_MX, TRITON_GROUPED_GEMM),
@@ -300,17 +262,12 @@ def grouped_gemm_for(
     b_block = b_block[-2:]
     product = product_name(a_block, b_block)
     if product is None or family not in SUPPORT:
-        return "", reason_against_device(family, a_block, b_block, out_dtype)
-    reasons = []
-    for candidate in GROUPED_CANDIDATES[product]:
-        reason = candidate.reason_against(family, product, out_dtype, is_e4m3)
-        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
-            return candidate.name, None
-        if not candidate.needs_power_of_two_scales:
-            reasons.append(f"{candidate.name} {reason}")
-    return "", (
-        f"{family} does not run a grouped {product} product written in {out_dtype}: "
-        f"{'; '.join(reasons) or 'no GEMM is written for it, use the recipe blockwise'}. "
+        return gemm_for(family, a_block, b_block, out_dtype)
+    what = family, product, out_dtype, is_e4m3
+    name, reasons = first_candidate(GROUPED_CANDIDATES[product], has_power_of_two_scales, *what)
+    why = reasons or "no GEMM is written for it, use the recipe blockwise"
+    return name, None if name else (
+        f"{family} does not run a grouped {product} product written in {out_dtype}: {why}. "
         f"Or {_EMULATE}"
     )
 
@@ -320,26 +277,12 @@ def group_alignment(gemm: str) -> int:
     return GROUPED_CANDIDATES_BY_NAME[gemm].align if gemm in GROUPED_CANDIDATES_BY_NAME else 1
 
 
-class GroupedProduct(NamedTuple):
-    """How `multiply_groups` multiplies.
-
-    See `products.Product`, and ``align`` of `grouped_mm_definition`.
-    """
-
-    name: str
-    refusal: str | None
-    out_dtype: torch.dtype
-    align: int = 1
-    use_fast_accum: bool = False
-    pad: bool = False
-
-
 def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -> Tensor:
     """`grouped_mm_definition` of float8 operands, by the candidate that `grouped_gemm_for` chose.
 
     Args:
         a, b: operands of `grouped_mm_definition`.
-        gemm: a `GroupedProduct`, or what has its fields.
+        gemm: a `products.Product`, or what has its fields.
         offs: (E,) int32, the ends of the groups.
 
     Raises ValueError on a GPU if no GEMM multiplies, if K or N of experts is no multiple of 16

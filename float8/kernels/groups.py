@@ -28,6 +28,8 @@ from torch import Tensor
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels import cpu
+from float8.kernels.definition import scale_from_amax
+from float8.kernels.registration import define_op
 
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
@@ -139,7 +141,7 @@ def _fits(scale_format: str) -> bool:
 
 
 def _scale(x: Tensor, block: Block, dtype: torch.dtype, scale_format: str) -> Tensor:
-    return cpu.scale_from_amax(cpu.amax(x, block), torch.finfo(dtype).max, scale_format)
+    return scale_from_amax(cpu.amax(x, block), torch.finfo(dtype).max, scale_format)
 
 
 def _write(where: Tensor, values: Tensor) -> None:
@@ -184,27 +186,16 @@ def _empty(
     return data, scales[0], data_t, scales[1]
 
 
-def _fake_cast_groups(
-    x_TK: Tensor,
-    offs: Tensor,
-    block: Sequence[int],
-    dtype: torch.dtype,
-    scale_format: str,
-    scale: Tensor | None,
-    align: int,
-    row_major: bool,
-    transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty(x_TK, offs, tuple(block), dtype, scale_format, align, row_major, transposed)
-
-
 # Of `cast_groups_definition`, and of each kernel in its place.
 SCHEMA = (
     "(Tensor x, Tensor offs, int[] block, ScalarType dtype, str scale_format, Tensor? scale, "
     "int align, bool row_major, bool transposed) -> "
     "(Tensor data, Tensor scale, Tensor data_t, Tensor scale_t)"
 )
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define("cast_groups" + SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("cast_groups", cast_groups_definition, "CompositeExplicitAutograd")
-torch.library.register_fake("float8::cast_groups", _fake_cast_groups, lib=_LIBRARY)
+define_op(
+    "cast_groups" + SCHEMA,
+    cast_groups_definition,
+    lambda x, offs, block, dtype, scale_format, _, *how: _empty(
+        x, offs, tuple(block), dtype, scale_format, *how
+    ),
+)

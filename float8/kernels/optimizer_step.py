@@ -33,6 +33,7 @@ from float8.granularity import WHOLE
 from float8.kernels import definition, plain, stochastic, update_rules
 from float8.kernels.moments import StateMatrix, part, tiles
 from float8.kernels.products import SUPPORT, architecture
+from float8.kernels.registration import define_op
 from float8.kernels.update_rules import Number, UpdateRule
 
 LARGEST_GROUP = 2048
@@ -266,15 +267,14 @@ def reference(
         amax.copy_(torch.maximum(amax, target.decode().abs().nan_to_num(nan=0.0).amax()))
 
 
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-_LIBRARY.define(
+define_op(
     "optimizer_step(str rule, float[] numbers, Tensor? lr, float step, Tensor? step_tensor, "
     "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
     "Tensor(c!)? m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
     "Tensor(f!)? v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
     "int group, bool[] at_random, int seed, int first, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor(i!)? amax) -> ()",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    reference,
+    lambda *_: None,
+    "CPU",
 )
-_LIBRARY.impl("optimizer_step", reference, "CPU")
-torch.library.register_fake("float8::optimizer_step", lambda *_: None, lib=_LIBRARY)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,21 +23,7 @@ from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import cpu, definition
 from float8.kernels.cublas import is_sharded
-
-_LIBRARY = torch.library.Library("float8", "FRAGMENT")
-
-
-def _register(
-    schema: str,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    key: str = "CompositeExplicitAutograd",
-) -> Any:
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, run, key)
-    torch.library.register_fake(f"float8::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.float8, name).default
+from float8.kernels.registration import define_op
 
 
 def _is_op_of(x: Tensor) -> bool:
@@ -47,40 +33,24 @@ def _is_op_of(x: Tensor) -> bool:
 # --- the parts of a cast
 
 
-def _amax(x: Tensor, block: Sequence[int]) -> Tensor:
-    return cpu.amax(x, tuple(block)).clone()  # of one element, amax may return x itself
-
-
 def _amax_fake(x: Tensor, block: Sequence[int]) -> Tensor:
     return x.new_empty(scale_shape(x.shape, tuple(block)), dtype=torch.float32)
 
 
-def _cast(x: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return cpu.cast_by_scale(x, scale, tuple(block), dtype)
-
-
-def _cast_fake(x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype) -> Tensor:
+def _empty_like(x: Tensor, scale: Tensor, block: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(x, dtype=dtype)
 
 
-def _dequantize(data: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return cpu.dequantize(data, scale, tuple(block), dtype)
-
-
-def _dequantize_fake(data: Tensor, scale: Tensor, block: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(data, dtype=dtype)
-
-
-_amax_op = _register("amax(Tensor x, int[] block) -> Tensor", _amax, _amax_fake)
-_cast_op = _register(
+_amax_op = define_op("amax(Tensor x, int[] block) -> Tensor", cpu.amax, _amax_fake)
+_cast_op = define_op(
     "cast_scaled(Tensor x, Tensor scale, int[] block, ScalarType dtype) -> Tensor",
-    _cast,
-    _cast_fake,
+    cpu.cast_by_scale,
+    _empty_like,
 )
-_dequantize_op = _register(
+_dequantize_op = define_op(
     "dequantize(Tensor data, Tensor scale, int[] block, ScalarType dtype) -> Tensor",
-    _dequantize,
-    _dequantize_fake,
+    cpu.dequantize,
+    _empty_like,
 )
 
 
@@ -143,7 +113,7 @@ def _cast_both_fake(
     return *outputs, x.new_empty(amax, dtype=torch.float32 if finds_amax else None)  # type: ignore
 
 
-_register(
+define_op(
     "cast(Tensor x, Tensor? scale, int[] block, ScalarType dtype, str scale_format, bool swizzled, "
     "bool row_major, bool transposed, bool finds_amax) -> "
     "(Tensor data, Tensor scale_out, Tensor data_t, Tensor scale_t, Tensor amax)",
@@ -160,7 +130,7 @@ def _scaled_mm_fake(a: Tensor, a_scale: Tensor, b: Tensor, *others: Any) -> Tens
     return a.new_empty((a.shape[0], b.shape[0]), dtype=others[-1])
 
 
-_register(
+define_op(
     "scaled_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, int[] a_block, int[] b_block, "
     "Tensor? bias, ScalarType out_dtype) -> Tensor",
     cpu.scaled_mm,

@@ -34,7 +34,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -185,7 +185,7 @@ def _cuda_version() -> tuple[int, ...]:
     return tuple([int(part) for part in torch.version.cuda.split(".")[:2]])
 
 
-def reason_against_triton(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
+def reason_against_triton(arch: str, *_: Any) -> str | None:
     """The reason why no Triton GEMM runs on this architecture, or None."""
     if not arch.startswith("sm_"):
         return "is for NVIDIA GPUs and untested on others"
@@ -254,26 +254,29 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
 
 
 class Candidate(NamedTuple):
-    """One way to run a product on a GPU.
+    """One way to run a product on a GPU, or a product of groups.
 
     ``reason_against(architecture, product, out_dtype)`` returns the reason why it does not run, or
-    None. A message puts the reason after ``name``. ``is_aligned``: the contraction and the columns
-    must be multiples of 16. ``multiply`` pads sizes that are not, so callers check before.
-    ``needs_power_of_two_scales``: it multiplies scales that are powers of two, and makes NaN of
-    others.
+    None; of groups, it is also told whether both operands are E4M3. A message puts the reason after
+    ``name``. ``is_aligned``: the contraction and the columns must be multiples of 16. ``multiply``
+    pads sizes that are not, so callers check before. ``align``: what it needs of groups in the
+    transposed layout. ``needs_power_of_two_scales``: it makes NaN of others.
     """
 
     name: str
-    reason_against: Callable[[str, str, torch.dtype], str | None]
-    is_aligned: bool
+    reason_against: Callable[..., str | None]
     multiply: Callable[..., Tensor]
+    is_aligned: bool = True
+    align: int = ALIGNMENT
     needs_power_of_two_scales: bool = False
 
 
 PLAIN_PYTORCH = "plain PyTorch"
-TORCH_GEMM = Candidate("torch._scaled_mm", _reason_against_torch, True, cublas.multiply_by_torch)
-TRITON_GEMM = Candidate("the Triton GEMM", reason_against_triton, False, _triton_multiply)
-ROWS_AS_MX = Candidate("torch as MX", _reason_against_mx, True, _multiply_as_mx, True)
+TORCH_GEMM = Candidate("torch._scaled_mm", _reason_against_torch, cublas.multiply_by_torch)
+TRITON_GEMM = Candidate("the Triton GEMM", reason_against_triton, _triton_multiply, False)
+ROWS_AS_MX = Candidate(
+    "torch as MX", _reason_against_mx, _multiply_as_mx, needs_power_of_two_scales=True
+)
 BLOCKS_AS_MX = ROWS_AS_MX._replace(name="torch as MX, odd sizes Triton", is_aligned=False)
 # product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
 # does, and a GPU refuses it by name
@@ -320,13 +323,6 @@ def reason_against_formats(a_dtype: torch.dtype, b_dtype: torch.dtype) -> str | 
     return None
 
 
-def reason_against_device(
-    arch: str, a_block: Block, b_block: Block, out_dtype: torch.dtype
-) -> str | None:
-    """The reasons why a CUDA architecture does not run a product, whatever its sizes, or None."""
-    return gemm_for(arch, a_block, b_block, out_dtype)[1]
-
-
 def gemm_for(
     family: str,
     a_block: Block,
@@ -350,17 +346,26 @@ def gemm_for(
             f"{_EMULATE}"
         )
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
-    reasons = []
-    for candidate in CANDIDATES[product]:
-        reason = candidate.reason_against(family, product, out_dtype)
-        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
-            return candidate.name, None
-        if not candidate.needs_power_of_two_scales:
-            reasons.append(f"{candidate.name} {reason}")
-    why = "; ".join(reasons) or "no GEMM is written for it"
-    return "", (
+    what = family, product, out_dtype
+    name, reasons = first_candidate(CANDIDATES[product], has_power_of_two_scales, *what)
+    why = reasons or "no GEMM is written for it"
+    return name, None if name else (
         f"{family} does not run a {product} product written in {out_dtype}: {why}. Or {_EMULATE}"
     )
+
+
+def first_candidate(
+    candidates: Sequence[Candidate], has_power_of_two_scales: bool, *what: Any
+) -> tuple[str, str]:
+    """The name of the first candidate that runs a product, and ""; or "" and all reasons."""
+    reasons = []
+    for candidate in candidates:
+        reason = candidate.reason_against(*what)
+        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
+            return candidate.name, ""
+        if not candidate.needs_power_of_two_scales:
+            reasons.append(f"{candidate.name} {reason}")
+    return "", "; ".join(reasons)
 
 
 def _reason_against_devices(device: torch.device, **others: Tensor | None) -> str | None:
@@ -399,6 +404,7 @@ class Product(NamedTuple):
         out_dtype: of the result: float32, bfloat16 or float16; on CUDA see `written_dtypes`.
         use_fast_accum: see `GemmConfig`; for tensorwise and rowwise products.
         pad: pad sizes that are no multiple of 16 with zeros instead of refusing.
+        align: of groups, the multiple to which their transposed layout is padded.
     """
 
     name: str
@@ -406,6 +412,7 @@ class Product(NamedTuple):
     out_dtype: torch.dtype
     use_fast_accum: bool = False
     pad: bool = False
+    align: int = 1
 
 
 def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None = None) -> Tensor:

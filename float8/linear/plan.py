@@ -180,7 +180,9 @@ def plan_of(
     if Triton is not installed, on a GPU that casts with it.
     """
     device = input.device
-    dtype = compute_dtype(input) if dtype is None else dtype
+    if dtype is None:  # `compute_dtype`, without a call
+        is_cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if is_cast else input.dtype
     is_compiling = torch.compiler.is_compiling()  # dynamo would guard on all that it finds
     plan = None if is_compiling else USED.get((config.key, device, dtype, grouped, False))
     if plan is None:

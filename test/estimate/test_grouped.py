@@ -18,7 +18,8 @@ from float8.estimate.roofline import (
     gemm_seconds,
     saved_bytes,
 )
-from float8.kernels.grouped_products import GROUPED_CANDIDATES, GroupedCandidate, multiply_groups
+from float8.kernels.grouped_products import GROUPED_CANDIDATES, multiply_groups
+from float8.kernels.products import Candidate
 from float8.linear.plan import LinearPlan, plan_for
 
 H100 = DEVICES["H100"]
@@ -122,7 +123,7 @@ def test_saved_bytes_of_experts_by_hand():
 @pytest.fixture
 def runs_everything(monkeypatch):
     """Every GPU runs every grouped product, whatever the table of candidates says today."""
-    every = GroupedCandidate("a kernel of this test", lambda *_: None, multiply_groups)
+    every = Candidate("a kernel of this test", lambda *_: None, multiply_groups)
     for product in GROUPED_CANDIDATES:
         monkeypatch.setitem(GROUPED_CANDIDATES, product, (every,))
 
@@ -179,7 +180,7 @@ def test_the_filter_takes_experts_by_the_time_of_all_their_products():
 
 
 def test_what_grouped_gemms_refuse_is_not_predicted(monkeypatch):
-    refuses = GroupedCandidate("a kernel", lambda *_: "has a reason of its own", multiply_groups)
+    refuses = Candidate("a kernel", lambda *_: "has a reason of its own", multiply_groups)
     monkeypatch.setitem(GROUPED_CANDIDATES, "rowwise", (refuses,))
     (row,) = estimate([(4096, 512, 1024, 8)], recipes=["rowwise", "delayed", "mxfp8"]).rows
     assert "output: sm_90 does not run a grouped rowwise product" in row.recipes["rowwise"].refused

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8.kernels import casts
-from float8.kernels.casts import KERNELS, CastSpec, cast, has_cast_kernel, kernel_for
+from float8.kernels.casts import KERNELS, CastSpec, cast, kernel_for
 
 WHOLE = (-1, -1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -34,11 +34,10 @@ def no_kernels_yet():
 def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
     arch, error, words, monkeypatch
 ):
-    monkeypatch.setattr(casts, "family_of", lambda device: arch)
     missing = mock.Mock(side_effect=ModuleNotFoundError("No module named triton"))
     monkeypatch.setattr(casts.importlib, "import_module", missing)
     with pytest.raises(error, match=words):
-        has_cast_kernel(CUDA, WHOLE, emulate=False)
+        kernel_for(arch, WHOLE)
 
 
 @pytest.mark.parametrize("block", KERNELS["sm_90"])
@@ -46,7 +45,6 @@ def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
 def test_both_orientations_with_their_scales(block, rows, cols):
     """Shapes on CUDA, where a CPU build can only pretend; bits are test_kernel_path.py's."""
     pytest.importorskip("triton")
-    has_cast_kernel(CUDA, block, emulate=False)
     scale_format = "e8m0" if block[1] == 32 else "float32"
     with FakeTensorMode():
         x = torch.empty(256, 384, device="cuda", dtype=torch.bfloat16)

@@ -30,7 +30,7 @@ from float8.config import RECIPES
 from float8.kernels import grouped_products as module
 from float8.kernels.gpu.cast import cast_op as cast_matrices
 from float8.kernels.gpu.cast_tokens import cast_tokens_op
-from float8.kernels.products import PLAIN_PYTORCH
+from float8.kernels.products import PLAIN_PYTORCH, Product
 from float8.linear.plan import USED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -102,7 +102,7 @@ def multiply(
     with FakeTensorMode(), torch.no_grad(), Products() as products:
         parts = operands(pair, K, N, by_tokens, formats)
         parts = parts if change is None else change(parts)
-        gemm = module.GroupedProduct(name, None, out_dtype, module.group_alignment(name), True, pad)
+        gemm = Product(name, None, out_dtype, True, pad, module.group_alignment(name))
         out = module.multiply_groups(*matrices(parts[:4], pair[0], b_block), gemm, parts[4])
     assert products.names == [name]
     assert out.dtype == out_dtype and out.device.type == "cuda"
@@ -233,7 +233,7 @@ def test_mx_products_by_torch_are_those_of_each_group(sizes, features, w_block, 
     x8, x_scale, x8_t, x_scale_t = cast(x)
     _, _, g8_t, g_scale_t = cast(g)
     w8, w_scale, *_ = cast_matrices(w, None, w_block, E4M3, "e8m0", True, True, False, False)
-    how = module.GroupedProduct(module.TORCH_MX.name, None, BF16, 128, False, True)
+    how = Product(module.TORCH_MX.name, None, BF16, pad=True, align=128)
     pairs = (
         matrices((x8, x_scale, w8, w_scale), MX, (1, *w_block)),
         matrices((g8_t, g_scale_t, x8_t, x_scale_t), MX, MX),
@@ -319,7 +319,7 @@ def test_torch_takes_the_layouts_of_mx_operands(by_tokens):
         w8 = cast_matrices(w, None, MX, E4M3, "e8m0", True, True, False, False)
         pairs = (*g8[2:], *x8[2:]) if by_tokens else (*x8[:2], *w8[:2])
         b_block = MX if by_tokens else (1, *MX)
-        how = module.GroupedProduct(module.TORCH_MX.name, None, BF16, 128)
+        how = Product(module.TORCH_MX.name, None, BF16, align=128)
         out = module.multiply_groups(*matrices(pairs, MX, b_block), how, offs)
     assert out.shape == ((E, N, K) if by_tokens else (T, N))
     assert products.names == [BY_TORCH]

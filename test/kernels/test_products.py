@@ -82,7 +82,7 @@ def test_a_device_runs_a_product_or_says_why_not(arch, cuda, a_block, b_block, m
         chosen = {"t": BY_TORCH, "T": BY_TRITON, "-": ""}[letter]
         name, reason = module.gemm_for(arch, a_block, b_block, out_dtype)
         assert (name, reason is None) == (chosen, chosen != "")
-        assert module.reason_against_device(arch, a_block, b_block, out_dtype) == reason
+        assert module.gemm_for(arch, a_block, b_block, out_dtype)[1] == reason
         for M, K, N in ((256, 384, 128), (5, 123, 7)):
             with FakeTensorMode(), torch.no_grad(), Products() as products:
                 parts = fake_operands(M, K, N, a_block, b_block)
@@ -108,7 +108,7 @@ def test_a_pair_of_blocks_is_a_product_or_is_refused_everywhere(a_block, b_block
     if reason is not None:
         names = block_name(a_block), block_name(b_block)
         assert all(words in reason for words in (*names, "emulate=True"))
-        assert module.reason_against_device("sm_90", a_block, b_block, BF16) == reason
+        assert module.gemm_for("sm_90", a_block, b_block, BF16)[1] == reason
 
 
 @pytest.mark.parametrize(("K", "N"), [(24, 16), (16, 1), (15, 17)])

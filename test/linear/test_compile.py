@@ -47,19 +47,15 @@ selectively = partial(
 TRACED = {
     ".": ("granularity",),
     "activations": ("*",),
+    "distributed": ("sync",),
     "experts": ("grouped_mm",),
     "fusion": ("autograd",),
     "kernels": (
-        "cublas",
-        "definition",
-        "grouped_products",
-        "moments",
-        "optimizer_step",
-        "products",
+        *("cublas", "definition", "grouped_products", "moments", "optimizer_step", "products"),
     ),
     "linear": (
         *("autograd", "casts", "float8_weight", "layer", "module", "plan", "refusals"),
-        *("smoothing", "sync"),
+        "smoothing",
     ),
     "optim": ("moment",),
     "unit_scaling": ("constraints", "registry", "functional/*", "modules/*"),

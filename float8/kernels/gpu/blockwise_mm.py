@@ -18,27 +18,10 @@ not be multiples of anything, but operands whose rows do not start at multiples 
 loaded byte by byte (`scaled_mm` hands over others).
 
 Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
-of each thread's 255, so that is the largest tile that does not spill. `GEMM_TILES` is the whole
-list. It was chosen by machine code (``scripts.kernel_tools report``): no spills, copies to shared
-memory of 16 bytes per thread that bypass registers, and the tensor cores' float8 instructions.
-Which of them runs is measured on the device (`fastest_tile`); without, `tile_of` is the rule. On an
-H100 128 x 64 took 1.04 to 1.38 times as long as 64 x 128 in all 12 products, and is not listed.
-
-What the machine code of sm_90 says of them: the tensor cores need 512 clocks for a step of
-128 x 128 x 128. They then wait for the promotion, 128 clocks of multiply-adds, and for about 100
-clocks of barriers and addresses, because registers leave room for one such program on a
-multiprocessor. Two programs of half the tile fill each other's waits, but read 1.5 times as many
-bytes from the L2 cache, 96 instead of 64 per clock. Neither is clearly the faster one.
-
-Compiled for sm_90 by Triton 3.9, other forms of the loop do not shorten that wait:
-
-- promoting a step while the tensor cores multiply the next one (235 to 255 registers): the 64
-  multiply-adds per thread run beside them, but 64 moves from one accumulator to the other follow;
-- the same, unrolled by two: no moves, but ptxas waits for each instruction of the tensor cores, and
-  the program needs 256 KiB of shared memory;
-- two products of half the columns: half of the multiply-adds run beside the second one, and the
-  tensor cores are idle twice instead of once. With 128 x 256 it spills 168 bytes;
-- 4 warps for 128 x 128: spills 208 bytes; ``warp_specialize=True``: the same loop.
+of each thread's 255, so that is the largest tile that does not spill. Two programs of half that
+tile fill each other's waits, but read 1.5 times as many bytes from the L2 cache. `GEMM_TILES` is
+the whole list. Which of them runs is measured on the device (`fastest_tile`); without, `tile_of` is
+the rule.
 """
 
 from __future__ import annotations
@@ -244,7 +227,7 @@ def _launch(
 
     def run(tile: Tile) -> None:
         if tile == DEEPGEMM:
-            deep_gemm.multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
+            deep_gemm.multiply_blocks(a, a_scale, b, b_scale, out)
             return
         launch(
             _kernel, ceil_div(M, tile.M) * ceil_div(N, tile.N),

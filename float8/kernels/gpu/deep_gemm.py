@@ -4,10 +4,9 @@ DeepGEMM (github.com/deepseek-ai/DeepGEMM; read in version 2.6.1, csrc/apis/gemm
 E4M3 by E4M3 on sm_90 and writes bfloat16. `blockwise_mm` and `grouped_mm` measure it like a tile of
 their own (`fastest_tile`), and ``cublas.py`` beside cuBLAS: all three compute the same bits. Each
 128 of the contraction is summed by the tensor core alone; one fused multiply-add then scales that
-sum by the product of both scales and adds it (sm90_fp8_gemm_1d2d.cuh). On an H100 it took 0.61 to
-0.63 of Triton's time for 8 and 32 large experts, and 0.85 to 0.91 of cuBLAS's for a large layer.
-Two other forms stay as they are: 1x128 by 1x128, which adds to a float32 result there, and the
-grouped weight gradient, for which the host would have to know sizes.
+sum by the product of both scales and adds it (sm90_fp8_gemm_1d2d.cuh). Two other forms stay as they
+are: 1x128 by 1x128, which adds to a float32 result there, and the grouped weight gradient, for
+which the host would have to know sizes.
 
 Groups: DeepGEMM reads one expert per block of 128 rows, and groups begin anywhere. So it multiplies
 each block by the expert of the block's first row. A second product multiplies the first 128 rows
@@ -35,7 +34,7 @@ from float8.kernels.gpu.launch import on_device_of
 from float8.kernels.products import family_of
 
 _E4M3, _BF16 = torch.float8_e4m3fn, torch.bfloat16
-ROWS_PER_EXPERT = 128  # rows that share an expert
+EXPERT_ROWS = 128  # rows that share an expert
 FOUND: dict[torch.device, Any] = {}
 _logger = logging.getLogger("float8")
 
@@ -55,8 +54,8 @@ def _library(device: torch.device) -> Any:
         return None
     try:
         found = importlib.import_module("deep_gemm")
-        codes = torch.zeros(ROWS_PER_EXPERT, ROWS_PER_EXPERT, dtype=_E4M3, device=device)
-        scale = torch.ones(1, ROWS_PER_EXPERT, device=device).t(), torch.ones(1, 1, device=device)
+        codes = torch.zeros(EXPERT_ROWS, EXPERT_ROWS, dtype=_E4M3, device=device)
+        scale = torch.ones(1, EXPERT_ROWS, device=device).t(), torch.ones(1, 1, device=device)
         with on_device_of(codes):
             found.fp8_gemm_nt((codes, scale[0]), (codes, scale[1]), codes.to(_BF16))
     except Exception as error:  # it asserts that there is an nvcc, and that its kernels compile
@@ -81,13 +80,11 @@ def multiplies(
     found = library(a.device)
     if found is None or b.dim() == 2:
         return found is not None
-    # A user may have set other blocks: `multiply_groups_by_deep_gemm` would name wrong experts.
-    return bool(ROWS_PER_EXPERT % found.get_mk_alignment_for_contiguous_layout() == 0)
+    # A user may have set other blocks: `multiply_tokens` would name wrong experts.
+    return bool(EXPERT_ROWS % found.get_mk_alignment_for_contiguous_layout() == 0)
 
 
-def multiply_by_deep_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor
-) -> None:
+def multiply_blocks(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: Tensor) -> None:
     """Write ``(a * a_scale) @ (b * b_scale).T`` into out (M, N)."""
     with on_device_of(a):
         library(a.device).fp8_gemm_nt((a, a_scale), (b, _rows_of(b_scale)), out)
@@ -104,35 +101,30 @@ def or_faster(
 
     def by_deep_gemm() -> Tensor:
         out = a.new_empty((len(a), len(b)), dtype=out_dtype)
-        multiply_by_deep_gemm(a, a_scale, b, b_scale, out)
+        multiply_blocks(a, a_scale, b, b_scale, out)
         return out
 
     ways = {"other": other, "deep_gemm": by_deep_gemm}
     return ways[fastest(form, a, sizes, list(ways), "other", lambda way: ways[way]())]()
 
 
-def multiply_groups_by_deep_gemm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor
-) -> Tensor:
+def multiply_tokens(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:
     """Tokens by experts as `grouped_mm`: (T, K) by (E, N, K) -> (T, N) in bfloat16."""
     T, E, N = len(a), len(offs), b.shape[1]
     weights = b, _rows_of(b_scale)
     out = a.new_empty((T + 1, N), dtype=_BF16)  # row T: for what is beyond the end of a group
     offs = offs.clamp(0, T)
     # The group of each block's first row. The kernel reads those of a last block that is not whole.
-    block = (
-        torch.arange(ceil_div(T, ROWS_PER_EXPERT), dtype=torch.int32, device=a.device)
-        * ROWS_PER_EXPERT
-    )
+    block = torch.arange(ceil_div(T, EXPERT_ROWS), dtype=torch.int32, device=a.device) * EXPERT_ROWS
     group = torch.searchsorted(offs, block, right=True, out_int32=True)
-    group = group.masked_fill(group == E, -1).repeat_interleave(ROWS_PER_EXPERT)[:T]
+    group = group.masked_fill(group == E, -1).repeat_interleave(EXPERT_ROWS)[:T]
 
-    rows = F.pad(offs[:-1], (1, 0))[:, None] + torch.arange(ROWS_PER_EXPERT, device=a.device)
+    rows = F.pad(offs[:-1], (1, 0))[:, None] + torch.arange(EXPERT_ROWS, device=a.device)
     places = torch.where(rows < offs[:, None], rows, T).flatten()
-    expert = torch.arange(E, dtype=torch.int32, device=a.device).repeat_interleave(ROWS_PER_EXPERT)
+    expert = torch.arange(E, dtype=torch.int32, device=a.device).repeat_interleave(EXPERT_ROWS)
     rows = places.clamp(max=T - 1)
     firsts = a.view(torch.int64)[rows].view(_E4M3), a_scale.t()[:, rows].t()
-    part = a.new_empty((E * ROWS_PER_EXPERT, N), dtype=_BF16)
+    part = a.new_empty((E * EXPERT_ROWS, N), dtype=_BF16)
     with on_device_of(a):
         run = library(a.device).m_grouped_fp8_gemm_nt_contiguous
         run((a, a_scale), weights, out[:T], group)

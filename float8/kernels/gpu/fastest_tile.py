@@ -15,8 +15,7 @@ Nothing is measured, and the tile is that of a rule, while a CUDA graph is captu
 are opaque, so it is measured where the kernel runs. The first product of a class waits for the GPU,
 and later ones do not. It costs the compilation of up to four forms of the kernel, which Triton
 keeps on disk, and `RUNS` + 1 launches of each. A thread compiles each form: Triton's passes and
-ptxas leave Python's lock. On two cores, four tiles took 0.65 of the time that they take in turn
-(Triton 3.6), and 0.58 (3.9).
+ptxas leave Python's lock.
 """
 
 from __future__ import annotations

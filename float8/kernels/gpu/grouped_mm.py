@@ -36,15 +36,13 @@ are not read, and their rows of the result not written.
 
 The tiles are those of ``blockwise_mm.py``, chosen in the same way. ``FAST`` leaves the whole
 contraction to the tensor core; without it, its sums are added in float32 every 128. A fast product
-has one accumulator, so that a tile of 128 x 256 fits (`WIDE`): on an H100 it multiplied 1.3 to 1.4
-times as fast as 128 x 128.
+has one accumulator, so that a tile of 128 x 256 fits (`WIDE`).
 
 ``torch._scaled_grouped_mm`` is one more way to run a product that is not fast, where it can: on
 sm_90, E4M3 by E4M3 with scales of rows, written in bfloat16 (ATen/native/cuda/ScaledGroupMM.cu; on
 sm_10x it traps, pytorch#187095). Its sums are promoted every 128 too, and a group without tokens is
-a matrix of zeros. On an H100 it took 0.63 to 0.76 of this kernel's time for 8 experts of 4,096
-tokens, and 1.8 to 2.3 of it for 128 experts of 512: so it is measured like a tile. So is
-DeepGEMM, where it is installed (`deep_gemm`), for 1x128 by 128x128.
+a matrix of zeros. It is measured like a tile, because it is faster for few large experts and slower
+for many small ones. So is DeepGEMM, where it is installed (`deep_gemm`), for 1x128 by 128x128.
 """
 
 from __future__ import annotations
@@ -199,7 +197,7 @@ def _launch(
         if tile == TORCH_TILE:
             return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
         if tile == DEEPGEMM:
-            return deep_gemm.multiply_groups_by_deep_gemm(a, a_scale, b, b_scale, offs)
+            return deep_gemm.multiply_tokens(a, a_scale, b, b_scale, offs)
         with alone:
             out = result()
         tiles_m = experts * ceil_div(M, tile.M) if by_tokens else M // tile.M + experts
@@ -219,7 +217,7 @@ def _launch(
         rows = M if by_tokens else ceil_div(M, experts)
         by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
         by_deep_gemm = (
-            2 * deep_gemm.ROWS_PER_EXPERT * experts < M  # else it multiplies half of the rows twice
+            2 * deep_gemm.EXPERT_ROWS * experts < M  # else it multiplies half of the rows twice
             and not by_tokens
             and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype)
         )
@@ -278,7 +276,7 @@ def _torch_multiplies(
 
 
 def _strides(scale: Tensor, by_tokens: bool, blocks: bool) -> tuple[int, int, int]:
-    """Of a scale: from expert to expert, row to row, and step to step of the contraction."""
+    """The strides of a scale between experts, rows, and steps of the contraction."""
     experts = 0 if scale.shape[0] == 1 else scale.stride(0)
     if by_tokens and not blocks:
         return experts, scale.stride(1), 0

@@ -124,11 +124,7 @@ def clamped_to_format(y, FORMAT_MAX: tl.constexpr):
 
 @triton.jit
 def without_infinities(x32):
-    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept.
-
-    A comparison and a selection took up to eight: LLVM packed the predicates of 16 elements into
-    a word, and took them out again.
-    """
+    """x, where NaN replaces the infinities, in one instruction; signs of zeros are kept."""
     return tl.fma(x32, 0.0, x32)
 
 
@@ -351,7 +347,7 @@ def rows_of_tile(
 
 @triton.jit
 def amax_bits_of(ys):
-    """Of 4 float32 tiles, element by element."""
+    """The bits of the largest magnitude of 4 float32 tiles, element by element."""
     first = tl.maximum(magnitude_bits(ys[0]), magnitude_bits(ys[1]))
     return tl.maximum(first, tl.maximum(magnitude_bits(ys[2]), magnitude_bits(ys[3])))
 

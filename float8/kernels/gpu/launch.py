@@ -22,8 +22,7 @@ from torch import Tensor
 from triton.runtime import JITFunction, driver
 
 from float8.granularity import ceil_div
-
-LIBRARY = torch.library.Library("float8", "FRAGMENT")
+from float8.kernels.registration import LIBRARY, define_op
 
 TRITON_FORMATS: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -59,11 +58,8 @@ def register_op(
     Returns:
         the op's only overload, for calling it with the least overhead.
     """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, definition, "CPU")
-    torch.library.register_fake(f"float8::{name}", fake, lib=LIBRARY)
-    return register_kernel(name, kernel=kernel, definition=definition)
+    define_op(schema, definition, fake, "CPU")
+    return register_kernel(schema.partition("(")[0], kernel=kernel, definition=definition)
 
 
 def register_kernel(

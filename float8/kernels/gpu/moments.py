@@ -105,7 +105,7 @@ def _unfinished_hash(h, between):
 
 @triton.jit
 def _hash(h, between):
-    """Of uint32; `float8.kernels.stochastic._hash`."""
+    """`float8.kernels.stochastic._hash` of uint32."""
     h = _unfinished_hash(h, between)
     return h ^ (h >> 16)
 
