@@ -35,7 +35,7 @@ def mlp(recipe="tensorwise", width=32):
 
 
 def rows(report):
-    return {row.labels[:3]: row for row in report._rows}
+    return {row.key: row for row in report._rows}
 
 
 def by_hand(x, cast):

@@ -121,8 +121,7 @@ def unit_scale(module: M, replace: Mapping[Function, Function] | None = None) ->
             )
     transform = UnitScale(tuple(functions.items()))
     new = transformed(module, transform)
-    parts = [part for part in new.modules() if isinstance(part, Transformed) and part is not new]
-    if any([part.float8_products for part in parts]):
+    if any([getattr(p, "float8_products", None) for p in new.modules() if p is not new]):
         raise ValueError(
             "unit_scale: a part of the model has the transform float8, whose contractions an outer "
             "transform does not see: transform the whole model, float8(unit_scale(model))"
