@@ -156,17 +156,6 @@ class LinearPlan:
 USED: dict[tuple[str, torch.device, torch.dtype, bool, bool], LinearPlan] = {}
 
 
-def plan_for(
-    config: Float8LinearConfig, family: str, dtype: torch.dtype, grouped: bool = False
-) -> LinearPlan:
-    """The plan of a config on a device family, in a compute dtype.
-
-    ``family`` is that of `float8.kernels.family_of`; no device of it need be here. ``grouped`` asks
-    for the grouped GEMMs of experts.
-    """
-    return _made(config.key, family, dtype, grouped)
-
-
 def plan_of(
     config: Float8LinearConfig,
     input: Tensor,
@@ -194,7 +183,8 @@ def plan_of(
 def _first_use(
     key: str, device: torch.device, dtype: torch.dtype, grouped: bool, compiling: bool
 ) -> LinearPlan:
-    plan = _made(key, kernels.family_of(device), dtype, grouped, compiling)
+    family = kernels.family_of(device)
+    plan = plan_for(CONFIGS[key], family, dtype, grouped, compiling)
     casts = [cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)]
     import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
     USED[key, device, dtype, grouped, compiling] = plan
@@ -205,16 +195,25 @@ def _first_use(
 _first_use._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _made(
-    key: str,
+def plan_for(
+    config: Float8LinearConfig,
     family: str,
     dtype: torch.dtype,
     grouped: bool = False,
     compiling: bool = False,
     of_float8_operands: bool = False,
 ) -> LinearPlan:
-    """`plan_for`; for code that is compiled, where a compiler may fuse casts; or for such calls."""
-    config = CONFIGS[key]
+    """The plan of a config on a device family, in a compute dtype.
+
+    Args:
+        config: of the layer.
+        family: that of `float8.kernels.family_of`; no device of it need be here.
+        dtype: of the operands before their casts.
+        grouped: for the grouped GEMMs of experts.
+        compiling: for code in which a compiler may fuse casts with the ops that make their
+            operands.
+        of_float8_operands: for calls with an operand that is in float8 already.
+    """
     gemms, emulate, dequantizes = config.gemms, config.emulate, config.dequantize_in_backward
     # Gradients of smooth operands are multiplied by factors that float16 cannot hold.
     is_narrow = config.smooth_input and dtype == torch.float16
@@ -275,7 +274,7 @@ def _made(
         on_gpu=family != CPU and not emulate,
     )
     if any([needs_power_of_two_scales(gemm.name) for gemm in plan.gemms]):
-        plan.of_float8_operands = _made(key, family, dtype, grouped, compiling, True)
+        plan.of_float8_operands = plan_for(config, family, dtype, grouped, compiling, True)
     return plan
 
 
