@@ -316,8 +316,8 @@ def scaled_mm(
     by_row, is_bfloat16 = ((WHOLE, WHOLE), (1, WHOLE)), out_dtype == torch.bfloat16
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
     if a_block not in by_row or b_block not in by_row or is_e8m0:
-        is_exact = is_bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
-        dtype = torch.bfloat16 if is_exact else torch.float32
+        is_faster = is_bfloat16 and _has_matrix_units() and _fits_bfloat16(a_MK, a_scale, b_scale)
+        dtype = torch.bfloat16 if is_faster else torch.float32
         a = dequantize(a_MK, a_scale, a_block, dtype)
         scaled = a @ dequantize(b_NK, b_scale, b_block, dtype).t()
     else:
@@ -336,8 +336,8 @@ def scaled_mm(
     return scaled.to(out_dtype)
 
 
-def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
-    """Whether bfloat16 holds the dequantised operands, and the processor multiplies it faster.
+def _fits_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
+    """Whether bfloat16 holds the dequantised operands, and AMX multiplies them correctly.
 
     AMX takes magnitudes below 2^-126 for zero, also those of nn.Linear in bfloat16.
 
@@ -346,7 +346,7 @@ def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     the bfloat16 numbers in a row of an AMX tile, leave nothing beyond a row.
     """
     contraction = a_MK.shape[1]
-    if not (a_MK.is_cpu and contraction and contraction % 32 == 0 and _has_matrix_units()):
+    if not (a_MK.is_cpu and contraction and contraction % 32 == 0):
         return False
     for scale in scales:
         if scale.dtype == torch.float32 and not _are_powers_of_two(scale):
