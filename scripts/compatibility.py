@@ -25,7 +25,7 @@ from float8.config import RECIPES, Float8LinearConfig
 from float8.formats import E4M3, E5M2, HIGH_PRECISION_DTYPES, on_family
 from float8.kernels.products import CPU, SUPPORT
 from float8.linear.plan import plan_for
-from float8.linear.refusals import refuses_call
+from float8.linear.refusals import reason_against_call
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -145,7 +145,7 @@ def cell(config: Float8LinearConfig, family: str, notes: Notes, grouped: bool = 
     reasons: set[int] = set()
     for dtype in sorted(HIGH_PRECISION_DTYPES, key=list(SHORT).index):
         plan = plan_for(config, family, dtype, grouped)
-        reason = refuses_call(plan, 64, 64, 64, True, True)
+        reason = reason_against_call(plan, 64, 64, 64, True, True)
         if grouped and reason is not None:
             reason = f"grouped: {reason.partition(': ')[2]}"
         if reason is not None:

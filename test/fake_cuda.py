@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
+from float8.experts.autograd import GroupedLinearFunction
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
 from float8.linear.casts import DelayedState
 from float8.linear.layer import function_of
@@ -81,6 +82,10 @@ def step(
     plan = plan_of(config, x, grouped=offs is not None)
     ctx = Context(True, True, bias is not None, False, False)
     call = Call(plan, states, offs is None, weight, factors, has_backward=True)
-    function, groups = function_of(config), () if offs is None else (offs,)
-    out = function.forward(ctx, x, w, bias, call, *groups)
-    return Results(out, *function.backward(ctx, g)[:3], ctx.saved_tensors)
+    if offs is None:
+        function = function_of(config)
+        out = function.forward(ctx, x, w, bias, call)
+        return Results(out, *function.backward(ctx, g)[:3], ctx.saved_tensors)
+    out = GroupedLinearFunction.forward(ctx, x, w, call, offs)
+    grads = GroupedLinearFunction.backward(ctx, g)
+    return Results(out, *grads[:2], None, ctx.saved_tensors)

@@ -35,7 +35,7 @@ from float8.linear.module import (
     switchable_parts,
     switched_off,
 )
-from float8.linear.refusals import refuses_layer
+from float8.linear.refusals import reason_against_layer
 from float8.linear.resident import make_plain
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -43,7 +43,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 register_module_rule(
     nn.Linear,
     ModuleRule(
-        refuses=lambda module, config: refuses_layer(module.weight, config),  # type: ignore[arg-type]
+        refuses=lambda module, config: reason_against_layer(module.weight, config),  # type: ignore[arg-type]
         convert=Float8Linear.from_float,  # type: ignore[arg-type]
     ),
 )

@@ -40,12 +40,12 @@ from float8.kernels import family_of
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, stacked_weights, weights_of
 from float8.linear.plan import plan_for
-from float8.linear.refusals import refuses_call
+from float8.linear.refusals import reason_against_call
 from float8.linear.resident import (
     as_parameter,
     contraction_last,
     is_resident,
-    refuses_resident,
+    reason_against_resident,
     set_input_cast,
     to_resident,
     with_static_input,
@@ -133,7 +133,7 @@ def _reason_against(layer: Any, config: Float8LinearConfig) -> str | None:
     if not weights or not all(type(w) is nn.Parameter or is_resident(w) for w in weights):
         return "its weight is no plain Parameter: convert before any wrapper, after prune.remove"
     reasons = [reason_against_inference(weight, config, weight.device) for weight in weights]
-    return refuses_resident(config) or next(filter(None, reasons), None)
+    return reason_against_resident(config) or next(filter(None, reasons), None)
 
 
 def reason_against_inference(
@@ -147,7 +147,7 @@ def reason_against_inference(
     family = family_of(device)
     plan = plan_for(config, family, torch.bfloat16, weight.dim() == 3)
     N, K = weight.shape[-2:]
-    return refuses_call(plan, N, K, 1, grad=False, grad_weight=False)
+    return reason_against_call(plan, N, K, 1, grad=False, grad_weight=False)
 
 
 def hide_from_ddp(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from float8 import kernels
 from float8.config import OperandCast
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
-from float8.linear.casts import DelayedState, cast_alone, known_scale, max_over_ranks
+from float8.linear.casts import DelayedState, cast_alone, known_scale, max_over_ranks, record
 from float8.linear.float8_weight import version_of
 from float8.linear.module import own_config, weights_of
 from float8.linear.plan import cast_on
@@ -163,7 +163,7 @@ def cast_shard(
         scale = kernels.scale_from_amax(amax, cast.largest, cast.scales)
     scale = scale.expand(scale_shape(size, cast.block))  # static: one per expert, all equal
     if state is not None and layer.training:
-        kernels.record_amax(state.current_amax, kernels.amax(rounded, cast.block))
+        record(state, kernels.amax(rounded, cast.block))
     part = part_of(shard, size, cast.block, group)
     data, _, _ = cast_alone(
         part.aligned(rounded),

@@ -34,7 +34,7 @@ from float8.linear.casts import DelayedState, cast_matrix, record, sharded_state
 from float8.linear.layer import Float8Linear
 from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
-from float8.linear.refusals import refuses_layer
+from float8.linear.refusals import reason_against_layer
 from float8.tensor import Float8Tensor
 from float8.tensor.differentiable import differentiable
 
@@ -377,7 +377,7 @@ def _in_high_precision(layer: nn.Linear, input: Tensor) -> Tensor:
 register_module_rule(
     ParallelLinear,
     ModuleRule(
-        refuses=lambda module, config: refuses_layer(module.weight, config),  # type: ignore[arg-type]
+        refuses=lambda module, config: reason_against_layer(module.weight, config),  # type: ignore[arg-type]
         convert=Float8ParallelLinear.from_float,  # type: ignore[arg-type]
     ),
 )

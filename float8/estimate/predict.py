@@ -41,7 +41,7 @@ from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
 from float8.linear.module import stacked_weights
 from float8.linear.plan import LinearPlan, plan_for
-from float8.linear.refusals import refuses_call, refuses_layer
+from float8.linear.refusals import reason_against_call, reason_against_layer
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
@@ -110,10 +110,10 @@ def reason_against(
     if config.emulate:
         return f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
     weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
-    if (reason := refuses_layer(weight, config)) is not None:
+    if (reason := reason_against_layer(weight, config)) is not None:
         return reason
     plan = _plan(layer, config, device)
-    reason = refuses_call(plan, N, K, M, use.training, "grad_weight" in use.gemms)
+    reason = reason_against_call(plan, N, K, M, use.training, "grad_weight" in use.gemms)
     kinds = kinds_of_plan(plan, use)
     missing = sorted(set(kinds.values()) - set(device.products))
     if reason is None and missing:

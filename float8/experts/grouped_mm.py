@@ -19,10 +19,11 @@ from torch import Tensor
 
 from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
-from float8.linear.autograd import Call, Float8LinearFunction
+from float8.experts.autograd import GroupedLinearFunction
+from float8.linear.autograd import Call
 from float8.linear.float8_weight import of_experts
 from float8.linear.plan import plan_of, without_autocast
-from float8.linear.refusals import REFUSES_SMOOTH_EXPERTS, error_of_call
+from float8.linear.refusals import NO_SMOOTH_EXPERTS, error_of_call
 from float8.tensor import Float8Tensor
 
 
@@ -64,7 +65,7 @@ def grouped_mm(
     weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
     call = Call(plan, weight=weight, has_backward=grad)
     with without_autocast(x):
-        out: Tensor = Float8LinearFunction.apply(x, w_ENK, None, call, offs)
+        out: Tensor = GroupedLinearFunction.apply(x, w_ENK, call, offs)
     return out
 
 
@@ -78,7 +79,7 @@ def _error_of_arguments(
             'a dynamic recipe, such as from_recipe_name("tensorwise") or "rowwise"'
         )
     if config.smooth_input:
-        return ValueError(REFUSES_SMOOTH_EXPERTS)
+        return ValueError(NO_SMOOTH_EXPERTS)
     fits = x.dim() == 2 and w.dim() == 3 and offs.shape == w.shape[:1]
     if not fits or x.shape[1] != w.shape[1] or not x.device == w.device == offs.device:
         given = ", ".join([f"{tuple(each.shape)} on {each.device}" for each in (x, w, offs)])

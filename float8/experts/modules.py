@@ -37,7 +37,7 @@ from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_libra
 from float8.kernels import is_sharded
 from float8.linear.layer import with_state_of
 from float8.linear.module import Float8Module, ModuleRule, stacked_weights
-from float8.linear.refusals import refuses_layer
+from float8.linear.refusals import reason_against_layer
 from float8.linear.resident import gatherable_weights, join_loaded, split_saved, stay_gatherable
 from float8.tensor import Float8Tensor
 
@@ -264,7 +264,7 @@ def _reason(module: nn.Module, config: Float8LinearConfig) -> str | None:
     for name, weight in stacked_weights(module).items():
         if type(weight) not in (nn.Parameter, FakeTensor) and not is_sharded(weight):
             return f"{name} is a {type(weight).__name__}: convert the plain module"
-        if (reason := refuses_layer(weight, config)) is not None:
+        if (reason := reason_against_layer(weight, config)) is not None:
             return f"{name}: {reason}"
     return None
 

@@ -20,7 +20,6 @@ from float8.kernels.casts import (
 from float8.kernels.cublas import is_sharded
 from float8.kernels.definition import (
     MIN_SCALE,
-    record_amax,
     scale_from_amax,
     smoothing_factors_from_amax,
 )
@@ -64,7 +63,6 @@ __all__ = [
     "multiply",
     "multiply_groups",
     "multiply_groups_plainly",
-    "record_amax",
     "scale_from_amax",
     "scaled_mm",
     "smoothing_factors_from_amax",

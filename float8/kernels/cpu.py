@@ -316,13 +316,18 @@ def scaled_mm(
     by_row, is_bfloat16 = ((WHOLE, WHOLE), (1, WHOLE)), out_dtype == torch.bfloat16
     is_e8m0 = not a_scale.dtype == b_scale.dtype == torch.float32
     if a_block not in by_row or b_block not in by_row or is_e8m0:
-        is_exact = is_bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
-        dtype = torch.bfloat16 if is_exact else torch.float32
-        a = dequantize(a_MK, a_scale, a_block, dtype)
-        scaled = a @ dequantize(b_NK, b_scale, b_block, dtype).t()
+        is_faster = is_bfloat16 and _has_matrix_units() and _fits_bfloat16(a_MK, a_scale, b_scale)
+        dtype = torch.bfloat16 if is_faster else torch.float32
+        scaled = (
+            dequantize(a_MK, a_scale, a_block, dtype)
+            @ dequantize(b_NK, b_scale, b_block, dtype).t()
+        )
     else:
-        a, b = to_bfloat16(a_MK), to_bfloat16(b_NK)
-        product = a @ b.t() if is_bfloat16 else a.float() @ b.float().t()
+        # Operands have no names here: fresh memory costs more than a pass, so theirs is used again.
+        if is_bfloat16:
+            product = to_bfloat16(a_MK) @ to_bfloat16(b_NK).t()
+        else:
+            product = to_bfloat16(a_MK).float() @ to_bfloat16(b_NK).float().t()
         if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
             # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
             # in bfloat16 torch is slower in place.
@@ -330,14 +335,14 @@ def scaled_mm(
         elif is_bfloat16 and product.numel() > _PART and product.is_cpu:
             return _scale_parts(product, a_scale, b_scale, bias_N)
         else:
-            scaled = (product.float() * a_scale).mul_(b_scale.t())
+            scaled = product.float().mul_(a_scale).mul_(b_scale.t())
     if bias_N is not None:
         scaled = scaled + bias_N.to(torch.float32)
     return scaled.to(out_dtype)
 
 
-def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
-    """Whether bfloat16 holds the dequantised operands, and the processor multiplies it faster.
+def _fits_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
+    """Whether bfloat16 holds the dequantised operands, and AMX multiplies them correctly.
 
     AMX takes magnitudes below 2^-126 for zero, also those of nn.Linear in bfloat16.
 
@@ -346,7 +351,7 @@ def _multiplies_in_bfloat16(a_MK: Tensor, *scales: Tensor) -> bool:
     the bfloat16 numbers in a row of an AMX tile, leave nothing beyond a row.
     """
     contraction = a_MK.shape[1]
-    if not (a_MK.is_cpu and contraction and contraction % 32 == 0 and _has_matrix_units()):
+    if not (a_MK.is_cpu and contraction and contraction % 32 == 0):
         return False
     for scale in scales:
         if scale.dtype == torch.float32 and not _are_powers_of_two(scale):

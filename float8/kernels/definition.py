@@ -69,11 +69,6 @@ def in_blocks(x: Tensor, block: Block) -> tuple[Tensor, list[int]]:
     return x.reshape(shape), inside
 
 
-def record_amax(current: Tensor, amax: Tensor) -> None:
-    """``current = max(current, amax)`` in place: a delayed cast's running maximum, NaN included."""
-    torch.maximum(current, amax.reshape(()), out=current)
-
-
 def scale_from_amax(amax: Tensor, format_max: float, scale_format: str = FLOAT32) -> Tensor:
     """The dequantisation scale that maps ``amax`` to the format's largest value.
 

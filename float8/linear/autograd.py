@@ -15,10 +15,8 @@ For backward, forward saves the input in float8, in the orientation that grad_we
 per element. It saves the weight by reference, because the parameter is in memory anyway. Backward
 casts the weight again, with forward's scale where both casts are the same. A weight that is in
 float8 before the call is not cast: `float8.linear.float8_weight`. Inputs and weights that are
-multiplied by factors before their casts: `float8.linear.smoothing`.
-
-With ``offs``, the ends of groups of tokens, the same three GEMMs are grouped, one group per expert:
-w_NK is w_ENK, and grad_weight contracts the tokens of each group (`float8.experts`).
+multiplied by factors before their casts: `float8.linear.smoothing`. The grouped GEMMs of experts:
+`float8.experts.autograd`.
 
 Only GEMMs whose result is needed run: with a frozen weight there is no grad_weight GEMM, and no
 input is saved. Data and scale are plain tensors, so compile, checkpointing, saved-tensor hooks and
@@ -27,7 +25,7 @@ FSDP see ordinary tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from float8 import kernels
-from float8.granularity import WHOLE
-from float8.kernels import Float8Matrix, record_amax
+from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
-from float8.linear.casts import (
-    DelayedState,
-    cast_in_groups,
-    cast_matrix,
-    cast_operand,
-    cast_operand_in_groups,
-)
+from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
 from float8.linear.float8_weight import Float8Weight, Saved, cast_again
 from float8.linear.plan import ROUND, Gemm, LinearPlan
 from float8.tensor import Float8Tensor
@@ -93,60 +84,55 @@ class Float8LinearFunction(torch.autograd.Function):
         w_NK: Tensor,
         bias_N: Tensor | None,
         call: Call,
-        offs: Tensor | None = None,
     ) -> Tensor:
-        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype.
-
-        With the ends of groups (E,): (T, K), (E, N, K) -> (T, N).
-        """
+        """(..., K), (N, K), (N,) -> (..., N), in the compute dtype."""
         kind = x.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             # It would convert the data that plain PyTorch multiplies.
             with torch.autocast(kind, enabled=False):
-                return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call, offs)
+                return Float8LinearFunction.forward(ctx, x, w_NK, bias_N, call)
         plan, states = call.plan, call.states
         needs_w = call.has_backward and ctx.needs_input_grad[1]
-        if offs is None and not isinstance(x, Float8Tensor):
+        if isinstance(x, Float8Tensor):
+            x8_MK, x8_KM, x_amax = read_float8_input(x, call, needs_w)
+        else:
             x_MK = x if x.dim() == 2 else as_matrix(x)
             x_MK = x_MK if x_MK.dtype == plan.dtype else x_MK.to(plan.dtype)
             x8_MK, x8_KM, x_amax = cast_operand(
-                x_MK, plan.x, states[0], call.records_amax, True, needs_w
+                x_MK, plan.x, states[0], call.records_amax, second=needs_w
             )
-        else:
-            x8_MK, x8_KM, x_amax = input_in_float8(x, call, needs_w, offs)
         w8_NK, w_saved, w_amax = weight_of_forward(w_NK, call)
         if bias_N is not None and bias_N.dtype != plan.dtype:
             bias_N = bias_N.to(plan.dtype)  # autocast, DDP and FSDP then add the same bits
-        out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0], offs)
+        out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0])
         if x_amax is not None:
-            record_amax(states[0].current_amax, x_amax)  # type: ignore[union-attr]
+            record(states[0], x_amax)
         if w_amax is not None:
-            record_amax(states[1].current_amax, w_amax)  # type: ignore[union-attr]
-        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved, offs, None)
+            record(states[1], w_amax)
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, w_saved)
         return in_shape_of(x, out_MN) if x.dim() != 2 or LOSES_GRADIENTS else out_MN
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         """grad_input, grad_weight and grad_bias, each None if it is not needed."""
         if torch.is_grad_enabled():
-            refuse_double_backward("grouped_mm" if ctx.call.plan.is_grouped else "Float8Linear")
+            refuse_double_backward("Float8Linear")
         kind = g.device.type
         if kind != "meta" and torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
-                return (*Float8LinearFunction.gradients(ctx, g), None, None)
-        return (*Float8LinearFunction.gradients(ctx, g), None, None)
+                return (*Float8LinearFunction.gradients(ctx, g), None)
+        return (*Float8LinearFunction.gradients(ctx, g), None)
 
     @staticmethod
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """See `backward`."""
-        x, x_scale, w, w_scale, offs, *_ = saved_by(ctx)
+        """The gradients of ``backward``, which tensor parallelism calls with a g in float8."""
+        x, x_scale, *w_saved = saved_by(ctx)[:4]
         x8_KM = x if x_scale is None else Float8Matrix(x, x_scale, ctx.call.plan.x.second.block)
-        products = products_of_backward(ctx, g, x8_KM, (w, w_scale), offs)
-        return as_arguments(ctx, *products)
+        return as_arguments(ctx, *products_of_backward(ctx, g, x8_KM, w_saved))
 
 
 def products_of_backward(
-    ctx: Any, g: Tensor, x8_KM: Any, w_saved: Saved, offs: Tensor | None
+    ctx: Any, g: Tensor, x8_KM: Any, w_saved: Sequence[Any]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """grad_input (M, K), grad_weight (N, K) and grad_bias (N,), each None if it is not needed."""
     call, plan, state = ctx.call, ctx.call.plan, ctx.call.states[2]
@@ -154,100 +140,55 @@ def products_of_backward(
     grad_x = grad_w = grad_bias = w8_KN = amax = None
     g_MN = g_scaled = g if g.dim() == 2 else as_matrix(g)
     if needs_x:
-        w8_KN, g_scaled = ctx.read_weight(w_saved, call, g_MN, offs)
-    if offs is not None and (needs_x or needs_w):
-        g8_MN, g8_NM, amax = cast_operand_in_groups(g_scaled, plan.g, offs, needs_x, needs_w)
-    elif needs_x or needs_w:
+        w8_KN, its_scale = ctx.read_weight(w_saved, call)
+        g_scaled = g_MN if its_scale is None else g_MN * its_scale
+    if needs_x or needs_w:
         g8_MN, g8_NM, amax = cast_operand(
-            g_scaled, plan.g, state, call.records_amax, needs_x, needs_w
+            g_scaled, plan.g, state, call.records_amax, first=needs_x, second=needs_w
         )
     if needs_x:
         factor = call.factors[1]
         factor = factor() if callable(factor) else factor
-        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor, offs)
+        grad_x = product(plan.grad_input, g8_MN, w8_KN, None, factor)
     if needs_w:
-        grad_w = product(plan.grad_weight, g8_NM, x8_KM, None, call.factors[2], offs)
+        grad_w = product(plan.grad_weight, g8_NM, x8_KM, None, call.factors[2])
     if needs_bias:
         grad_bias = times(g_MN.sum(0), call.factors[2])
     if amax is not None:
-        record_amax(state.current_amax, amax)
+        record(state, amax)
     return grad_x, grad_w, grad_bias
 
 
 def product(
-    gemm: Gemm,
-    a: Any,
-    b: Any,
-    bias: Tensor | None = None,
-    factor: float | None = None,
-    offs: Tensor | None = None,
+    gemm: Gemm, a: Any, b: Any, bias: Tensor | None = None, factor: float | None = None
 ) -> Tensor:
     """``(a @ b.T) * factor``, and the bias times the factor too.
 
     ``a`` and ``b`` are `Float8Matrix`, or matrices in high precision, beside which the other one is
     dequantised. The bias is in the compute dtype. ``factor`` is that of unit scaling, or None.
-    ``offs`` has the ends of groups of tokens, for a grouped product.
     """
     if gemm.a is None or gemm.b is None:
-        return times(_product_in_high_precision(gemm, a, b, bias, offs), factor)
-    if (
-        factor is not None
-        and a.scale.dtype == torch.float32
-        and not needs_power_of_two_scales(gemm.name)
-    ):
-        # E8M0 scales hold no factor
+        dtype = a.dtype if isinstance(a, Tensor) else b.dtype
+        return times(F.linear(dequantized(a, dtype), dequantized(b, dtype), bias), factor)
+    is_float32 = a.scale.dtype == torch.float32  # E8M0 scales hold no factor
+    if factor is not None and is_float32 and not needs_power_of_two_scales(gemm.name):
         a, bias, factor = a._replace(scale=a.scale * factor), times(bias, factor), None
-    if offs is None:
-        out = kernels.multiply(a, b, gemm, bias)
-    else:
-        out = kernels.multiply_groups(a, b, gemm, offs)
+    out = kernels.multiply(a, b, gemm, bias)
     return out if factor is None else out * factor
-
-
-def _product_in_high_precision(
-    gemm: Gemm, a: Any, b: Any, bias: Tensor | None, offs: Tensor | None
-) -> Tensor:
-    """``a @ b.T``, at least one of which is in high precision."""
-    dtype = a.dtype if isinstance(a, Tensor) else b.dtype
-    if offs is None or gemm.a is gemm.b:
-        a, b = [
-            x if isinstance(x, Tensor) else kernels.dequantize(x[0], x[1], x[2], dtype)
-            for x in (a, b)
-        ]
-        return F.linear(a, b, bias) if offs is None else kernels.multiply_groups_plainly(a, b, offs)
-    whole = (WHOLE, WHOLE)
-    a, b = [(x, None, whole) if isinstance(x, Tensor) else x for x in (a, b)]
-    blocks, how = (a[2], b[2]), (dtype, gemm.align)
-    out: Tensor = torch.ops.float8.grouped_mm.default(*a[:2], *b[:2], offs, *blocks, *how)
-    return out
 
 
 # --- operands
 
 
-def input_in_float8(
-    x: Tensor, call: Call, needs_w: bool, offs: Tensor | None = None
-) -> tuple[Any, Any, Tensor | None]:
-    """x_MK for the output; x_KM for grad_weight if that is needed, else None; and the amax."""
-    operand, dtype = call.plan.x, call.plan.dtype
-    if not isinstance(x, Float8Tensor):
-        x_MK = x if x.dim() == 2 else as_matrix(x)
-        x_MK = x_MK if x_MK.dtype == dtype else x_MK.to(dtype)
-        if offs is not None:
-            both = cast_operand_in_groups(x_MK, operand, offs, True, needs_w)
-            return both[0], both[1] if needs_w else None, None
-        return cast_operand(x_MK, operand, call.states[0], call.records_amax, True, needs_w)
-    data, scale, data_t = as_matrix(x.float8_data), as_matrix(x.scale), x.data_t
+def read_float8_input(x: Float8Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, None]:
+    """x_MK and, if grad_weight needs it, x_KM of an input that is in float8 already; no amax."""
+    data, scale, second = as_matrix(x.float8_data), as_matrix(x.scale), call.plan.x.second
     x8_MK = Float8Matrix(data, scale, x.block[-2:])
     if not needs_w:
         return x8_MK, None, None
-    if offs is not None and operand.align > 1:  # through bfloat16, which is exact: the bits stay
-        values = data.to(torch.bfloat16)
-        _, padded, _ = cast_in_groups(values, operand.first, operand.align, offs, False, True, 1.0)
-        data_t = padded.data
-    assert operand.second is not None
-    data_t = data.t() if data_t is None else data_t
-    return x8_MK, Float8Matrix(data_t, scale.t(), operand.second.block), None
+    assert second is not None
+    data_t = data.t() if x.data_t is None else x.data_t
+    return x8_MK, Float8Matrix(data_t, scale.t(), second.block), None
 
 
 def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | None]:
@@ -265,6 +206,11 @@ def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | No
     w8_NK: Any
     w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.records_amax)
     return w8_NK, (w_NK, w8_NK.scale if plan.w.shares_data else None), amax
+
+
+def dequantized(x: Any, dtype: torch.dtype) -> Tensor:
+    """A `Float8Matrix` in high precision, ``dtype``; a matrix in high precision as it is."""
+    return x if isinstance(x, Tensor) else kernels.dequantize(x.data, x.scale, x.block, dtype)
 
 
 def as_matrix(x: Tensor) -> Tensor:
@@ -293,24 +239,23 @@ def save(
     arguments: tuple[Tensor, Tensor, Tensor | None],
     x_saved: Any,
     w_saved: Saved,
-    offs: Tensor | None,
-    factors_1K: Tensor | None,
+    *others: Tensor,
 ) -> None:
     """Save operands for `saved_by`, and the dtypes of the arguments for `as_arguments`."""
     # Delayed scales too: autograd then detects a sync between forward and backward.
     scales = [state.scale for state in call.states if state] if call.plan.has_delayed else []
     x8 = x_saved[:2] if isinstance(x_saved, Float8Matrix) else (x_saved, None)
     w8 = w_saved if call.has_backward and ctx.needs_input_grad[0] else (None, None)
-    ctx.save_for_backward(*x8, *w8, offs, factors_1K, *scales)
+    ctx.save_for_backward(*x8, *w8, *others, *scales)
     ctx.read_weight = cast_again if call.weight is None else call.weight.read
     # Without the weight: FSDP2 may free its memory after the forward.
-    ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors, True)
+    ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors)
     x, w, bias = arguments
     ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
 
-def saved_by(ctx: Any) -> tuple[Tensor, ...]:
-    """x_KM, its scale, w, its scale, offs, factors of a smooth input, and delayed scales.
+def saved_by(ctx: Any) -> tuple[Any, ...]:
+    """x_KM, its scale, w, its scale, and the others of `save`; then delayed scales.
 
     Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
     """

@@ -81,7 +81,7 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
 
 
 class Cast:
-    """How one operand becomes a `Float8Tensor`; `DelayedCast` has state too.
+    """The cast of one operand of a layer: its config, and its format; `DelayedCast` has state too.
 
     ``default_format`` is the format where ``config.target_dtype`` is None.
     """
@@ -299,7 +299,7 @@ def set_cast(owner: nn.Module, name: str, cast: Cast) -> None:
 
 Operands = tuple[Any, Any, Tensor | None]
 # A `Float8Matrix`, or a Tensor in high precision, or None: for the first and for the second GEMM;
-# and the amax that a delayed cast found, which `record` writes down.
+# and the amax that a delayed cast found, for `record`.
 
 
 def cast_operand(
@@ -307,6 +307,7 @@ def cast_operand(
     operand: Operand,
     state: DelayedState | None = None,
     records: bool = False,
+    *,
     first: bool = True,
     second: bool = True,
     scale: Tensor | None = None,
@@ -328,12 +329,14 @@ def cast_operand(
     assert how is not None
     assert again is not None
     if operand.second_is != VIEW:
-        return cast_matrix(x, how, state, scale, first, second, records)
+        return cast_matrix(
+            x, how, state, scale, row_major=first, transposed=second, finds_amax=records
+        )
     if not first and how.kernel is None:
         # Another op than the cast for the first: compilers would save its result.
-        other, _, amax = cast_matrix(x.mT, again, state, _turned(scale), True, False, records)
+        other, _, amax = cast_matrix(x.mT, again, state, _turned(scale), finds_amax=records)
         return None, other, amax
-    found, _, amax = cast_matrix(x, how, state, scale, True, False, records)
+    found, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
     assert found is not None
     data, its, _ = found
     return found, Float8Matrix(data.mT, _turned(its), again.block) if second else None, amax
@@ -357,10 +360,10 @@ def _cast_twice(
     other: Any = x.mT if second else None
     amax = None
     if first and operand.first is not None:
-        one, _, amax = cast_matrix(x, operand.first, state, None, True, False, records)
+        one, _, amax = cast_matrix(x, operand.first, state, finds_amax=records)
         records = False  # an amax is found once
     if second and operand.second is not None:
-        other, _, found = cast_matrix(x.mT, operand.second, state, None, True, False, records)
+        other, _, found = cast_matrix(x.mT, operand.second, state, finds_amax=records)
         amax = found if amax is None else amax
     return one, other, amax
 
@@ -370,6 +373,7 @@ def cast_matrix(
     how: OperandCast,
     state: DelayedState | None = None,
     scale: Tensor | None = None,
+    *,
     row_major: bool = True,
     transposed: bool = False,
     finds_amax: bool = False,
@@ -381,6 +385,7 @@ def cast_matrix(
     ``scale`` is the one that an earlier call computed for this x, in this orientation; None
     computes it.
     """
+    finds_amax = finds_amax and how.is_delayed and state is not None
     if hasattr(x, "device_mesh"):
         return cast_sharded(x, how, state, scale, row_major, transposed, finds_amax)
     if scale is None and (how.static is not None or state is not None):
@@ -390,8 +395,7 @@ def cast_matrix(
             largest = max_over_ranks(amax, state.group)
             scale = kernels.scale_from_amax(largest, how.largest, how.scales)
             found = kernels.cast(x, how, scale, row_major, transposed)
-            return found._replace(amax=amax if finds_amax and how.is_delayed else None)
-    finds_amax = finds_amax and how.is_delayed and state is not None
+            return found._replace(amax=amax if finds_amax else None)
     return kernels.cast(x, how, scale, row_major, transposed, finds_amax)
 
 
@@ -409,44 +413,13 @@ def cast_alone(
     return found
 
 
-def cast_operand_in_groups(
-    x: Tensor, operand: Operand, offs: Tensor, first: bool = True, second: bool = True
-) -> Operands:
-    """`cast_operand` of tokens in groups, whose ends are ``offs``; see `float8.kernels.groups`."""
-    how, align = operand.first, operand.align
-    if operand.second_is == VIEW:
-        row_major = cast_in_groups(x, how, align, offs, True, False)[0]
-        return row_major, row_major.t(), None
-    if operand.second_is != OWN:
-        return cast_in_groups(x, how, align, offs, first, second)
-    one = cast_in_groups(x, how, align, offs, first, False)[0]
-    return one, cast_in_groups(x, operand.second, align, offs, False, second)[1], None
-
-
-def cast_in_groups(
-    x: Tensor,
-    how: OperandCast | None,
-    align: int,
-    offs: Tensor,
-    first: bool,
-    second: bool,
-    scale: float | None = None,
-) -> Operands:
-    """Cast tokens in groups, and their transpose with padded groups; ``scale`` is one of all."""
-    if how is None or not (first or second):
-        return x, x.t(), None
-    scale = how.static if scale is None else scale
-    known = None if scale is None else constant(scale, x)
-    return kernels.cast_grouped(x, how, offs, align, known, first, second)
-
-
 def record(state: DelayedState | None, amax: Tensor | None) -> None:
     """Raise the running maximum of a delayed cast to an amax, if there is one.
 
     The maximum: a recomputation of the same forward changes nothing.
     """
     if amax is not None and state is not None:
-        kernels.record_amax(state.current_amax, amax)
+        torch.maximum(state.current_amax, amax.reshape(()), out=state.current_amax)
 
 
 # --- DTensors
@@ -471,7 +444,6 @@ def cast_sharded(
     """
     from torch.distributed.tensor import DTensor, Replicate  # which takes most of a second
 
-    finds_amax = finds_amax and how.is_delayed and state is not None
     if not is_cast_in_parts(x, how):
         scale = known_scale(how, state, x) if scale is None else scale
         return kernels.cast(x, replace(how, kernel=None), scale, row_major, transposed, finds_amax)

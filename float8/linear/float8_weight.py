@@ -22,54 +22,51 @@ from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedState, cast_operand, record
 from float8.linear.plan import ROUND, VIEW, LinearPlan
-from float8.linear.resident import _KEEPS_FACTORS_OUT, is_resident, refuses_training
+from float8.linear.resident import KEEPS_FACTORS_OUT, is_resident, reason_against_training
 from float8.tensor import Float8Tensor
 
-# How backward reads what it has of a weight: (saved, call, g_MN, offs) -> w_KN for grad_input, and
-# grad_output as it is to be cast. ``saved`` is what forward saved, data or a matrix in high
-# precision, and a scale or None; ``offs`` the ends of groups of tokens, or None.
-Saved = tuple[Tensor, Any]
-Read = tuple[Any, Tensor]
-Reads = Callable[[Saved, Any, Tensor, Any], Read]
+# How backward reads what it has of a weight, with `Call`: (saved, call) -> w_KN for grad_input, and
+# a scale by which grad_output is multiplied before its cast, or None. ``saved`` is what forward
+# saved: data, or a matrix in high precision; and a scale or None.
+Saved = Any  # of two
+Read = tuple[Any, Tensor | None]
+Reads = Callable[[Saved, Any], Read]
 
 
-def cast_again(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def cast_again(saved: Saved, call: Any) -> Read:
     """Casts w_NK in high precision, by forward's scale of it if both casts share one."""
     (w_NK, scale), plan, operand = saved, call.plan, call.plan.w
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     records, state = call.records_amax and not operand.shares_data, call.states[1]
     source = ROUND[plan.rounding](w_NK, plan.dtype)
-    _, w8_KN, amax = cast_operand(source, operand, state, records, False, True, scale)
+    _, w8_KN, amax = cast_operand(source, operand, state, records, first=False, scale=scale)
     if amax is not None:
         record(state, amax)
-    return w8_KN, g_MN
+    return w8_KN, None
 
 
-def as_it_is(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def as_it_is(saved: Saved, call: Any) -> Read:
     """Takes data and scale of w_KN unchanged."""
-    return Float8Matrix(*saved, call.plan.w.second.block), g_MN
+    data, scale = saved
+    return Float8Matrix(data, scale, call.plan.w.second.block), None
 
 
-def by_scaled_gradient(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def with_scaled_gradient(saved: Saved, call: Any) -> Read:
     """Takes the data of w_KN; its scales (1, N) along the contraction multiply grad_output.
 
-    Those of experts are (E, 1, N). Such a weight gets no gradient (`refuses_training`), for which
-    grad_output would be another.
+    Those of experts are (E, 1, N). Such a weight gets no gradient (`reason_against_training`), for
+    which grad_output would be another.
     """
     (w_KN, scale), block = saved, call.plan.w.second.block
-    ones = scale.new_ones(scale_shape(w_KN.shape, block))
-    if offs is not None:  # tokens of no group get the scales of the last expert, and are not read
-        tokens = torch.arange(g_MN.shape[0], dtype=offs.dtype, device=offs.device)
-        scale = scale[torch.searchsorted(offs[:-1], tokens, right=True), 0]
-    return Float8Matrix(w_KN, ones, block), g_MN * scale
+    return Float8Matrix(w_KN, scale.new_ones(scale_shape(w_KN.shape, block)), block), scale
 
 
-def dequantized(saved: Saved, call: Any, g_MN: Tensor, offs: Any) -> Read:
+def dequantize_and_cast(saved: Saved, call: Any) -> Read:
     """Dequantises data and scale of w_NK, and casts it again as grad_input does."""
-    plan = call.plan
-    w_NK = kernels.dequantize(*saved, plan.w.first.block, plan.dtype)
-    return cast_again((w_NK, None), call, g_MN, offs)
+    (data, scale), plan = saved, call.plan
+    w_NK = kernels.dequantize(data, scale, plan.w.first.block, plan.dtype)
+    return cast_again((w_NK, None), call)
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +121,9 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     """
     weight, cached = layer.weight, layer.cached_weight
     if isinstance(weight, Float8Tensor):
-        if (reason := refuses_training(weight) or _refuses_plan(weight, plan)) is not None:
+        if (
+            reason := reason_against_training(weight) or _reason_against_plan(weight, plan)
+        ) is not None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
@@ -137,10 +136,10 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     return cached
 
 
-def _refuses_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
+def _reason_against_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
     """The reason why this weight does not fit a plan, or None."""
     if plan.smooth_input:
-        return f"its weight is a Float8Tensor, {_KEEPS_FACTORS_OUT}"
+        return f"its weight is a Float8Tensor, {KEEPS_FACTORS_OUT}"
     if plan.w.first is None or plan.w.second is None:
         return (
             "its weight is a Float8Tensor, and this config multiplies weights in high precision; "
@@ -159,12 +158,12 @@ def _of_float8_tensor(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     w_NK, second = Float8Matrix(weight.float8_data, weight.scale, weight.block), plan.w.second
     assert second is not None
     if weight.scale.dtype != torch.float32 and not plan.w.shares_data:
-        return Float8Weight(w_NK, w_NK, dequantized)
+        return Float8Weight(w_NK, w_NK, dequantize_and_cast)
     scale_t, block = weight.scale.mT, weight.block[-2:]
     if block == TENSOR and not second.is_whole:
         scale_t = weight.scale.expand(scale_shape(w_NK.data.mT.shape, second.block))
     is_by_row = block == ROW and plan.w.second_is != VIEW
-    read = by_scaled_gradient if is_by_row else as_it_is
+    read = with_scaled_gradient if is_by_row else as_it_is
     return Float8Weight(w_NK, w_NK.t()._replace(scale=scale_t), read)
 
 
@@ -174,7 +173,7 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     Raises ValueError if the output's GEMM does not read them as they are, or if they require a
     gradient that their scales do not allow.
     """
-    first, reason = plan.w.first, _refuses_plan(weight, plan)
+    first, reason = plan.w.first, _reason_against_plan(weight, plan)
     if reason is None and weight.requires_grad and not plan.w.shares_data:
         reason = f"experts get no gradient by scales of {weight.block}: freeze them"
     dtype = weight.float8_data.dtype

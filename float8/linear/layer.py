@@ -28,8 +28,8 @@ from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
 from float8.linear.float8_weight import Float8Weight, float8_weight
 from float8.linear.module import Float8Module
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import LinearPlan, plan_of
-from float8.linear.refusals import error_of_call, refuses_layer
+from float8.linear.plan import LinearPlan, autocasts, plan_of
+from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.linear.resident import (
     gatherable_weights,
     input_scale_of,
@@ -105,7 +105,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def _set_up(self, config: Float8LinearConfig | str | None, fqn: str = "") -> None:
         config = "tensorwise" if config is None else config
         config = check_config(config, fqn or type(self).__name__)
-        if (reason := refuses_layer(self.weight, config)) is not None:
+        if (reason := reason_against_layer(self.weight, config)) is not None:
             raise ValueError(f"{fqn or 'Float8Linear'}: {reason}")
         self.config = config
         self.function = function_of(config)
@@ -139,7 +139,7 @@ class Float8Linear(Float8Module, nn.Linear):
         """
         grad, training = torch.is_grad_enabled(), self.training
         is_evaluated = self.evaluates_in_high_precision and not (training or grad)
-        if self.switch.is_off or is_evaluated:
+        if self.switch.is_off or is_evaluated:  # `high_precision`, without a call
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
             )
@@ -292,8 +292,10 @@ class Float8CastingLinear(Float8Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""
-        dtype = input.dtype
+        dtype = input.dtype if isinstance(input, Tensor) else None
         if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
+            return super().forward(input)
+        if autocasts(input.device.type):
             return super().forward(input)
         if input.device.type == "meta":  # which has no autocast, and no values
             return self._plain_forward(input)
@@ -361,8 +363,10 @@ def float8_linear(
             "float8_linear keeps no amax history; use Float8Linear for delayed scaling, or a "
             "dynamic or static recipe"
         )
-    if (reason := refuses_layer(weight, config)) is not None:
+    if (reason := reason_against_layer(weight, config)) is not None:
         raise ValueError(f"float8_linear: {reason}")
+    if isinstance(weight, Float8Tensor):
+        raise TypeError("float8_linear: weight is a Float8Tensor; pass weight.dequantize()")
     if weight.dim() != 2:
         raise ValueError(f"float8_linear: weight must be (N, K), got {tuple(weight.shape)}")
     plan, grad = plan_of(config, input, weight), torch.is_grad_enabled()

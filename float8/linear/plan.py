@@ -29,7 +29,7 @@ from float8.kernels.products import CPU, needs_power_of_two_scales
 from float8.tensor import Float8Tensor
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
-_ORDER_OF_GROUPS = (
+_NO_DEQUANTIZED_MX_GROUPS = (
     "the grouped GEMM of MX formats reads scales in an order of its own, which backward cannot "
     "dequantise; leave dequantize_in_backward out"
 )
@@ -75,7 +75,8 @@ class Operand:
         first: for the GEMM that sums over each row of the operand; None for high precision.
         second: for the GEMM that sums over each column, stated for the transpose; or None.
         align: the multiple to which the transposed orientation of tokens pads each group.
-        is_view: whether the second GEMM can read a transposed view of data that it shares.
+        may_view: whether the second GEMM reads a transposed view of data that it shares: where no
+            kernel writes a transposed copy, or where it dequantises its operands.
 
     Attributes:
         second_is: `VIEW`, `TRANSPOSED_COPY`, `PAIR` or `OWN`.
@@ -85,7 +86,7 @@ class Operand:
     first: OperandCast | None
     second: OperandCast | None
     align: int = 1
-    is_view: bool = True
+    may_view: bool = True
     second_is: str = field(init=False)
     shares_data: bool = field(init=False)
 
@@ -93,7 +94,7 @@ class Operand:
         first, second = self.first, self.second
         both = first is not None and second is not None
         self.shares_data = both and first.transposed() == second  # type: ignore[union-attr]
-        if self.shares_data and (self.is_view or first != second):
+        if self.shares_data and (self.may_view or first != second):
             self.second_is = VIEW
         elif both and first == second:
             self.second_is = TRANSPOSED_COPY if self.shares_data else PAIR
@@ -243,7 +244,7 @@ def plan_for(
         align = kernels.group_alignment(name) if grouped else 1
         on_gpu = name not in ("", kernels.PLAIN_PYTORCH)
         if grouped and on_gpu and dequantizes and a.scale_format.is_e8m0:
-            name, refusal = "", _ORDER_OF_GROUPS
+            name, refusal = "", _NO_DEQUANTIZED_MX_GROUPS
         is_swizzled = on_gpu and not dequantizes
         a, b = replace(a, swizzled=is_swizzled), replace(b, swizzled=is_swizzled)
         pad = config.pad_inner_dim
@@ -252,20 +253,22 @@ def plan_for(
     output = gemm(gemms.output, dtype)
     grad_input = gemm(gemms.grad_input, grad_dtype)
     grad_weight = gemm(gemms.grad_weight, grad_dtype, b_is_weight=False)
-    align = grad_weight.align  # the only GEMM that reads transposed tokens
 
-    def operand(first: OperandCast | None, second: OperandCast | None, align: int = 0) -> Operand:
+    def operand(
+        first: OperandCast | None, second: OperandCast | None, is_weight: bool = False
+    ) -> Operand:
         if dequantizes and first is not None:
             return Operand(first, first.transposed())
-        of_groups = grouped and align > 0
-        is_view = align == 1 if of_groups else first is None or first.kernel is None
-        return Operand(first, second, align or 1, is_view)
+        if is_weight or not grouped:
+            return Operand(first, second, may_view=first is None or first.kernel is None)
+        align = grad_weight.align  # the only GEMM that reads transposed tokens
+        return Operand(first, second, align, may_view=align == 1)
 
     plan = LinearPlan(
         *(output, grad_input, grad_weight),
-        x=operand(output.a, grad_weight.b, align),
-        w=operand(output.b, grad_input.b),
-        g=operand(grad_input.a, grad_weight.a, align),
+        x=operand(output.a, grad_weight.b),
+        w=operand(output.b, grad_input.b, is_weight=True),
+        g=operand(grad_input.a, grad_weight.a),
         dtype=dtype,
         rounding=_rounding(config),
         smooth_input=config.smooth_input,

@@ -1,8 +1,8 @@
 """Which layers float8 cannot run, and why: checks that answer with the reason, or None.
 
-What depends on the layer and its config alone (`refuses_layer`) is asked at conversion; what also
-depends on the input and the device (`error_of_call`) at each forward, so that the message can name
-the layer, its sizes and the way out instead of the kernel's.
+What depends on the layer and its config alone (`reason_against_layer`) is asked at conversion. What
+also depends on the input and the device (`error_of_call`) is asked at each forward, so that the
+message can name the layer, its sizes and the way out instead of the kernel's.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from float8.linear.plan import Gemm, LinearPlan, autocasts
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
 
-REFUSES_SHARDED_BLOCKS = (
+NO_SHARDED_BLOCKS = (
     "the weight is a DTensor, as torch's ColwiseParallel and RowwiseParallel leave it, and this "
     "config has scales of blocks, which DTensors do not take; use float8.Float8ColwiseParallel and "
     "float8.Float8RowwiseParallel, or plain tensors (to_local) where nothing is sharded"
 )
-REFUSES_SMOOTH_EXPERTS = (
+NO_SMOOTH_EXPERTS = (
     "smooth_input=True is for linear layers, not for experts; convert these with another config"
 )
 
 
-def refuses_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
+def reason_against_layer(weight: Tensor, config: Float8LinearConfig) -> str | None:
     """The reason why a layer with this weight cannot run this config on any device, or None."""
     if weight.dtype not in HIGH_PRECISION_DTYPES:
         known = ", ".join([str(dtype) for dtype in HIGH_PRECISION_DTYPES])
         return f"weight is {weight.dtype}; float8 is cast from {known}. Convert the layer first"
     if config.smooth_input and weight.dim() == 3:
-        return REFUSES_SMOOTH_EXPERTS
+        return NO_SMOOTH_EXPERTS
     if config.emulate:
         return None
     for name, gemm in zip(GEMM_NAMES, config.gemms.all, strict=True):
@@ -69,18 +69,18 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
     grad, reason = torch.is_grad_enabled(), None
     needs_w = grad and weight.requires_grad
     if isinstance(input, Float8Tensor):
-        reason = refuses_float8_input(input, plan, needs_w)
+        reason = reason_against_float8_input(input, plan, needs_w)
     elif plan.is_tiled and hasattr(weight, "device_mesh"):
-        reason = REFUSES_SHARDED_BLOCKS
+        reason = NO_SHARDED_BLOCKS
     elif plan.mxfp4_weights and weight.shape[1] % mxfp4.MXFP4_BLOCK:
         reason = f"mxfp4_weights=True needs in_features={weight.shape[1]} to be a multiple of 32"
     if reason is None and plan.on_gpu:
         K, N = weight.shape[1], weight.shape[2 if weight.dim() == 3 else 0]
-        reason = refuses_call(plan, N, K, input.numel() // max(K, 1), grad, needs_w)
+        reason = reason_against_call(plan, N, K, input.numel() // max(K, 1), grad, needs_w)
     return None if reason is None else ValueError(reason)
 
 
-def refuses_float8_input(
+def reason_against_float8_input(
     input: Float8Tensor, plan: LinearPlan, needs_grad_weight: bool
 ) -> str | None:
     """The reason why an input that is in float8 already does not fit a plan, or None."""
@@ -135,7 +135,7 @@ def _multiple(gemm: Gemm | GemmCasts, grouped: bool) -> int:
     return 32 if grouped and is_mx else ALIGNMENT
 
 
-def refuses_call(
+def reason_against_call(
     plan: LinearPlan, N: int, K: int, tokens: int, grad: bool, grad_weight: bool
 ) -> str | None:
     """The reason why a device does not run one of the products of a call, or None.

@@ -45,11 +45,11 @@ a sharded weight are DTensors, except scales of which each rank has all.
 
 The last dimension of ``weight`` keeps it out of a plain layer, whose weight is (N, K): loading
 reports a size mismatch, also with ``strict=False``. Without it, torch would convert the float8 data
-to numbers, and drop the scales. Versions before 0.12 wrote (N, K); both load.
+to numbers, and drop the scales.
 
 Loading casts a ``weight`` in high precision. Loading float8 data into a layer with a high-precision
-weight dequantises it. A checkpoint without ``input_scale``, such as one of a plain model or of
-an earlier version, leaves the layer's input cast as it is.
+weight dequantises it. A checkpoint without ``input_scale``, such as one of a plain model, leaves
+the layer's input cast as it is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from float8.linear.casts import Cast, DelayedState, cast_alone, placed, set_cast
 from float8.linear.module import weights_of
 from float8.tensor import Float8Shard, Float8Tensor
 
-_KEEPS_FACTORS_OUT = (
+KEEPS_FACTORS_OUT = (
     "and smooth_input=True multiplies the factors of each call into a weight in high precision; "
     "convert this layer with replace(config, smooth_input=False), or keep its weight in high "
     "precision"
@@ -83,11 +83,12 @@ def is_resident(weight: Tensor) -> TypeGuard[Float8Tensor]:
     return type(weight) is Float8Tensor
 
 
-def refuses_resident(config: Float8LinearConfig) -> str | None:
+def reason_against_resident(config: Float8LinearConfig) -> str | None:
     """The reason why weights with this config cannot be resident in float8, or None."""
-    if config.smooth_input or config.dequantize_in_backward:
-        wrong = f"its weight would be in float8, {_KEEPS_FACTORS_OUT}"
-        return wrong if config.smooth_input else None
+    if config.smooth_input or config.dequantize_in_backward:  # which reads any float8 weight
+        return (
+            f"its weight would be in float8, {KEEPS_FACTORS_OUT}" if config.smooth_input else None
+        )
     output, grad_input = config.gemms.output.b, config.gemms.grad_input.b
     if output is None or grad_input is None:
         name = "output" if output is None else "grad_input"
@@ -117,7 +118,7 @@ def refuses_resident(config: Float8LinearConfig) -> str | None:
     )
 
 
-def refuses_training(weight: Float8Tensor) -> str | None:
+def reason_against_training(weight: Float8Tensor) -> str | None:
     """The reason why this weight can get no gradient, or None; one that is gathered can."""
     if weight.block == TENSOR or not (is_resident(weight) and weight.requires_grad):
         return None
@@ -133,8 +134,8 @@ def to_resident(
 ) -> Float8Tensor:
     """A high-precision weight (N, K), or (E, N, K), in float8, as the output's GEMM casts it.
 
-    `refuses_resident` must accept ``config``. ``state`` is that of a delayed cast, whose scale is
-    used if it has one.
+    `reason_against_resident` must accept ``config``. ``state`` is that of a delayed cast, whose
+    scale is used if it has one.
     """
     cast, block = config.gemms.output.b, resident_block(weight, config)
     assert cast is not None

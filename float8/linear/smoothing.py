@@ -36,9 +36,9 @@ from float8.linear.autograd import (
     as_arguments,
     as_matrix,
     in_shape_of,
-    input_in_float8,
     product,
     products_of_backward,
+    read_float8_input,
     refuse_double_backward,
     save,
     saved_by,
@@ -105,7 +105,7 @@ class SmoothLinearFunction(torch.autograd.Function):
         bias_N = None if bias_N is None else bias_N.to(plan.dtype)
         out_MN = product(plan.output, x8_MK, w8_NK, bias_N, call.factors[0])
         record(call.states[0], amax)
-        save(ctx, call, (x, w_NK, bias_N), x8_KM, (w_NK, w_saved[1]), None, factors_1K)
+        save(ctx, call, (x, w_NK, bias_N), x8_KM, (w_NK, w_saved[1]), factors_1K)
         return in_shape_of(x, out_MN)
 
     @staticmethod
@@ -117,14 +117,14 @@ class SmoothLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """See `backward`."""
+        """The gradients of ``backward``, which tensor parallelism calls with a g in float8."""
         plan = ctx.call.plan
-        x, x_scale, w, w_scale, _, factors_1K, *_ = saved_by(ctx)
+        x, x_scale, w, w_scale, factors_1K, *_ = saved_by(ctx)
         x8_KM: Any = x if x_scale is None else Float8Matrix(x, x_scale, plan.x.second.block)
         w = None if w is None else w.to(plan.dtype)
         if w is not None and plan.w.second is not None:
             w = smoothed(w, inverse(factors_1K))
-        grad_x, grad_w, grad_bias = products_of_backward(ctx, g, x8_KM, (w, w_scale), None)
+        grad_x, grad_w, grad_bias = products_of_backward(ctx, g, x8_KM, (w, w_scale))
         if grad_x is not None and plan.w.second is not None:
             grad_x = grad_x * factors_1K.to(grad_x.dtype)
         if grad_w is not None and plan.x.second is not None:
@@ -133,10 +133,10 @@ class SmoothLinearFunction(torch.autograd.Function):
 
 
 def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tensor | None, Tensor]:
-    """``x * s`` for the output and, transposed, for grad_weight; a delayed cast's amax; and s."""
+    """``x * s`` for the output and, transposed if needed, for grad_weight; an amax; and s."""
     operand, state = call.plan.x, call.states[0]
     if isinstance(x, Float8Tensor):
-        x8_MK, x8_KM, _ = input_in_float8(x, call, needs_w)
+        x8_MK, x8_KM, _ = read_float8_input(x, call, needs_w)
         scale, factors_1K = split(x8_MK.scale)
         x8_MK = x8_MK._replace(scale=scale, block=operand.first.block)  # type: ignore[union-attr]
         return x8_MK, x8_KM and x8_KM._replace(scale=scale), None, factors_1K
@@ -144,7 +144,7 @@ def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tenso
     factors_1K = factors_of_channels(x_MK)
     second = needs_w and operand.second is not None
     x8_MK, x8_KM, amax = cast_operand(
-        smoothed(x_MK, factors_1K), operand, state, call.records_amax, True, second
+        smoothed(x_MK, factors_1K), operand, state, call.records_amax, second=second
     )
     plain = x_MK.t() if needs_w else None  # for a product in high precision
     return x8_MK, x8_KM if second else plain, amax, factors_1K

@@ -18,7 +18,7 @@ from float8.convert.filters import ModuleFilter
 from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3
 from float8.kernels.matrix import TENSOR
-from float8.linear.resident import as_parameter, refuses_resident, to_resident
+from float8.linear.resident import as_parameter, reason_against_resident, to_resident
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _reason_against_weight(weight: Tensor, config: Float8LinearConfig, level: Le
     if level.weight == "float16":
         overflows = not weight.is_meta and bool(weight.detach().to(torch.float16).isinf().any())
         return BEYOND_FLOAT16 if overflows else None
-    cast, refusal = config.gemms.output.b, refuses_resident(config)
+    cast, refusal = config.gemms.output.b, reason_against_resident(config)
     is_tensorwise = cast is not None and (cast.block, cast.format) == (TENSOR, E4M3)
     fits = is_tensorwise and not config.mxfp4_weights
     why = "O3 is for E4M3 with one scale per tensor, and not for mxfp4_weights"

@@ -11,7 +11,7 @@ layer sees it (gathered by FSDP2, in the dtype that autocast asks for), and the 
 output. So does a watcher of every product that the transform
 `float8.unit_scaling.transforms.float8` runs, named after its weight or, where that is computed,
 numbered. Products that a forward does not reach are unknown to it.
-Each operand is cast once more, exactly as the layer casts it: by `linear.scaling.cast_alone`
+Each operand is cast once more, exactly as the layer casts it: by `linear.casts.cast_alone`
 with the layer's `OperandCast` and the scale of a delayed cast. No amax is recorded.
 `float8.numerics.statistics` compares the operand with its cast. Outputs, gradients, amax histories
 and random numbers stay the same to the bit.

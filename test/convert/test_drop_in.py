@@ -94,6 +94,14 @@ def test_a_compiled_model_evaluates_without_float8_in_a_graph_of_its_own(casting
     assert graphs.frame_count == 2
 
 
+@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16])
+def test_a_layer_that_casts_its_weight_obeys_an_outer_autocast(casting, autocast):
+    layer, x = casting(32, 16), torch.randn(8, 32).bfloat16()
+    with torch.autocast("cpu", autocast):
+        plain = layer(x)
+        assert convert_to_float8_training(layer)(x).dtype is plain.dtype is autocast
+
+
 def test_a_layer_that_casts_its_weight_is_left_alone_until_its_type_is_registered():
     model = Model(Casting)
     with pytest.warns(UserWarning, match=r"float8.convert.register_linear_type"):

@@ -20,7 +20,7 @@ import float8
 from float8 import E4M3, E5M2, Float8LinearConfig, Float8Tensor, Rowwise, kernels
 from float8.linear import autograd
 from float8.linear.plan import USED, plan_for
-from float8.linear.refusals import refuses_float8_input
+from float8.linear.refusals import reason_against_float8_input
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8", "mxfp8_2d", "unit")
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)
@@ -222,7 +222,7 @@ def test_tokens_in_float8_have_no_scales_along_the_tokens_of_a_group(recipe):
 def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_order():
     x, *_ = make(beyond=0)
     plan = plan_for(config_of("mxfp8"), "sm_100", x.dtype, grouped=True)
-    reason = refuses_float8_input(in_float8(x, "mxfp8"), plan, False)
+    reason = reason_against_float8_input(in_float8(x, "mxfp8"), plan, False)
     assert reason.endswith("in an order of its own; pass input.dequantize()")
 
 

@@ -27,7 +27,7 @@ from float8.estimate import roofline
 from float8.linear import autograd
 from float8.linear.float8_weight import cast_again
 from float8.linear.plan import plan_for
-from float8.linear.refusals import refuses_call
+from float8.linear.refusals import reason_against_call
 
 # Without the recipe whose operands have casts of second uses.
 NAMES = [name for name in RECIPES if name != "rowwise_with_gw_hp"]
@@ -201,7 +201,7 @@ def test_a_gpu_multiplies_once_in_float8(recipe):
 
 def test_experts_in_mx_formats_are_refused_on_a_gpu():
     plan = plan_for(CONFIGS["mxfp8"], "sm_100", torch.bfloat16, grouped=True)
-    reason = refuses_call(plan, 64, 64, 64, True, True)
+    reason = reason_against_call(plan, 64, 64, 64, True, True)
     assert "leave dequantize_in_backward out" in reason
 
 

@@ -21,7 +21,7 @@ from float8 import (
     ScaleFormat,
     ScalingType,
 )
-from float8.linear.resident import is_resident, make_plain, refuses_resident, to_resident
+from float8.linear.resident import is_resident, make_plain, reason_against_resident, to_resident
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -84,9 +84,9 @@ MIXED = Float8LinearConfig(ROWS, ROWS, MX, cast_config_weight_for_grad_input=MX,
         (MIXED, "its weight has rowwise scales, which grad_input cannot use"),
     ],
 )
-def test_a_gradient_with_a_scale_of_another_refuses_resident_rows(config, words):
+def test_a_gradient_with_a_scale_of_another_reason_against_resident_rows(config, words):
     """The scales of a weight's rows multiply grad_output, whose own scale must follow."""
-    assert re.search(words, str(refuses_resident(config)))
+    assert re.search(words, str(reason_against_resident(config)))
 
 
 def test_float16_gradients_underflow_only_where_the_parameter_wants_float16():

@@ -26,7 +26,7 @@ from float8 import (
 from float8.config import RECIPES
 from float8.distributed.float8_gather import GatheredWeight
 from float8.linear.plan import plan_for
-from float8.linear.refusals import refuses_call
+from float8.linear.refusals import reason_against_call
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 NO_CAST = Float8LinearConfig(OFF, OFF, OFF)
@@ -71,7 +71,9 @@ def test_what_a_device_takes_and_what_it_refuses_with_a_way_out(recipe, how, wor
     how = {"tokens": 32, "k": 64, "n": 48, "dtype": BF16, "arch": "sm_90", "grad": True} | how
     plan = plan_for(RECIPES[recipe], how["arch"], how["dtype"])
     wants_grad_weight = how["grad"] and "frozen" not in how
-    reason = refuses_call(plan, how["n"], how["k"], how["tokens"], how["grad"], wants_grad_weight)
+    reason = reason_against_call(
+        plan, how["n"], how["k"], how["tokens"], how["grad"], wants_grad_weight
+    )
     assert re.search(words, reason or "", re.DOTALL)
 
 
@@ -164,6 +166,11 @@ REFUSED = [
     (lambda: float8_linear(X, W, None, "delayed"), ValueError, "no amax history"),
     (lambda: float8_linear(torch.ones(4, 9), W), ValueError, r"float8_linear: .*\(4, 9\)"),
     (lambda: float8_linear(X, torch.ones(32)), ValueError, "must be"),
+    (
+        lambda: float8_linear(X, Float8Tensor.from_high_precision(W, torch.float8_e4m3fn)),
+        TypeError,
+        r"weight is a Float8Tensor; pass weight.dequantize\(\)",
+    ),
     (lambda: float8_linear(X.bfloat16(), W), TypeError, "bfloat16 and weight"),
     (lambda: float8_linear(X.double(), W.double()), ValueError, "weight is torch.float64"),
     (lambda: float8_linear(_x8(), W, None, "rowwise"), ValueError, "float8_linear: .*e4m3"),

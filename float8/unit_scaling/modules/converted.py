@@ -21,7 +21,7 @@ from torch import Tensor
 from float8.linear.autograd import Factors
 from float8.linear.layer import Float8Linear
 from float8.linear.module import ModuleRule, register_module_rule
-from float8.linear.refusals import refuses_layer
+from float8.linear.refusals import reason_against_layer
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.functional.products import linear_factors
 from float8.unit_scaling.modules.layers import Linear, LinearReadout
@@ -56,7 +56,7 @@ for _float8 in (Float8UnitLinear, Float8UnitLinearReadout):
     register_module_rule(
         _float8.plain_type,
         ModuleRule(
-            refuses=lambda module, config: refuses_layer(module.weight, config),  # type: ignore[arg-type]
+            refuses=lambda module, config: reason_against_layer(module.weight, config),  # type: ignore[arg-type]
             convert=_float8.from_float,  # type: ignore[arg-type]
             unit_scaled=True,
         ),

@@ -37,7 +37,7 @@ from float8.linear.autograd import NO_FACTORS, Call, Factors
 from float8.linear.layer import function_of
 from float8.linear.module import Switch
 from float8.linear.plan import plan_of
-from float8.linear.refusals import error_of_call, refuses_layer
+from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.unit_scaling.registry import Function
 from float8.unit_scaling.transforms.products import OnProducts, parameter_of
 from float8.unit_scaling.transforms.transformed import Mode, transformed
@@ -86,7 +86,7 @@ class Float8Products(OnProducts):
             return function(input, weight, bias, *options)
         plan = plan_of(self.config, input, weight)
         error = error_of_call(input, weight, plan)
-        if error is None and (reason := refuses_layer(weight, self.config)) is not None:
+        if error is None and (reason := reason_against_layer(weight, self.config)) is not None:
             error = ValueError(reason)
         if error is not None:
             layer = f"linear layer of input {tuple(input.shape)} and weight {tuple(weight.shape)}"
