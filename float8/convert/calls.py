@@ -21,7 +21,6 @@ from torch.nn.parameter import is_lazy
 from float8.config import Float8LinearConfig
 from float8.convert.folding import folded
 from float8.linear.module import Switch, name_in_model, own_config, weights_of
-from float8.linear.plan import USED
 
 if TYPE_CHECKING:
     from float8.convert.conversion import Conversion
@@ -71,8 +70,8 @@ def tell_what_ran() -> None:
         if not on:
             continue
         del _untold[model]
-        forms = {_form_in_graphs(layers[n]) for n in on} - {None}
-        maybe = {n for n, m in layers.items() if n not in on and _form_in_graphs(m) in forms}
+        forms = {_form(layers[n]) for n in on if layers[n].switch.was_traced}
+        maybe = {n for n, m in layers.items() if n not in on and _form(m) in forms}
         off = [(name_in_model(n), NOT_CALLED) for n in layers if n not in on | maybe]
         ran = {layers[n].switch for n in on | maybe}
         share = conversion.share_of(sum(size for size, of in matrices if of & ran))
@@ -81,11 +80,9 @@ def tell_what_ran() -> None:
         logger.log(logging.WARNING if off else logging.INFO, "%s", "\n  ".join(lines))
 
 
-def _form_in_graphs(layer: Any) -> tuple[Any, ...] | None:
-    """What layers that share a compiled graph have in common; None where nothing was compiled."""
+def _form(layer: Any) -> tuple[Any, ...]:
+    """What layers that share a compiled graph have in common."""
     key = cast(Float8LinearConfig, own_config(layer)).key
-    if not any(compiling and key == traced for traced, *_, compiling in USED):
-        return None
     return (type(layer), key, *(tuple(w.shape) for w in weights_of(layer).values()))
 
 

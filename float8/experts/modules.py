@@ -109,7 +109,7 @@ class Float8Experts(Float8Module):
         with products:
             result = self.float8_forward(*args, **kwargs)
         if products.count:
-            self.switch.note_call()
+            self.switch.note_call(torch.compiler.is_compiling())
         elif torch.compiler.is_compiling():
             raise RuntimeError(f"float8 experts that call no grouped_mm: {_LEFT_FLOAT8}")
         elif self not in _told:

@@ -206,7 +206,7 @@ class Float8Linear(Float8Module, nn.Linear):
     def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
         """Raise if the plan or the device does not run the products of this call."""
         if torch.compiler.is_compiling():
-            self.switch.note_call()
+            self.switch.note_call(traced=True)
         else:
             self.switch.was_on = True
         # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be

@@ -30,14 +30,16 @@ class Switch:
     def __init__(self) -> None:
         self.contexts = 0
         self.is_off = False  # torch.compile guards on it: one graph per value
-        self.was_on = False  # whether the module has run in float8; no forward reads it
+        # Whether the module has run in float8, and whether in a compiled graph; no forward reads it.
+        self.was_on = self.was_traced = False
 
-    def note_call(self) -> None:
+    def note_call(self, traced: bool) -> None:
         """Note that the module runs in float8.
 
         torch.compile runs this while it traces, as a constant: no guard, no side effect of a graph.
         """
         self.was_on = True
+        self.was_traced |= traced
 
     note_call._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
