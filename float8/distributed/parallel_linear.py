@@ -250,7 +250,7 @@ class Float8ParallelLinear(Float8Linear):
         layout, is_colwise = self.layout, self.layout.is_colwise
         x, weight, wanted = self._read(input), shard_of(self.weight), layout.output
         plan = plan_of(self.config, x, weight)
-        self._check_call(x, weight, plan)
+        self._begin_call(x, weight, plan)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
         states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)

@@ -147,7 +147,7 @@ class Float8Linear(Float8Module, nn.Linear):
             raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
         weight = self.weight
         plan = plan_of(self.config, input, weight)
-        self._check_call(input, weight, plan)
+        self._begin_call(input, weight, plan)
         if torch.compiler.is_exporting() and to_onnx():
             return linear_in_onnx(self, input, plan)
         is_cast = self.cached_weight is not None or isinstance(weight, Float8Tensor)
@@ -172,9 +172,12 @@ class Float8Linear(Float8Module, nn.Linear):
         return weight_in_onnx(weight) if to_onnx() else weight.dequantize()
 
     def _states(self) -> States:
+        """The states of the three casts."""
         if not self.config.uses_delayed_scaling:
             return None, None, None
         return self.cast_input.state, self.cast_weight.state, self.cast_grad_output.state
+
+    # --- for `float8.numerics`; tensor-parallel layers have others
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
         """This rank's part of the input and of the weight, as a call casts them, and the states.
@@ -197,14 +200,16 @@ class Float8Linear(Float8Module, nn.Linear):
         """This rank's part of a gradient of the layer's output, as backward casts it."""
         return grad_output
 
+    # ---
+
     @property
     def _name(self) -> str:
         # For error messages only. torch.compile guards on all that forward reads, and a guard on a
         # name would keep layers from sharing a graph.
         return self.fqn or type(self).__name__
 
-    def _check_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
-        """Raise if the plan or the device does not run the products of this call."""
+    def _begin_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
+        """Note that the layer runs in float8; raise if this call cannot."""
         if torch.compiler.is_compiling():
             self.switch.note_call(traced=True)
         else:

@@ -30,7 +30,7 @@ class Switch:
     def __init__(self) -> None:
         self.contexts = 0
         self.is_off = False  # torch.compile guards on it: one graph per value
-        # Whether the module has run in float8, and whether in a compiled graph; no forward reads it.
+        # Whether the module has run in float8, and in a compiled graph; no forward reads them.
         self.was_on = self.was_traced = False
 
     def note_call(self, traced: bool) -> None:

@@ -184,6 +184,7 @@ def plan_of(
 def _first_use(
     key: str, device: torch.device, dtype: torch.dtype, grouped: bool, compiling: bool
 ) -> LinearPlan:
+    """Make a plan, and import the kernels that it names."""
     family = kernels.family_of(device)
     plan = plan_for(CONFIGS[key], family, dtype, grouped, compiling)
     casts = [cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)]
