@@ -1,10 +1,25 @@
 """Ops on plain tensors. This package knows no Float8Tensor, no module and no config.
 
-``definition.py`` defines every op in plain PyTorch, to the bit where bits are defined. ``cpu.py``
-is faster on a CPU, and ``plain.py`` makes ops of it. ``products.py`` chooses between these and the
-tensor cores, ``casts.py`` between them and the Triton kernels of ``gpu/``; both give the reason for
-a refusal. A new kernel is one file in ``gpu/`` and one row in a table of `casts` or
-`products`.
+=========================== ====================================================================
+``matrix.py``               `Float8Matrix`: what a cast returns and a product takes
+``definition.py``           the definition of casts and products, to the bit where bits are defined
+``e8m0.py``, ``mxfp4.py``   the scales and the 4-bit values of the MX formats
+``casts.py``                `cast`: which kernel of ``gpu/`` casts, or plain PyTorch
+``products.py``             `multiply`: which GEMM multiplies, or the reason why none does
+``cublas.py``               products by torch's scaled GEMMs, and the layouts that these read
+``groups.py``               tokens in groups, and their casts
+``grouped_products.py``     products of groups
+``cpu.py``                  plain PyTorch, with faster forms for tensors on a CPU
+``plain.py``                the ops that plain PyTorch runs: their schemas and fakes
+``registration.py``         how an op is registered
+``moments.py``              float8 states of optimizers
+``stochastic.py``           stochastic rounding
+``update_rules.py``         the rules of optimizers
+``optimizer_step.py``       a step of an optimizer in one op
+``flops.py``, ``sqnr.py``   what products count as, and what casts lose
+=========================== ====================================================================
+
+A new kernel is one file in ``gpu/`` and one row in a table of `casts` or `products`.
 
 May import: ``float8.granularity``, ``float8.formats``, torch; ``gpu/`` also Triton.
 """

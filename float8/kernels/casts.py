@@ -134,8 +134,8 @@ def check_compiler(device: torch.device) -> None:
     if not compiler_may_cast(family):
         ptxas = _ptxas_that_loses_conversions(family)
         raise RuntimeError(
-            "torch.compile would compile this float8 cast itself, because emulate=True, "
-            f"and {ptxas} loses results of float8 "
+            "torch.compile would compile this float8 cast itself, because emulate=True or because "
+            f"the operand is a DTensor, and {ptxas} loses results of float8 "
             "conversions (triton#11111). Set TRITON_PTXAS_PATH (for Triton's ptxas-blackwell: "
             "TRITON_PTXAS_BLACKWELL_PATH) to the ptxas of CUDA 13.1 or later, or run these layers "
             "without torch.compile"

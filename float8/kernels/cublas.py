@@ -146,9 +146,9 @@ def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _missing_of_contraction(inner: int, block: Block) -> int:
-    """The number of zeros to append to the contraction of a product.
+    """The number of zeros to append to the contraction of a product, if it is no multiple of 16.
 
-    A contraction along which scales vary is padded to whole blocks of 128.
+    A contraction along which scales vary is then padded to whole blocks of 128.
     """
     multiple = ALIGNMENT if block[1] in (WHOLE, 32) else 128
     return -inner % multiple if inner % ALIGNMENT else 0

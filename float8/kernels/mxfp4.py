@@ -32,7 +32,7 @@ _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def _values_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     """E2M1 values (..., K / 32, 32) in float32 and scales (..., K / 32, 1) of x (..., K)."""
-    blocks = x.unflatten(-1, (x.shape[-1] // 32, 32)).to(torch.float32)
+    blocks = x.unflatten(-1, (-1, MXFP4_BLOCK)).to(torch.float32)
     amax = blocks.abs().amax(-1, keepdim=True)
     amax = torch.where(amax.isinf(), torch.nan, amax)
     scale = e8m0.e8m0_scale_from_amax(amax, 6.0, rounds_up=False)

@@ -1,4 +1,4 @@
-"""The ops that plain PyTorch runs, each one op to torch.compile on a CPU.
+"""The ops that plain PyTorch runs: their schemas and fakes. Each is one op to torch.compile.
 
 Eager and compiled code run the same function, so they have the same bits, and a compiled layer has
 the nodes of a cast and of a product, as on a GPU. (Inductor's own code for them would be slower:

@@ -234,7 +234,9 @@ load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _reason_against_mx(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
-    return None if arch in _AS_MX else f"is for {' and '.join(_AS_MX)}"
+    if arch not in _AS_MX:
+        return f"is for {' and '.join(_AS_MX)}"
+    return reason_against_triton(arch, product, out_dtype)  # which expands the scales
 
 
 def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
@@ -278,8 +280,7 @@ ROWS_AS_MX = Candidate(
     "torch as MX", _reason_against_mx, _multiply_as_mx, needs_power_of_two_scales=True
 )
 BLOCKS_AS_MX = ROWS_AS_MX._replace(name="torch as MX, odd sizes Triton", is_aligned=False)
-# product -> its candidates; the presumably fastest comes first. () where no GPU runs it: a CPU
-# does, and a GPU refuses it by name
+# product -> its candidates; the presumably fastest comes first
 CANDIDATES: dict[str, tuple[Candidate, ...]] = {
     TENSORWISE_PRODUCT: (TORCH_GEMM,),
     ROWWISE_PRODUCT: (ROWS_AS_MX, TORCH_GEMM),
@@ -348,9 +349,9 @@ def gemm_for(
     product = _PRODUCTS[block_name(a_block), block_name(b_block)]
     what = family, product, out_dtype
     name, reasons = first_candidate(CANDIDATES[product], has_power_of_two_scales, *what)
-    why = reasons or "no GEMM is written for it"
     return name, None if name else (
-        f"{family} does not run a {product} product written in {out_dtype}: {why}. Or {_EMULATE}"
+        f"{family} does not run a {product} product written in {out_dtype}: {reasons}. "
+        f"Or {_EMULATE}"
     )
 
 
@@ -361,7 +362,7 @@ def first_candidate(
     reasons = []
     for candidate in candidates:
         reason = candidate.reason_against(*what)
-        if reason is None and has_power_of_two_scales >= candidate.needs_power_of_two_scales:
+        if reason is None and (has_power_of_two_scales or not candidate.needs_power_of_two_scales):
             return candidate.name, ""
         if not candidate.needs_power_of_two_scales:
             reasons.append(f"{candidate.name} {reason}")
