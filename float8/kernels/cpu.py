@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition
 from float8.kernels.definition import scale_from_amax
+from float8.kernels.e8m0 import e8m0_scale_from_amax
 
 _SMALL = 8192  # elements below which fewer calls beat faster passes
 _PART = 1 << 18  # elements whose float32 values stay in an L2 cache of 2 MiB
