@@ -43,9 +43,10 @@ from float8.checkpoints.layouts import (
     Layout,
     ModelOpt,
 )
-from float8.checkpoints.names import Owners, Slot, inside_of, owners, published, tensor_of
+from float8.checkpoints.names import Owners, Slot, owners, published, tensor_of
 from float8.checkpoints.plan import Writing
 from float8.config import ScalingType
+from float8.convert.folding import unwrapped
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4
@@ -256,13 +257,6 @@ def _multiplies_in_float8(module: nn.Module, name: str) -> Any:
     """The config of the module whose weight a parameter is, or None."""
     own = ["weight"] if isinstance(module, Float8Linear) else stacked_weights(module)
     return own_config(module) if name in own else None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers, as those of DistributedDataParallel and torch.compile."""
-    while (inside := inside_of(model)) is not None:
-        model = model.get_submodule(inside)
-    return model
 
 
 def _is_gpt_oss(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights. Both
 make a plan (``conversion.py``), which leaves layers by the user's choice (``filters.py``) and for
-reasons of their own (``reasons.py``, ``routers.py``). Its report joins names (``folding.py``);
+reasons of their own (``reasons.py``). Its report joins names (``folding.py``);
 after the first step it says which layers were called (``calls.py``).
 """
 

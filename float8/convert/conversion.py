@@ -34,10 +34,10 @@ from float8.convert.reasons import (
     odd_sizes,
     read_elsewhere,
     reason_to_leave,
+    routers_of,
     rule_of,
     rule_of_candidate,
 )
-from float8.convert.routers import routers_of
 from float8.distributed.gathered_weights import reason_against_gather
 from float8.linear.module import own_config, stacked_weights
 

@@ -331,21 +331,3 @@ def _is_zero(lr: float | Tensor) -> bool:
 
 def _is_unsynced(layer: nn.Module) -> bool:
     return any([isinstance(c, DelayedCast) and not c.synced for c in layer.children()])
-
-
-def keep_ddp_from_broadcasting(root: nn.Module) -> None:
-    """Exclude the buffers of delayed casts from DDP's broadcast.
-
-    DDP copies rank 0's buffers at every forward, which would erase the amaxes of other ranks. It
-    reads an attribute of the module that it wraps, so ``root`` must be the converted module.
-    """
-    own = [
-        f"{fqn}.{name}" if fqn else name
-        for fqn, module in root.named_modules()
-        if isinstance(module, DelayedCast)
-        for name in module._buffers
-    ]
-    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
-    # DDP reads this attribute. Its private setter would also search the list for every parameter
-    # and buffer of the model.
-    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]

@@ -65,8 +65,7 @@ from float8.config.linear import recipe_of
 from float8.convert.after_step import after_step
 from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
-from float8.convert.reasons import NO_HISTORY, odd_sizes, rule_of
-from float8.convert.routers import ROUTES
+from float8.convert.reasons import NO_HISTORY, ROUTES, odd_sizes, rule_of
 from float8.distributed.gathered_weights import wrap_weights
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
