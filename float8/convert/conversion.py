@@ -26,7 +26,7 @@ from torch import nn
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.calls import expect_calls
+from float8.convert.after_step import expect_calls
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.reasons import (

@@ -53,7 +53,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_type, did_you_mean
-from float8.convert.calls import NOT_CALLED
+from float8.convert.after_step import NOT_CALLED
 from float8.convert.filters import Because, ModuleFilter
 from float8.convert.folding import folded
 from float8.kernels.sqnr import decibels, power

@@ -51,7 +51,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, OperandCast
 from float8.config.gemms import GEMM_NAMES
-from float8.convert.calls import NOT_CALLED
+from float8.convert.after_step import NOT_CALLED
 from float8.convert.folding import unwrapped
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS

@@ -75,13 +75,6 @@ class Moment(Tensor):
         return self
 
     def __init__(self, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> None:
-        expected = groups_shape(codes.shape, group)
-        for x in (scale, exponent):
-            if x is not None and tuple(x.shape) != expected:
-                raise ValueError(
-                    f"codes of shape {tuple(codes.shape)} in groups of {group} need scales and "
-                    f"exponents of shape {expected}, got {tuple(x.shape)}"
-                )
         self.codes, self.scale, self.exponent, self.group = codes, scale, exponent, group
 
     @staticmethod
