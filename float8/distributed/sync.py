@@ -39,7 +39,6 @@ alphabetically by name (`modules_by_name`). The order of registration does not m
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,6 +52,7 @@ from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
 from float8.distributed.rank_comparison import compare_before_sync
+from float8.distributed.replaced_parameters import install_hook
 from float8.linear.casts import DELAYED_CASTS, DelayedCast, max_over_ranks
 from float8.linear.module import Switchable, modules_by_name
 from float8.linear.weight_cache import cast_delayed
@@ -290,16 +290,10 @@ def remind_to_sync(model: nn.Module) -> None:
     Steps that are compiled are not counted.
     """
     _unsynced[model] = {}
-    _install_hook()
+    install_hook(register_optimizer_step_post_hook, _count_step)
 
 
-@functools.cache
-def _install_hook() -> None:
-    # One hook for the process, never removed: torch iterates over its hooks while they run.
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _count_step(optimizer))
-
-
-def _count_step(optimizer: Optimizer) -> None:
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # to read a learning rate that is a tensor would break the graph of a compiled step
     if not _unsynced or all([_is_zero(group.get("lr", 1)) for group in optimizer.param_groups]):
@@ -319,7 +313,7 @@ def _count_step(optimizer: Optimizer) -> None:
                 "this model uses delayed scaling, and its optimizer has stepped twice without "
                 "sync_float8_amax_and_scale_history(model): call it, or float8.after_step(model), "
                 "once per step. Without it the histories stay empty and all casts stay dynamic",
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
