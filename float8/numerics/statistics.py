@@ -92,6 +92,11 @@ class CastLabels:
         return tuple(self.named.values())
 
     @property
+    def key(self) -> tuple[str, ...]:
+        """Layer, operand and GEMM; the template of the page reads it."""
+        return self.labels[:3]
+
+    @property
     def place(self) -> str:
         """Layer and operand."""
         return f"{self.layer or 'the module itself'}, {self.operand}"

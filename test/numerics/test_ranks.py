@@ -62,8 +62,8 @@ def report_of(layers, *batches):
 
 
 def same(found, expected, replay, operands=OPERANDS, but=()):
-    mine = {row.labels[:3]: row for row in found._rows if row.operand in operands}
-    theirs = {row.labels[:3]: row for row in expected._rows if row.operand in operands}
+    mine = {row.key: row for row in found._rows if row.operand in operands}
+    theirs = {row.key: row for row in expected._rows if row.operand in operands}
     assert mine.keys() == theirs.keys(), replay
     for key, row in mine.items():
         for name in {*EXACT, *CLOSE} - set(but):
@@ -83,7 +83,7 @@ def test_data_parallel_reports_gather_to_that_of_one_process(rank, kind):
     assert {row.calls for row in report._rows} == {1}
     same(report.gather(), expected, kind)
     one, other = (
-        {row.labels[:3]: row.gradient_sqnr for row in each._rows if row.gradient_sqnr is not None}
+        {row.key: row.gradient_sqnr for row in each._rows if row.gradient_sqnr is not None}
         for each in (report.gather(), expected)
     )
     assert len(one) == 2  # energies of ranks add up, products of calls too: not the same number
