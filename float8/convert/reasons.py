@@ -18,14 +18,7 @@ from float8.convert.filters import divisible_by, why_not
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
-from float8.linear.module import (
-    MODULE_RULES,
-    Float8Module,
-    ModuleRule,
-    own_config,
-    stacked_weights,
-    weights_of,
-)
+from float8.linear.module import MODULE_RULES, ModuleRule, own_config, stacked_weights, weights_of
 from float8.linear.refusals import multiple_of_features
 
 NO_HISTORY = (
@@ -123,7 +116,7 @@ def routers_of(model: nn.Module) -> dict[nn.Module, str]:
         for name, child in children.items():
             if _ROUTER.search(name) or "Router" in type(child).__name__:
                 own = {m for m in child.modules() if m._parameters.get("weight") is not None}
-                found |= {m: ROUTES for m in own if not isinstance(m, Float8Module)}
+                found |= {m: ROUTES for m in own if own_config(m) is None}
     return found
 
 

@@ -84,6 +84,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from float8.arguments import check_integer
 from float8.config import OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8_GEMMS, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
@@ -104,14 +105,6 @@ from float8.linear.plan import LinearPlan
 
 
 GROUP_TILE = 128  # tokens of a group that one program of a grouped GEMM or a cast takes
-LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
-
-
-def check_count(value: object, what: str) -> int:
-    """The value, or a ValueError unless it is an integer from 1 to `LARGEST`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-        raise ValueError(f"{what}={value!r} must be an integer >= 1 and <= {LARGEST}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if size is not None:
-                check_count(size, f"a shape is M,K,N or M,K,N,E: {name}")
+                check_integer(size, f"a shape is M,K,N or M,K,N,E: {name}", 1)
 
     @property
     def elements(self) -> dict[str, int]:
@@ -175,7 +168,7 @@ class Use:
         plain_casts: casts run in plain PyTorch, op by op, as on AMD GPUs.
 
     Raises:
-        ValueError: gradient_accumulation is not an integer from 1 to `LARGEST`.
+        ValueError: gradient_accumulation is less than 1.
     """
 
     training: bool = True
@@ -186,7 +179,7 @@ class Use:
     plain_casts: bool = False
 
     def __post_init__(self) -> None:
-        check_count(self.gradient_accumulation, "gradient_accumulation")
+        check_integer(self.gradient_accumulation, "gradient_accumulation", 1)
 
     @property
     def gemms(self) -> tuple[str, ...]:

@@ -68,14 +68,7 @@ from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
-from float8.numerics.statistics import (
-    IN_FLOAT8,
-    SMOOTH,
-    CastLabels,
-    CastMatrix,
-    Totals,
-    measure_cast,
-)
+from float8.numerics.statistics import IN_FLOAT8, CastLabels, CastMatrix, Totals, measure_cast
 from float8.tensor import Float8Tensor
 
 # Operand -> its name in a plan, and the GEMMs that contract its rows and its columns.
@@ -300,7 +293,8 @@ def _casts(
             source = x.t() if is_second else x
             found_cast = cast_alone(source, how, state, emulate=layer.config.emulate)
             matrix = _local_part(CastMatrix(*found_cast, source))
-            suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
+            # An operand that was multiplied by factors.
+            suffix = ", smooth" if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
         labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)
         found.append((labels, matrix.t() if is_second and matrix.source is not None else matrix))

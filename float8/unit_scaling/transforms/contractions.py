@@ -28,12 +28,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from float8.unit_scaling import functional as U
@@ -42,7 +41,6 @@ from float8.unit_scaling.constraints import Constraint
 from float8.unit_scaling.functional.products import factors_of, product_of_sizes, scaled_linear
 from float8.unit_scaling.registry import Function
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
-from float8.unit_scaling.transforms.transformed import Mode, Transform
 
 Path = tuple[Any, ...]  # of an argument inside (args, kwargs): (0, 1), (1, "weight"), (0, 1, 0)
 Replacements = Mapping[Function, Function]
@@ -252,37 +250,3 @@ def with_tensors(arguments: Any, new: dict[Path, Tensor], path: Path = ()) -> An
         items = [with_tensors(item, new, (*path, i)) for i, item in enumerate(arguments)]
         return items if isinstance(arguments, list) else tuple(items)
     return arguments
-
-
-# --- transforms that do something else with contractions
-
-
-class OnProducts(Transform):
-    """Abstract: calls `product` in place of the contractions of the kinds ``kinds``.
-
-    Three transforms are of this form: `simulate` rounds operands, `in_float8` multiplies in float8,
-    and `analysis.operands` measures operands.
-    """
-
-    kinds: ClassVar[frozenset[str]]
-
-    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
-        """The mode for one call."""
-        state = self.state(model)
-        functions = [f for f, c in CONTRACTIONS.items() if c.kind in self.kinds]
-        return Mode({f: functools.partial(self.product, state, f) for f in functions})
-
-    def state(self, model: nn.Module) -> Any:
-        """The first argument of `product` in one forward of a model."""
-        return model
-
-    @abstractmethod
-    def product(self, state: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
-        """What a contraction returns."""
-
-
-def parameter_of(model: nn.Module, weight: Tensor) -> str | None:
-    """The name of a parameter, of which ``weight`` may be a view; of a tied one the last."""
-    # Found at each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
-    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
-    return names.get(id(weight if weight._base is None else weight._base), names.get(id(weight)))

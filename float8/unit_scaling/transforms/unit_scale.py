@@ -70,13 +70,7 @@ from float8.unit_scaling.transforms.decisions import (
     ask,
     start,
 )
-from float8.unit_scaling.transforms.history import (
-    KEEP,
-    READOUT,
-    RESIDUAL,
-    is_alias,
-    is_in_place,
-)
+from float8.unit_scaling.transforms.history import KEEP, READOUT, RESIDUAL, is_alias, is_in_place
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 from float8.unit_scaling.transforms.unit_init import unit_init
 
