@@ -10,14 +10,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from float8.arguments import check_bool, described, did_you_mean
-from float8.config.casts import (
-    CastConfig,
-    DelayedScalingConfig,
-    OperandCast,
-    ScalingType,
-    check_kind,
-)
+from float8.arguments import check_bool, check_kind, described, did_you_mean
+from float8.config.casts import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
 from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, checked_gemm
 from float8.formats import E4M3, E5M2, ScaleFormat
 from float8.granularity import Blockwise, Rowwise, Tensorwise
