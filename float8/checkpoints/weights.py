@@ -41,7 +41,6 @@ from float8.checkpoints.layouts import (
     FineGrained,
     GptOss,
     Layout,
-    ModelOpt,
 )
 from float8.checkpoints.names import Owners, Slot, owners, published, tensor_of
 from float8.checkpoints.plan import Writing
@@ -156,20 +155,12 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
     if layout is None and any(config.mxfp4_weights for config in configs.values()):
         return GptOss() if _is_gpt_oss(model) and has_experts else MXFP4()
-    if (
-        layout is None
-        and by == ROWS_OF_32
-        and has_experts
-        and transformers_config(model) is not None
-    ):
+    of_transformers = transformers_config(model) is not None
+    if layout is None and by == ROWS_OF_32 and has_experts and of_transformers:
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
-    named: dict[Any, Layout] = {
-        "fine_grained": FineGrained(scale_format=scales),
-        "compressed_tensors": CompressedTensors(by or Tensorwise(), is_static),
-        "modelopt": ModelOpt(),
-        "mxfp4": MXFP4(),
-        "gpt_oss": GptOss(),
-    }
+    named: dict[Any, Layout] = {name: kind() for name, kind in LAYOUTS.items()}
+    named["fine_grained"] = FineGrained(scale_format=scales)
+    named["compressed_tensors"] = CompressedTensors(by or Tensorwise(), is_static)
     if layout is None and by is not None:
         layout = "fine_grained" if by == BLOCKS else "compressed_tensors"
     if layout not in named:

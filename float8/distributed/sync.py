@@ -129,7 +129,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     # In a group of one rank too: it may be the wrong group.
-    if _is_one_of_many() and _is_first(model, casts):
+    if has_other_ranks() and _is_first(model, casts):
         compare_before_sync(model, ranks_of(group), groups)
         _checked.update(_parts_checked(model))
     with torch.no_grad():
@@ -171,7 +171,7 @@ def _process_groups(group: Any) -> list[dist.ProcessGroup]:
     """
     groups: list[Any]
     if group is None:
-        groups = [dist.group.WORLD] if _is_one_of_many() else []
+        groups = [dist.group.WORLD] if has_other_ranks() else []
     elif dist.is_available() and isinstance(group, dist.ProcessGroup):
         groups = [group]
     elif dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
@@ -182,10 +182,11 @@ def _process_groups(group: Any) -> list[dist.ProcessGroup]:
         raise TypeError(
             f"group must be a ProcessGroup, a DeviceMesh or None, got {described(group)}"
         )
-    return [each for each in groups if _is_one_of_many() and dist.get_world_size(each) > 1]
+    return [each for each in groups if has_other_ranks() and dist.get_world_size(each) > 1]
 
 
-def _is_one_of_many() -> bool:
+def has_other_ranks() -> bool:
+    """Whether other ranks run too: a rank that stopped early would leave them waiting."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -299,7 +300,10 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not _unsynced or all([_is_zero(group.get("lr", 1)) for group in optimizer.param_groups]):
         return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_unsynced.items()):
-        layers = [m for m in model.modules() if _is_unsynced(m)]
+        casts = [
+            (m, c) for m in model.modules() for c in m.children() if isinstance(c, DelayedCast)
+        ]
+        layers = [layer for layer, cast in casts if not cast.synced]
         if not layers:
             del _unsynced[model]
             continue
@@ -321,7 +325,3 @@ def _is_zero(lr: float | Tensor) -> bool:
     # A tensor on a device is not read: that would wait for the device, and fail during the capture
     # of a CUDA graph.
     return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
-
-
-def _is_unsynced(layer: nn.Module) -> bool:
-    return any([isinstance(c, DelayedCast) and not c.synced for c in layer.children()])

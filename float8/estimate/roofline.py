@@ -371,11 +371,6 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
     return seconds
 
 
-def tokens_aligned(cast: OperandCast) -> int:
-    """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
-    return TORCH_MX.align if _KINDS.get(cast.block[-2:]) == MX_BLOCKS else ALIGNMENT
-
-
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     """The bytes that one layer saves for backward, and those of its weight's cached casts.
 
@@ -400,7 +395,9 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     tokens, block = M, cast.block
     scales = prod(scale_shape((M, K) if dequantizes(plan) else (K, M), block))
     if shape.E is not None and not dequantizes(plan):
-        tokens = padded_tokens(M, E, tokens_aligned(cast))
+        # To whose multiples a GPU pads the tokens of each group: they are the contraction.
+        multiple = TORCH_MX.align if _KINDS.get(block[-2:]) == MX_BLOCKS else ALIGNMENT
+        tokens = padded_tokens(M, E, multiple)
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])
         scales = 1 if block == (WHOLE, WHOLE) else K * per_row

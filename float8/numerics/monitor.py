@@ -49,9 +49,9 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.arguments import check_function, check_integer, check_module
+from float8.distributed.sync import has_other_ranks
 from float8.numerics.alarms import Alarm, AlarmWatch, Changes
 from float8.numerics.inspection import inspect
-from float8.numerics.passes import has_other_ranks
 from float8.numerics.snapshot import Report, as_json, read_run, try_writing, write_run
 
 logger = logging.getLogger("float8")

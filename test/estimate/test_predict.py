@@ -154,9 +154,12 @@ def test_what_a_device_refuses_is_not_taken(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tokens": 0}, "=0 must be"),
+        ({"tokens": 0}, "must be an integer >= 1, got 0"),
         ({"tokens": 16, "device": "TPU"}, "unknown device 'TPU'"),
-        ({"tokens": 16, "gradient_accumulation": 0}, "gradient_accumulation=0"),
+        (
+            {"tokens": 16, "gradient_accumulation": 0},
+            "gradient_accumulation must be an integer >= 1, got 0",
+        ),
     ],
 )
 def test_bad_filters_are_refused_before_they_are_used(options, said):
