@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from float8.arguments import check_bool, check_kind, described, did_you_mean
 from float8.config.casts import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
-from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, checked_gemm
+from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, check_hardware
 from float8.formats import E4M3, E5M2, ScaleFormat
-from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise
 
 CONFIGS: dict[str, Float8LinearConfig] = {}  # a config of each `Float8LinearConfig.key`
 # The cast of an operand -> that of the same operand where another GEMM reads it.
@@ -173,9 +173,14 @@ class Float8LinearConfig:
 
     def _resolve(self) -> ThreeGemms:
         def product(name: str, a: str, b: str) -> GemmCasts:
-            a, b = f"cast_config_{a}", f"cast_config_{b}"
-            how: GemmConfig = getattr(self, f"gemm_config_{name}")
-            return checked_gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
+            names = name, f"cast_config_{a}", f"cast_config_{b}"
+            casts = cast_a, cast_b = resolved(names[1]), resolved(names[2])
+            if not self.emulate:
+                check_hardware(names, *casts)
+            is_fast = getattr(self, f"gemm_config_{name}").use_fast_accum
+            if cast_a is not None and cast_b is not None:
+                is_fast &= cast_a.block[1] == cast_b.block[1] == WHOLE
+            return GemmCasts(*casts, is_fast)
 
         def resolved(name: str) -> OperandCast | None:
             cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])

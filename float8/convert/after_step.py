@@ -73,8 +73,8 @@ def after_step(model: nn.Module, group: Group | None = None) -> None:
     check_module(model, "after_step")
     sync_float8_amax_and_scale_history(model, group)
     tell_what_ran()
-    configs = [config for module in model.modules() if (config := own_config(module)) is not None]
-    if any(config.enable_fsdp_float8_all_gather for config in configs):
+    configs = map(own_config, model.modules())
+    if any(config is not None and config.enable_fsdp_float8_all_gather for config in configs):
         precompute_float8_dynamic_scale_for_fsdp(model)
 
 

@@ -26,7 +26,6 @@ because its result would be lost.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,10 +153,6 @@ class Moment(Tensor):
         inner: dict[str, Tensor], group: int, size: Any, stride: Any
     ) -> Moment:
         return Moment(inner["codes"], inner["scale"], inner.get("exponent"), group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Moment:
-        memo[id(self)] = result = self._with(lambda x: copy.deepcopy(x, memo))
-        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors do not pickle outside torch.save; bytes always do.
