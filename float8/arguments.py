@@ -49,6 +49,11 @@ def check_type(value: object, wanted: Any, caller: str, argument: str, such_as: 
     _check(isinstance(value, wanted), value, f"{caller}: {argument}", such_as)
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise TypeError unless the field ``name`` of a config is a ``kind``."""
+    _check(isinstance(value, kind), value, name, f"a {kind.__name__}")
+
+
 def check_module(value: object, caller: str, argument: str = "model") -> None:
     """Raise TypeError unless ``value`` is an ``nn.Module``.
 

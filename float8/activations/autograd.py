@@ -19,7 +19,8 @@ from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast_copy
 
 Inputs = tuple[Tensor | None, ...]  # of an op; absent ones are None
 Keywords = dict[str, Any]
-Reader = Callable[..., tuple[Inputs, Keywords] | None]  # of a call's arguments; None: it is torch's
+Arguments = tuple[Inputs, Keywords]
+Reader = Callable[..., Arguments | None]  # of a call's arguments; None: it is torch's
 Needs = tuple[bool, ...]  # which inputs need a gradient
 Grads = tuple[Tensor | None, ...]
 

@@ -42,22 +42,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._decomp import get_decompositions
 
-from float8.activations.autograd import (
-    CopyOp,
-    Grads,
-    Inputs,
-    Keywords,
-    MaskOp,
-    Needs,
-    Reader,
-    with_mask,
-)
+from float8.activations.autograd import Arguments, CopyOp, Grads, MaskOp, Needs, Reader, with_mask
 from float8.activations.copies import OUTPUT
 from float8.linear.autograd import as_matrix
 from float8.linear.plan import without_autocast
 
 aten = torch.ops.aten
-Arguments = tuple[Inputs, Keywords]
 
 
 def _read_by(reader: Reader, *functions: Callable[..., Any]) -> dict[Callable[..., Any], Reader]:

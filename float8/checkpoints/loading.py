@@ -151,7 +151,9 @@ def load(
         model = convert_to_float8_training(model, config=config, module_filter_fn=keep)
     for key, slot in slots.items():
         parameter = tensor_of(model, slot)
-        write(slot, parameter, source.read(key, _dtype_of(parameter)))
+        # A float8 weight dequantises to this dtype on its way to a parameter.
+        is_wide = parameter.dtype in HIGH_PRECISION_DTYPES
+        write(slot, parameter, source.read(key, parameter.dtype if is_wide else torch.float32))
     _start_casts(model, source, stored if weights == TRAINING else {})
     if plan is not None and config is None:
         hide_from_ddp(model)
@@ -177,16 +179,6 @@ def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | Non
         raise ValueError(f"load: {why}first, or leave config out")
     if weights == TRAINING and not layers and config is None:
         raise ValueError('load: weights="training" needs a converted model, or config=')
-
-
-def _layer_of(slot: Slot) -> str:
-    """The name of the module that has the parameter of a slot."""
-    return slot.parameter.rpartition(".")[0]
-
-
-def _dtype_of(parameter: Tensor) -> torch.dtype:
-    """The dtype to which a float8 weight dequantises on its way to a parameter."""
-    return parameter.dtype if parameter.dtype in HIGH_PRECISION_DTYPES else torch.float32
 
 
 # --- which tensors go where
@@ -266,7 +258,8 @@ def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict
     block = TENSOR if source.layout is None else source.layout.block
     block = ROW if block == TENSOR else block  # see `config_of`
     for key, slot in slots.items():
-        fqn, name, shape = _layer_of(slot), key.removesuffix(WEIGHT), tensor_of(model, slot).shape
+        fqn, name = slot.parameter.rpartition(".")[0], key.removesuffix(WEIGHT)
+        shape = tensor_of(model, slot).shape
         is_part = len(shape) == 3
         if is_part and packed:
             left.add(fqn)

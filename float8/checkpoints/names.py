@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from float8.checkpoints.layouts import COMPRESSED_TENSORS
+from float8.convert.folding import inside_of
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import with_state_of
@@ -142,21 +143,6 @@ def tensor_of(model: nn.Module, slot: Slot) -> Tensor:
 
 
 # --- the plain model
-
-
-# Wrapper -> the attribute that is the wrapped module.
-WRAPPERS = {
-    "OptimizedModule": "_orig_mod",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "_FabricModule": "_forward_module",
-}
-
-
-def inside_of(module: nn.Module) -> str | None:
-    """The name under which a wrapper has the wrapped module; None for other modules."""
-    return WRAPPERS.get(type(module).__name__.removeprefix("FSDP"))  # which fully_shard adds
 
 
 def walk(

@@ -34,8 +34,8 @@ from float8.arguments import check_bool, check_module
 from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import WEIGHT, Layout
 from float8.checkpoints.plan import SavePlan
-from float8.checkpoints.weights import planned, transformers_config, unwrapped
-from float8.convert.folding import pattern_of
+from float8.checkpoints.weights import planned, transformers_config
+from float8.convert.folding import pattern_of, unwrapped
 from float8.distributed.rank_comparison import compare_ranks
 from float8.granularity import block_name
 

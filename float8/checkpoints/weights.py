@@ -41,11 +41,11 @@ from float8.checkpoints.layouts import (
     FineGrained,
     GptOss,
     Layout,
-    ModelOpt,
 )
-from float8.checkpoints.names import Owners, Slot, inside_of, owners, published, tensor_of
+from float8.checkpoints.names import Owners, Slot, owners, published, tensor_of
 from float8.checkpoints.plan import Writing
 from float8.config import ScalingType
+from float8.convert.folding import unwrapped
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Tensorwise, block_name
 from float8.kernels import mxfp4
@@ -155,20 +155,12 @@ def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:
     has_experts = any(not isinstance(module, Float8Linear) for module in configs)
     if layout is None and any(config.mxfp4_weights for config in configs.values()):
         return GptOss() if _is_gpt_oss(model) and has_experts else MXFP4()
-    if (
-        layout is None
-        and by == ROWS_OF_32
-        and has_experts
-        and transformers_config(model) is not None
-    ):
+    of_transformers = transformers_config(model) is not None
+    if layout is None and by == ROWS_OF_32 and has_experts and of_transformers:
         return FineGrained((1, 32), ScaleFormat.E8M0)  # stores the same scales
-    named: dict[Any, Layout] = {
-        "fine_grained": FineGrained(scale_format=scales),
-        "compressed_tensors": CompressedTensors(by or Tensorwise(), is_static),
-        "modelopt": ModelOpt(),
-        "mxfp4": MXFP4(),
-        "gpt_oss": GptOss(),
-    }
+    named: dict[Any, Layout] = {name: kind() for name, kind in LAYOUTS.items()}
+    named["fine_grained"] = FineGrained(scale_format=scales)
+    named["compressed_tensors"] = CompressedTensors(by or Tensorwise(), is_static)
     if layout is None and by is not None:
         layout = "fine_grained" if by == BLOCKS else "compressed_tensors"
     if layout not in named:
@@ -256,13 +248,6 @@ def _multiplies_in_float8(module: nn.Module, name: str) -> Any:
     """The config of the module whose weight a parameter is, or None."""
     own = ["weight"] if isinstance(module, Float8Linear) else stacked_weights(module)
     return own_config(module) if name in own else None
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside of wrappers, as those of DistributedDataParallel and torch.compile."""
-    while (inside := inside_of(model)) is not None:
-        model = model.get_submodule(inside)
-    return model
 
 
 def _is_gpt_oss(model: nn.Module) -> bool:

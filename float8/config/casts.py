@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from float8.arguments import check_bool, check_integer, described
+from float8.arguments import check_bool, check_integer, check_kind
 from float8.formats import Format, ScaleFormat, format_of
 from float8.granularity import WHOLE, Block, Blockwise, Granularity, Tensorwise, transpose_block
 
@@ -228,9 +228,3 @@ class DelayedScalingConfig:
         if self.margin > MAX_MARGIN:
             raise ValueError(f"margin must be within {MAX_MARGIN} of 0, got {self.margin}")
         check_bool(self.remember_nonfinite, "remember_nonfinite")
-
-
-def check_kind(name: str, value: object, kind: type) -> None:
-    """Raise TypeError unless the field ``name`` of a config is a ``kind``."""
-    if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, got {described(value)}")

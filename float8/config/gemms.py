@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from float8.arguments import check_bool
 from float8.config.casts import OperandCast
 from float8.formats import E5M2, Format
-from float8.granularity import WHOLE
 
 
 @dataclass(frozen=True)
@@ -77,27 +76,13 @@ _MX = ((1, 32), (32, 32))
 _OR = "or set emulate=True to run them in plain PyTorch"
 
 
-def checked_gemm(
-    names: tuple[str, str, str],
-    a: OperandCast | None,
-    b: OperandCast | None,
-    config: GemmConfig,
-    emulate: bool,
-) -> GemmCasts:
-    """The product of two resolved casts; ValueError if no hardware multiplies the two.
-
-    ``names`` are the product's and the fields of its two operands, for the message. With
-    ``emulate`` any two are multiplied.
-    """
-    if not emulate:
-        _check_hardware(names, a, b)
-    has_fast_accum = a is None or b is None or a.block[1] == b.block[1] == WHOLE
-    return GemmCasts(a, b, config.use_fast_accum and has_fast_accum)
-
-
-def _check_hardware(
+def check_hardware(
     names: tuple[str, str, str], a: OperandCast | None, b: OperandCast | None
 ) -> None:
+    """Raise ValueError if no hardware multiplies two resolved casts.
+
+    ``names`` are the product's and the fields of its two operands, for the message.
+    """
     product, name_a, name_b = names
     for name, cast in ((name_a, a), (name_b, b)):
         if cast is not None and (cast.block in _MX) != cast.scale_format.is_e8m0:

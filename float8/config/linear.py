@@ -10,19 +10,19 @@ from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
-from float8.arguments import check_bool, described, did_you_mean
-from float8.config.casts import (
-    CastConfig,
-    DelayedScalingConfig,
-    OperandCast,
-    ScalingType,
-    check_kind,
-)
-from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, checked_gemm
+from float8.arguments import check_bool, check_kind, described, did_you_mean
+from float8.config.casts import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
+from float8.config.gemms import GemmCasts, GemmConfig, ThreeGemms, check_hardware
 from float8.formats import E4M3, E5M2, ScaleFormat
-from float8.granularity import Blockwise, Rowwise, Tensorwise
+from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise
 
 CONFIGS: dict[str, Float8LinearConfig] = {}  # a config of each `Float8LinearConfig.key`
+# The cast of an operand -> that of the same operand where another GEMM reads it.
+SECOND_USES = {
+    "cast_config_input": "cast_config_input_for_grad_weight",
+    "cast_config_weight": "cast_config_weight_for_grad_input",
+    "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
+}
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Float8LinearConfig:
         self.__init__(**{k: v for k, v in state.items() if k in names})  # type: ignore[misc]
 
     @property
-    def operand_casts(self) -> tuple[CastConfig, CastConfig, CastConfig]:
+    def operand_casts(self) -> tuple[CastConfig, ...]:
         """The configs of the casts of input, weight and grad_output that keep state.
 
         That of the first use, except where it alone is in high precision and the second is delayed.
@@ -155,11 +155,9 @@ class Float8LinearConfig:
         if self.dequantize_in_backward:
             off = CastConfig(ScalingType.DISABLED)
             return self.cast_config_input, self.cast_config_weight, off
-        return (
-            _owner(self.cast_config_input, self.cast_config_input_for_grad_weight),
-            _owner(self.cast_config_weight, self.cast_config_weight_for_grad_input),
-            _owner(self.cast_config_grad_output, self.cast_config_grad_output_for_grad_weight),
-        )
+        # A delayed second use is the first one's cast too, unless that is disabled.
+        casts = ((getattr(self, a), getattr(self, b)) for a, b in SECOND_USES.items())
+        return tuple([b if b and b.scaling_type is ScalingType.DELAYED else a for a, b in casts])
 
     @classmethod
     def from_recipe_name(cls, name: str) -> Float8LinearConfig:
@@ -175,9 +173,14 @@ class Float8LinearConfig:
 
     def _resolve(self) -> ThreeGemms:
         def product(name: str, a: str, b: str) -> GemmCasts:
-            a, b = f"cast_config_{a}", f"cast_config_{b}"
-            how: GemmConfig = getattr(self, f"gemm_config_{name}")
-            return checked_gemm((name, a, b), resolved(a), resolved(b), how, self.emulate)
+            names = name, f"cast_config_{a}", f"cast_config_{b}"
+            casts = cast_a, cast_b = resolved(names[1]), resolved(names[2])
+            if not self.emulate:
+                check_hardware(names, *casts)
+            is_fast = getattr(self, f"gemm_config_{name}").use_fast_accum
+            if cast_a is not None and cast_b is not None:
+                is_fast &= cast_a.block[1] == cast_b.block[1] == WHOLE
+            return GemmCasts(*casts, is_fast)
 
         def resolved(name: str) -> OperandCast | None:
             cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])
@@ -199,13 +202,9 @@ class Float8LinearConfig:
 
     def _check_second_uses(self) -> None:
         # A history belongs to an operand, and an operand has one: that of its first float8 use.
-        for operand, second_name in (
-            ("input", "cast_config_input_for_grad_weight"),
-            ("weight", "cast_config_weight_for_grad_input"),
-            ("grad_output", "cast_config_grad_output_for_grad_weight"),
-        ):
-            first, second = getattr(self, f"cast_config_{operand}"), getattr(self, second_name)
-            check_kind(f"cast_config_{operand}", first, CastConfig)
+        for first_name, second_name in SECOND_USES.items():
+            first, second = getattr(self, first_name), getattr(self, second_name)
+            check_kind(first_name, first, CastConfig)
             if second is None:
                 continue
             check_kind(second_name, second, CastConfig)
@@ -218,7 +217,7 @@ class Float8LinearConfig:
             if is_delayed and first.scaling_type is not ScalingType.DISABLED and second != first:
                 raise ValueError(
                     f"{second_name}: a delayed second use must be the cast of the first use "
-                    f"(cast_config_{operand} is '{first.summary}') unless that is disabled; "
+                    f"({first_name} is '{first.summary}') unless that is disabled; "
                     "leave it None, or make it dynamic, static or disabled"
                 )
 
@@ -266,24 +265,10 @@ class Float8LinearConfig:
                 )
 
 
-def _owner(first: CastConfig, second: CastConfig | None) -> CastConfig:
-    # A delayed second use is the first one's cast too, unless that is disabled.
-    return second if second is not None and second.scaling_type is ScalingType.DELAYED else first
-
-
 _FLAGS_OF_PLANS = (
     *("smooth_input", "dequantize_in_backward", "mxfp4_weights", "pad_inner_dim", "emulate"),
 )
-_FLAGS = (
-    "enable_fsdp_float8_all_gather",
-    "smooth_input",
-    "dequantize_in_backward",
-    "mxfp4_weights",
-    "pad_inner_dim",
-    "emulate",
-    "enable_amax_init",
-    "enable_pre_and_post_forward",
-)
+_FLAGS = [f.name for f in fields(Float8LinearConfig) if f.init and f.type == "bool"]
 
 
 def check_config(config: object, caller: str = "") -> Float8LinearConfig:

@@ -2,8 +2,8 @@
 
 ``convert.py``: conversion for training, and back; ``inference.py``: frozen float8 weights. Both
 make a plan (``conversion.py``), which leaves layers by the user's choice (``filters.py``) and for
-reasons of their own (``reasons.py``, ``routers.py``). Its report joins names (``folding.py``);
-after the first step it says which layers were called (``calls.py``).
+reasons of their own (``reasons.py``). Its report joins names (``folding.py``). ``after_step.py``:
+what a recipe needs after a step, and which layers the first one called.
 """
 
 from float8.convert.convert import (

@@ -26,7 +26,7 @@ from torch import nn
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.calls import expect_calls
+from float8.convert.after_step import expect_calls
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.reasons import (
@@ -34,10 +34,10 @@ from float8.convert.reasons import (
     odd_sizes,
     read_elsewhere,
     reason_to_leave,
+    routers_of,
     rule_of,
     rule_of_candidate,
 )
-from float8.convert.routers import routers_of
 from float8.distributed.gathered_weights import reason_against_gather
 from float8.linear.module import own_config, stacked_weights
 

@@ -23,9 +23,10 @@ from float8.arguments import check_module
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
+from float8.convert.inference import hide_from_ddp
 from float8.convert.reasons import sharded_before
 from float8.distributed.gathered_weights import unwrap_weights, wrap_weights
-from float8.distributed.sync import keep_ddp_from_broadcasting, remind_to_sync
+from float8.distributed.sync import remind_to_sync
 from float8.linear.layer import Float8CastingLinear, Float8Linear
 from float8.linear.module import (
     MODULE_RULES,
@@ -109,7 +110,7 @@ def convert_to_float8_training(
     plan.finish(module)
     if plan.config.uses_delayed_scaling and plan.layers:
         remind_to_sync(module)
-        keep_ddp_from_broadcasting(module)
+        hide_from_ddp(module)
     return module
 
 

@@ -1,8 +1,13 @@
-"""Names of layers in reports: those that differ in numbers only share a line, with their count."""
+"""Names of layers in reports: those that differ in numbers only share a line, with their count.
+
+Wrappers, as those of torch.compile and DDP, add parts to names.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from torch import nn
 
 
 def named(fqn: str) -> str:
@@ -31,3 +36,25 @@ def folded(reasons: Iterable[tuple[str, str]]) -> list[str]:
         else f"{pattern} ({len(names)} layers): {reason}"
         for (pattern, reason), names in groups.items()
     ]
+
+
+# Wrapper -> the attribute that is the wrapped module.
+WRAPPERS = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "_FabricModule": "_forward_module",
+}
+
+
+def inside_of(module: nn.Module) -> str | None:
+    """The name under which a wrapper has the wrapped module; None for other modules."""
+    return WRAPPERS.get(type(module).__name__.removeprefix("FSDP"))  # which fully_shard adds
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of wrappers, as those of DistributedDataParallel and torch.compile."""
+    while (inside := inside_of(model)) is not None:
+        model = model.get_submodule(inside)
+    return model

@@ -37,6 +37,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion, replace_children
 from float8.convert.filters import ModuleFilter
 from float8.kernels import family_of
+from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, stacked_weights, weights_of
 from float8.linear.plan import plan_for
@@ -154,15 +155,21 @@ def hide_from_ddp(model: nn.Module) -> None:
     """Exclude weights that are in float8 from the broadcast of `DistributedDataParallel`.
 
     DDP concatenates what it broadcasts, in high precision. These weights are frozen, and ranks that
-    convert the same checkpoint have the same bits. `convert_to_float8_inference` calls this for
-    ``model``; call it again where adapters, added later, have changed names or wrapped the model.
+    convert the same checkpoint have the same bits. Histories of amaxes are excluded too: DDP copies
+    rank 0's buffers at every forward, which would erase the amaxes of other ranks. Conversion calls
+    this for ``model``; call it again where adapters, added later, have changed names or wrapped the
+    model.
 
     Args:
         model: the module that DDP will wrap.
     """
     own = [name for name, p in model.named_parameters(remove_duplicate=False) if is_resident(p)]
-    if own:  # the attribute that DDP reads
+    casts = [(fqn, m) for fqn, m in model.named_modules() if isinstance(m, DelayedCast)]
+    own += [name for fqn, cast in casts for name, _ in cast.named_buffers(fqn)]
+    if own:
         ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", [])
+        # DDP reads this attribute. Its private setter would also search the list for every
+        # parameter and buffer of the model.
         model._ddp_params_and_buffers_to_ignore = [*dict.fromkeys([*ignored, *own])]  # type: ignore[assignment]
 
 

@@ -6,6 +6,7 @@ Other modules have a reason only if they multiply, so that the report names them
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 from torch import nn
@@ -24,6 +25,8 @@ NO_HISTORY = (
     "delayed scaling keeps a history for each operand of a linear layer, and experts have none. "
     "Convert them first, by a config with dynamic scales and a module_filter_fn that takes them"
 )
+ROUTES = "it routes tokens to experts, and rounded scores would choose others"
+_ROUTER = re.compile(r"(^|_)(gate|router)$")
 _READS_WEIGHTS = "in eval mode nn.TransformerEncoderLayer reads the weights of its layers itself"
 
 
@@ -91,7 +94,30 @@ def odd_sizes(module: nn.Module, config: Float8LinearConfig) -> str | None:
     return None if reason is None else f"{reason}, which GPUs need; pad_inner_dim=True converts it"
 
 
-# --- reasons that only the whole model shows: name -> reason
+# --- reasons that only the whole model shows
+
+
+def routers_of(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules of a model that multiply for a router -> why they stay in high precision.
+
+    Routers are the small layers of a mixture of experts that choose the experts of each token. A
+    rounded score sends a token to another expert, and a router is too small to gain from float8.
+    They are found by their place: beside a module whose name has ``expert`` in it, one called
+    ``gate``, ``router``, ``*_gate`` or ``*_router``, or of a type whose name has ``Router`` in it.
+    To convert one nevertheless, convert it by itself::
+
+        block.gate = convert_to_float8_training(block.gate)
+    """
+    found: dict[nn.Module, str] = {}
+    for parent in model.modules():
+        children = dict(parent.named_children())
+        if not any("expert" in name.lower() for name in children):
+            continue
+        for name, child in children.items():
+            if _ROUTER.search(name) or "Router" in type(child).__name__:
+                own = {m for m in child.modules() if m._parameters.get("weight") is not None}
+                found |= {m: ROUTES for m in own if own_config(m) is None}
+    return found
 
 
 def read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:

@@ -8,6 +8,5 @@
   (`token_exchange`).
 - ``rank_comparison.py``: ranks that exchange float8 values hold the same layers, or get an error
   that names the first difference.
-- ``after_step.py``: one call for what a recipe needs after an optimizer step.
 - ``gradients/``: gradients travel as float8 (`float8_gradients`).
 """

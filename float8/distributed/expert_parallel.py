@@ -40,8 +40,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from float8.config import Float8LinearConfig, check_config
 from float8.distributed.rank_comparison import Facts, compare_once, compare_ranks, config_facts
-from float8.distributed.running_module import innermost_module
-from float8.distributed.token_exchange import exchange, find_route, row_cast
+from float8.distributed.token_exchange import exchange, find_route, innermost_module, row_cast
 from float8.linear.plan import compute_dtype
 from float8.linear.resident import is_resident
 

@@ -30,7 +30,7 @@ from float8.config import OperandCast
 from float8.distributed.rank_comparison import compare_layer
 from float8.granularity import WHOLE
 from float8.linear.autograd import Call, States, as_matrix, refuse_double_backward
-from float8.linear.casts import DelayedState, cast_matrix, record, sharded_state
+from float8.linear.casts import DelayedState, cast_matrix, placed, record, sharded_state
 from float8.linear.layer import Float8Linear
 from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
@@ -81,12 +81,12 @@ def dtensor(
 
     ``length`` is that of the sharded dimension over all ranks, whose parts may differ in size.
     """
-    sizes: dict[str, Any] = {}
-    if length is not None:
-        shape = list(x.shape)
-        shape[placement.dim] = length  # type: ignore[attr-defined]
-        sizes = {"shape": torch.Size(shape), "stride": torch.empty(shape, device="meta").stride()}
-    return DTensor.from_local(x, mesh, [placement], run_check=False, **sizes)
+    if length is None:
+        return DTensor.from_local(x, mesh, [placement], run_check=False)
+    shape = list(x.shape)
+    shape[placement.dim] = length  # type: ignore[attr-defined]
+    whole: DTensor = placed(x, shape, mesh, [placement])
+    return whole
 
 
 def moved(x: DTensor, to: Placement) -> Tensor:

@@ -9,6 +9,7 @@ one raises.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ def mark_replaced(old: Tensor, fqn: str, by: str = _GATHERING) -> None:
     Parameter, and the remedy.
     """
     setattr(old, _MARK, by.format(fqn or "the model"))
-    _install_hook()
+    install_hook(register_optimizer_step_pre_hook, _before_step)
 
 
 def unmark(parameter: nn.Parameter) -> None:
@@ -37,9 +38,12 @@ def unmark(parameter: nn.Parameter) -> None:
 
 
 @functools.cache
-def _install_hook() -> None:
-    # One hook for the process, never removed: torch iterates over its hooks while they run.
-    register_optimizer_step_pre_hook(_before_step)
+def install_hook(register: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    """Register a hook of all optimizers, once.
+
+    It is never removed, because torch iterates over its hooks while they run.
+    """
+    register(hook)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

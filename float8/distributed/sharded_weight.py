@@ -24,12 +24,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from float8.distributed.float8_gather import (
-    GatheredWeight,
-    KnownAmax,
-    cast_shard,
-    weight_cast,
-)
+from float8.distributed.float8_gather import GatheredWeight, KnownAmax, cast_shard, weight_cast
 from float8.granularity import Block
 from float8.linear.resident import GatherableWeight
 

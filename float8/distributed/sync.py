@@ -39,7 +39,6 @@ alphabetically by name (`modules_by_name`). The order of registration does not m
 
 from __future__ import annotations
 
-import functools
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,6 +52,7 @@ from float8 import kernels
 from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
 from float8.distributed.rank_comparison import compare_before_sync
+from float8.distributed.replaced_parameters import install_hook
 from float8.linear.casts import DELAYED_CASTS, DelayedCast, max_over_ranks
 from float8.linear.module import Switchable, modules_by_name
 from float8.linear.weight_cache import cast_delayed
@@ -129,7 +129,7 @@ def sync_float8_amax_and_scale_history(model: nn.Module, group: Group | None = N
     groups = _process_groups(group)
     casts = [cast for _, cast in modules_by_name(model, DelayedCast)]
     # In a group of one rank too: it may be the wrong group.
-    if _is_one_of_many() and _is_first(model, casts):
+    if has_other_ranks() and _is_first(model, casts):
         compare_before_sync(model, ranks_of(group), groups)
         _checked.update(_parts_checked(model))
     with torch.no_grad():
@@ -171,7 +171,7 @@ def _process_groups(group: Any) -> list[dist.ProcessGroup]:
     """
     groups: list[Any]
     if group is None:
-        groups = [dist.group.WORLD] if _is_one_of_many() else []
+        groups = [dist.group.WORLD] if has_other_ranks() else []
     elif dist.is_available() and isinstance(group, dist.ProcessGroup):
         groups = [group]
     elif dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:  # an int
@@ -182,10 +182,11 @@ def _process_groups(group: Any) -> list[dist.ProcessGroup]:
         raise TypeError(
             f"group must be a ProcessGroup, a DeviceMesh or None, got {described(group)}"
         )
-    return [each for each in groups if _is_one_of_many() and dist.get_world_size(each) > 1]
+    return [each for each in groups if has_other_ranks() and dist.get_world_size(each) > 1]
 
 
-def _is_one_of_many() -> bool:
+def has_other_ranks() -> bool:
+    """Whether other ranks run too: a rank that stopped early would leave them waiting."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
@@ -290,22 +291,19 @@ def remind_to_sync(model: nn.Module) -> None:
     Steps that are compiled are not counted.
     """
     _unsynced[model] = {}
-    _install_hook()
+    install_hook(register_optimizer_step_post_hook, _count_step)
 
 
-@functools.cache
-def _install_hook() -> None:
-    # One hook for the process, never removed: torch iterates over its hooks while they run.
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _count_step(optimizer))
-
-
-def _count_step(optimizer: Optimizer) -> None:
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return  # to read a learning rate that is a tensor would break the graph of a compiled step
     if not _unsynced or all([_is_zero(group.get("lr", 1)) for group in optimizer.param_groups]):
         return  # torch.distributed.checkpoint makes optimizers create their states by such a step
     for model, steps in list(_unsynced.items()):
-        layers = [m for m in model.modules() if _is_unsynced(m)]
+        casts = [
+            (m, c) for m in model.modules() for c in m.children() if isinstance(c, DelayedCast)
+        ]
+        layers = [layer for layer, cast in casts if not cast.synced]
         if not layers:
             del _unsynced[model]
             continue
@@ -319,7 +317,7 @@ def _count_step(optimizer: Optimizer) -> None:
                 "this model uses delayed scaling, and its optimizer has stepped twice without "
                 "sync_float8_amax_and_scale_history(model): call it, or float8.after_step(model), "
                 "once per step. Without it the histories stay empty and all casts stay dynamic",
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
@@ -327,25 +325,3 @@ def _is_zero(lr: float | Tensor) -> bool:
     # A tensor on a device is not read: that would wait for the device, and fail during the capture
     # of a CUDA graph.
     return not (isinstance(lr, Tensor) and lr.device.type != "cpu") and bool(lr == 0)
-
-
-def _is_unsynced(layer: nn.Module) -> bool:
-    return any([isinstance(c, DelayedCast) and not c.synced for c in layer.children()])
-
-
-def keep_ddp_from_broadcasting(root: nn.Module) -> None:
-    """Exclude the buffers of delayed casts from DDP's broadcast.
-
-    DDP copies rank 0's buffers at every forward, which would erase the amaxes of other ranks. It
-    reads an attribute of the module that it wraps, so ``root`` must be the converted module.
-    """
-    own = [
-        f"{fqn}.{name}" if fqn else name
-        for fqn, module in root.named_modules()
-        if isinstance(module, DelayedCast)
-        for name in module._buffers
-    ]
-    ignored = getattr(root, "_ddp_params_and_buffers_to_ignore", [])
-    # DDP reads this attribute. Its private setter would also search the list for every parameter
-    # and buffer of the model.
-    root._ddp_params_and_buffers_to_ignore = [*ignored, *own]  # type: ignore[assignment]

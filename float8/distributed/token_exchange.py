@@ -25,15 +25,15 @@ of this rank.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from float8 import kernels
 from float8.config import OperandCast, ScalingType
-from float8.distributed.running_module import innermost_module
 from float8.formats import E4M3, ScaleFormat
 from float8.linear.casts import cast_alone
 from float8.linear.plan import compute_dtype
@@ -150,3 +150,27 @@ def _combined(y_SD: Tensor, route: Route) -> Tensor:
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_to_all_single(rows.contiguous(), received, sent, group))
+
+
+# --- for errors
+
+
+def innermost_module() -> str:
+    """The module whose forward is running, as ``"layers.0.mlp (MLP)"``; "" where there is none.
+
+    An op on a tensor does not know for which module it runs; the Python stack does. Every frame
+    whose ``self`` is an ``nn.Module`` is one level of the model, and the outermost module knows the
+    names of all others.
+    """
+    stack: list[nn.Module] = []  # the innermost first
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            stack.append(module)
+        frame = frame.f_back
+    for outer in reversed(stack):
+        for name, module in outer.named_modules():
+            if module is stack[0] and name:
+                return f"{name} ({type(module).__name__})"
+    return type(stack[0]).__name__ if stack else ""

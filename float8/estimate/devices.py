@@ -179,9 +179,6 @@ SHEETS = {
 }
 
 
-# Median errors of predictions by `benchmarks/check_estimate.py`, without the rows that determined a
-# rate. The table says so where one is above 25 %.
-ERRORS = {"dense GEMMs": 0.09, "grouped GEMMs": 0.11, "casts": 0.03, "layers": 0.06, "models": 0.04}
 SOURCES = (
     "published: ml-engineering, maximum achievable matmul FLOPS: bf16 and tensorwise GEMMs",
     "published: NVIDIA, cuBLAS 12.9: rowwise GEMMs on Hopper",
@@ -204,12 +201,9 @@ def _device(
     best = [peak * part * 1e12 for peak, part in zip(peaks, parts, strict=True)]
     rates = dict(zip((BF16, TENSORWISE_PRODUCT), best, strict=True))
     rates[ROWWISE_PRODUCT] = rates[TENSORWISE_PRODUCT] * RATIOS.get(arch, RATIOS[ROWWISE_PRODUCT])
-    for kind in (
-        (BLOCKWISE_PRODUCT, MX_PRODUCT)
-        if SUPPORT[arch][MX_PRODUCT] is None
-        else (BLOCKWISE_PRODUCT,)
-    ):
-        rates[kind] = rates[TENSORWISE_PRODUCT] * RATIOS[kind]
+    for kind in (BLOCKWISE_PRODUCT, MX_PRODUCT):
+        if kind == BLOCKWISE_PRODUCT or SUPPORT[arch][kind] is None:
+            rates[kind] = rates[TENSORWISE_PRODUCT] * RATIOS[kind]
     grouped = GROUPED | ({BF16: GROUPED[MX_PRODUCT]} if arch.startswith("sm_10") else {})
     casts = {each: of[column] for each, of in KERNEL_RATES.items() if column is not None}
     return Device(

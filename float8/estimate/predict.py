@@ -22,18 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from float8.arguments import check_integer
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.convert.filters import Because, ModuleFilter
 from float8.convert.reasons import rule_of
 from float8.estimate.devices import Device, find_device
-from float8.estimate.roofline import (
-    Shape,
-    Use,
-    check_count,
-    kinds_of_plan,
-    layer_seconds,
-    saved_bytes,
-)
+from float8.estimate.roofline import Shape, Use, kinds_of_plan, layer_seconds, saved_bytes
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
 from float8.kernels.casts import KERNELS
@@ -64,14 +58,16 @@ def layers_of(
     """The layers of a model for a batch of ``tokens``, or one layer per shape.
 
     Raises:
-        ValueError: nothing to predict, ``tokens`` missing, or given beside shapes.
+        ValueError: nothing to predict, or ``tokens`` beside shapes.
+        TypeError: a model without ``tokens``.
     """
     if isinstance(model_or_shapes, nn.Module):
-        rows = check_count(tokens, "tokens (batch size * sequence length)")
+        check_integer(tokens, "tokens (batch size * sequence length)", 1)
+        assert tokens is not None
         layers = [
             layer
             for name, module in model_or_shapes.named_modules()
-            for layer in layers_in(module, name or type(module).__name__, rows, experts_per_token)
+            for layer in layers_in(module, name or type(module).__name__, tokens, experts_per_token)
         ]
     else:
         shapes = [s if isinstance(s, Shape) else Shape(*s) for s in model_or_shapes]
@@ -252,7 +248,7 @@ def faster_layers(
         TypeError, ValueError: as `estimate`.
     """
     configs = {"": check_config(recipe, "faster_layers")}
-    check_count(tokens, "tokens (batch size * sequence length)")
+    check_integer(tokens, "tokens (batch size * sequence length)", 1)
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
 

@@ -84,6 +84,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from float8.arguments import check_integer
 from float8.config import OperandCast, ScalingType
 from float8.estimate.devices import BF16, FLOAT8_GEMMS, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
@@ -104,14 +105,6 @@ from float8.linear.plan import LinearPlan
 
 
 GROUP_TILE = 128  # tokens of a group that one program of a grouped GEMM or a cast takes
-LARGEST = 2**30  # of any size or count: beyond, sums of bytes exceed 64 bits
-
-
-def check_count(value: object, what: str) -> int:
-    """The value, or a ValueError unless it is an integer from 1 to `LARGEST`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
-        raise ValueError(f"{what}={value!r} must be an integer >= 1 and <= {LARGEST}")
-    return value
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ class Shape:
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
             if size is not None:
-                check_count(size, f"a shape is M,K,N or M,K,N,E: {name}")
+                check_integer(size, f"a shape is M,K,N or M,K,N,E: {name}", 1)
 
     @property
     def elements(self) -> dict[str, int]:
@@ -175,7 +168,7 @@ class Use:
         plain_casts: casts run in plain PyTorch, op by op, as on AMD GPUs.
 
     Raises:
-        ValueError: gradient_accumulation is not an integer from 1 to `LARGEST`.
+        ValueError: gradient_accumulation is less than 1.
     """
 
     training: bool = True
@@ -186,7 +179,7 @@ class Use:
     plain_casts: bool = False
 
     def __post_init__(self) -> None:
-        check_count(self.gradient_accumulation, "gradient_accumulation")
+        check_integer(self.gradient_accumulation, "gradient_accumulation", 1)
 
     @property
     def gemms(self) -> tuple[str, ...]:
@@ -378,11 +371,6 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
     return seconds
 
 
-def tokens_aligned(cast: OperandCast) -> int:
-    """The tokens to whose multiples a GPU pads each group, where they are the contraction."""
-    return TORCH_MX.align if _KINDS.get(cast.block[-2:]) == MX_BLOCKS else ALIGNMENT
-
-
 def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     """The bytes that one layer saves for backward, and those of its weight's cached casts.
 
@@ -407,7 +395,9 @@ def saved_bytes(shape: Shape, plan: LinearPlan | None, use: Use) -> int:
     tokens, block = M, cast.block
     scales = prod(scale_shape((M, K) if dequantizes(plan) else (K, M), block))
     if shape.E is not None and not dequantizes(plan):
-        tokens = padded_tokens(M, E, tokens_aligned(cast))
+        # To whose multiples a GPU pads the tokens of each group: they are the contraction.
+        multiple = TORCH_MX.align if _KINDS.get(block[-2:]) == MX_BLOCKS else ALIGNMENT
+        tokens = padded_tokens(M, E, multiple)
         # One; or for each row one per group, or one per block that a group may have.
         per_row = E + (0 if block[-1] == WHOLE else tokens // block[-1])
         scales = 1 if block == (WHOLE, WHOLE) else K * per_row

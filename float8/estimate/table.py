@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from float8.convert.folding import pattern_of
-from float8.estimate.devices import ERRORS, Device
+from float8.estimate.devices import Device
 from float8.estimate.roofline import Seconds, Shape, Use
 from float8.kernels.casts import KERNELS
 
@@ -137,8 +137,6 @@ class Estimate:
             f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts "
             f"{casts}, predicted from {sources}."
         )
-        if poor := [f"{kind} {error:.0%}" for kind, error in ERRORS.items() if error > 0.25]:
-            notes.append(f"Median errors above 25 % against measurements: {', '.join(poor)}.")
         return "\n".join([table, "", *notes])
 
 

@@ -50,8 +50,8 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module, check_type
 from float8.convert.conversion import replace_children
+from float8.convert.inference import hide_from_ddp
 from float8.convert.reasons import runs_something_else
-from float8.distributed.sync import keep_ddp_from_broadcasting
 from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, reason_against_config
 from float8.linear.casts import DelayedCast
@@ -136,8 +136,7 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
         else:
             _fuse(model, fqn, norm, list(layers.values()))
             fusion.fused.append((fqn, list(layers)))
-    if any(isinstance(module, DelayedCast) for module in model.modules()):
-        keep_ddp_from_broadcasting(model)
+    hide_from_ddp(model)
     logger.info("%s", fusion)
     return fusion
 

@@ -45,15 +45,7 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, Format
-from float8.fusion.autograd import (
-    LAYER_NORM,
-    RMS_NORM,
-    SWIGLU,
-    Output,
-    ProducerInputs,
-    produce,
-    runs_producer,
-)
+from float8.fusion.autograd import LAYER_NORM, RMS_NORM, SWIGLU, Output, produce, runs_producer
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
@@ -131,7 +123,7 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: ProducerInputs, number: float | None) -> Tensor:
+    def _produce(self, inputs: tuple[Tensor, Any, Any], number: float | None) -> Tensor:
         """The result in float8; ``number`` is that of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state

@@ -75,8 +75,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from float8.convert.after_step import after_step
-from float8.convert.calls import tell_what_ran
+from float8.convert.after_step import after_step, tell_what_ran
 from float8.convert.filters import ModuleFilter
 from float8.integrations.conversion import Adapter, check_optimizer, delayed_casts, warn_of_version
 from float8.linear.casts import DelayedCast

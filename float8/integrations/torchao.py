@@ -25,6 +25,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
+from float8.config.linear import SECOND_USES
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
 
@@ -33,11 +34,6 @@ T = TypeVar("T")
 SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
 GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
 SCALE_FORMATS = {"rceil": ScaleFormat.E8M0, "floor": ScaleFormat.E8M0_FLOOR}
-SECOND_USES = {
-    "cast_config_input": "cast_config_input_for_grad_weight",
-    "cast_config_weight": "cast_config_weight_for_grad_input",
-    "cast_config_grad_output": "cast_config_grad_output_for_grad_weight",
-}
 GEMM_CONFIGS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 SAME = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")
 # Rounding is part of each cast in float8. Backward always casts the weight again.

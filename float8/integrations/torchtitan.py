@@ -65,9 +65,9 @@ from float8.config.linear import recipe_of
 from float8.convert.after_step import after_step
 from float8.convert.conversion import ConversionPlan
 from float8.convert.filters import all_of, skip_names, unmatched_patterns, why_not
-from float8.convert.reasons import NO_HISTORY, odd_sizes, rule_of
-from float8.convert.routers import ROUTES
+from float8.convert.reasons import NO_HISTORY, ROUTES, odd_sizes, rule_of
 from float8.distributed.gathered_weights import wrap_weights
+from float8.distributed.replaced_parameters import install_hook
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
 from float8.integrations.conversion import warn_of_version
@@ -123,7 +123,8 @@ class Float8TitanLinear(Float8Linear, Linear):
         if float8.enable_fsdp_float8_all_gather:
             wrap_weights(self, {config._fqn: self})
         if _needs_after_step(float8):
-            _install_hook()
+            # torchtitan 0.3 has no hook of its own after a step.
+            install_hook(register_optimizer_step_post_hook, _after_step)
 
     def parallelize(self, parallel_dims: ParallelDims) -> None:
         """Distribute parameters and wrap ``forward``, as the declared shardings say.
@@ -306,14 +307,7 @@ def float8(model_config: BaseModel.Config, **options: Any) -> BaseModel.Config:
 # --- once per step
 
 
-@functools.cache
-def _install_hook() -> None:
-    # torchtitan 0.3 has no hook of its own after a step. One hook for the process, never removed:
-    # torch iterates over its hooks while they run.
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _after_step(optimizer))
-
-
-def _after_step(optimizer: Optimizer) -> None:
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not isinstance(optimizer, OptimizersContainer):
         return  # one of the optimizers in the container, which steps them all
     for part in optimizer.model_parts:

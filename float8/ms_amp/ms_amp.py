@@ -68,6 +68,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig
@@ -81,15 +82,13 @@ from float8.ms_amp.levels import BEYOND_FLOAT16, LEVELS, Level, MsAmp, plan_weig
 from float8.optim import Adam, AdamW
 from float8.optim.gradients import hold_gradients_in_float8
 from float8.optim.optimizer import cast_from_master
+from float8.optim.options import KINDS
+from float8.optim.state_dicts import FOREIGN
 from float8.tensor import Float8Tensor
 
 OPTIMIZERS = {torch.optim.AdamW: AdamW, torch.optim.Adam: Adam, AdamW: AdamW, Adam: Adam}
 # What groups of torch.optim have that is no hyperparameter, or that a level decides.
-_NOT_CARRIED = {"params", "param_names", "foreach", "fused", "differentiable"} | {
-    "decoupled_weight_decay",
-    "first_moment",
-    "second_moment",
-}
+_NOT_CARRIED = {"params", "param_names", *FOREIGN, *KINDS}
 
 
 def ms_amp(
@@ -182,7 +181,6 @@ def _problems(
     ``is_given``: whether a config or a filter was given.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
 
     if level not in LEVELS:
         yield f"unknown level {level!r}; known levels: {', '.join(LEVELS)}"
@@ -211,7 +209,6 @@ def _layers(model: nn.Module) -> dict[str, Float8Linear]:
 
 def _is_wrapped(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
-    from torch.nn.parallel import DistributedDataParallel
 
     is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
     return is_sharded or isinstance(model, DistributedDataParallel)

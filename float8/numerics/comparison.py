@@ -53,9 +53,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from float8.arguments import check_type, did_you_mean
-from float8.convert.calls import NOT_CALLED
+from float8.convert.after_step import NOT_CALLED
 from float8.convert.filters import Because, ModuleFilter
 from float8.convert.folding import folded
+from float8.distributed.sync import has_other_ranks
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, switched_off
@@ -216,7 +217,7 @@ def compare(
         loss_high_precision, exact = run(set(), chosen)
         of_own = [each for key, (each, *_) in exact.items() if not isinstance(key, tuple)]
         is_finite = all(bool(each.isfinite().all()) for each in of_own)
-        if not is_finite and not passes.has_other_ranks():
+        if not is_finite and not has_other_ranks():
             raise ValueError(
                 "the model is not finite in high precision, so that there is nothing to compare "
                 "with; float8.find_nan(model, batch) names the first module that is not"

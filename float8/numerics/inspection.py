@@ -46,13 +46,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from float8.arguments import check_module
 from float8.config import Float8LinearConfig, OperandCast
 from float8.config.gemms import GEMM_NAMES
-from float8.convert.calls import NOT_CALLED
+from float8.convert.after_step import NOT_CALLED
+from float8.convert.folding import unwrapped
 from float8.experts.modules import Float8Experts
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, block_name
@@ -68,14 +68,7 @@ from float8.linear.smoothing import inverse, smoothed, split
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
-from float8.numerics.statistics import (
-    IN_FLOAT8,
-    SMOOTH,
-    CastLabels,
-    CastMatrix,
-    Totals,
-    measure_cast,
-)
+from float8.numerics.statistics import IN_FLOAT8, CastLabels, CastMatrix, Totals, measure_cast
 from float8.tensor import Float8Tensor
 
 # Operand -> its name in a plan, and the GEMMs that contract its rows and its columns.
@@ -103,7 +96,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
         TypeError: ``model`` is no module.
     """
     check_module(model, "inspect")
-    model = _unwrapped(model)
+    model = unwrapped(model)
     layers, transforms, skipped = _parts(model)
     if not (layers or transforms or skipped):
         raise ValueError(
@@ -125,7 +118,7 @@ def inspect(model: nn.Module, step: int | None = None) -> Iterator[Report]:
 
 def has_float8(model: nn.Module) -> bool:
     """Whether there is something in a model that `inspect` takes."""
-    return any(_parts(_unwrapped(model)))
+    return any(_parts(unwrapped(model)))
 
 
 def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], dict[str, str]]:
@@ -141,13 +134,6 @@ def _parts(model: nn.Module) -> tuple[dict[str, Float8Linear], dict[str, Any], d
         elif products is not None:
             transforms[fqn], skipped[fqn] = products, "none of its products ran in float8"
     return layers, transforms, skipped
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    for name in ("_orig_mod", "_forward_module"):  # Fabric's, with DDP inside
-        inner = getattr(inner, name, inner)
-    return model if inner is model else _unwrapped(inner)
 
 
 def without_wrappers(fqn: str) -> str:
@@ -307,7 +293,8 @@ def _casts(
             source = x.t() if is_second else x
             found_cast = cast_alone(source, how, state, emulate=layer.config.emulate)
             matrix = _local_part(CastMatrix(*found_cast, source))
-            suffix = SMOOTH if layer.config.smooth_input and operand != "grad_output" else ""
+            # An operand that was multiplied by factors.
+            suffix = ", smooth" if layer.config.smooth_input and operand != "grad_output" else ""
         fmt, granularity = FORMATS[matrix.data.dtype].name, block_name(matrix.block) + suffix
         labels = CastLabels(fqn, operand, gemm, fmt, scaling, granularity)
         found.append((labels, matrix.t() if is_second and matrix.source is not None else matrix))

@@ -41,7 +41,7 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ import torch.distributed as dist
 from torch import nn
 
 from float8.arguments import check_function, check_integer, check_module
+from float8.distributed.sync import has_other_ranks
 from float8.numerics.alarms import Alarm, AlarmWatch, Changes
 from float8.numerics.inspection import inspect
-from float8.numerics.passes import has_other_ranks
 from float8.numerics.snapshot import Report, as_json, read_run, try_writing, write_run
 
 logger = logging.getLogger("float8")
@@ -60,16 +60,8 @@ EARLY = 4  # a step that is inspected for every n
 _NAMED = 3  # places that a line of the log names
 
 
-def inspect_every(
-    model: nn.Module,
-    n: int = 50,
-    *,
-    path: str | os.PathLike[str] | None = None,
-    writer: Any = None,
-    step: int = 0,
-    keep: int = 100,
-    on_alarm: OnAlarm | None = None,
-) -> Monitor:
+@dataclass(eq=False, repr=False)
+class inspect_every:
     """A context manager to open around each training step; it inspects nothing by itself.
 
     Args:
@@ -77,7 +69,7 @@ def inspect_every(
         n: inspect every n-th step, and step 4.
         path: of a file to which snapshots are added.
         writer: has ``add_scalar(tag, value, step)``.
-        step: the number of the first step.
+        step: the number of the first step; later that of the running step, or of the next one.
         keep: how many snapshots the file holds at most; the oldest are dropped.
         on_alarm: called with each `Alarm` that starts, on every rank, after file and log are
             written. What it raises ends the training.
@@ -88,30 +80,23 @@ def inspect_every(
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
         TypeError: ``model`` is no module, n or keep no integer, or ``on_alarm`` no function.
-    """
-    return Monitor(model, n, path, writer, step, keep, on_alarm)
-
-
-@dataclass(eq=False, repr=False)
-class Monitor:
-    """The context manager that `inspect_every` returns, with the arguments of that function.
 
     Attributes:
         report: of the last inspected step, or None.
-        step: the number of the running step, or of the next one.
         alarms: that are active after the last inspected step.
         is_open: whether a step has started and not ended.
     """
 
     model: nn.Module
-    n: int
-    path: str | os.PathLike[str] | None
-    writer: Any
-    step: int
-    keep: int
-    on_alarm: OnAlarm | None
-    report: Report | None = None
-    is_open: bool = False
+    n: int = 50
+    _: KW_ONLY
+    path: str | os.PathLike[str] | None = None
+    writer: Any = None
+    step: int = 0
+    keep: int = 100
+    on_alarm: OnAlarm | None = None
+    report: Report | None = field(default=None, init=False)
+    is_open: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         check_module(self.model, "inspect_every")
@@ -188,7 +173,7 @@ class Monitor:
                 stacklevel=2,
             )
 
-    def __enter__(self) -> Monitor:
+    def __enter__(self) -> inspect_every:
         self.start_step()
         return self
 

@@ -35,7 +35,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from float8.arguments import check_function, check_module
@@ -48,11 +47,6 @@ def check_run(model: object, loss_fn: object, caller: str) -> None:
     check_module(model, caller)
     if loss_fn is not None:
         check_function(loss_fn, caller, "loss_fn")
-
-
-def has_other_ranks() -> bool:
-    """Whether other ranks run too: a rank that stopped early would leave them waiting."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 # --- batches and outputs

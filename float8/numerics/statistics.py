@@ -48,7 +48,6 @@ from float8.kernels.sqnr import decibels
 from float8.numerics.gradient_error import energies
 
 OPERANDS = ("input", "weight", "grad_output")
-SMOOTH = ", smooth"  # after the granularity of an operand that was multiplied by factors
 IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
 FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
 

@@ -26,7 +26,6 @@ because its result would be lost.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,13 +74,6 @@ class Moment(Tensor):
         return self
 
     def __init__(self, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> None:
-        expected = groups_shape(codes.shape, group)
-        for x in (scale, exponent):
-            if x is not None and tuple(x.shape) != expected:
-                raise ValueError(
-                    f"codes of shape {tuple(codes.shape)} in groups of {group} need scales and "
-                    f"exponents of shape {expected}, got {tuple(x.shape)}"
-                )
         self.codes, self.scale, self.exponent, self.group = codes, scale, exponent, group
 
     @staticmethod
@@ -161,10 +153,6 @@ class Moment(Tensor):
         inner: dict[str, Tensor], group: int, size: Any, stride: Any
     ) -> Moment:
         return Moment(inner["codes"], inner["scale"], inner.get("exponent"), group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Moment:
-        memo[id(self)] = result = self._with(lambda x: copy.deepcopy(x, memo))
-        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Plain float8 tensors do not pickle outside torch.save; bytes always do.

@@ -34,7 +34,7 @@ from torch.optim.optimizer import ParamsT
 
 from float8.kernels.moments import StateMatrix
 from float8.kernels.update_rules import MuonDirection, MuonMove, UpdateRule
-from float8.optim.optimizer import QuantizedOptimizer, Work
+from float8.optim.optimizer import QuantizedOptimizer, Work, ranks_of_rows
 from float8.optim.optimizers import adamw_rule
 from float8.optim.options import describe
 from float8.optim.state_dicts import like
@@ -138,7 +138,7 @@ class Muon(QuantizedOptimizer):
     @torch.compiler.disable
     def _step_matrices(self) -> None:
         given = [x for x in self._with_gradient() if x[1]["kind"] == "muon"]
-        for ranks, run in itertools.groupby(given, lambda x: _ranks_of_rows(x[0])):
+        for ranks, run in itertools.groupby(given, lambda x: ranks_of_rows(x[0])):
             size = 1 if ranks is None else ranks.size()
             while together := list(itertools.islice(run, size)):
                 works = [self._work(*x, False) for x in together]
@@ -204,16 +204,6 @@ class _Matrix(NamedTuple):
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / max(columns, 1)))
-
-
-def _ranks_of_rows(p: Tensor) -> dist.ProcessGroup | None:
-    """The ranks that share p's rows, if nothing else is sharded."""
-    if not isinstance(p, DTensor):
-        return None
-    shards = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
-    if len(shards) != 1 or not p.placements[shards[0]].is_shard(0):
-        return None
-    return p.device_mesh.get_group(shards[0])
 
 
 def _here(matrix: _Matrix) -> list[Tensor]:

@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
@@ -313,11 +314,17 @@ def first_element(p: Tensor) -> int:
 
     Known where one dimension of the mesh shards rows; otherwise 0, and shards draw alike.
     """
-    if not isinstance(p, DTensor) or not p.dim():
+    if (group := ranks_of_rows(p)) is None:
         return 0
+    rows = -(-p.shape[0] // group.size())  # as torch.chunk cuts
+    return min(group.rank() * rows, p.shape[0]) * math.prod(p.shape[1:])
+
+
+def ranks_of_rows(p: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share p's rows, if nothing else is sharded."""
+    if not isinstance(p, DTensor):
+        return None
     shards = [i for i, placement in enumerate(p.placements) if not placement.is_replicate()]
-    coordinate = p.device_mesh.get_coordinate()
-    if len(shards) != 1 or not p.placements[shards[0]].is_shard(0) or coordinate is None:
-        return 0
-    rows = -(-p.shape[0] // p.device_mesh.size(shards[0]))  # as torch.chunk cuts
-    return min(coordinate[shards[0]] * rows, p.shape[0]) * math.prod(p.shape[1:])
+    if len(shards) != 1 or not p.placements[shards[0]].is_shard(0):
+        return None
+    return p.device_mesh.get_group(shards[0])

@@ -40,6 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from float8.arguments import check_type
 from float8.kernels.moments import groups_shape
+from float8.linear.casts import placed
 from float8.optim.moment import Moment
 from float8.optim.options import STORAGE, describe
 from float8.tensor import Float8Tensor
@@ -126,11 +127,8 @@ def like(p: Tensor, shard: Tensor, shape: tuple[int, ...] | torch.Size) -> Tenso
     """This rank's ``shard`` of a tensor of ``shape``, as a DTensor if p is one."""
     if not isinstance(p, DTensor):
         return shard
-    shape = torch.Size(shape)
-    stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-    return DTensor.from_local(
-        shard, p.device_mesh, p.placements, run_check=False, shape=shape, stride=stride
-    )
+    whole: Tensor = placed(shard, shape, p.device_mesh, p.placements)
+    return whole
 
 
 def _rows_stay_whole(p: Tensor, group: int) -> bool:

@@ -74,13 +74,7 @@ class Float8Tensor(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        data: Tensor,
-        scale: Tensor,
-        block: Block,
-        dtype: torch.dtype,
-        data_t: Tensor | None = None,
-        scale_format: str = "",
+        cls, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, *_: Any, **__: Any
     ) -> Float8Tensor:
         """See the class."""
         # A view of a tensor from outside inference_mode is, like its base, no inference tensor.

@@ -111,13 +111,9 @@ def register(
 # --- decompositions
 
 
-def _no_modes(tensors: Any) -> bool:
-    return False
-
-
 _opened: Any = types.FunctionType(
     F.multi_head_attention_forward.__code__,
-    {**vars(F), "has_torch_function": _no_modes},
+    {**vars(F), "has_torch_function": lambda tensors: False},
     argdefs=F.multi_head_attention_forward.__defaults__,
 )
 

@@ -64,7 +64,10 @@ def test_a_prediction_is_written_as_json(tmp_path, capsys):
         (["1,2"], "argument M,K,N[,E]: invalid shape value: '1,2'"),
         (["1,2,3,0"], "invalid shape value: '1,2,3,0'"),
         (["16,16,16", "--device", "A100"], "unknown device 'A100'; known: H100"),
-        (["16,16,16", "--gradient-accumulation", "0"], "gradient_accumulation=0 must be"),
+        (
+            ["16,16,16", "--gradient-accumulation", "0"],
+            "gradient_accumulation must be an integer >= 1, got 0",
+        ),
     ],
 )
 def test_bad_input_ends_with_what_to_do(arguments, said, capsys):

@@ -7,7 +7,8 @@ import torch
 from scale_assertions import LENGTHS, graphs_compiled, normal
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.core.functional import log, logarithmic_interpolation
+from float8.unit_scaling.core.functional import logarithmic_interpolation
+from float8.unit_scaling.functional.attention import _std_of_flat_attention
 from float8.unit_scaling.modules.transformer import rotary
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -29,7 +30,8 @@ def qkv(n):
 
 
 def factors_of_a_size(x):
-    return scale_fwd(x, logarithmic_interpolation(0.3, log(x.shape[0]), x.shape[0] ** 0.5))
+    n = x.shape[0]
+    return scale_fwd(x, logarithmic_interpolation(0.3, _std_of_flat_attention(n, n, True), n**0.5))
 
 
 def gelu_and_softmax(x):
@@ -57,7 +59,7 @@ FUNCTIONS = {
     "mse_loss": (U.mse_loss, lambda n: (normal(n, 3), normal(n, 3))),
     "add": (U.add, lambda n: (normal(2, n, 6), normal(n, 6))),
     "residual": (lambda x: U.residual_apply(torch.tanh, x, 0.5), lambda n: (normal(n, 6),)),
-    "interpolation and log": (factors_of_a_size, lambda n: (torch.ones(n, 3),)),
+    "interpolation and causal attention": (factors_of_a_size, lambda n: (torch.ones(n, 3),)),
     "rotary": (rotary, lambda n: (normal(2, n, 8),)),
 }
 

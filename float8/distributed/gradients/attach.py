@@ -141,14 +141,10 @@ def _reduce(
     with torch.no_grad(), _beside_backward(gradient.device):
         lost = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
         state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
-        return _future_of(gradient)
-
-
-def _future_of(gradient: Tensor) -> torch.futures.Future[Tensor]:
-    """A future that completes when the work queued in this stream so far has run."""
-    future = torch.futures.Future[Tensor](devices=[gradient.device] if gradient.is_cuda else None)
-    future.set_result(gradient)
-    return future
+        devices = [gradient.device] if gradient.is_cuda else None
+        future = torch.futures.Future[Tensor](devices=devices)
+        future.set_result(gradient)  # completes when the work queued in this stream so far has run
+        return future
 
 
 def _beside_backward(device: torch.device) -> contextlib.AbstractContextManager[object]:

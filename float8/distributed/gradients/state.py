@@ -28,6 +28,8 @@ from torch import Tensor
 from float8.distributed.gradients.reduction import LOST, TILE_SIZE
 from float8.formats import E4M3, Format, format_of
 
+THRESHOLD = 1e-5  # the share of saturated values above which mu is halved
+GROWTH = 2.0 ** (1 / 1000)  # of mu in a step without saturation
 _ON_HOST = ("steps", "elements", "sampled")  # counts that need no device
 
 
@@ -36,37 +38,21 @@ class ScalingController:
 
     Args:
         initial: mu at the start; at 1 and below no gradient saturates.
-        threshold: the share of saturated values above which mu is halved.
-        doubling_steps: how many steps without saturation double mu.
         ceiling: mu never exceeds it; None is the square root of the number of ranks.
 
     Raises:
         ValueError: an argument out of range.
     """
 
-    def __init__(
-        self,
-        initial: float = 1.0,
-        threshold: float = 1e-5,
-        doubling_steps: int = 1000,
-        ceiling: float | None = None,
-    ) -> None:
-        ceiling_fits = ceiling is None or ceiling >= initial
-        if not (0 < initial < math.inf and ceiling_fits and 0 <= threshold < 1 <= doubling_steps):
-            raise ValueError(
-                "ScalingController: needs 0 < initial <= ceiling, 0 <= threshold < 1 <= "
-                f"doubling_steps, got {initial=}, {ceiling=}, {threshold=}, {doubling_steps=}"
-            )
-        self.threshold = threshold
-        self.growth = 2.0 ** (1.0 / doubling_steps)
+    def __init__(self, initial: float = 1.0, ceiling: float | None = None) -> None:
+        if not 0 < initial < math.inf or (ceiling is not None and ceiling < initial):
+            needs = "0 < initial <= ceiling, and initial finite"
+            raise ValueError(f"ScalingController: needs {needs}, got {initial=}, {ceiling=}")
         self.ceiling = ceiling
         self.mu = torch.full((), initial, dtype=torch.float32)
 
     def __repr__(self) -> str:  # exact: ranks compare it
-        return (
-            f"ScalingController(mu={float(self.mu):.9g}, threshold={self.threshold!r}, "
-            f"growth={self.growth!r}, ceiling={self.ceiling})"
-        )
+        return f"ScalingController(mu={float(self.mu):.9g}, ceiling={self.ceiling})"
 
     def prepare(self, device: torch.device, world: int) -> None:
         """Move mu to the gradients' device, and set the default ceiling."""
@@ -83,8 +69,8 @@ class ScalingController:
             elements: how many values the step reduced.
         """
         share = saturated.to(torch.float32) / max(1, elements)
-        grown = (self.mu * self.growth).clamp(max=self.ceiling)
-        following = torch.where(share > self.threshold, self.mu * 0.5, grown)
+        grown = (self.mu * GROWTH).clamp(max=self.ceiling)
+        following = torch.where(share > THRESHOLD, self.mu * 0.5, grown)
         self.mu.copy_(torch.where(nonfinite > 0, self.mu, following))
 
 

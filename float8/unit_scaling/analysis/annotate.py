@@ -12,7 +12,6 @@ respect to the result, ``<-``.
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -77,7 +76,6 @@ def _annotated(code: str, nodes: Iterable[Node], names: bool = False) -> str:
 
 
 def _highlighted(code: str) -> str:
-    pygments = importlib.import_module("pygments")
-    formatters = importlib.import_module("pygments.formatters")
-    lexers = importlib.import_module("pygments.lexers")
-    return str(pygments.highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
+    from pygments import formatters, highlight, lexers  # type: ignore[import-untyped]
+
+    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))

@@ -37,9 +37,13 @@ from torch import Tensor, nn
 from float8.formats import E4M3, E5M2
 from float8.unit_scaling.registry import Function
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, tensors_in
-from float8.unit_scaling.transforms.products import OnProducts, parameter_of
 from float8.unit_scaling.transforms.track_scales import as_wide
-from float8.unit_scaling.transforms.transformed import is_in_functorch, transformed
+from float8.unit_scaling.transforms.transformed import (
+    OnProducts,
+    is_in_functorch,
+    parameter_of,
+    transformed,
+)
 
 TRAINING_FORMATS = {"input": E4M3, "weight": E4M3, "grad_output": E5M2}
 

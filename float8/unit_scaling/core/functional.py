@@ -85,14 +85,6 @@ def logarithmic_interpolation(alpha: float, lower: float, upper: float) -> float
     return lower ** (1 - alpha) * upper**alpha
 
 
-def log(x: float) -> float:
-    """The natural logarithm of a size, which may be symbolic.
-
-    ``math.log`` would make it a constant and recompile for the next size.
-    """
-    return math.log2(x) * math.log(2)
-
-
 def rms(
     x: Tensor, dims: tuple[int, ...] | None = None, keepdim: bool = False, eps: float = 0.0
 ) -> Tensor:

@@ -25,16 +25,13 @@ S, the mask or the sharpness. Each y_i has unit variance; the factor above fits 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from float8.unit_scaling.core.functional import (
-    check_mult,
-    log,
-    logarithmic_interpolation,
-    refuse,
-)
+from float8.unit_scaling.core.functional import check_mult, logarithmic_interpolation, refuse
 from float8.unit_scaling.registry import overridable
 from float8.unit_scaling.scale import scale_bwd, scale_fwd
 
@@ -129,7 +126,8 @@ def _std_of_flat_attention(queries: int, keys: int, is_causal: bool) -> float:
         return float(1 / keys**0.5)
     first = min(queries, keys)
     # log(n) is 0 for one key, where the variance is 1: for up to 2 keys, less than e, it is 1 here.
-    seen_by_first = log(first) if first > 2 else 1.0
+    # math.log would make a symbolic size a constant, and recompile for the next one.
+    seen_by_first = math.log2(first) * math.log(2) if first > 2 else 1.0
     return float(((seen_by_first + (queries - first) / keys) / queries) ** 0.5)
 
 

@@ -56,10 +56,7 @@ import torch
 from torch import Tensor, nn
 
 from float8.unit_scaling import functional as U
-from float8.unit_scaling.core.functional import (
-    ResidualScalingFn,
-    transformer_residual_scaling_rule,
-)
+from float8.unit_scaling.core.functional import ResidualScalingFn, transformer_residual_scaling_rule
 from float8.unit_scaling.modules.layers import Embedding, Linear, LinearReadout, RMSNorm
 from float8.unit_scaling.parameter import has_parameter_data, set_parameter_data
 

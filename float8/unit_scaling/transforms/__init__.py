@@ -7,8 +7,8 @@
     compile            torch.compile of the result
 
 They compose in any order: `transformed` sorts them. Read `transformed`, then `unit_scale` and, as
-it names them, `contractions`, `history`, `gradient_factors`, `decisions`. `products` is the base of
-those that do something else with linear layers.
+it names them, `contractions`, `history`, `gradient_factors`, `decisions`. `OnProducts` is the base
+of those that do something else with linear layers.
 """
 
 from __future__ import annotations

@@ -48,12 +48,7 @@ import torch
 
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
 from float8.unit_scaling.registry import Function
-from float8.unit_scaling.transforms.contractions import (
-    Argument,
-    Path,
-    argument,
-    may_contract_activations,
-)
+from float8.unit_scaling.transforms.contractions import Path, argument, may_contract_activations
 
 KEEP, SUM, RESIDUAL = "keep", "sum", "residual"  # roles of additions
 SCALED, READOUT = "scaled", "readout"  # of other calls, which have KEEP too
@@ -134,7 +129,7 @@ class ModelCall:
     root: int = -1
     tau: float = 0.0
 
-    def operand(self, which: Argument) -> CallInput | None:
+    def operand(self, which: tuple[Path, Path]) -> CallInput | None:
         """The floating-point operand that was given as this argument."""
         return next((operand for operand in self.inputs if operand.path in which), None)
 

@@ -39,8 +39,7 @@ from float8.linear.module import Switch
 from float8.linear.plan import plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.unit_scaling.registry import Function
-from float8.unit_scaling.transforms.products import OnProducts, parameter_of
-from float8.unit_scaling.transforms.transformed import Mode, transformed
+from float8.unit_scaling.transforms.transformed import Mode, OnProducts, parameter_of, transformed
 
 M = TypeVar("M", bound=nn.Module)
 _DYNAMIC_INPUTS = replace(RECIPES["unit"], cast_config_input=CastConfig())

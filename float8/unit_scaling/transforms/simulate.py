@@ -39,8 +39,7 @@ from float8.tensor import Float8Tensor
 from float8.unit_scaling.formats import FPFormat
 from float8.unit_scaling.registry import Function
 from float8.unit_scaling.transforms.contractions import CONTRACTIONS, tensors_in, with_tensors
-from float8.unit_scaling.transforms.products import OnProducts
-from float8.unit_scaling.transforms.transformed import transformed
+from float8.unit_scaling.transforms.transformed import OnProducts, transformed
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from float8.linear.module import HasTransforms
-from float8.unit_scaling.registry import decomposition_of, respelt
+from float8.unit_scaling.registry import Function, decomposition_of, respelt
+from float8.unit_scaling.transforms.contractions import CONTRACTIONS
 from float8.unit_scaling.transforms.refusals import RefusesCheckpointing, check_reach
 
 M = TypeVar("M", bound=nn.Module)
@@ -178,3 +179,37 @@ def compile(module: M, **kwargs: Any) -> M:
         kwargs: those of ``torch.compile``, such as ``fullgraph=True``.
     """
     return torch.compile(module, **kwargs)  # type: ignore[return-value]
+
+
+# --- transforms of contractions
+
+
+class OnProducts(Transform):
+    """Abstract: calls `product` in place of the contractions of the kinds ``kinds``.
+
+    Three transforms are of this form: `simulate` rounds operands, `in_float8` multiplies in float8,
+    and `analysis.operands` measures operands.
+    """
+
+    kinds: ClassVar[frozenset[str]]
+
+    def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
+        """The mode for one call."""
+        state = self.state(model)
+        functions = [f for f, c in CONTRACTIONS.items() if c.kind in self.kinds]
+        return Mode({f: functools.partial(self.product, state, f) for f in functions})
+
+    def state(self, model: nn.Module) -> Any:
+        """The first argument of `product` in one forward of a model."""
+        return model
+
+    @abstractmethod
+    def product(self, state: Any, function: Function, *args: Any, **kwargs: Any) -> Any:
+        """What a contraction returns."""
+
+
+def parameter_of(model: nn.Module, weight: Tensor) -> str | None:
+    """The name of a parameter, of which ``weight`` may be a view; of a tied one the last."""
+    # Found at each call: FSDP2 and torch.func.functional_call replace the parameters meanwhile.
+    names = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    return names.get(id(weight if weight._base is None else weight._base), names.get(id(weight)))

@@ -62,21 +62,8 @@ from float8.unit_scaling.transforms.contractions import (
     tensors_in,
     with_tensors,
 )
-from float8.unit_scaling.transforms.decisions import (
-    ALIVE,
-    Decision,
-    Decisions,
-    GradientFactors,
-    ask,
-    start,
-)
-from float8.unit_scaling.transforms.history import (
-    KEEP,
-    READOUT,
-    RESIDUAL,
-    is_alias,
-    is_in_place,
-)
+from float8.unit_scaling.transforms.decisions import ALIVE, Decision, Decisions, ask, start
+from float8.unit_scaling.transforms.history import KEEP, READOUT, RESIDUAL, is_alias, is_in_place
 from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 from float8.unit_scaling.transforms.unit_init import unit_init
 
@@ -159,7 +146,7 @@ class UnitScale(Transform):
             self.layers = self._count(replacements, model, args, kwargs)
         return UnitScaleMode(self.decisions(), replacements, model)
 
-    def decisions(self, known: GradientFactors | None = None, logs: bool = False) -> Decisions:
+    def decisions(self, known: Any = None, logs: bool = False) -> Decisions:
         """The decisions for one forward; arguments as of `Decisions`."""
         replacements = replacements_of(dict(self.replace))
         return Decisions(replacements, self.outputs, self.layers, known, logs)
