@@ -197,8 +197,9 @@ def in_turns(
         for name in makers:
             rows.append({**row, "layer": name, **rounds.row(name, first)})
             mine = rounds.runs.get(name)
-            are_steps = isinstance(mine, Step) and isinstance(base, Step)
-            if are_steps and row.get("mode") not in ("graphed", STUBBED):
+            if row.get("mode") in ("graphed", STUBBED):
+                continue
+            if isinstance(mine, Step) and isinstance(base, Step):
                 rows[-1] |= compare(mine, base, options)
                 if split:
                     rows[-1] |= split_time(traced(mine, options.device), rows[-1]["ms"])

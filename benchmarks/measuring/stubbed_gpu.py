@@ -9,6 +9,7 @@ calls into the CUDA driver are missing, some microseconds a launch in every libr
 from __future__ import annotations
 
 import importlib
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from float8.linear.plan import USED
 
+_numbers = itertools.count()
 KERNELS = ("cast", "transpose", "expand_scales")  # those of a layer, files of gpu/
 
 
@@ -38,7 +40,7 @@ class StubbedDriver:
     """What Triton asks of a device; keeps the last launches that it was asked for."""
 
     def __init__(self, family: str = "sm_90") -> None:
-        self.family = family
+        self.family, self.number = family, next(_numbers)
         self.launches: deque[Launch] = deque(maxlen=100)
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (self, None, 0, 0, 1024),  # module, function, ..., most threads
@@ -47,7 +49,7 @@ class StubbedDriver:
         )
 
     def get_current_device(self) -> str:
-        return f"stub of {self.family}"  # Triton keeps kernels by device
+        return f"stub {self.number}"  # Triton keeps kernels, and what launches them, by device
 
     def get_current_stream(self, device: str) -> int:
         return 0
