@@ -318,11 +318,13 @@ def scaled_mm(
     if a_block not in by_row or b_block not in by_row or is_e8m0:
         is_exact = is_bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
         dtype = torch.bfloat16 if is_exact else torch.float32
-        a = dequantize(a_MK, a_scale, a_block, dtype)
-        scaled = a @ dequantize(b_NK, b_scale, b_block, dtype).t()
+        a, b = [dequantize(*x, dtype) for x in ((a_MK, a_scale, a_block), (b_NK, b_scale, b_block))]
+        scaled = a @ b.t()
+        del a, b  # the scaled product reuses their memory, here and below
     else:
         a, b = to_bfloat16(a_MK), to_bfloat16(b_NK)
         product = a @ b.t() if is_bfloat16 else a.float() @ b.float().t()
+        del a, b
         if a_block[0] == WHOLE and b_block[0] == WHOLE and bias_N is None:
             # A 0-dim factor scales in float32 without a float32 copy of the product. Not in place:
             # in bfloat16 torch is slower in place.
@@ -330,7 +332,7 @@ def scaled_mm(
         elif is_bfloat16 and product.numel() > _PART and product.is_cpu:
             return _scale_parts(product, a_scale, b_scale, bias_N)
         else:
-            scaled = (product.float() * a_scale).mul_(b_scale.t())
+            scaled = product.float().mul_(a_scale).mul_(b_scale.t())
     if bias_N is not None:
         scaled = scaled + bias_N.to(torch.float32)
     return scaled.to(out_dtype)
