@@ -14,8 +14,13 @@ its layer is a row and fails nothing.
 `saved` is what autograd keeps from forward for backward: unique storages, parameters excluded.
 `SQNR` compares a layer's output with nn.Linear's. `launches` counts kernels, copies and fills of
 a step on the CUDA stream.
+
+With `--stub-gpu FAMILY` the host's part of an eager step on that GPU is measured on a CPU: kernels
+are not launched, and GEMMs return empty results (`stubbed_gpu.py`).
+
     python benchmarks/bench_linear.py --modes eager compiled -o linear.json
     python benchmarks/bench_linear.py --shapes 8b squares 2048,1024,4096 --recipes rowwise
+    python benchmarks/bench_linear.py --stub-gpu sm_90 --repeats 100
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +43,13 @@ from benchmarks.measuring.contenders import BASELINE, SCALED, STATIC
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
-from benchmarks.measuring.step import Step, compiled, in_turns
+from benchmarks.measuring.step import STUBBED, Step, compiled, in_turns
+from benchmarks.measuring.stubbed_gpu import stubbed_gpu
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
+from float8.kernels.casts import KERNELS
 
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
+STUBBED_SHAPES = (Shape(32, 32, 32),)  # nothing computes but the products of nn.Linear
 COLUMNS = report.columns(
     "shape mode layer ms min_ms max_ms ratio tflops launches saved_mib saved_ratio sqnr_db error",
     shape="shape (M,K,N)", ms="fwd+bwd ms", ratio="time / nn.Linear",
@@ -106,10 +115,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = harness.parser(__doc__)
     shapes.add_option(parser, shapes.LINEAR)
     contenders.add_options(parser, (*SCALED, STATIC))
+    parser.add_argument("--stub-gpu", choices=KERNELS, help="the host's part of a CUDA step")
     options = parser.parse_args(argv)
     contenders.check(parser, options)
     on_cpu = harness.on_cpu(options)
     default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B, *SQUARES)
+    if options.stub_gpu:
+        options.device, options.modes, options.peer = "cpu", [STUBBED], False
+        default = STUBBED_SHAPES
     options.shapes = shapes.chosen(options.shapes, default)
     return options
 
@@ -119,7 +132,8 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     work = [(shape, mode) for shape in options.shapes for mode in options.modes]
     measured = partial(measure, options=options)
-    return report.run("bench_linear", argv, options, work, measured, COLUMNS)
+    with stubbed_gpu(options.stub_gpu) if options.stub_gpu else nullcontext():
+        return report.run("bench_linear", argv, options, work, measured, COLUMNS)
 
 
 if __name__ == "__main__":

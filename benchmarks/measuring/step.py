@@ -37,6 +37,7 @@ from float8.linear.plan import LinearPlan
 from float8.linear.weight_cache import WeightCache
 
 MODES = ("eager", "compiled", "graphed")
+STUBBED = "stubbed"  # eager, inside `stubbed_gpu`
 MOST_KERNELS = 40  # of a step, that a row names
 ON_THE_STREAM = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Kineto trace's events
 
@@ -51,7 +52,7 @@ def settled(recipe: str) -> Float8LinearConfig:
 
 def compiled(layer: nn.Module, mode: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """What calls a layer in one of `MODES`; ``graphed`` is compiled with CUDA graphs."""
-    if mode == "eager":
+    if mode in ("eager", STUBBED):
         return layer
     how = "reduce-overhead" if mode == "graphed" else None
     run: Any = torch.compile(layer, fullgraph=True, dynamic=False, mode=how)
@@ -186,7 +187,7 @@ def in_turns(
     """A row per candidate, timed in turns; the first is the baseline.
 
     Candidates that are a `Step` are compared with it, too, and with ``split`` profiled. Those by
-    CUDA graphs are not: an output is overwritten by the next run.
+    CUDA graphs are not: an output is overwritten by the next run. Nor are those without a GPU.
     """
     rows: list[Row] = []
     with torch._dynamo.config.patch(recompile_limit=64):  # all share the code of nn.Module's call
@@ -196,7 +197,9 @@ def in_turns(
         for name in makers:
             rows.append({**row, "layer": name, **rounds.row(name, first)})
             mine = rounds.runs.get(name)
-            if isinstance(mine, Step) and isinstance(base, Step) and row.get("mode") != "graphed":
+            if row.get("mode") in ("graphed", STUBBED):
+                continue
+            if isinstance(mine, Step) and isinstance(base, Step):
                 rows[-1] |= compare(mine, base, options)
                 if split:
                     rows[-1] |= split_time(traced(mine, options.device), rows[-1]["ms"])

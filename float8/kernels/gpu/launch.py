@@ -5,6 +5,11 @@ tensors, the op in plain PyTorch (from ``definition.py``, for CPU tensors), and 
 returns (for FakeTensors). `register_op` makes an op of them, ``torch.ops.float8.<name>``:
 torch.compile, CUDA graphs and FakeTensorMode treat it as one of torch's own.
 
+The ops are opaque to torch.compile, not ``torch.library.triton_op``. Compiling `cast` for sm_90
+without a GPU, inductor of torch 2.13 kept the kernels as they are, but not ``enable_fp_fusion``:
+each ``mul.rn.f32`` of their PTX became a ``mul.f32``, which ptxas may contract. An operand that two
+kernels read (rowwise) was stored twice, and the source of the GEMMs lacked `proxy_fence.stages`.
+
 The files are imported when a CUDA tensor first needs one: importing Triton takes half a second, and
 it may not be installed.
 """

@@ -1,7 +1,5 @@
 """What kernel files share: registration, launches, and refusing pointers into other devices."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -9,9 +7,9 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from benchmarks.measuring.stubbed_gpu import StubbedDriver
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
     DEFINITIONS,
@@ -49,34 +47,6 @@ def _scale_kernel(
     tl.store(y_ptr + i, x * factor + seed + (1.0 if ADDS else 0.0), i < n)
 
 
-class StubbedDriver:
-    """What Triton asks of a device; keeps what it is asked to launch."""
-
-    def __init__(self):
-        self.launches = []
-        self.utils = SimpleNamespace(
-            load_binary=lambda *_: (self, None, 0, 0, 1024),  # module, function, ..., most threads
-            unload_module=lambda module: None,
-            get_device_properties=lambda device: {"max_shared_mem": 232448},
-        )
-
-    def get_current_device(self):
-        return "stub"  # Triton keeps kernels by device
-
-    def get_current_stream(self, device):
-        return 0
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def launcher_cls(self, source, metadata):
-        def launch(*given):  # x, y, z, stream, function, three of Triton's and two hooks
-            found = SimpleNamespace(kernel=metadata, grid=given[:3], arguments=given[9:])
-            self.launches.append(found)
-
-        return launch
-
-
 @pytest.fixture
 def stub(monkeypatch):
     """A driver that launches nothing; it keeps what it is asked to launch."""
@@ -97,10 +67,10 @@ def test_every_launch_runs_the_kernel_that_triton_would_choose(stub):
                 arguments = (x, memory, memory if n == 17 else None, n, stride, factor, n + 2)
                 constants = {"TILE": 16, "ADDS": adds, "num_warps": 1, **NO_FUSION}
                 expected = _scale_kernel[(2,)](*arguments, **constants)
-                launched = len(stub.launches)
+                stub.launches.clear()
                 for _ in range(2):
                     launch(_scale_kernel, 2, *arguments, **constants)
-                for found in stub.launches[launched:]:
+                for found in stub.launches:
                     assert found.grid == (2, 1, 1)
                     assert found.kernel.hash == expected.hash
                     assert found.arguments == (*arguments, 16, adds)
