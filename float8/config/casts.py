@@ -142,7 +142,7 @@ class OperandCast:
 
     Nothing changes it after its construction.
 
-    `float8.linear.plan.bind` completes it for a device: ``kernel`` and ``swizzled``, the format's
+    `float8.linear.plan.cast_on` completes it for a device: ``kernel`` and ``swizzled``, the format's
     twin on AMD gfx94x with its static scale, and the block of experts.
 
     Args:

@@ -435,22 +435,21 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
     if 0 in (*a_MK.shape, *b_NK.shape):
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
+    device, bias = a_MK.device, a_MK if bias_N is None else bias_N
+    if not (a_scale.device == b_NK.device == b_scale.device == bias.device == device):
+        others = {"a_scale": a_scale, "b": b_NK, "b_scale": b_scale, "bias": bias_N}
+        raise ValueError(f"scaled_mm: {_reason_against_devices(device, **others)}")
     if gemm.name == PLAIN_PYTORCH:
         is_sharded = hasattr(a_MK, "device_mesh")  # the op has no rules for DTensors: aten has
         run = definition.scaled_mm if is_sharded else torch.ops.float8.scaled_mm.default
         return run(a_MK, a_scale, b_NK, b_scale, a_block, b_block, bias_N, out_dtype)
     if gemm.refusal is not None:
         raise ValueError(f"scaled_mm: {gemm.refusal}")
-    candidate = CANDIDATES_BY_NAME[gemm.name]
-    reason = _reason_against_devices(
-        a_MK.device, a_scale=a_scale, b=b_NK, b_scale=b_scale, bias=bias_N
-    )
-    columns, contraction = b_NK.shape
+    candidate, (columns, contraction) = CANDIDATES_BY_NAME[gemm.name], b_NK.shape
     is_odd = columns % ALIGNMENT or contraction % ALIGNMENT
-    if reason is None and candidate.is_aligned and not gemm.pad and is_odd:
-        reason = f"{unaligned(contraction, columns)}; pad the operands or set pad_inner_dim=True"
-    if reason is not None:
-        raise ValueError(f"scaled_mm: {reason}")
+    if candidate.is_aligned and not gemm.pad and is_odd:
+        reason = unaligned(contraction, columns)
+        raise ValueError(f"scaled_mm: {reason}; pad the operands or set pad_inner_dim=True")
     return candidate.multiply(a, b, bias_N, out_dtype, gemm.use_fast_accum)
 
 

@@ -37,7 +37,7 @@ from float8 import kernels
 from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
 from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
-from float8.linear.float8_weight import Float8Weight, Saved, cast_again
+from float8.linear.float8_weight import Float8Weight, Saved, cast_again, version_of
 from float8.linear.plan import ROUND, Gemm, LinearPlan
 from float8.tensor import Float8Tensor
 
@@ -140,8 +140,9 @@ def products_of_backward(
     grad_x = grad_w = grad_bias = w8_KN = amax = None
     g_MN = g_scaled = g if g.dim() == 2 else as_matrix(g)
     if needs_x:
-        w8_KN, its_scale = ctx.read_weight(w_saved, call)
-        g_scaled = g_MN if its_scale is None else g_MN * its_scale
+        # A weight that is stored with scales of rows has them along the contraction.
+        w8_KN, scale_1N = ctx.read_weight(w_saved, call)
+        g_scaled = g_MN if scale_1N is None else g_MN * scale_1N
     if needs_x or needs_w:
         g8_MN, g8_NM, amax = cast_operand(
             g_scaled, plan.g, state, call.records_amax, first=needs_x, second=needs_w
@@ -182,13 +183,13 @@ def product(
 
 def read_float8_input(x: Float8Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, None]:
     """x_MK and, if grad_weight needs it, x_KM of an input that is in float8 already; no amax."""
-    data, scale, second = as_matrix(x.float8_data), as_matrix(x.scale), call.plan.x.second
-    x8_MK = Float8Matrix(data, scale, x.block[-2:])
+    data, scale, operand = as_matrix(x.float8_data), as_matrix(x.scale), call.plan.x
+    x8_MK = Float8Matrix(data, scale, operand.first.block)  # type: ignore[union-attr]
     if not needs_w:
         return x8_MK, None, None
-    assert second is not None
+    assert operand.second is not None
     data_t = data.t() if x.data_t is None else x.data_t
-    return x8_MK, Float8Matrix(data_t, scale.t(), second.block), None
+    return x8_MK, Float8Matrix(data_t, scale.t(), operand.second.block), None
 
 
 def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | None]:
@@ -250,6 +251,7 @@ def save(
     ctx.read_weight = cast_again if call.weight is None else call.weight.read
     # Without the weight: FSDP2 may free its memory after the forward.
     ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors)
+    ctx.versions = _versions(scales)
     x, w, bias = arguments
     ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
@@ -259,16 +261,28 @@ def saved_by(ctx: Any) -> tuple[Any, ...]:
 
     Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
     """
+    # Under hooks of saved tensors, as of checkpointing, torch does not compare versions.
+    states = ctx.call.states if ctx.call.plan.has_delayed else ()
+    if ctx.versions != _versions([state.scale for state in states if state]):
+        raise RuntimeError(f"{_CHANGED} (a delayed scale)")
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
-        raise RuntimeError(
-            "a scale or a weight was changed between the forward and the backward of a "
-            "Float8Linear: call sync_float8_amax_and_scale_history and optimizer.step() after "
-            f"backward, once per step ({error})"
-        ) from error
+        raise RuntimeError(f"{_CHANGED} ({error})") from error
+
+
+def _versions(scales: Sequence[Tensor]) -> list[int]:
+    is_compiling = torch.compiler.is_compiling()  # whose graphs torch checks by itself
+    return [] if is_compiling else [version_of(scale) for scale in scales]
+
+
+_CHANGED = (
+    "a scale, a weight or an input was changed between the forward and the backward of a "
+    "Float8Linear: call sync_float8_amax_and_scale_history and optimizer.step() after backward, "
+    "once per step"
+)
 
 
 def as_arguments(

