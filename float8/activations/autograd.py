@@ -148,8 +148,7 @@ def with_mask(
     factor: float | None = None,
 ) -> Tensor:
     """``forward(x)``, whose gradient is ``factor * g`` where the mask is True and 0 elsewhere."""
-    out: Tensor = _SavedMask.apply(name, forward, factor, x, _packed(mask))
-    return out
+    return _SavedMask.apply(name, forward, factor, x, _packed(mask))
 
 
 class _SavedMask(torch.autograd.Function):
@@ -157,8 +156,7 @@ class _SavedMask(torch.autograd.Function):
     def forward(ctx: Any, name: str, forward: Any, factor: Any, x: Tensor, bits: Tensor) -> Tensor:
         ctx.save_for_backward(bits)
         ctx.op_name, ctx.factor, ctx.shape = name, factor, x.shape
-        out: Tensor = forward(x)
-        return out
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Grads:

@@ -164,8 +164,7 @@ def _norm_gradient(
         backward: Any = aten._fused_rms_norm_backward.default
         if g.is_cpu:  # torch has its definition alone there
             backward = get_decompositions([backward])[backward]
-        grads: Grads = backward(g, x, shape, rstd, weight, list(needs))
-        return grads
+        return backward(g, x, shape, rstd, weight, list(needs))
     _, mean, rstd = aten.native_layer_norm(x, shape, weight, None, eps)
     asked = [needs[0], needs[1], False]
     found = aten.native_layer_norm_backward(g, x, shape, mean, rstd, weight, None, asked)

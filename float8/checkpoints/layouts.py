@@ -125,8 +125,7 @@ class Layout(ABC):
     @property
     def block(self) -> Block:
         """The granularity, as the extents of a block."""
-        found: Block = self.granularity.block_of((0,) * self.dims)
-        return found
+        return self.granularity.block_of((0,) * self.dims)
 
     # --- layers
 

@@ -138,8 +138,7 @@ def _matrices_of(plain: nn.Module, key: str, slot: Slot) -> list[tuple[str, Slot
 
 def tensor_of(model: nn.Module, slot: Slot) -> Tensor:
     """The parameter or buffer of a slot."""
-    found: Tensor = attrgetter(slot.parameter)(model)
-    return found
+    return attrgetter(slot.parameter)(model)
 
 
 # --- the plain model

@@ -105,8 +105,7 @@ def rewriting(
 def _config_of(source: Source) -> dict[str, Any]:
     """The ``config.json`` of a source, empty if there is none."""
     path = source.folder / _CONFIGS[0]
-    found: dict[str, Any] = json.loads(path.read_bytes()) if path.is_file() else {}
-    return found
+    return json.loads(path.read_bytes()) if path.is_file() else {}
 
 
 def files_beside(

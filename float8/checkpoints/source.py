@@ -113,8 +113,7 @@ class Source:
         name = self.specs[key].file
         if self._open is None or self._open[0] != name:  # opening reads the whole header
             self._open = name, safe_open(self.folder / name, "pt")
-        found: Tensor = self._open[1].get_tensor(key)
-        return found
+        return self._open[1].get_tensor(key)
 
     def read(self, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """One of `weights`, mapped into memory: a plain tensor, or a `Float8Tensor`.

@@ -268,8 +268,7 @@ def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
         given = None if cast.static_scale is None else float(cast.static_scale)
         state: Any = module.casts[0].state  # type: ignore[union-attr, index]
         if given is None and state is not None and (state.ready or state.scale.is_meta):
-            found: Tensor = state.scale.detach()
-            return found
+            return state.scale.detach()
     return None if given is None else torch.tensor(given, dtype=torch.float32)
 
 
@@ -279,5 +278,4 @@ def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
 def _whole(tensor: Tensor) -> Tensor:
     """The whole of a parameter or buffer, without its autograd history; all ranks call it."""
     plain: Any = (without_gather(tensor) if is_gatherable(tensor) else tensor).detach()
-    whole: Tensor = plain.full_tensor() if kernels.is_sharded(plain) else plain
-    return whole
+    return plain.full_tensor() if kernels.is_sharded(plain) else plain

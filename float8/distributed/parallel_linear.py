@@ -85,14 +85,12 @@ def dtensor(
         return DTensor.from_local(x, mesh, [placement], run_check=False)
     shape = list(x.shape)
     shape[placement.dim] = length  # type: ignore[attr-defined]
-    whole: DTensor = placed(x, shape, mesh, [placement])
-    return whole
+    return placed(x, shape, mesh, [placement])
 
 
 def moved(x: DTensor, to: Placement) -> Tensor:
     """The local tensor of x in another placement."""
-    result: Tensor = x.redistribute(placements=[to]).to_local()
-    return result
+    return x.redistribute(placements=[to]).to_local()
 
 
 def gathers_in_float8(operand: Operand) -> bool:
@@ -195,8 +193,7 @@ class _AsReplicated(torch.autograd.Function):
 
 def as_replicated(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """A DTensor of x, which every rank has; each rank's gradient of x is its own summand."""
-    result: Tensor = _AsReplicated.apply(x, mesh)
-    return result
+    return _AsReplicated.apply(x, mesh)
 
 
 # --- the layers
@@ -305,8 +302,7 @@ class Float8ParallelLinear(Float8Linear):
                 record = self.training and torch.is_grad_enabled()
                 return gather_in_float8(x, plan.x, self._states()[0], record)
         grads = [Partial() if layout.is_colwise else wanted]
-        whole: Tensor = x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
-        return whole
+        return x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
 
     # --- for `float8.numerics`
 
@@ -349,8 +345,7 @@ class Float8ParallelLinear(Float8Linear):
 
 def shard_of(x: Any) -> Tensor:
     """The local tensor of a parameter; its gradient is placed as the parameter is."""
-    result: Tensor = x.to_local() if isinstance(x, DTensor) else x
-    return result
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def sends_in_float8(plan: LinearPlan) -> bool:

@@ -45,7 +45,7 @@ class ShardedWeight(GatherableWeight):
     @staticmethod
     def __new__(cls, plain: Tensor, known: KnownAmax | None = None) -> ShardedWeight:
         """See the class."""
-        self: ShardedWeight = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
             strides=plain.stride(),
@@ -54,7 +54,6 @@ class ShardedWeight(GatherableWeight):
             layout=plain.layout,
             device=plain.device,
         )
-        return self
 
     def __init__(self, plain: Tensor, known: KnownAmax | None = None) -> None:
         self.plain = plain

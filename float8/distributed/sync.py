@@ -209,7 +209,10 @@ def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> No
         torch._foreach_zero_([cast.current_amax for cast in own])
         for cast in own:
             cast.synced = True
-        _mark_ready([cast for cast in own if not cast.history_ready])
+        # The scales are read from the device only while there are casts without one, usually in the
+        # first `DYNAMIC_STEPS` steps. An op does that, so that a compiled sync stays one graph.
+        if new := [cast for cast in own if not cast.history_ready]:
+            torch.ops.float8.mark_ready.default([c.scale for c in new], [c.number for c in new])
 
 
 def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
@@ -253,18 +256,11 @@ def _reducing_device(devices: list[torch.device], group: Any) -> torch.device:
     return torch.device(types[0], torch.accelerator.current_device_index())
 
 
-def _mark_ready(casts: list[DelayedCast]) -> None:
+def _mark_ready(scales: list[Tensor], numbers: list[int]) -> None:
     """Set ``history_ready`` of the casts that have their first scale; the others stay dynamic.
 
     An operand without an amax (an expert without tokens, a frozen layer in eval mode) gets none.
-    The scales are read from the device only while there are casts without one, usually in the first
-    `DYNAMIC_STEPS` steps. An op does that, so that a compiled sync stays one graph.
     """
-    if casts:
-        torch.ops.float8.mark_ready.default([c.scale for c in casts], [c.number for c in casts])
-
-
-def _mark_ready_now(scales: list[Tensor], numbers: list[int]) -> None:
     for number, scale in zip(numbers, torch.stack(scales).tolist(), strict=True):
         DELAYED_CASTS[number].history_ready = scale > 0
 
@@ -275,7 +271,7 @@ _LIBRARY = torch.library.Library("float8", "FRAGMENT")
 _LIBRARY.define(
     "mark_ready(Tensor(a!)[] scales, int[] numbers) -> ()", tags=(torch.Tag.cudagraph_unsafe,)
 )
-_LIBRARY.impl("mark_ready", _mark_ready_now, "CompositeExplicitAutograd")
+_LIBRARY.impl("mark_ready", _mark_ready, "CompositeExplicitAutograd")
 torch.library.register_fake("float8::mark_ready", lambda scales, numbers: None, lib=_LIBRARY)
 
 

@@ -41,5 +41,4 @@ def forward_of_library(kind: type[nn.Module]) -> Forward | None:
         return None  # those of experts in another precision
     # What it multiplies with where torch's function does not take a dtype under torch.compile.
     GROUPED_MM.add(torch.ops.transformers.grouped_mm_fallback)
-    forward: Forward = functions["grouped_mm"]
-    return forward
+    return functions["grouped_mm"]

@@ -169,8 +169,7 @@ def _norm_backward(
             rms_backward = aten._fused_rms_norm_backward.default
             return *rms_backward(g_MK, x_MK, size, rstd, weight, needs[:2]), None
         backward = aten.native_layer_norm_backward.default
-        grads: tuple[Tensor, ...] = backward(g_MK, x_MK, size, *mean, rstd, weight, bias, needs)
-        return grads
+        return backward(g_MK, x_MK, size, *mean, rstd, weight, bias, needs)
     g32, x32 = g_MK.to(torch.float32), x_MK.to(torch.float32)
     normed = (x32 - mean[0] if mean else x32) * rstd
     grad_w = grad_b = None

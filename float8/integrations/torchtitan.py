@@ -289,8 +289,7 @@ def _on_meta(config: Any) -> nn.Module:
     with torch.device("meta"):
         if isinstance(config, Linear.Config):
             return nn.Linear(config.in_features, config.out_features, dtype=torch.bfloat16)
-        built: nn.Module = config.build()
-        return built
+        return config.build()
 
 
 @override(target=BaseModel.Config, description="float8 linear layers")

@@ -329,5 +329,4 @@ def _like(whole: Tensor, scale: Tensor, dims: tuple[int, ...]) -> Tensor:
 
     cut = (p.dim if p.is_shard() else None for p in cast(Any, whole).placements)
     placements = [Shard(d) if d in dims and scale.shape[d] > 1 else Replicate() for d in cut]
-    local: Tensor = cast(Any, scale).redistribute(placements=placements).to_local()
-    return local
+    return cast(Any, scale).redistribute(placements=placements).to_local()

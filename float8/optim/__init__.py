@@ -19,12 +19,4 @@ from float8.optim.optimizers import SGD, Adam, AdamW, Lion
 from float8.optim.report import report
 from float8.optim.state_dicts import float32_state_dict
 
-__all__ = [
-    "SGD",
-    "Adam",
-    "AdamW",
-    "Lion",
-    "Muon",
-    "float32_state_dict",
-    "report",
-]
+__all__ = ["SGD", "Adam", "AdamW", "Lion", "Muon", "float32_state_dict", "report"]

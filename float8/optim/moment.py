@@ -68,10 +68,9 @@ class Moment(Tensor):
     @staticmethod
     def __new__(cls, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> Moment:
         """See the class."""
-        self: Moment = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, codes.size(), strides=codes.stride(), dtype=torch.float32, device=codes.device
         )
-        return self
 
     def __init__(self, codes: Tensor, scale: Tensor, exponent: Tensor | None, group: int) -> None:
         self.codes, self.scale, self.exponent, self.group = codes, scale, exponent, group

@@ -127,8 +127,7 @@ def like(p: Tensor, shard: Tensor, shape: tuple[int, ...] | torch.Size) -> Tenso
     """This rank's ``shard`` of a tensor of ``shape``, as a DTensor if p is one."""
     if not isinstance(p, DTensor):
         return shard
-    whole: Tensor = placed(shard, shape, p.device_mesh, p.placements)
-    return whole
+    return placed(shard, shape, p.device_mesh, p.placements)
 
 
 def _rows_stay_whole(p: Tensor, group: int) -> bool:

@@ -50,5 +50,4 @@ def differentiable(
     elements. ``data_t`` is its transposed copy, or None. ``scale`` has one element; with
     ``by_channel`` it is (1, K), one for each index of the last dimension.
     """
-    wrapped: Tensor = _Wrap.apply(carrier, data, data_t, scale, by_channel)
-    return wrapped
+    return _Wrap.apply(carrier, data, data_t, scale, by_channel)

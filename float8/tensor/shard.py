@@ -54,10 +54,9 @@ class Float8Shard(Tensor):
     ) -> Float8Shard:
         """See the class."""
         size, strides, offset = data.size(), data.stride(), data.storage_offset()
-        self: Float8Shard = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls, size, strides, offset, dtype=dtype, device=data.device
         )
-        return self
 
     def __init__(
         self, data: Tensor, scale: Tensor, block: Block, dtype: torch.dtype, has_rows: bool

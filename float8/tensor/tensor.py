@@ -81,7 +81,7 @@ class Float8Tensor(Tensor):
         if torch.is_inference_mode_enabled() and not data.is_inference():
             with torch.inference_mode(False):
                 return Float8Tensor.__new__(cls, data, scale, block, dtype)
-        self: Float8Tensor = torch.Tensor._make_wrapper_subclass(
+        return torch.Tensor._make_wrapper_subclass(
             cls,
             data.size(),
             strides=data.stride(),
@@ -91,7 +91,6 @@ class Float8Tensor(Tensor):
             device=data.device,
             requires_grad=False,
         )
-        return self
 
     def __init__(
         self,
@@ -142,15 +141,11 @@ class Float8Tensor(Tensor):
             scale_tensor = kernels.scale_from_amax(amax, fmt.max, scale_format.value)
         else:
             scale_tensor = given_scale(scale, x, block)
-        result: Float8Tensor = _ToFloat8.apply(
-            x, scale_tensor, block, fmt.dtype, scale_format.value
-        )
-        return result
+        return _ToFloat8.apply(x, scale_tensor, block, fmt.dtype, scale_format.value)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """``data * scale`` in ``dtype`` (the original one by default). Gradients pass through."""
-        result: Tensor = _Dequantize.apply(self, dtype or self.dtype)
-        return result
+        return _Dequantize.apply(self, dtype or self.dtype)
 
     def _set_data(self, value: Float8Tensor) -> None:
         # torch's setter would change shape and dtype, and keep the float8 data and the scale.

@@ -130,10 +130,7 @@ def multi_head_attention_forward(
         rows = columns.expand(-1, num_heads, -1, -1).flatten(0, 1)
         mask = _added(mask, query) - rows.neg()
         kw |= {"attn_mask": mask, "key_padding_mask": None, "is_causal": False}
-    found: tuple[Tensor, Tensor | None] = _opened(
-        query, key, value, embed_dim, num_heads, *rest, **kw
-    )
-    return found
+    return _opened(query, key, value, embed_dim, num_heads, *rest, **kw)
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:

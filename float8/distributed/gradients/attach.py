@@ -126,25 +126,16 @@ def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> No
 
     # Without annotations: DDP compares them with types, and here they would be strings.
     def float8_hook(state, bucket):  # type: ignore[no-untyped-def]
-        return _reduce(state, bucket, group)
+        gradient = bucket.buffer()
+        with torch.no_grad(), _beside_backward(gradient.device):
+            lost = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
+            state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
+            devices = [gradient.device] if gradient.is_cuda else None
+            future = torch.futures.Future[Tensor](devices=devices)
+            future.set_result(gradient)  # completes when the work queued in this stream has run
+            return future
 
     model.register_comm_hook(state, float8_hook)
-
-
-def _reduce(
-    state: Float8Gradients,
-    bucket: dist.GradBucket,  # type: ignore[name-defined]
-    group: dist.ProcessGroup,
-) -> torch.futures.Future[Tensor]:
-    gradient = bucket.buffer()
-    assert state.controller is not None
-    with torch.no_grad(), _beside_backward(gradient.device):
-        lost = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
-        state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
-        devices = [gradient.device] if gradient.is_cuda else None
-        future = torch.futures.Future[Tensor](devices=devices)
-        future.set_result(gradient)  # completes when the work queued in this stream so far has run
-        return future
 
 
 def _beside_backward(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -85,14 +85,12 @@ def _slice(
     data = func(x.float8_data, dim, start, end, step)
     if extent == WHOLE:
         return x._replace(data)
-    if extent == 1:
-        return x._replace(data, func(x.scale, dim, start, end, step))
-    if step != 1 or start % extent or (end % extent and end != size):
+    if extent > 1 and (step != 1 or start % extent or (end % extent and end != size)):
         raise ValueError(
             f"cannot slice [{start}:{end}:{step}] along dim {dim} of a Float8Tensor with block "
             f"{x.block}: bounds must be multiples of {extent}; call .dequantize() first"
         )
-    return x._replace(data, func(x.scale, dim, start // extent, -(-end // extent)))
+    return x._replace(data, func(x.scale, dim, start // extent, -(-end // extent), step))
 
 
 @implements(aten.select.int)

@@ -162,8 +162,7 @@ class MHSA(nn.Module):
         heads_HSD = _ATTENTIONS[self.attention](
             q_HSD, k_HSD, v_HSD, None, dropout_p, self.is_causal, self.mult
         )
-        out: Tensor = self.linear_o(heads_HSD.transpose(-3, -2).flatten(-2))
-        return out
+        return self.linear_o(heads_HSD.transpose(-3, -2).flatten(-2))
 
 
 def rotary(x_SD: Tensor, base: float = 10000.0) -> Tensor:
@@ -203,8 +202,7 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., hidden_size) -> the same."""
-        out: Tensor = self.linear_2(U.silu_glu(self.linear_1(input), self.linear_gate(input)))
-        return out
+        return self.linear_2(U.silu_glu(self.linear_1(input), self.linear_gate(input)))
 
 
 class TransformerLayer(nn.Module):

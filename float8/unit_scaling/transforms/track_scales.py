@@ -319,8 +319,7 @@ class _Alias(torch.autograd.Function):
 def _aliased(x: Tensor) -> Tensor:
     if x.requires_grad or not x.is_floating_point() or not torch.is_grad_enabled():
         return x
-    alias: Tensor = _Alias.apply(x.detach().requires_grad_())
-    return alias
+    return _Alias.apply(x.detach().requires_grad_())
 
 
 def _target(func: Any, args: Any, kwargs: Any) -> tuple[str, Any, Any, Any]:
