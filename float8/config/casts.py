@@ -142,8 +142,8 @@ class OperandCast:
 
     Nothing changes it after its construction.
 
-    `float8.linear.plan.cast_on` completes it for a device: ``kernel`` and ``swizzled``, the format's
-    twin on AMD gfx94x with its static scale, and the block of experts.
+    `float8.linear.plan.cast_on` completes it for a device: ``kernel`` and ``swizzled``, the
+    format's twin on AMD gfx94x with its static scale, and the block of experts.
 
     Args:
         scaling_type: the source of the scale.

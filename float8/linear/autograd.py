@@ -25,6 +25,7 @@ FSDP see ordinary tensors.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ from float8 import kernels
 from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
 from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
-from float8.linear.float8_weight import Float8Weight, Saved, cast_again, version_of
+from float8.linear.float8_weight import Float8Weight, Saved, cast_again
 from float8.linear.plan import ROUND, Gemm, LinearPlan
 from float8.tensor import Float8Tensor
 
@@ -251,7 +252,8 @@ def save(
     ctx.read_weight = cast_again if call.weight is None else call.weight.read
     # Without the weight: FSDP2 may free its memory after the forward.
     ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors)
-    ctx.versions = _versions(scales)
+    # Under hooks of saved tensors, as of checkpointing, torch does not compare versions.
+    ctx.versions = [] if torch.compiler.is_compiling() else list(map(_VERSION, scales))
     x, w, bias = arguments
     ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, w.dtype, None if bias is None else bias.dtype)
 
@@ -261,10 +263,10 @@ def saved_by(ctx: Any) -> tuple[Any, ...]:
 
     Raises RuntimeError, with the remedy, if a scale or weight changed after forward.
     """
-    # Under hooks of saved tensors, as of checkpointing, torch does not compare versions.
-    states = ctx.call.states if ctx.call.plan.has_delayed else ()
-    if ctx.versions != _versions([state.scale for state in states if state]):
-        raise RuntimeError(f"{_CHANGED} (a delayed scale)")
+    if ctx.versions:
+        scales = [state.scale for state in ctx.call.states if state]
+        if ctx.versions != list(map(_VERSION, scales)):
+            raise RuntimeError(f"{_CHANGED} (a delayed scale)")
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -273,11 +275,7 @@ def saved_by(ctx: Any) -> tuple[Any, ...]:
         raise RuntimeError(f"{_CHANGED} ({error})") from error
 
 
-def _versions(scales: Sequence[Tensor]) -> list[int]:
-    is_compiling = torch.compiler.is_compiling()  # whose graphs torch checks by itself
-    return [] if is_compiling else [version_of(scale) for scale in scales]
-
-
+_VERSION = operator.attrgetter("_version")
 _CHANGED = (
     "a scale, a weight or an input was changed between the forward and the backward of a "
     "Float8Linear: call sync_float8_amax_and_scale_history and optimizer.step() after backward, "

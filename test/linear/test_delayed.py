@@ -13,6 +13,7 @@ import random
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -21,6 +22,7 @@ import torch
 from assertions import assert_all_bitwise
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd.graph import saved_tensors_hooks
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
@@ -123,12 +125,21 @@ def test_checkpointing_changes_neither_gradients_nor_records(use_reentrant):
     assert_all_bitwise(recomputed.buffers(), plain.buffers())
 
 
+def _same(x):
+    return x
+
+
+@pytest.mark.parametrize("way", ["plain", "hooks", "checkpoint"])
 @pytest.mark.parametrize("first_step", [True, False])
-def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step):
+def test_sync_between_forward_and_backward_is_an_error_that_says_so(first_step, way):
+    """Under hooks of saved tensors torch compares no versions."""
     model, (x, g) = _model(1), _data()
     if not first_step:
         _train(model, x, g)
-    out = model(x)
+    run = partial(checkpoint, model, use_reentrant=False) if way == "checkpoint" else model
+    is_hooked = way == "hooks"
+    with saved_tensors_hooks(_same, _same) if is_hooked else nullcontext():
+        out = run(x)
     sync_history(model)
     with pytest.raises(RuntimeError, match="sync_float8_amax_and_scale_history"):
         out.backward(g)

@@ -162,6 +162,14 @@ REFUSED = [
     (lambda: _in_autocast(_with_weight(None, _gathered), X), ValueError, "up.w1: .*Mixed"),
     (lambda: _unchecked("rowwise")(_x8(E4M3, Rowwise())), ValueError, "freeze the weight"),
     (lambda: _layer(SQUARE)(_x8_of_batches()), ValueError, "up.w1: .*as a matrix"),
+    # tensors on several devices, of which an op would return memory that nothing has written
+    (lambda: _layer()(X.to("meta")), ValueError, "up.w1: input is on meta and weight on cpu"),
+    (lambda: _unchecked("tensorwise")(X.to("meta")), ValueError, "on cpu and a on meta"),
+    (
+        lambda: float8_linear(X, W, torch.ones(32, device="meta")),
+        ValueError,
+        "bias is on meta and a on cpu",
+    ),
     # the functional form
     (lambda: float8_linear(X, W, None, "delayed"), ValueError, "no amax history"),
     (lambda: float8_linear(torch.ones(4, 9), W), ValueError, r"float8_linear: .*\(4, 9\)"),
