@@ -84,5 +84,4 @@ def as_float32(scale: Tensor) -> Tensor:
     """A scale in float32, exactly; one that is float32 is returned as it is."""
     if scale.dtype == torch.float32:
         return scale
-    found: Tensor = _as_float32_op(scale)
-    return found
+    return _as_float32_op(scale)

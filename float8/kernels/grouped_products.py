@@ -215,8 +215,7 @@ def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: An
     load_kernel("grouped_mm")
     run, blocks = torch.ops.float8.grouped_mm_gpu.default, (a.block, b.block)
     operands = aligned_row_major(a.data), a.scale, aligned_row_major(b.data), b.scale
-    out: Tensor = run(*operands, offs, *blocks, *others)
-    return out
+    return run(*operands, offs, *blocks, *others)
 
 
 TORCH_MX = Candidate(

@@ -96,8 +96,7 @@ def _cast_both_fake(
     if x.device.type != "cpu":  # in the layouts that a GPU's GEMMs read
         layouts = importlib.import_module("float8.kernels.gpu.cast")
         how = block, dtype, scale_format, swizzled, row_major, transposed, finds_amax
-        found: cpu.CastOutputs = layouts.empty_outputs(x, scale, *how)
-        return found
+        return layouts.empty_outputs(x, scale, *how)
     block = (1, *block)[-x.dim() :]
     is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
     outputs = []

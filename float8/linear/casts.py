@@ -409,8 +409,7 @@ def cast_alone(
     """Cast x by a cast of a config, outside of any plan; nothing is recorded."""
     how = cast_on(cast, kernels.family_of(x.device), emulate)
     import_kernels((how.kernel,) if how.kernel else ())
-    found: Float8Matrix = cast_matrix(x, how, state, scale).row_major  # type: ignore[assignment]
-    return found
+    return cast_matrix(x, how, state, scale).row_major  # type: ignore[return-value]
 
 
 def record(state: DelayedState | None, amax: Tensor | None) -> None:

@@ -154,8 +154,7 @@ class Float8Linear(Float8Module, nn.Linear):
         cast = float8_weight(self, plan) if is_cast else None
         states = self._states() if plan.has_delayed else STATELESS
         call = Call(plan, states, training and grad, cast, self.factors(input), grad)
-        out: Tensor = self.function.apply(input, weight, self.bias, call)
-        return out
+        return self.function.apply(input, weight, self.bias, call)
 
     def factors(self, input: Tensor) -> Factors:
         """What multiplies the three products: those of unit scaling."""
@@ -378,5 +377,4 @@ def float8_linear(
     if (error := error_of_call(input, weight, plan)) is not None:
         raise type(error)(f"float8_linear: {error}")
     call = Call(plan, has_backward=grad)
-    out: Tensor = function_of(config).apply(input, weight, bias, call)
-    return out
+    return function_of(config).apply(input, weight, bias, call)

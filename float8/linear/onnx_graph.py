@@ -140,8 +140,7 @@ def _node(
         scale, attributes = scale.reshape(-1), attributes | {"axis": 0}
     else:
         scale = scale.reshape(())
-    out: Tensor = symbolic(name, (x, scale), attributes, dtype=dtype, shape=x.shape, version=OPSET)
-    return out
+    return symbolic(name, (x, scale), attributes, dtype=dtype, shape=x.shape, version=OPSET)
 
 
 def _scale(x_MK: Tensor, cast: OperandCast, state: DelayedState | None) -> Tensor:

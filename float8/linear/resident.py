@@ -321,8 +321,7 @@ def _joined(
         )
     data, scale = (contraction_last(layer, x.detach()) for x in (data, scale))
     joined = Float8Tensor(data, scale, block, weight.dtype, None, cast.scales)
-    result: Float8Tensor = contraction_last(layer, joined)
-    return result
+    return contraction_last(layer, joined)
 
 
 # --- weights that FSDP2 gathers in float8

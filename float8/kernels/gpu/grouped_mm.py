@@ -321,8 +321,7 @@ def _definition(
     _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
     # The op of ``kernels/grouped_products.py``, which imports this file.
     define = torch.ops.float8.grouped_mm.default
-    out: Tensor = define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
-    return out
+    return define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)
 
 
 def _fake(
