@@ -319,7 +319,8 @@ def scaled_mm(
     if a_block not in by_row or b_block not in by_row or is_e8m0:
         is_exact = is_bfloat16 and _multiplies_in_bfloat16(a_MK, a_scale, b_scale)
         dtype = torch.bfloat16 if is_exact else torch.float32
-        a, b = [dequantize(*x, dtype) for x in ((a_MK, a_scale, a_block), (b_NK, b_scale, b_block))]
+        a = dequantize(a_MK, a_scale, a_block, dtype)
+        b = dequantize(b_NK, b_scale, b_block, dtype)
         scaled = a @ b.t()
         del a, b  # the scaled product reuses their memory, here and below
     else:
