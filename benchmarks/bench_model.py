@@ -74,7 +74,6 @@ from float8 import Float8ColwiseParallel, Float8RowwiseParallel, cached_weights
 from float8.linear.casts import DELAYED_CASTS
 
 UNIT = "unit"
-NAMES = {contenders.BASELINE: "bf16"}
 PRICED = "tensorwise", "delayed"  # recipes of `--traced`
 CUT, JOINED = (
     partial(Float8ColwiseParallel, input_layouts=Shard(1)),
@@ -169,27 +168,30 @@ def timed(mode: str, options: argparse.Namespace) -> list[Row]:
 
 
 def traced(options: argparse.Namespace) -> list[Row]:
-    """One row per contender, compiled for an H100; bf16 comes first."""
+    """Rows of contenders compiled for an H100, ours in two ways; bf16 comes first."""
     from benchmarks.measuring import inductor  # which takes seconds to import
+    from float8.kernels.recompute import RecomputeCasts
 
+    ways: list[tuple[str, str, Any]] = []  # row, contender, partitioner
+    for name in contenders.names(options, "bf16"):
+        if name == "bf16" or name.startswith(PEER):
+            ways.append((name, name, None))
+        else:
+            ways += [(f"{name} memory", name, RecomputeCasts()), (f"{name} speed", name, None)]
     operands, rows, plain = Operands.random(options), list[Row](), 0
-    for name in contenders.names(options):
-        with inductor.tracing() as graphs:
+    for layer, name, partitioner in ways:
+        with inductor.tracing(partitioner) as graphs:
             run = step(name, "compiled", operands, options)
             for cast in DELAYED_CASTS.values():
                 cast.history_ready = True  # as after the first step
             saved = saved_bytes(run)
         block = inductor.predict(graphs)
         plain = plain or block.moved
-        rows.append(
-            {
-                "layer": NAMES.get(name, name if name.startswith(PEER) else f"{name} speed"),
-                "saved_mib": saved / 2**20,
-                "cast_gb": (block.moved - plain) * options.blocks / 1e9,
-                "launches": block.launches * options.blocks,
-                "predicted_ms": block.seconds * options.blocks * 1e3,
-            }
-        )
+        row = {"layer": layer, "launches": block.launches * options.blocks}
+        row["saved_mib"] = saved / 2**20
+        row["cast_gb"] = (block.moved - plain) * options.blocks / 1e9
+        row["predicted_ms"] = block.seconds * options.blocks * 1e3
+        rows.append(row)
     return rows
 
 

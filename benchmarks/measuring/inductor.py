@@ -11,7 +11,7 @@ cuDNN's, which torch prefers on an H100. What the host adds is not modelled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch import config as functorch_config
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.debug import DebugContext
 from torch._inductor.fx_passes.post_grad import post_grad_passes, view_to_reshape
 from torch._inductor.graph import GraphLowering
@@ -36,8 +37,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from benchmarks.measuring import memory
-from float8.estimate.devices import ANY_PASS, BF16, DEVICES, TENSORWISE_PRODUCT
+from float8.estimate.devices import ANY_PASS, BF16, DEVICES
 from float8.estimate.roofline import Shape, gemm_seconds
+from float8.kernels.products import TENSORWISE_PRODUCT
 
 aten = torch.ops.aten
 H100 = DEVICES["H100"]
@@ -72,10 +74,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: b
 
 
 @contextmanager
-def tracing() -> Iterator[list[GraphModule]]:
+def tracing(partitioner: CustomPartitionerFn | None = None) -> Iterator[list[GraphModule]]:
     """Compiled code on the meta device is as on an H100; the graphs appear in the list.
 
-    They come in pairs: forward, backward.
+    They come in pairs: forward, backward. ``partitioner`` replaces inductor's.
     """
     graphs: list[GraphModule] = []
 
@@ -92,7 +94,9 @@ def tracing() -> Iterator[list[GraphModule]]:
         ),
         functorch_config.patch(force_non_lazy_backward_lowering=True),
         # It would replace results on the meta device by empty tensors.
-        inductor_config.patch(joint_graph_constant_folding=False),
+        inductor_config.patch(
+            joint_graph_constant_folding=False, custom_partitioner_fn=partitioner
+        ),
     ):
         yield graphs
 
@@ -112,17 +116,25 @@ def predict(graphs: list[GraphModule]) -> Predicted:
                 flops = products * torch.Size(batch).numel() * tokens**2 * width
                 found.seconds += flops / ATTENTION_RATE
             elif getattr(node.target, "namespace", None) == "float8":
-                sizes.append(bytes_of(node))
-                found.launches += 1
+                sizes += passes_of(node)
+                found.launches += len(passes_of(node))
         found.moved += sum(sizes)
         found.seconds += sum(H100.pass_seconds(ANY_PASS, size) for size in sizes)
     return found
 
 
-def bytes_of(node: Node) -> int:
-    """What an op reads and writes."""
-    values = [each.meta["val"] for each in (*node.all_input_nodes, node)]
-    return sum(t.nbytes for t in pytree.tree_leaves(values) if isinstance(t, Tensor))
+def passes_of(node: Node) -> list[int]:
+    """The bytes that each launch of a float8 op moves: without a scale, one finds it before."""
+    read, written = (bytes_of(nodes) for nodes in (node.all_input_nodes, [node]))
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    is_dynamic = dict(zip(names, node.args, strict=False)).get("scale", node) is None
+    return [read, read + written] if is_dynamic else [read + written]
+
+
+def bytes_of(nodes: Sequence[Node]) -> int:
+    """What the results of some nodes take."""
+    values = pytree.tree_leaves([node.meta["val"] for node in nodes])
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
 
 def scheduled(graph: GraphModule, is_backward: bool) -> list[int]:

@@ -54,6 +54,10 @@ def test_what_is_kept_and_predicted_is_what_an_h100_measured(rows, layer, as_mea
     assert row["predicted_ms"] == pytest.approx(on_h100["ms"], rel=0.05)
 
 
+def test_memory_keeps_what_torchao_keeps(rows):
+    assert int(rows["tensorwise memory"]["saved_mib"]) == 2950
+
+
 def test_casts_move_what_their_passes_do_but_for_the_amaxes_that_inductor_fuses(rows):
     """Of both norms' outputs, attention's output, and the gradient that the last norm adds to."""
     with torch.device("meta"):
