@@ -12,7 +12,7 @@ cuDNN's, which torch prefers on an H100. What the host adds is not modelled.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -157,7 +157,6 @@ def scheduled(graph: GraphModule, is_backward: bool) -> list[int]:
 
 def on_gpu(graph: GraphModule) -> None:
     """Let the tensors of a graph be on a GPU."""
-
     for node in graph.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, FakeTensor):
@@ -173,16 +172,9 @@ def _gpu() -> Iterator[None]:
         major=9, minor=0, multi_processor_count=H100.processors, regs_per_multiprocessor=65536,
         max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32,
     )  # fmt: skip
-    answers: list[tuple[Any, str, Any]] = [
-        (torch.cuda, "is_available", True),
-        (torch.cuda, "get_device_properties", h100),
-        (torch.cuda, "get_device_capability", (9, 0)),
-        (CudaInterface, "get_device_properties", h100),
-        (CudaInterface.Worker, "get_device_properties", h100),
-        (CudaInterface, "raise_if_triton_unavailable", None),
-    ]
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch("torch._inductor.scheduler.has_triton", return_value=True))
-        for owner, name, answer in answers:
-            stack.enter_context(mock.patch.object(owner, name, return_value=answer))
+    with (
+        mock.patch("torch._inductor.scheduler.has_triton", return_value=True),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        mock.patch.object(CudaInterface, "get_device_properties", return_value=h100),
+    ):
         yield

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch import partitioners
@@ -26,7 +26,16 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
 TABLE = "get_default_op_list"
-ORIENTATIONS = ((0, 6), (2, 7))  # of `cast`: the result, and the argument that asks for it
+
+
+class Orientation(NamedTuple):
+    """Of `cast`: data and scale among its results, and the argument that asks for them."""
+
+    results: tuple[int, int]
+    argument: int
+
+
+ORIENTATIONS = Orientation((0, 1), 6), Orientation((2, 3), 7)
 
 
 class RecomputeCasts(CustomPartitionerFn):
@@ -69,10 +78,11 @@ def drop_unread(graph: GraphModule) -> None:
     """Let casts write only the orientations that this graph reads."""
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.float8.cast.default):
         read = {user.args[1] for user in node.users if user.target is operator.getitem}
-        values = list(node.meta["val"])
-        for result, argument in ORIENTATIONS:
-            if result not in read and node.args[argument]:
-                node.update_arg(argument, False)
+        unread = [each for each in ORIENTATIONS if not read.intersection(each.results)]
+        for each in unread if len(unread) == 1 else ():
+            node.update_arg(each.argument, False)
+            values = list(node.meta["val"])
+            for result in each.results:
                 values[result] = values[result].new_empty((0, 0))
-        node.meta["val"] = tuple(values)
+            node.meta["val"] = tuple(values)
     graph.recompile()

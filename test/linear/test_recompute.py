@@ -40,11 +40,11 @@ def step(run, model, x):
     return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
 
 
-def between():
+def between(recipe="tensorwise"):
     """Layers whose inputs norm and SiLU make of what they keep."""
     layers = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.SiLU(), nn.Linear(2 * WIDTH, WIDTH)
     model = nn.Sequential(*layers).bfloat16()
-    return convert_to_float8_training(model, config="tensorwise")
+    return convert_to_float8_training(model, config=recipe)
 
 
 def compiled(model, **how):
@@ -52,14 +52,15 @@ def compiled(model, **how):
     return torch.compile(model, fullgraph=True, **how)
 
 
-def test_only_what_other_ops_need_is_kept_and_bits_stay():
-    model, x = between(), torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+def test_only_what_other_ops_need_is_kept_and_bits_stay(recipe):
+    model, x = between(recipe), torch.randn(TOKENS, WIDTH).bfloat16().requires_grad_()
     kept, results = [], []
     for partition in (partitioners.min_cut_rematerialization_partition, RecomputeCasts()):
         run = compiled(model, backend=by(partition))
         kept.append(saved_bytes(partial(run, x), model) / x.nbytes)
         results.append(step(run, model, x))
-    assert kept == pytest.approx([1 + 2 + 1.5, 1 + 2], rel=0.02)  # x, SiLU's input; float8 of both
+    assert kept == pytest.approx([1 + 2 + 1.5, 1 + 2], rel=0.03)  # x, SiLU's input; float8 of both
     assert_all_bitwise(*results)
 
 
