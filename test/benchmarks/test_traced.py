@@ -70,5 +70,5 @@ def test_casts_move_what_their_passes_do_but_for_the_amaxes_that_inductor_fuses(
     )
     fused = 4 * 2 * TOKENS * LLAMA["8b"].width
     ours, expected = rows["tensorwise speed"], BLOCKS * (moved - fused) / 1e9
-    assert ours["cast_gb"] == pytest.approx(expected, rel=1e-3)
+    assert ours["cast_gb"] == pytest.approx(expected, rel=0.01)
     assert ours["launches"] == BLOCKS * (4 * 4)  # x, w twice, g of four layers
