@@ -25,6 +25,13 @@ shards each block by FSDP2, or its layers and the sequences (TP); tokens are tho
 `--size qwen3-moe` and `gpt-oss` are layers of Transformers. Recipes may have parts, such as
 ``tensorwise+fast`` (`measuring/contenders.py`).
 
+`--traced` measures nothing. It counts what a compiled step would keep for backward on an H100 and
+move there, and predicts its time, on any machine (`measuring/inductor.py`):
+
+    cast_gb = bytes of all kernels but products and attention, less those of bf16
+
+    python benchmarks/bench_model.py --traced -o traced.json
+
 With ``--unit`` the model is unit-scaled, and recipe `unit`, which measures no scale, is compared:
 
     time / unit = time(recipe) / time(unit): what measuring scales costs
@@ -58,13 +65,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import contenders, harness, report
 from benchmarks.measuring.alone import alone, peak_bytes
 from benchmarks.measuring.harness import Row
-from benchmarks.measuring.step import Step, in_turns
+from benchmarks.measuring.report import PEER
+from benchmarks.measuring.step import Step, in_turns, saved_bytes
 from benchmarks.models import published
 from benchmarks.models.published import PUBLISHED, PublishedLayer
 from benchmarks.models.transformer import LLAMA, Attention, Sizes, Stack, unit_stack
 from float8 import Float8ColwiseParallel, Float8RowwiseParallel, cached_weights
+from float8.linear.casts import DELAYED_CASTS
 
 UNIT = "unit"
+PRICED = "tensorwise", "delayed"  # recipes of `--traced`
 CUT, JOINED = (
     partial(Float8ColwiseParallel, input_layouts=Shard(1)),
     partial(Float8RowwiseParallel, output_layouts=Shard(1)),
@@ -75,9 +85,10 @@ TP: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 COLUMNS = report.columns(
     "mode layer ms min_ms max_ms tokens_s ratio ratio_to_unit gemm_ms attention_ms cast_ms "
-    "other_ms idle_ms launches saved_mib peak_gib sqnr_db error",
+    "other_ms idle_ms launches saved_mib cast_gb predicted_ms peak_gib sqnr_db error",
     layer="linear layers", ms="fwd+bwd ms", ratio_to_unit="time / unit", gemm_ms="GEMMs",
     attention_ms="attention", cast_ms="casts", other_ms="other", idle_ms="idle",
+    cast_gb="casts GB", predicted_ms="predicted ms",
 )  # fmt: skip
 
 
@@ -156,6 +167,34 @@ def timed(mode: str, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def traced(options: argparse.Namespace) -> list[Row]:
+    """Rows of contenders compiled for an H100, ours in two ways; bf16 comes first."""
+    from benchmarks.measuring import inductor  # which takes seconds to import
+    from float8.kernels.recompute import RecomputeCasts
+
+    ways: list[tuple[str, str, Any]] = []  # row, contender, partitioner
+    for name in contenders.names(options, "bf16"):
+        if name == "bf16" or name.startswith(PEER):
+            ways.append((name, name, None))
+        else:
+            ways += [(f"{name} memory", name, RecomputeCasts()), (f"{name} speed", name, None)]
+    operands, rows, plain = Operands.random(options), list[Row](), 0
+    for layer, name, partitioner in ways:
+        with inductor.tracing(partitioner) as graphs:
+            run = step(name, "compiled", operands, options)
+            for cast in DELAYED_CASTS.values():
+                cast.history_ready = True  # as after the first step
+            saved = saved_bytes(run)
+        block = inductor.predict(graphs)
+        plain = plain or block.moved
+        row = {"layer": layer, "launches": block.launches * options.blocks}
+        row["saved_mib"] = saved / 2**20
+        row["cast_gb"] = (block.moved - plain) * options.blocks / 1e9
+        row["predicted_ms"] = block.seconds * options.blocks * 1e3
+        rows.append(row)
+    return rows
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
     parser = harness.parser(__doc__, repeats=10)
@@ -168,7 +207,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-peak", dest="peak", action="store_false", help="no peak memory")
     parser.add_argument("--microbatches", type=harness.positive, default=1, help="of a step")
     parser.add_argument("--sharded", choices=("fsdp", "tp"), help="also under torchrun")
+    parser.add_argument("--traced", action="store_true", help="predict tensorwise and delayed")
     options = parser.parse_args(argv)
+    if options.traced:
+        options.device, options.size = "meta", options.size or "8b"
+        options.blocks = options.blocks or 2
+        options.recipes = [name for name in options.recipes if name.split("+")[0] in PRICED]
+        if options.unit or options.sharded or options.size in PUBLISHED or not options.recipes:
+            parser.error(f"--traced takes a size of {', '.join(LLAMA)} in {', '.join(PRICED)}")
     contenders.check(parser, options)
     options.peer = options.peer and not (options.unit or options.sharded)
     options.size = options.size or ("tiny" if harness.on_cpu(options) else "8b")
@@ -195,6 +241,8 @@ def start_group(options: argparse.Namespace) -> None:
 def main(argv: Sequence[str]) -> int:
     """Measure the model; 1 if one of our recipes failed (a refusal is no failure)."""
     options = parse(argv)
+    if options.traced:
+        return report.run("bench_model", argv, options, [""], lambda _: traced(options), COLUMNS)
     rows: dict[tuple[str, str], Row] = {}
 
     def measure(work: tuple[str, str | None]) -> list[Row]:

@@ -100,7 +100,7 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
         )
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
-            module.gate = SwiGLUCast(config)
+            module.gate = SwiGLUCast(config, module.down.weight.device)
     return model
 
 

@@ -223,7 +223,14 @@ _FUSED: dict[Any, Callable[..., Any]] = {
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Ops on the meta device take the memory that they would on CUDA."""
+    """Ops on the meta device take the memory that they would on CUDA, eager."""
+    with _FusedOps(), cuda_plans():
+        yield
+
+
+@contextmanager
+def cuda_plans() -> Iterator[None]:
+    """Our layers and optimizers on the meta device run as on CUDA."""
 
     def family(device: torch.device) -> str:
         return architecture()
@@ -236,7 +243,6 @@ def as_on_cuda() -> Iterator[None]:
         "float8.optim.optimizer.advance": lambda *_: None,
     }
     with ExitStack() as stack:
-        stack.enter_context(_FusedOps())
         for path, value in replaced.items():
             module, _, name = path.rpartition(".")
             stack.enter_context(mock.patch.object(importlib.import_module(module), name, value))

@@ -45,7 +45,8 @@ FORMATS = {
     ".3f": "baseline_ms states_ratio block_ratio state_bytes",
     ".2f": "ms min_ms max_ms ratio ratio_to_unit gap_percent sooner saved_mib gemm_ms "
     "attention_ms cast_ms other_ms idle_ms saved_ratio moved_ratio peak_gib std of_copy "
-    "smaller smaller_per_gpu moved_bytes share_of_copy last_std target measured",
+    "smaller smaller_per_gpu moved_bytes share_of_copy last_std target measured cast_gb "
+    "predicted_ms",
     ".4f": "loss",
     ".3g": "tflops baseline_tflops lr predicted published",
     ".1f": "sqnr_db optimum",

@@ -103,13 +103,13 @@ def saved_bytes(step: Step) -> int:
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         for storage in (plain.untyped_storage() for plain in memory.plain_tensors(tensor)):
-            kept[storage.data_ptr()] = storage.nbytes()
+            kept[storage._cdata] = storage.nbytes()  # on the meta device addresses are 0
         return tensor.detach()  # an op that saves its own output would never free it
 
     with saved_tensors_hooks(note, lambda tensor: tensor):
         output = step.run(step.x)  # held, so that no storage is freed and its address used again
     for plain in (part for p in step.layer.parameters() for part in memory.plain_tensors(p)):
-        kept.pop(plain.untyped_storage().data_ptr(), None)
+        kept.pop(plain.untyped_storage()._cdata, None)
     del output
     return sum(kept.values())
 

@@ -1,0 +1,74 @@
+"""Compiled blocks traced without a GPU keep the bytes and take the time that an H100 measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import bench_model
+from benchmarks.measuring import contenders
+from benchmarks.measuring.report import ROOT
+from benchmarks.measuring.step import moved_by_casts
+from benchmarks.models.transformer import LLAMA
+from float8.config import RECIPES
+from float8.linear.plan import plan_for
+
+pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),  # of Triton 3.9
+]
+FILE = ROOT / "benchmarks" / "results" / "h100_2026-11-27" / "bench_model.json"
+BLOCKS, TOKENS = 2, 16384
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    file = tmp_path_factory.mktemp("traced") / "out.json"
+    assert bench_model.main(["--traced", "--recipes", "tensorwise", "-o", str(file)]) == 0
+    return {row["layer"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def measured(layer):
+    found = json.loads(FILE.read_text())["rows"]
+    return next(row for row in found if (row["mode"], row["layer"]) == ("compiled", layer))
+
+
+@pytest.mark.parametrize(
+    ("layer", "as_measured", "mib"),
+    [
+        ("bf16", "nn.Linear", 4614),
+        ("tensorwise speed", "tensorwise", 3782),
+        ("torchao tensorwise", "torchao tensorwise", 2950),
+    ],
+)
+def test_what_is_kept_and_predicted_is_what_an_h100_measured(rows, layer, as_measured, mib):
+    if layer not in rows:
+        pytest.skip("torchao is not installed")
+    row, on_h100 = rows[layer], measured(as_measured)
+    assert int(row["saved_mib"]) == mib
+    assert row["saved_mib"] == pytest.approx(on_h100["saved_mib"], abs=0.01)
+    assert row["predicted_ms"] == pytest.approx(on_h100["ms"], rel=0.05)
+
+
+def test_memory_keeps_what_torchao_keeps(rows):
+    assert int(rows["tensorwise memory"]["saved_mib"]) == 2950
+
+
+def test_casts_move_what_their_passes_do_but_for_the_amaxes_that_inductor_fuses(rows):
+    """Of both norms' outputs, attention's output, and the gradient that the last norm adds to."""
+    with torch.device("meta"):
+        block = contenders.model_of("", bench_model.Stack(LLAMA["8b"]))[0]
+    linears = [m for m in block.modules() if isinstance(m, torch.nn.Linear)]
+    plan = plan_for(RECIPES["tensorwise"], "sm_90", torch.bfloat16)
+    moved = sum(
+        moved_by_casts(plan, (TOKENS * m.in_features, m.weight.numel(), TOKENS * m.out_features))[0]
+        for m in linears
+    )
+    fused = 4 * 2 * TOKENS * LLAMA["8b"].width
+    ours, expected = rows["tensorwise speed"], BLOCKS * (moved - fused) / 1e9
+    assert ours["cast_gb"] == pytest.approx(expected, rel=0.01)
+    assert ours["launches"] == BLOCKS * (4 * 4)  # x, w twice, g of four layers
