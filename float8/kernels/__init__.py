@@ -16,6 +16,7 @@
 ``stochastic.py``           stochastic rounding
 ``update_rules.py``         the rules of optimizers
 ``optimizer_step.py``       a step of an optimizer in one op
+``recompute.py``            a partitioner by which compiled backward casts again
 ``flops.py``, ``sqnr.py``   what products count as, and what casts lose
 =========================== ====================================================================
 

@@ -25,6 +25,8 @@ from torch._functorch import partitioners
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 
+__all__ = ["RecomputeCasts"]
+
 TABLE = "get_default_op_list"
 
 
