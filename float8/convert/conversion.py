@@ -114,7 +114,7 @@ def plan_conversion(
     for module in model.modules():
         if (reason := getattr(module, "reason_against_conversion", None)) is not None:
             raise ValueError(f"nothing was converted: {reason}")
-    plan = ConversionPlan(caller, found, module_filter_fn)
+    plan = ConversionPlan(caller, found, config is not None, module_filter_fn)
     is_wanted = module_filter_fn or all_of()
     routers = routers_of(model)
     for fqn, module in model.named_modules():
@@ -141,6 +141,7 @@ class ConversionPlan:
     Attributes:
         caller: the public function, for messages.
         config: of the layers that are not in float8 yet.
+        config_is_given: whether the user asked for ``config``, which is the default otherwise.
         module_filter_fn: the user's filter.
         layers: name -> layer, each once, under its first name.
         configs: name -> the layer's config: its own, where it is in float8 already.
@@ -149,6 +150,7 @@ class ConversionPlan:
 
     caller: str
     config: Float8LinearConfig
+    config_is_given: bool
     module_filter_fn: ModuleFilter | None = None
     layers: dict[str, Any] = field(default_factory=dict)
     configs: dict[str, Float8LinearConfig] = field(default_factory=dict)
@@ -228,8 +230,8 @@ class ConversionPlan:
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]
-        as_asked = own and all(c == self.config for c in own.values())
-        if not conversion.converted and not as_asked:
+        is_other = self.config_is_given and any(c != self.config for c in own.values())
+        if not conversion.converted and (not own or is_other):
             warnings.warn(f"{self.caller} converted no layer:{self.reasons}", stacklevel=3)
         elif kept:
             lines = "\n  ".join(folded(kept))

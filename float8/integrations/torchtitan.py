@@ -231,7 +231,7 @@ class Float8Converter(QuantizationConverter):
             ValueError: layers that cannot be converted, each with its name and the reason; nothing
                 has been changed then.
         """
-        plan, places = ConversionPlan("Float8Converter", self.float8), {}
+        plan, places = ConversionPlan("Float8Converter", self.float8, True), {}
         plan.conversion.recipe = recipe_of(self.float8)
         experts = list(model_config.traverse(GroupedExperts.Config))
         found = [*model_config.traverse(Linear.Config), *experts]

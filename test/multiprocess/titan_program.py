@@ -227,12 +227,12 @@ def what_parallelism_refuses(rank):
 
 def other_optimizers_are_left_alone(rank):
     """The process has one hook, for torchtitan's container only; it keeps no layer alive."""
-    install, hooks = ours._install_hook, _global_optimizer_post_hooks
+    hooks = _global_optimizer_post_hooks
     config = Float8TitanLinear.Config(in_features=16, out_features=16, recipe="delayed")
     layer = config.build()
     count = len(hooks)
     config.build()
-    assert len(hooks) == count and install.cache_info().currsize == 1
+    assert len(hooks) == count > 0
     torch.nn.init.ones_(layer.weight)
     layer(torch.ones(16, 16)).sum().backward()
     torch.optim.SGD(layer.parameters()).step()
