@@ -6,7 +6,6 @@ after the other, by hand.
 
 from __future__ import annotations
 
-import importlib
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 from unittest import mock
@@ -17,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
 from float8.experts.autograd import GroupedLinearFunction
+from float8.kernels import products
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
 from float8.linear.casts import DelayedState
 from float8.linear.layer import function_of
 from float8.linear.plan import USED, plan_of
 
 F32 = torch.float32
-scaled_mm = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
 
 
 class Context:
@@ -45,7 +44,7 @@ def empty(*shape: Any, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def fake_cuda(arch: str, mode: FakeTensorMode | None = None) -> ExitStack:
     """FakeTensors on a GPU of this architecture, whose constants are there already."""
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(scaled_mm, "architecture", return_value=arch))
+    stack.enter_context(mock.patch.object(products, "architecture", return_value=arch))
     stack.callback(USED.clear)
     USED.clear()
     stack.enter_context(mode or FakeTensorMode())

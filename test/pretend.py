@@ -7,7 +7,6 @@ and of torch's own checks, and keeps its arguments. The GPU multiplies whatever 
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +19,8 @@ from shapes import Case
 from torch import Tensor
 
 from float8 import kernels
+from float8.kernels import products
 
-scaled_mm_module = importlib.import_module("float8.kernels.products")  # kernels has its function
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16 = torch.bfloat16
 TENSOR, ROW, B1, B128 = (-1, -1), (1, -1), (1, 128), (128, 128)
@@ -37,6 +36,7 @@ PRODUCTS = {
     (MX, MX): "mx",
     (MX, MX_SQUARE): "mx",
 }
+BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 EVERY_PRODUCT = pytest.mark.parametrize(("a_block", "b_block"), PRODUCTS, ids=str)
 
 
@@ -148,8 +148,8 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     monkeypatch.setattr(F, "scaled_mm", scaled_mm_v2)
-    for products in scaled_mm_module.SUPPORT.values():
-        monkeypatch.setitem(products, "mx", None)
+    for row in products.SUPPORT.values():
+        monkeypatch.setitem(row, "mx", None)
     return calls
 
 

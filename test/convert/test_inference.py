@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import importlib
 import io
 import pickle
 import weakref
@@ -30,6 +29,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.convert.inference import convert_to_float8_inference, reason_against_inference
+from float8.kernels import products
 
 # recipe -> the block and the scale format of a weight
 BLOCKS = {"tensorwise": (-1, -1), "rowwise": (1, -1), "blockwise": (128, 128), "mxfp8": (1, 32)}
@@ -164,9 +164,8 @@ def test_delayed_casts_without_a_history_are_dynamic(amax_init):
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_what_no_gpu_multiplies_is_refused_while_the_weight_is_still_there(recipe, monkeypatch):
     gpu, weight, config = torch.device("cuda"), torch.zeros(250, 128), config_of(recipe)
-    scaled_mm = importlib.import_module("float8.kernels.products")
     arch = "sm_100" if "mxfp8" in recipe else "sm_90"
-    monkeypatch.setattr(scaled_mm, "architecture", lambda index=None: arch)
+    monkeypatch.setattr(products, "architecture", lambda index=None: arch)
     assert "out_features=250" in reason_against_inference(weight, config, gpu)
     assert reason_against_inference(torch.zeros(256, 128), config, gpu) is None
     assert reason_against_inference(weight, padding(recipe), gpu) is None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from assertions import assert_bitwise
@@ -11,12 +9,12 @@ from pretend import (
     B1,
     B128,
     BF16,
+    BLOCKWISE,
     E4M3,
     E5M2,
     EVERY_PRODUCT,
     MX,
     MX_SQUARE,
-    PRODUCTS,
     ROW,
     TENSOR,
     assert_product_of,
@@ -31,11 +29,7 @@ from shapes import HIGH_PRECISION, Case, pairs
 
 from float8 import kernels
 from float8.kernels import cublas
-
-module = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
-
-
-BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
+from float8.kernels import products as module
 
 
 @pytest.fixture

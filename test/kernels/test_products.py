@@ -6,7 +6,6 @@ A GPU is not needed: FakeTensors stand for CUDA tensors where shapes and choices
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import oracle
@@ -19,6 +18,7 @@ from pretend import (
     B1,
     B128,
     BF16,
+    BLOCKWISE,
     E4M3,
     E5M2,
     EVERY_PRODUCT,
@@ -40,9 +40,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from float8 import kernels
 from float8.granularity import block_name
 from float8.kernels import definition
+from float8.kernels import products as module
 
-module = importlib.import_module("float8.kernels.products")  # float8.kernels has its function
-BLOCKWISE = [pair for pair, product in PRODUCTS.items() if product == "blockwise"]
 BY_TORCH, BY_TRITON = "torch._scaled_mm", "the Triton GEMM"
 
 

@@ -210,9 +210,10 @@ def _factors_of_1x32(
     """The factors of every fourth row of a tile, from row i on, each of 32 columns."""
     ACROSS: tl.constexpr = bits.shape[1] // 32
     factor = _store_exponents(
-        tl.max(bits.reshape(bits.shape[0], ACROSS, 32), 2), scale_ptr, first_row, tl.arange(0,
-        bits.shape[0])[:, None] * 4 + i, tile_k * ACROSS, tl.arange(0, ACROSS)[None, :], rows, (K +
-        31) // 32, LARGEST, CARRY, SWIZZLED,
+        tl.max(bits.reshape(bits.shape[0], ACROSS, 32), 2), scale_ptr,
+        first_row, tl.arange(0, bits.shape[0])[:, None] * 4 + i,
+        tile_k * ACROSS, tl.arange(0, ACROSS)[None, :],
+        rows, (K + 31) // 32, LARGEST, CARRY, SWIZZLED,
     )[:, :, None]  # fmt: skip
     return tl.broadcast_to(factor, (bits.shape[0], ACROSS, 32)).reshape(bits.shape)
 
