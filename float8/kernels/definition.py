@@ -46,7 +46,9 @@ def amax(x: Tensor, block: Block) -> Tensor:
     if x.numel() == 0:
         return torch.zeros(shape, dtype=torch.float32, device=x.device)
     blocks, inside = in_blocks(x, block)
-    found = blocks.abs().amax(inside) if inside else blocks.abs()
+    found = blocks.abs()
+    for dim in reversed(inside):  # rows first: inductor finds their amaxes where it computes them
+        found = found.amax(dim, keepdim=True)
     return found.to(torch.float32).reshape(shape)
 
 
