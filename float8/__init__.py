@@ -33,7 +33,13 @@ from float8.estimate import estimate, faster_layers
 from float8.experts.grouped_mm import grouped_mm
 from float8.experts.modules import register_experts
 from float8.formats import E4M3, E5M2, Format, ScaleFormat
-from float8.fusion import LayerNormCast, RMSNormCast, SwiGLUCast, fuse_norms
+from float8.fusion import (
+    LayerNormCast,
+    RMSNormCast,
+    SwiGLUCast,
+    fuse_feed_forwards,
+    fuse_norms,
+)
 from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.layer import Float8Linear, float8_linear
 from float8.linear.weight_cache import cached_weights
@@ -108,6 +114,7 @@ __all__ = [
     "filters",
     "find_nan",
     "float8_linear",
+    "fuse_feed_forwards",
     "fuse_norms",
     "grouped_mm",
     "high_precision",

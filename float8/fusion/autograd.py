@@ -87,7 +87,7 @@ class _Produce(torch.autograd.Function):
         out: Output,
     ) -> tuple[Tensor, ...]:
         arguments = _arguments(op, (x, second, third), number)
-        by = _run_op if out.by_kernel else _run_plain
+        by = run_op if out.by_kernel else _run_plain
         data, data_t, scale, *statistics = by(op, arguments, out)
         ctx.save_for_backward(x, second, third, *statistics)
         ctx.op, ctx.number, ctx.by_kernel = op, number, out.by_kernel
@@ -113,7 +113,7 @@ class _Produce(torch.autograd.Function):
         return *shaped, None, None, None
 
 
-def _run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
+def run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
     """Data, transpose, scale and statistics, from the kernels of a GPU."""
     plan, how, state, x = out.plan, out.plan.x.first, out.state, arguments[0]
     assert how is not None
@@ -192,7 +192,7 @@ def runs_producer(device: torch.device, emulate: bool) -> bool:
 
 
 def _load() -> None:
-    for name in ("norm_cast", "swiglu_cast"):  # which registers their ops
+    for name in ("norm_cast", "swiglu_cast", "swiglu_gradients"):  # which registers their ops
         importlib.import_module(f"float8.kernels.gpu.{name}")
 
 

@@ -88,25 +88,27 @@ def register_norm(
 
 
 @dataclass
-class NormFusion:
-    """The report of `fuse_norms`.
+class Fusion:
+    """The report of `fuse_norms`, or of `float8.fuse_feed_forwards`.
 
     Args:
-        fused: (norm, the layers that read it), by their names.
-        skipped: norm -> why it was left alone.
+        kind: what was fused, for the text.
+        fused: (norm, the layers that read it), or (feed-forward, its layers), by their names.
+        skipped: norm or feed-forward -> why it was left alone.
     """
 
+    kind: str
     fused: list[tuple[str, list[str]]] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"fused with the cast behind them: {len(self.fused)} norms"]
+        lines = [f"fused with the casts beside them: {len(self.fused)} {self.kind}"]
         lines += [f"  {norm} -> {', '.join(layers)}" for norm, layers in self.fused]
         lines += [f"  left alone: {fqn}: {reason}" for fqn, reason in self.skipped.items()]
         return "\n".join(lines)
 
 
-def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
+def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> Fusion:
     """Have norms return float8 where converted layers alone read them, in place.
 
     Args:
@@ -125,7 +127,7 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> NormFusion:
     check_type(pairs or {}, Mapping, "fuse_norms", "pairs", "a mapping of norms to their readers")
     names = {module: fqn for fqn, module in model.named_modules()}
     readers, problems = readers_of_norms(model, pairs or {}, _may_be_norm)
-    fusion = NormFusion(skipped={names[block]: reason for block, reason in problems.items()})
+    fusion = Fusion("norms", skipped={names[block]: reason for block, reason in problems.items()})
     for norm, fqn in names.items():
         if not _may_be_norm(norm) and norm not in readers:
             continue

@@ -24,6 +24,7 @@ from float8.kernels.gpu import (
     optimizer_step,
     rows,
     swiglu_cast,
+    swiglu_gradients,
     transpose,
 )
 from float8.kernels.gpu.blockwise_mm import GEMM_TILES, Tile
@@ -322,6 +323,24 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
     ]
 
 
+def _swiglu_gradients(M: int, K: int) -> list[Variant]:
+    """Of one layer's output and of two, by given scales and by others, which the first launch finds."""
+    y, scale = meta(M, K), meta(1, 1, dtype=F32)
+    forms = {
+        f"{'one layer' if joined else 'two layers'}, {name}": (*scales, E4M3, E5M2, False, joined, *wanted)
+        for joined in (True, False)
+        for name, scales, wanted in (
+            ("tiles", (None, None), (True, True, False)),
+            ("given scales, amaxes", (scale, scale), (True, True, True)),
+            ("given scales, rows", (scale, scale), (False, False, False)),
+        )
+    }
+    return [
+        variant("swiglu_gradients: amaxes", swiglu_gradients._partial_amaxes, y, y, y),
+        *_forms("swiglu_gradients: ", swiglu_gradients._launch, forms, y, y, y, scale),
+    ]
+
+
 def _transpose(M: int, K: int) -> list[Variant]:
     """The form that the recipes launch."""
     return [variant("transpose", transpose._launch, meta(M, K, dtype=E4M3))]
@@ -332,7 +351,7 @@ SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
         _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _expand_scales, _grouped_mm,
-        _norm_cast, _optimizer_step, _swiglu_cast, _transpose,
+        _norm_cast, _optimizer_step, _swiglu_cast, _swiglu_gradients, _transpose,
     )
 }  # fmt: skip
 FILES = tuple(SHIPPED)

@@ -137,7 +137,7 @@ def test_what_was_done_is_said_and_logged_once(caplog):
         said = str(fuse(model))
     assert [r.getMessage() for r in caplog.records if "fused" in r.getMessage()] == [said]
     assert said == (
-        "fused with the cast behind them: 1 norms\n  norm2 -> up\n"
+        "fused with the casts beside them: 1 norms\n  norm2 -> up\n"
         "  left alone: norm1: k reads it, a Linear, not a Float8Linear"
     )
     again = fuse(model)

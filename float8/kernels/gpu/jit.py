@@ -270,11 +270,11 @@ def store_packed(out_ptr, packed, first_m4, k, size, group_col, K, P):
 
 
 @triton.jit
-def store_4_rows(out_ptr, codes, m, k, M, K):
+def store_4_rows(out_ptr, codes, m, k, M, K, stride):
     """Store 4 tiles of codes row-major, those of rows m, m + 1, m + 2, m + 3 of (M, K)."""
     for i in tl.static_range(4):
         inside = (m + i < M)[:, None] & (k < K)[None, :]
-        tl.store(out_ptr + (m + i)[:, None] * K + k[None, :], codes[i], inside)
+        tl.store(out_ptr + (m + i)[:, None] * stride + k[None, :], codes[i], inside)
 
 
 @triton.jit
@@ -389,6 +389,7 @@ def write_codes(
     K,
     P,
     FORMAT: tl.constexpr,
+    STRIDE_IS_2K: tl.constexpr = False,  # of the rows of data
 ):
     """Write a tile of codes, row-major and transposed; see `store_packed`.
 
@@ -408,4 +409,4 @@ def write_codes(
             inside = (m + i < size)[:, None] & (k < K)[None, :]
             tl.store(data_t_ptr + k.to(tl.int64)[None, :] * P + (m + i)[:, None], codes[i], inside)
     if data_ptr is not None:
-        store_4_rows(data_ptr, codes, m, k, size, K)
+        store_4_rows(data_ptr, codes, m, k, size, K, 2 * K if STRIDE_IS_2K else K)

@@ -216,6 +216,34 @@ def _cast_kernel(
 
 
 @triton.jit
+def gradients_of_tile(
+    grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit
+):
+    """Tiles of y and of the gradients of gate and up: rounded to gate's dtype, in float32.
+
+    Outside of (M, K) they are 0.
+    """
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    grad = tl.load(grad_ptr + m[:, None] * stride_grad + k[None, :], inside, 0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
+    up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
+    most_gate, most_up = _clamped(gate, up, limit)
+    sigmoid = _sigmoid(most_gate)
+    y = most_gate * sigmoid * most_up
+    grad_gate = grad * most_up * (sigmoid * (1.0 + most_gate * (1.0 - sigmoid)))
+    grad_up = grad * (most_gate * sigmoid)
+    if limit is not None:
+        grad_gate = tl.where(gate > limit, 0.0, grad_gate)
+        grad_up = tl.where(tl.abs(up) > limit, 0.0, grad_up)
+    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
+    return (
+        y.to(DTYPE).to(tl.float32),
+        grad_gate.to(DTYPE).to(tl.float32),
+        grad_up.to(DTYPE).to(tl.float32),
+    )
+
+
+@triton.jit
 def _backward_kernel(
     grad_ptr,
     gate_ptr,
@@ -235,16 +263,9 @@ def _backward_kernel(
     m = (pid // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
     inside = (m < M)[:, None] & (k < K)[None, :]
-    grad = tl.load(grad_ptr + m[:, None] * stride_grad + k[None, :], inside, 0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
-    most_gate, most_up = _clamped(gate, up, limit)
-    sigmoid = _sigmoid(most_gate)
-    grad_gate = grad * most_up * (sigmoid * (1.0 + most_gate * (1.0 - sigmoid)))
-    grad_up = grad * (most_gate * sigmoid)
-    if limit is not None:
-        grad_gate = tl.where(gate > limit, 0.0, grad_gate)
-        grad_up = tl.where(tl.abs(up) > limit, 0.0, grad_up)
+    _, grad_gate, grad_up = gradients_of_tile(
+        grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit
+    )
     out_ptrs = out_ptr + m[:, None] * (2 * K) + k[None, :]
     tl.store(out_ptrs, grad_gate.to(out_ptr.dtype.element_ty), inside)
     tl.store(out_ptrs + K, grad_up.to(out_ptr.dtype.element_ty), inside)
@@ -267,7 +288,7 @@ def _partial_amaxes(
 def _launch_amaxes(
     gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
 ) -> Tensor:
-    _check("swiglu_amaxes", gate, up=up)
+    check_shapes("swiglu_amaxes", gate, up=up)
     found = torch.zeros((1, gate.shape[1]), dtype=torch.int32, device=gate.device)
     if gate.numel() > 0:
         gate, up = row_major(gate), row_major(up)
@@ -285,7 +306,7 @@ def _launch(
     power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
     limit: float | None = None,
 ) -> Fused:  # fmt: skip
-    _check("swiglu_cast", gate, up=up)
+    check_shapes("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale, factors=factors)
     if gate.numel() == 0:
         return _definition(
@@ -305,7 +326,7 @@ def _launch(
 
 
 def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
-    _check("swiglu_backward", gate, up=up, grad=grad)
+    check_shapes("swiglu_backward", gate, up=up, grad=grad)
     out = _backward_fake(grad, gate, up)
     if gate.numel() == 0:
         return out
@@ -318,7 +339,7 @@ def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None
     return out
 
 
-def _check(op: str, gate: Tensor, **others: Tensor) -> None:
+def check_shapes(op: str, gate: Tensor, **others: Tensor) -> None:
     """Refuse tensors of other shapes than gate's, by which a kernel addresses all of them."""
     check_device(op, gate, **others)
     for name, other in others.items():

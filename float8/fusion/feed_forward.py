@@ -1,0 +1,195 @@
+"""`fuse_feed_forwards`: SwiGLU and the layers around it as one op of autograd.
+
+After conversion, SwiGLU reads two matrices that layers wrote and writes one that a layer casts, and
+its backward writes two gradients that layers cast. A fused feed-forward casts them where it
+computes them, casts its input once for gate and up, and keeps gate and up for backward, but not the
+result of SwiGLU::
+
+    register_feed_forward(LlamaMLP, gate="gate_proj", up="up_proj", down="down_proj")
+    convert_to_float8_training(model, config=config)
+    print(fuse_feed_forwards(model))  # the modules that were fused, and why others were not
+
+What a type computes is declared, never guessed. It must be ``down(silu(gate(x)) * up(x))``; where
+one layer computes gate and up, its output holds the gate first, and ``up`` is left out.
+
+SwiGLU is computed in float32 and rounded once to the compute dtype, where ``F.silu(gate) * up``
+rounds twice; all else has the bits of the layers apart. Parameters, their names and the state of
+delayed casts stay, so that checkpoints of both models load into each other;
+`convert_from_float8_training` makes the modules plain again.
+
+The module's own forward runs, layer by layer, while one of its layers runs in high precision, has
+hooks, was wrapped or replaced (as by adapters or by tensor parallelism), or has a weight that is
+stored in float8. Fuse after converting, and before compiling.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from float8.arguments import check_module
+from float8.convert.conversion import replace_children
+from float8.convert.reasons import runs_something_else
+from float8.fusion.autograd import runs_producer
+from float8.fusion.feed_forward_autograd import FeedForwardCall, FeedForwardFunction, fits_kernel
+from float8.fusion.norm_fusion import Fusion
+from float8.kernels import is_sharded
+from float8.linear.autograd import STATELESS, Call
+from float8.linear.float8_weight import float8_weight
+from float8.linear.layer import Float8Linear, with_state_of
+from float8.linear.module import Float8Module
+from float8.linear.plan import plan_of
+from float8.linear.resident import is_resident
+
+logger = logging.getLogger("float8")
+
+
+class Names(NamedTuple):
+    """The names of layers in a feed-forward: gate and up, or the one that computes both; down."""
+
+    first: tuple[str, ...]
+    down: str
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All of them."""
+        return *self.first, self.down
+
+
+FEED_FORWARDS: dict[type[nn.Module], Names] = {}  # filled by users
+
+
+def register_feed_forward(
+    module_type: type[nn.Module], *, gate: str, up: str | None = None, down: str
+) -> None:
+    """Declare a type of modules as ``down(silu(gate(x)) * up(x))``.
+
+    Args:
+        module_type: exactly this type, such as ``LlamaMLP``.
+        gate, up, down: the names of its layers. Without ``up``, the output of ``gate`` holds both,
+            the gate first.
+    """
+    FEED_FORWARDS[module_type] = Names((gate,) if up is None else (gate, up), down)
+
+
+class SwiGLUFeedForward(Float8Module):
+    """A feed-forward of a declared type, which has its layers and attributes under their names."""
+
+    plain_type: type[nn.Module]
+    names: Names
+
+    @classmethod
+    def from_float(cls, module: nn.Module) -> SwiGLUFeedForward:
+        """One with the children, hooks and mode of ``module``, whose layers are converted."""
+        self: SwiGLUFeedForward = with_state_of(module, cls)
+        self.plain_type, self.names = type(module), FEED_FORWARDS[type(module)]
+        self._add_switch()
+        return self
+
+    def to_float(self) -> nn.Module:
+        """The module as it was before, its children shared."""
+        plain: nn.Module = with_state_of(self, self.plain_type)
+        for name in ("plain_type", "names", "switch"):
+            plain.__dict__.pop(name)
+        return plain
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) -> (..., K).
+
+        Raises what the layers raise for an input that does not fit.
+        """
+        layers: list[Any] = [getattr(self, name) for name in self.names.all]
+        if not all([_runs_fused(layer) for layer in layers]):
+            out: Tensor = self.plain_type.forward(self, x)
+            return out
+        *first, down = layers
+        # Of the shape and dtype of down's input, without memory.
+        hidden = x.new_empty((), dtype=x.dtype).expand(*x.shape[:-1], down.in_features)
+        calls = tuple([_call_of(layer, x) for layer in first])
+        last = _call_of(down, hidden)
+        by_kernel = fits_kernel(calls[0].plan, last.plan) and runs_producer(
+            x.device, down.config.emulate
+        )
+        call = FeedForwardCall(calls, last, by_kernel)
+        weights = [layer.weight for layer in first]
+        result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
+        return result
+
+
+def _runs_fused(layer: Any) -> bool:
+    """Whether nothing but the layer's own forward would run in it, in float8."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        type(layer) is Float8Linear
+        and not layer.high_precision
+        and not any([getattr(layer, name) for name in hooks])
+        and "forward" not in layer.__dict__
+        and not is_sharded(layer.weight)
+        and not is_resident(layer.weight)
+    )
+
+
+def _call_of(layer: Any, input: Tensor) -> Call:
+    """The call that the forward of a `Float8Linear` makes."""
+    grad = torch.is_grad_enabled()
+    plan = plan_of(layer.config, input, layer.weight)
+    layer._begin_call(input, layer.weight, plan)
+    states = layer._states() if plan.has_delayed else STATELESS
+    return Call(
+        plan, states, layer.training and grad, float8_weight(layer, plan), has_backward=grad
+    )
+
+
+def fuse_feed_forwards(model: nn.Module) -> Fusion:
+    """Fuse the feed-forwards of the declared types, in place.
+
+    Args:
+        model: converted. Fusing again fuses those that were left.
+
+    Returns:
+        the fused modules with their layers, and the reasons why others were not fused; both are
+        logged too.
+    """
+    check_module(model, "fuse_feed_forwards")
+    fusion, swapped = Fusion("feed-forwards"), {}
+    for fqn, module in model.named_modules():
+        if type(module) not in FEED_FORWARDS:
+            continue
+        names = FEED_FORWARDS[type(module)]
+        reason = next(filter(None, _problems(module, fqn, names)), None)
+        if reason is not None:
+            fusion.skipped[fqn] = reason
+        else:
+            swapped[module] = SwiGLUFeedForward.from_float(module)
+            fusion.fused.append((fqn, [f"{fqn}.{name}" for name in names.all]))
+    replace_children(model, swapped)
+    logger.info("%s", fusion)
+    return fusion
+
+
+def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]:
+    """The reasons why a module cannot be fused; what follows one may fail."""
+    yield runs_something_else(module, fqn)
+    layers: list[Any] = [getattr(module, name, None) for name in names.all]
+    for name, layer in zip(names.all, layers, strict=True):
+        if type(layer) is not Float8Linear:
+            yield f"its {name} is a {type(layer).__name__}, not a Float8Linear"
+        if layer.bias is not None:
+            yield f"its {name} has a bias"
+        if layer.config.smooth_input:
+            yield f"its {name} has smooth_input=True; see SwiGLUCast"
+    for name, child in module.named_children():
+        if name not in names.all and "SiLU" not in type(child).__name__:
+            yield f"its {name} is a {type(child).__name__}, neither one of its layers nor SiLU"
+    *first, down = layers
+    sizes = {layer.out_features for layer in first}
+    if sizes != {down.in_features * (1 if len(first) > 1 else 2)}:
+        yield f"{' and '.join(names.first)} compute {sizes}, {names.down} reads {down.in_features}"
+    if len({layer.config.key for layer in first}) > 1:
+        yield f"{' and '.join(names.first)} have different configs"
+    if len({layer.weight.dtype for layer in layers}) > 1:
+        yield "its weights have different dtypes"

@@ -1,0 +1,240 @@
+"""The autograd function behind `float8.fusion.feed_forward`: three layers and SwiGLU between them.
+
+For M tokens, width K, F hidden features; gate and up are two layers, or one that computes both::
+
+    gate_MF = x_MK @ w_gate_FK.T     up_MF = x_MK @ w_up_FK.T
+    y_MF    = silu(gate_MF) * up_MF
+    out_MK  = y_MF @ w_down_KF.T
+
+Between forward and backward it keeps x in float8, gate and up; a `Float8Linear` that reads y keeps
+y in float8 besides. Backward casts y again, from gate and up, which the gradients of SwiGLU read
+anyway. Where all casts are tensorwise a GPU does both in one kernel
+(`float8.kernels.gpu.swiglu_gradients`), and y and the gradients of gate and up are never written in
+high precision. Otherwise the operands are those of three layers, and plain PyTorch, or the
+compiler, computes SwiGLU in float32 and rounds once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from float8.formats import ScaleFormat
+from float8.fusion.autograd import SWIGLU, Output, run_op
+from float8.kernels import Float8Matrix, definition
+from float8.linear.autograd import (
+    Call,
+    as_arguments,
+    as_matrix,
+    in_shape_of,
+    product,
+    read_float8_input,
+    refuse_double_backward,
+    save,
+    saved_by,
+    weight_of_forward,
+)
+from float8.linear.casts import cast_operand, known_scale, record
+from float8.linear.float8_weight import cast_again
+from float8.linear.plan import TRANSPOSED_COPY, LinearPlan, Operand, without_autocast
+from float8.tensor import Float8Tensor
+
+Matrices = tuple[Any, Any]  # one orientation of an operand and the other
+
+
+class FeedForwardCall(NamedTuple):
+    """The parameters of one call, except its tensors.
+
+    Args:
+        first: the calls of gate and up, or of the layer that computes both.
+        down: that of the layer that reads y.
+        by_kernel: whether the kernels of a GPU compute SwiGLU and its casts.
+    """
+
+    first: tuple[Call, ...]
+    down: Call
+    by_kernel: bool
+
+
+def fits_kernel(first: LinearPlan, down: LinearPlan) -> bool:
+    """Whether the kernels cast y and the gradients of gate and up as these plans say."""
+    return _is_by_one_scale(down.x) and _is_by_one_scale(first.g)
+
+
+def _is_by_one_scale(operand: Operand) -> bool:
+    how = operand.first
+    is_both = how is not None and operand.second_is == TRANSPOSED_COPY
+    return is_both and how.is_whole and how.kernel is not None  # type: ignore[union-attr]
+
+
+class FeedForwardFunction(torch.autograd.Function):
+    """Forward and backward of the feed-forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: FeedForwardCall, x: Tensor, w_down: Tensor, *w_first: Tensor
+    ) -> Tensor:
+        """(..., K), the weight of down (K, F), and (F, K) twice or (2 F, K) -> (..., K)."""
+        lead, down = call.first[0], call.down
+        _, needs_x, _, *needs_first = ctx.needs_input_grad
+        with without_autocast(x):
+            x8_MK, x8_KM = _operands_of_x(x, call, lead.has_backward and any(needs_first))
+            outputs: list[Tensor] = []
+            saved: list[Tensor | None] = []
+            reads: list[Any] = []
+            for its, w in zip(call.first, w_first, strict=True):
+                w8_FK, w_saved, w_amax = weight_of_forward(w, its)
+                outputs.append(product(its.plan.output, x8_MK, w8_FK))
+                record(its.states[1], w_amax)
+                saved += w_saved if needs_x else (None, None)
+                reads.append(_reader(its))
+            gate_MF, up_MF = _halves(outputs)
+            y8_MF = _cast_y(gate_MF, up_MF, call)
+            w8_KF, w_saved, w_amax = weight_of_forward(w_down, down)
+            out_MK = product(down.plan.output, y8_MF, w8_KF)
+            record(down.states[1], w_amax)
+        saved += w_saved if needs_x or any(needs_first) else (None, None)
+        y_scale = y8_MF.scale if down.plan.x.shares_data else None
+        save(ctx, lead, (x, w_first[0], None), x8_KM, (None, None), y_scale, *outputs, *saved)
+        parts = [_without_weight(its) for its in call.first]
+        ctx.feed_forward = call._replace(first=tuple(parts), down=_without_weight(down))
+        ctx.reads = (*reads, _reader(down))
+        return in_shape_of(x, out_MK)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
+        """The gradients of forward's tensors, each None if it is not needed."""
+        refuse_double_backward("a fused feed-forward")
+        call, reads = ctx.feed_forward, ctx.reads
+        down, count = call.down, len(call.first)
+        _, needs_x, needs_down, *needs_first = ctx.needs_input_grad
+        x, x_scale, _, _, y_scale, *rest = saved_by(ctx)
+        outputs, saved = rest[:count], rest[count : 3 * count + 2]
+        needs_y = needs_x or any(needs_first)
+        grad_x = grad_down = grad_y = None
+        grads_first: list[Tensor | None] = [None] * count
+        with without_autocast(g):
+            g8_MK, g8_KM, amax = cast_operand(
+                as_matrix(g), down.plan.g, down.states[2], down.records_amax,
+                first=needs_y, second=needs_down,
+            )  # fmt: skip
+            record(down.states[2], amax)
+            if needs_y:
+                w8_FK, _ = reads[-1](saved[-2:], down)
+                grad_y = product(down.plan.grad_input, g8_MK, w8_FK)
+            gate_MF, up_MF = _halves(outputs)
+            by = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
+            y8_FM, gradients = by(grad_y, gate_MF, up_MF, y_scale, call, needs_down)
+            if needs_down:
+                grad_down = product(down.plan.grad_weight, g8_KM, y8_FM)
+            for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
+                if needs_x:
+                    w8_KF, _ = reads[i](saved[2 * i : 2 * i + 2], its)
+                    part = product(its.plan.grad_input, g8_MF, w8_KF)
+                    grad_x = part if grad_x is None else grad_x + part
+                if needs_first[i]:
+                    second = its.plan.x.second
+                    x8_KM = x if x_scale is None else Float8Matrix(x, x_scale, second.block)
+                    grads_first[i] = product(its.plan.grad_weight, g8_FM, x8_KM)
+        grad_x = as_arguments(ctx, grad_x, None, None)[0]
+        grads = [as_arguments(ctx, None, grad, None)[1] for grad in (grad_down, *grads_first)]
+        return None, grad_x, *grads
+
+
+def _operands_of_x(x: Tensor, call: FeedForwardCall, second: bool) -> Matrices:
+    """x_MK and x_KM, by the cast of the first layer; the amax is that of all."""
+    lead = call.first[0]
+    if isinstance(x, Float8Tensor):
+        return read_float8_input(x, lead, second)[:2]
+    x_MK = as_matrix(x).to(lead.plan.dtype)
+    x8_MK, x8_KM, amax = cast_operand(
+        x_MK, lead.plan.x, lead.states[0], lead.records_amax, second=second
+    )
+    for its in call.first:
+        record(its.states[0], amax)
+    return x8_MK, x8_KM
+
+
+def _halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """gate and up, each (M, F)."""
+    gate, up = outputs[0].chunk(2, 1) if len(outputs) == 1 else outputs
+    return gate, up
+
+
+def _cast_y(gate_MF: Tensor, up_MF: Tensor, call: FeedForwardCall) -> Any:
+    """y_MF, cast for the product with the weight of down."""
+    down, state = call.down, call.down.states[0]
+    if call.by_kernel:
+        out = Output(down.plan, state, down.records_amax, transpose=False, by_kernel=True)
+        data, _, scale = run_op(SWIGLU, (gate_MF, up_MF, None), out)
+        return Float8Matrix(data, scale, down.plan.x.first.block)  # type: ignore[union-attr]
+    y_MF = definition.swiglu(gate_MF, up_MF).to(down.plan.dtype)
+    y8_MF, _, amax = cast_operand(y_MF, down.plan.x, state, down.records_amax, second=False)
+    record(state, amax)
+    return y8_MF
+
+
+# y_FM, or None, for the weight gradient of down, and both orientations of the gradient of each
+# layer before SwiGLU: of gate and up, or of the one that computes both.
+Operands = tuple[Any, list[Matrices]]
+
+
+def _cast_plainly(
+    grad_y: Tensor | None, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor | None,
+    call: FeedForwardCall, needs_down: bool,
+) -> Operands:  # fmt: skip
+    down, y8_FM, gradients = call.down, None, []
+    if needs_down:
+        y_MF = definition.swiglu(gate_MF, up_MF).to(down.plan.dtype)
+        cast = cast_operand(y_MF, down.plan.x, down.states[0], first=False, scale=y_scale)
+        y8_FM = cast[1]
+    both = [None] * len(call.first)
+    if grad_y is not None:
+        joined = definition.swiglu_backward(grad_y, gate_MF, up_MF)
+        both = [joined] if len(call.first) == 1 else list(joined.chunk(2, 1))
+    for its, g in zip(call.first, both, strict=True):
+        found: Any = (None, None, None)
+        if g is not None:
+            found = cast_operand(g, its.plan.g, its.states[2], its.records_amax)
+        record(its.states[2], found[2])
+        gradients.append(found[:2])
+    return y8_FM, gradients
+
+
+def _cast_by_kernel(
+    grad_y: Tensor, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor,
+    call: FeedForwardCall, needs_down: bool,
+) -> Operands:  # fmt: skip
+    (lead, *_), y, joined = call.first, call.down.plan.x.first, len(call.first) == 1
+    how, states = lead.plan.g.first, [its.states[2] for its in call.first]
+    assert how is not None
+    assert y is not None
+    scales = [known_scale(how, state, gate_MF) for state in states]
+    if None in scales:  # a delayed scale without a history
+        scales = [None]
+    records = lead.records_amax and how.is_delayed
+    y_t, data, data_t, scale, amax = torch.ops.float8.swiglu_gradients.default(
+        grad_y, gate_MF, up_MF, y_scale, scales[0], scales[-1], y.dtype, how.dtype,
+        how.scales != ScaleFormat.FLOAT32.value, joined, needs_down, True, records,
+    )  # fmt: skip
+    gradients: list[Matrices] = []
+    for i, state in enumerate(states):
+        its = [part if joined else part[i] for part in (data, data_t, scale)]
+        pair = [Float8Matrix(part, its[2], how.block) for part in its[:2]]
+        gradients.append((pair[0], pair[1]))
+        if records:
+            record(state, amax if joined else amax[i])
+    return Float8Matrix(y_t, y_scale, y.block), gradients
+
+
+def _reader(call: Call) -> Any:
+    """How backward reads the weight; see `float8.linear.float8_weight`."""
+    return cast_again if call.weight is None else call.weight.read
+
+
+def _without_weight(call: Call) -> Call:
+    """For backward: FSDP2 may free the memory of a weight after forward."""
+    return Call(call.plan, call.states, call.records_amax)

@@ -1,0 +1,298 @@
+"""`swiglu_gradients`: the backward of a SwiGLU between float8 layers, and its three casts.
+
+It follows a GEMM and precedes four. grad_y (M, F) is the result of grad_input of the down
+projection. The gradients of gate and up are operands of two GEMMs each, and so are written in both
+orientations. The transpose of y itself, which the weight gradient of the down projection reads, is
+cast again here, by the scale of forward: gate and up are read anyway, and nothing of y is kept
+between forward and backward. Bytes per element of y, from bfloat16:
+
+========== ==================== ============================ ===================================
+scales     bytes                ``swiglu_backward``, casts   what it does
+========== ==================== ============================ ===================================
+given      6 + 4 + 1            6 + 4, 4 + 4                 static, delayed; finds the amaxes
+None       6 + 6 + 4 + 1        6 + 4, 4, 4 + 4              dynamic: reads twice
+========== ==================== ============================ ===================================
+
+Gate and up are two layers with scales of their own, or the two halves of one layer's output,
+``joined``, with one scale:
+
+======== ================== ============== ======================
+result   two layers         one            what it is
+======== ================== ============== ======================
+y_t      (F, M)             (F, M)         y, transposed
+data     (2, M, F)          (M, 2 F)       the gradients
+data_t   (2, F, M)          (2 F, M)       their transposes
+scale    (2, 1, 1)          (1, 1)         theirs
+amax     (2, 1, 1)          (1, 1)         theirs, if asked for
+======== ================== ============== ======================
+
+All values are computed in float32 and rounded once to the dtype of gate, as in `swiglu_cast`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from float8.granularity import WHOLE
+from float8.kernels import definition
+from float8.kernels.gpu.amax import new_partials
+from float8.kernels.gpu.jit import (
+    amax_bits_of,
+    magnitude_bits,
+    place_of_tile,
+    reciprocal,
+    scale_of_tensor,
+    scaled_4,
+    tile_of_program,
+    transposed_stride,
+    write_codes,
+)
+from float8.kernels.gpu.launch import (
+    NO_FUSION,
+    TRITON_DTYPES,
+    TRITON_FORMATS,
+    check_device,
+    format_constants,
+    launch,
+    new_data,
+    pointer,
+    register_op,
+    row_major,
+    tiles_of,
+)
+from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
+
+_AMAX_TILE, _MAX_PARTIALS = {"ROWS": 16, "COLS": 128}, 1024
+_TILE = {"ROWS_BY_4": 8, "COLS": 64}
+_OPTIONS = {"num_warps": 4, **NO_FUSION}
+
+
+@triton.jit
+def _amax_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    partials_ptr,  # those of gate, then those of up
+    M,
+    K,
+    stride_grad,
+    stride_gate,
+    stride_up,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    tiles_k = tl.cdiv(K, COLS)
+    tiles = tl.cdiv(M, ROWS) * tiles_k
+    gate_bits = tl.zeros((ROWS, COLS), tl.int32)
+    up_bits = tl.zeros((ROWS, COLS), tl.int32)
+    for tile in range(tl.program_id(0), tiles, PARTIALS):
+        m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
+        _, gate, up = gradients_of_tile(
+            grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up,
+        )
+        gate_bits = tl.maximum(gate_bits, magnitude_bits(gate))
+        up_bits = tl.maximum(up_bits, magnitude_bits(up))
+    tl.store(partials_ptr + tl.program_id(0), tl.max(gate_bits))
+    tl.store(partials_ptr + PARTIALS + tl.program_id(0), tl.max(up_bits))
+
+
+@triton.jit
+def _cast_kernel(
+    grad_ptr,
+    gate_ptr,
+    up_ptr,
+    y_scale_ptr,
+    gate_given_ptr,  # the scale; None: it follows from the partial amaxes
+    up_given_ptr,
+    scale_ptr,  # written
+    partials_ptr,  # amax bits: those of gate, then those of up
+    record_ptr,  # int32 bits of running maxima, or None
+    y_t_ptr,  # uint8 (K, M); int32 of four bytes each where M is a multiple of 16; or None
+    data_ptr,  # uint8
+    data_t_ptr,  # as y_t
+    M,
+    K,
+    stride_grad,
+    stride_gate,
+    stride_up,
+    ROWS_BY_4: tl.constexpr,
+    COLS: tl.constexpr,
+    JOINED: tl.constexpr,
+    PARTIALS: tl.constexpr,  # of each of the two, or of both if joined
+    Y_FORMAT: tl.constexpr,
+    Y_FORMAT_MAX: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    tile, _ = tile_of_program()
+    first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
+    gate_scale = scale_of_tensor(
+        gate_given_ptr, scale_ptr, partials_ptr, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
+    )
+    up_scale, up_record_ptr, M64 = gate_scale, record_ptr, M.to(tl.int64)
+    up_offset = K if JOINED else M64 * K
+    if not JOINED:
+        if record_ptr is not None:
+            up_record_ptr += 1
+        if partials_ptr is not None:
+            partials_ptr += PARTIALS
+        up_scale = scale_of_tensor(
+            up_given_ptr, scale_ptr + 1, partials_ptr, up_record_ptr,
+            FORMAT_MAX, POWER_OF_TWO, PARTIALS,
+        )  # fmt: skip
+    # All loads before the first store, which none of them may overtake.
+    y0, gate0, up0 = gradients_of_tile(
+        grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up
+    )
+    y1, gate1, up1 = gradients_of_tile(
+        grad_ptr, gate_ptr, up_ptr, m + 1, k, M, K, stride_grad, stride_gate, stride_up
+    )
+    y2, gate2, up2 = gradients_of_tile(
+        grad_ptr, gate_ptr, up_ptr, m + 2, k, M, K, stride_grad, stride_gate, stride_up
+    )
+    y3, gate3, up3 = gradients_of_tile(
+        grad_ptr, gate_ptr, up_ptr, m + 3, k, M, K, stride_grad, stride_gate, stride_up
+    )
+    if y_t_ptr is not None:
+        factor = reciprocal(tl.load(y_scale_ptr))
+        ys = scaled_4((y0, y1, y2, y3), factor, Y_FORMAT_MAX, False)
+        write_codes(ys, None, y_t_ptr, first_m4, k, M, M, 0, K, M, Y_FORMAT)
+    gates, ups = (gate0, gate1, gate2, gate3), (up0, up1, up2, up3)
+    FITS: tl.constexpr = gate_given_ptr is None
+    factor = reciprocal(gate_scale, POWER_OF_TWO)
+    codes = scaled_4(gates, factor, FORMAT_MAX, FITS)
+    write_codes(codes, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT, JOINED)
+    if data_t_ptr is not None:
+        data_t_ptr += K * transposed_stride(data_t_ptr, M64)
+    factor = reciprocal(up_scale, POWER_OF_TWO)
+    codes = scaled_4(ups, factor, FORMAT_MAX, FITS)
+    data_ptr += up_offset
+    write_codes(codes, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT, JOINED)
+    if record_ptr is not None and gate_given_ptr is not None:
+        tl.atomic_max(record_ptr, tl.max(amax_bits_of(gates)), sem="relaxed")
+        tl.atomic_max(up_record_ptr, tl.max(amax_bits_of(ups)), sem="relaxed")
+
+
+def _partial_amaxes(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """int32 (2, P), P a power of two: bits of amaxes, whose maxima are those of the gradients."""
+    count = new_partials(gate, tiles_of(gate, _AMAX_TILE), _MAX_PARTIALS).numel()
+    partials = torch.empty((2, count), dtype=torch.int32, device=gate.device)
+    launch(
+        _amax_kernel, count, grad, gate, up, partials,
+        *gate.shape, grad.stride(0), gate.stride(0), up.stride(0),
+        **_AMAX_TILE, PARTIALS=count, **_OPTIONS,
+    )  # fmt: skip
+    return partials
+
+
+class Gradients(NamedTuple):
+    """The results; those that are not wanted have no elements."""
+
+    y_t: Tensor
+    data: Tensor
+    data_t: Tensor
+    scale: Tensor
+    amax: Tensor
+
+
+def _launch(
+    grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
+    up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    check_shapes("swiglu_gradients", gate, up=up, grad=grad)
+    scales = {"y_scale": y_scale, "gate_scale": gate_scale, "up_scale": up_scale}
+    check_device("swiglu_gradients", gate, **scales)
+    how = y_dtype, dtype, power_of_two, joined, y_cols, cols, finds_amax
+    if gate.numel() == 0:
+        return _definition(grad, gate, up, y_scale, gate_scale, up_scale, *how)
+    out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
+    grad, gate, up = row_major(grad), row_major(gate), row_major(up)
+    strides = grad.stride(0), gate.stride(0), up.stride(0)
+    partials, count = None, 0
+    if gate_scale is None:
+        partials = _partial_amaxes(grad, gate, up)
+        count = partials.numel() if joined else partials.shape[1]
+    record = out.amax.zero_().view(torch.int32) if finds_amax else None
+    words = gate.shape[0] % 16 == 0
+    launch(
+        _cast_kernel, tiles_of(gate, _TILE), grad, gate, up, y_scale, gate_scale, up_scale,
+        out.scale, partials, record, pointer(out.y_t, words), pointer(out.data),
+        pointer(out.data_t, words), *gate.shape, *strides,
+        **_TILE, JOINED=joined, PARTIALS=count,
+        Y_FORMAT=TRITON_FORMATS[y_dtype], Y_FORMAT_MAX=torch.finfo(y_dtype).max,
+        **format_constants(dtype, power_of_two and gate_scale is None), **_OPTIONS,
+    )  # fmt: skip
+    return tuple(out)
+
+
+def _definition(
+    grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
+    up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
+    whole = (WHOLE, WHOLE)
+    if y_cols:
+        y = definition.swiglu(gate, up).to(gate.dtype)
+        out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, whole, y_dtype))
+    both = definition.swiglu_backward(grad, gate, up)
+    parts = [both] if joined else both.chunk(2, 1)
+    for i, (g, given) in enumerate(zip(parts, (gate_scale, up_scale), strict=False)):
+        data, data_t, scale, amax = [t if joined or not t.numel() else t[i] for t in out[1:]]
+        largest = definition.amax(g, whole)
+        name = definition.scale_format_of(power_of_two)
+        own = definition.scale_from_amax(largest, torch.finfo(dtype).max, name)
+        scale.copy_(own if given is None else given)
+        data.copy_(definition.cast_by_scale(g, scale, whole, dtype))
+        if cols:
+            data_t.copy_(definition.cast_by_scale(g.t(), scale, whole, dtype))
+        if finds_amax:
+            amax.copy_(largest)
+    return tuple(out)
+
+
+def _empty(
+    gate: Tensor, y_dtype: torch.dtype, dtype: torch.dtype, joined: bool, y_cols: bool, cols: bool,
+    finds_amax: bool,
+) -> Gradients:  # fmt: skip
+    M, F = gate.shape
+    stack = gate.new_empty(()) if joined else gate.new_empty(2, 0, 0)
+    width = 2 * F if joined else F
+    numbers = (1, 1) if joined else (2, 1, 1)
+    float32 = {"dtype": torch.float32, "device": gate.device}
+    return Gradients(
+        new_data(gate, F, M, y_cols, y_dtype),
+        new_data(stack, M, width, True, dtype),
+        new_data(stack, width, M, cols, dtype),
+        torch.empty(numbers, **float32),
+        torch.empty(numbers if finds_amax else (0, 0), **float32),
+    )
+
+
+def _fake(
+    grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
+    up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(_empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax))
+
+
+swiglu_gradients = register_op(
+    "swiglu_gradients(Tensor grad, Tensor gate, Tensor up, Tensor y_scale, Tensor? gate_scale, "
+    "Tensor? up_scale, ScalarType y_dtype, ScalarType dtype, bool power_of_two, bool joined, "
+    "bool y_cols, bool cols, bool finds_amax) "
+    "-> (Tensor y_t, Tensor data, Tensor data_t, Tensor scale, Tensor amax)",
+    kernel=_launch,
+    definition=_definition,
+    fake=_fake,
+)

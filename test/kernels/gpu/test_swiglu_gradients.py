@@ -1,0 +1,170 @@
+"""`swiglu_gradients` has the bits of the ops that it joins: the gradients, and the three casts.
+
+The gradients of `swiglu_backward`, and the y of `swiglu_cast`, are held to float64 elsewhere. Here
+they are cast by the definition.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from assertions import assert_bitwise
+from interpreter import launcher
+from shapes import DEVICES, FORMATS, Case, pairs
+
+from float8.kernels import definition
+from float8.kernels.gpu.swiglu_gradients import swiglu_gradients
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+WHOLE = (-1, -1)
+
+
+def make(shape, dtype, layout, device):
+    """What replays them, grad_y, gate and up."""
+    if layout == "halves":
+        both = Case((shape[0], 2 * shape[1]), dtype, exponent=1, seed=5)
+        grad = Case(shape, dtype, seed=7)
+        return (both, grad), grad.make(device), *both.make(device).chunk(2, 1)
+    cases = [Case(shape, dtype, layout=layout, exponent=1, seed=seed) for seed in (7, 5, 6)]
+    return cases, *(case.make(device) for case in cases)
+
+
+def expected(device, grad, gate, up, y_scale, scales, y_dtype, dtype, pow2, joined):
+    """y_t, and for each operand its gradient, scale and data, from the separate ops."""
+    of = [launcher("swiglu_cast", name, device) for name in ("swiglu_cast", "swiglu_backward")]
+    y_t = of[0](gate, up, y_scale, gate.dtype, y_dtype, False, True)[1]
+    both = of[1](grad, gate, up)
+    parts = []
+    for g, given in zip([both] if joined else both.chunk(2, 1), scales, strict=False):
+        largest = definition.amax(g, WHOLE)
+        name = definition.scale_format_of(pow2)
+        own = definition.scale_from_amax(largest, torch.finfo(dtype).max, name)
+        scale = own if given is None else given
+        parts.append((largest, scale, definition.cast_by_scale(g, scale, WHOLE, dtype)))
+    return y_t, parts
+
+
+def check(
+    shape, dtype, layout, joined, given, device, formats=(E4M3, E5M2), pow2=False, cols=True,
+    y_cols=True, finds_amax=True, change=tuple,
+):  # fmt: skip
+    cases, grad, gate, up = make(shape, dtype, layout, device)
+    replay = (cases, joined, given, formats, pow2)
+    y_scale = torch.tensor([[0.021]], device=device)
+    scales = [None, None]
+    if given:
+        scales = [torch.tensor([[s]], device=device) for s in (0.013, 0.0007)]
+    launch = launcher("swiglu_gradients", "swiglu_gradients", device)
+    how = (*formats, pow2, joined, y_cols, cols, finds_amax)
+    out = change(launch(grad, gate, up, y_scale, *scales, *how))
+    y_t, parts = expected(
+        device, grad, gate, up, y_scale, scales, *formats, pow2, joined
+    )  # fmt: skip
+    M, F = shape
+    assert out[1].shape == ((M, 2 * F) if joined else (2, M, F))
+    assert_bitwise(out[0], y_t if y_cols else y_t.new_empty(0, 0), replay, "y_t")
+    for i, (amax, scale, data) in enumerate(parts):
+        got = [t if joined or not t.numel() else t[i] for t in out[1:]]
+        assert_bitwise(got[2], scale, replay, f"scale {i}")
+        assert_bitwise(got[0], data, replay, f"data {i}")
+        assert got[0].is_contiguous()
+        if cols:
+            assert_bitwise(got[1], data.view(torch.uint8).t().contiguous(), replay, f"data_t {i}")
+        else:
+            assert out[2].numel() == 0
+        if finds_amax:
+            assert_bitwise(got[3], amax, replay, f"amax {i}")
+        else:
+            assert out[4].numel() == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pairs(
+    shape=[(80, 144), (5, 123), (32, 64)],
+    dtype=[F32, F16],
+    layout=["contiguous", "transposed", "sliced", "halves"],
+    joined=[False, True],
+    given=[False, True],
+    formats=[(E4M3, FORMATS[0]), (E4M3, FORMATS[1])],
+    pow2=[False, True],
+    cols=[False, True],
+    y_cols=[False, True],
+    finds_amax=[False, True],
+)
+def test_the_bits_of_separate_ops(
+    shape, dtype, layout, joined, given, formats, pow2, cols, y_cols, finds_amax, device
+):
+    dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
+    check(
+        shape, dtype, layout, joined, given, device, formats, pow2, cols, y_cols, finds_amax
+    )
+
+
+FAULTS = {
+    "y": lambda out: (out[0].roll(1, 0), *out[1:]),
+    "gate and up exchanged": lambda out: (out[0], out[1].roll(1, 0), *out[2:]),
+    "scales exchanged": lambda out: (*out[:3], out[3].roll(1, 0), out[4]),
+    "transposes exchanged": lambda out: (*out[:2], out[2].roll(1, 0), *out[3:]),
+    "amaxes exchanged": lambda out: (*out[:4], out[4].roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_the_check_sees_faults(fault):
+    with pytest.raises(AssertionError, match="replay"):
+        check((5, 24), F32, "contiguous", False, True, "cpu", change=fault)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_nan_is_seen_and_infinity_is_no_number(joined, device):
+    grad = torch.ones(4, 16, device=device)
+    gate, up = torch.full_like(grad, 0.5), torch.full_like(grad, 2.0)
+    grad[1, 3] = torch.nan
+    grad[2, 5] = torch.inf
+    one = torch.ones(1, 1, device=device)
+    launch = launcher("swiglu_gradients", "swiglu_gradients", device)
+    how = (E4M3, E5M2, False, joined, True, True, True)
+    for given in (one, None):
+        _, data, _, scale, amax = launch(grad, gate, up, one, given, given, *how)
+        assert amax.isnan().all() and scale.isnan().all() == (given is None)
+        halves = data.chunk(2, 1) if joined else data
+        for half in halves:
+            wrong = half.float().isnan()
+            assert wrong.all() if given is None else wrong.sum() == 2 and wrong[1, 3] and wrong[2, 5]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("joined", [False, True])
+def test_empty(joined, device):
+    gate, one = torch.empty(0, 16, device=device), torch.ones(1, 1, device=device)
+    launch = launcher("swiglu_gradients", "swiglu_gradients", device)
+    out = launch(gate, gate, gate, one, None, None, E4M3, E5M2, False, joined, True, True, True)
+    assert out[0].shape == (16, 0) and out[4].eq(0).all()
+    assert out[3].eq(definition.MIN_SCALE).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(32, 48), (1, 5), (0, 16)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_opcheck(shape, joined, device):
+    _, grad, gate, up = make(shape, BF16, "contiguous", device)
+    one = torch.ones(1, 1, device=device)
+    for scales in ((one, one), (None, None)):
+        for wanted in ((True, True, True), (False, False, False)):
+            how = (E4M3, E5M2, True, joined, *wanted)
+            torch.library.opcheck(swiglu_gradients, (grad, gate, up, one, *scales, *how))
+
+
+def test_what_a_kernel_would_read_past_is_refused():
+    x, one = torch.ones(4, 16), torch.ones(1, 1)
+    launch = launcher("swiglu_gradients", "swiglu_gradients", "cpu")
+    how = (E4M3, E5M2, False, True, True, True, True)
+    with pytest.raises(ValueError, match=r"swiglu_gradients: grad has shape \(2, 16\) and gate"):
+        launch(x[:2], x, x, one, None, None, *how)
+    with pytest.raises(ValueError, match="swiglu_gradients: y_scale is on meta"):
+        launch(x, x, x, torch.ones(1, 1, device="meta"), None, None, *how)
