@@ -163,6 +163,7 @@ CALLS = {
         (lambda v: f.register_experts(type("Own", (nn.Module,), {}), v), {}, "-:?c"),
     ],
     "Float8ExpertParallel": [(f.Float8ExpertParallel, {}, "config:?")],
+    "fuse_feed_forwards": [(f.fuse_feed_forwards, {"model": model}, "model")],
     "fuse_norms": [(f.fuse_norms, {"model": model}, "model pairs:?")],
     "high_precision": [(f.high_precision, {}, "-")],
     "inspect": [(f.inspect, {}, "-")],

@@ -7,6 +7,7 @@ A recipe may have parts, as in ``tensorwise+fast``:
 
     fast          sums of gradients are fast, as those of the output
     fuse_norms    norms return float8 (`float8.fuse_norms`)
+    feed_forward  SwiGLU and its layers are one op of autograd (`float8.fuse_feed_forwards`)
     swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
     cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
     gather        FSDP2 gathers weights in float8
@@ -38,16 +39,19 @@ from float8 import (
     ScaleFormat,
     SwiGLUCast,
     convert_to_float8_training,
+    fuse_feed_forwards,
     fuse_norms,
 )
 from float8.config import RECIPES
+from float8.fusion import register_feed_forward
 
 BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
-PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather", "unrounded"}
+PARTS = {"fast", "fuse_norms", "feed_forward", "swiglu_cast", "cached", "gather", "unrounded"}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+register_feed_forward(SwiGLU, gate="gate_up", down="down")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
 
@@ -98,6 +102,8 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
                 "*.feed_forward_norm": ["*.feed_forward.gate_up"],
             },
         )
+    if "feed_forward" in parts:
+        fuse_feed_forwards(model)
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
             module.gate = SwiGLUCast(config, module.down.weight.device)

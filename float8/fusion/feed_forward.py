@@ -12,10 +12,10 @@ result of SwiGLU::
 What a type computes is declared, never guessed. It must be ``down(silu(gate(x)) * up(x))``; where
 one layer computes gate and up, its output holds the gate first, and ``up`` is left out.
 
-SwiGLU is computed in float32 and rounded once to the compute dtype, where ``F.silu(gate) * up``
-rounds twice; all else has the bits of the layers apart. Parameters, their names and the state of
-delayed casts stay, so that checkpoints of both models load into each other;
-`convert_from_float8_training` makes the modules plain again.
+Outputs and gradients have the bits of the layers apart, with one exception: with tensorwise scales
+SwiGLU is computed in float32 and rounded once, where ``F.silu(gate) * up`` rounds twice. Parameters,
+their names and the state of delayed casts stay, so that checkpoints of both models load into each
+other; `convert_from_float8_training` makes the modules plain again.
 
 The module's own forward runs, layer by layer, while one of its layers runs in high precision, has
 hooks, was wrapped or replaced (as by adapters or by tensor parallelism), or has a weight that is
@@ -35,7 +35,11 @@ from float8.arguments import check_module
 from float8.convert.conversion import replace_children
 from float8.convert.reasons import runs_something_else
 from float8.fusion.autograd import runs_producer
-from float8.fusion.feed_forward_autograd import FeedForwardCall, FeedForwardFunction, fits_kernel
+from float8.fusion.feed_forward_autograd import (
+    FeedForwardCall,
+    FeedForwardFunction,
+    cast_by_one_scale,
+)
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, Call
@@ -108,13 +112,13 @@ class SwiGLUFeedForward(Float8Module):
             return out
         *first, down = layers
         # Of the shape and dtype of down's input, without memory.
-        hidden = x.new_empty((), dtype=x.dtype).expand(*x.shape[:-1], down.in_features)
+        empty = torch.empty((), dtype=x.dtype, device=x.device)
+        hidden = empty.expand(*x.shape[:-1], down.in_features)
         calls = tuple([_call_of(layer, x) for layer in first])
         last = _call_of(down, hidden)
-        by_kernel = fits_kernel(calls[0].plan, last.plan) and runs_producer(
-            x.device, down.config.emulate
-        )
-        call = FeedForwardCall(calls, last, by_kernel)
+        is_once = cast_by_one_scale(calls[0].plan, last.plan)
+        by_kernel = is_once and runs_producer(x.device, down.config.emulate)
+        call = FeedForwardCall(calls, last, is_once, by_kernel)
         weights = [layer.weight for layer in first]
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
@@ -155,7 +159,7 @@ def fuse_feed_forwards(model: nn.Module) -> Fusion:
         logged too.
     """
     check_module(model, "fuse_feed_forwards")
-    fusion, swapped = Fusion("feed-forwards"), {}
+    fusion, swapped = Fusion("feed-forwards"), dict[nn.Module, nn.Module]()
     for fqn, module in model.named_modules():
         if type(module) not in FEED_FORWARDS:
             continue

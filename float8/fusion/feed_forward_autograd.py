@@ -8,10 +8,12 @@ For M tokens, width K, F hidden features; gate and up are two layers, or one tha
 
 Between forward and backward it keeps x in float8, gate and up; a `Float8Linear` that reads y keeps
 y in float8 besides. Backward casts y again, from gate and up, which the gradients of SwiGLU read
-anyway. Where all casts are tensorwise a GPU does both in one kernel
-(`float8.kernels.gpu.swiglu_gradients`), and y and the gradients of gate and up are never written in
-high precision. Otherwise the operands are those of three layers, and plain PyTorch, or the
-compiler, computes SwiGLU in float32 and rounds once.
+anyway.
+
+Where y and the gradients of gate and up are cast by one scale each, SwiGLU is computed in float32
+and rounded once. A GPU does that and the casts in one kernel (`float8.kernels.gpu.swiglu_cast` and
+``swiglu_gradients``), so that none of the three is written in high precision. Otherwise torch's own
+ops compute it, with the bits of ``F.silu(gate) * up``.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from float8.formats import ScaleFormat
@@ -39,7 +42,7 @@ from float8.linear.autograd import (
 )
 from float8.linear.casts import cast_operand, known_scale, record
 from float8.linear.float8_weight import cast_again
-from float8.linear.plan import TRANSPOSED_COPY, LinearPlan, Operand, without_autocast
+from float8.linear.plan import LinearPlan, without_autocast
 from float8.tensor import Float8Tensor
 
 Matrices = tuple[Any, Any]  # one orientation of an operand and the other
@@ -51,23 +54,20 @@ class FeedForwardCall(NamedTuple):
     Args:
         first: the calls of gate and up, or of the layer that computes both.
         down: that of the layer that reads y.
+        rounds_once: whether y and the gradients of gate and up have one scale each.
         by_kernel: whether the kernels of a GPU compute SwiGLU and its casts.
     """
 
     first: tuple[Call, ...]
     down: Call
+    rounds_once: bool
     by_kernel: bool
 
 
-def fits_kernel(first: LinearPlan, down: LinearPlan) -> bool:
-    """Whether the kernels cast y and the gradients of gate and up as these plans say."""
-    return _is_by_one_scale(down.x) and _is_by_one_scale(first.g)
-
-
-def _is_by_one_scale(operand: Operand) -> bool:
-    how = operand.first
-    is_both = how is not None and operand.second_is == TRANSPOSED_COPY
-    return is_both and how.is_whole and how.kernel is not None  # type: ignore[union-attr]
+def cast_by_one_scale(first: LinearPlan, down: LinearPlan) -> bool:
+    """Whether y and the gradients of gate and up have one scale each, in both orientations."""
+    operands = down.x, first.g
+    return all([x.shares_data and x.first.is_whole for x in operands])  # type: ignore[union-attr]
 
 
 class FeedForwardFunction(torch.autograd.Function):
@@ -126,20 +126,20 @@ class FeedForwardFunction(torch.autograd.Function):
                 w8_FK, _ = reads[-1](saved[-2:], down)
                 grad_y = product(down.plan.grad_input, g8_MK, w8_FK)
             gate_MF, up_MF = _halves(outputs)
-            by = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
+            by: Any = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
             y8_FM, gradients = by(grad_y, gate_MF, up_MF, y_scale, call, needs_down)
             if needs_down:
                 grad_down = product(down.plan.grad_weight, g8_KM, y8_FM)
             for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
                 if needs_x:
                     w8_KF, _ = reads[i](saved[2 * i : 2 * i + 2], its)
-                    part = product(its.plan.grad_input, g8_MF, w8_KF)
+                    of_its = product(its.plan.grad_input, g8_MF, w8_KF)
+                    part = as_arguments(ctx, of_its, None, None)[0]  # autograd adds in x's dtype
                     grad_x = part if grad_x is None else grad_x + part
                 if needs_first[i]:
                     second = its.plan.x.second
                     x8_KM = x if x_scale is None else Float8Matrix(x, x_scale, second.block)
                     grads_first[i] = product(its.plan.grad_weight, g8_FM, x8_KM)
-        grad_x = as_arguments(ctx, grad_x, None, None)[0]
         grads = [as_arguments(ctx, None, grad, None)[1] for grad in (grad_down, *grads_first)]
         return None, grad_x, *grads
 
@@ -171,30 +171,40 @@ def _cast_y(gate_MF: Tensor, up_MF: Tensor, call: FeedForwardCall) -> Any:
         out = Output(down.plan, state, down.records_amax, transpose=False, by_kernel=True)
         data, _, scale = run_op(SWIGLU, (gate_MF, up_MF, None), out)
         return Float8Matrix(data, scale, down.plan.x.first.block)  # type: ignore[union-attr]
-    y_MF = definition.swiglu(gate_MF, up_MF).to(down.plan.dtype)
+    y_MF = _swiglu(gate_MF, up_MF, call.rounds_once)
     y8_MF, _, amax = cast_operand(y_MF, down.plan.x, state, down.records_amax, second=False)
     record(state, amax)
     return y8_MF
 
 
+def _swiglu(gate_MF: Tensor, up_MF: Tensor, rounds_once: bool) -> Tensor:
+    if rounds_once:
+        return definition.swiglu(gate_MF, up_MF).to(gate_MF.dtype)
+    return F.silu(gate_MF) * up_MF
+
+
 # y_FM, or None, for the weight gradient of down, and both orientations of the gradient of each
 # layer before SwiGLU: of gate and up, or of the one that computes both.
-Operands = tuple[Any, list[Matrices]]
+BackwardOperands = tuple[Any, list[Matrices]]
 
 
 def _cast_plainly(
     grad_y: Tensor | None, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor | None,
     call: FeedForwardCall, needs_down: bool,
-) -> Operands:  # fmt: skip
+) -> BackwardOperands:  # fmt: skip
     down, y8_FM, gradients = call.down, None, []
     if needs_down:
-        y_MF = definition.swiglu(gate_MF, up_MF).to(down.plan.dtype)
+        y_MF = _swiglu(gate_MF, up_MF, call.rounds_once)
         cast = cast_operand(y_MF, down.plan.x, down.states[0], first=False, scale=y_scale)
         y8_FM = cast[1]
-    both = [None] * len(call.first)
-    if grad_y is not None:
+    both: list[Any] = [None] * len(call.first)
+    if grad_y is not None and call.rounds_once:
         joined = definition.swiglu_backward(grad_y, gate_MF, up_MF)
         both = [joined] if len(call.first) == 1 else list(joined.chunk(2, 1))
+    elif grad_y is not None:  # as autograd
+        of_gate = torch.ops.aten.silu_backward.default(grad_y * up_MF, gate_MF)
+        both = [of_gate, grad_y * F.silu(gate_MF)]
+        both = [torch.cat(both, 1)] if len(call.first) == 1 else both
     for its, g in zip(call.first, both, strict=True):
         found: Any = (None, None, None)
         if g is not None:
@@ -207,7 +217,7 @@ def _cast_plainly(
 def _cast_by_kernel(
     grad_y: Tensor, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor,
     call: FeedForwardCall, needs_down: bool,
-) -> Operands:  # fmt: skip
+) -> BackwardOperands:  # fmt: skip
     (lead, *_), y, joined = call.first, call.down.plan.x.first, len(call.first) == 1
     how, states = lead.plan.g.first, [its.states[2] for its in call.first]
     assert how is not None

@@ -241,7 +241,7 @@ def save(
     arguments: tuple[Tensor, Tensor, Tensor | None],
     x_saved: Any,
     w_saved: Saved,
-    *others: Tensor,
+    *others: Tensor | None,
 ) -> None:
     """Save operands for `saved_by`, and the dtypes of the arguments for `as_arguments`."""
     # Delayed scales too: autograd then detects a sync between forward and backward.

@@ -324,10 +324,17 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
 
 
 def _swiglu_gradients(M: int, K: int) -> list[Variant]:
-    """Of one layer's output and of two, by given scales and by others, which the first launch finds."""
+    """Of one layer's output and of two, by scales that are given or computed."""
     y, scale = meta(M, K), meta(1, 1, dtype=F32)
     forms = {
-        f"{'one layer' if joined else 'two layers'}, {name}": (*scales, E4M3, E5M2, False, joined, *wanted)
+        f"{'one layer' if joined else 'two layers'}, {name}": (
+            *scales,
+            E4M3,
+            E5M2,
+            False,
+            joined,
+            *wanted,
+        )
         for joined in (True, False)
         for name, scales, wanted in (
             ("tiles", (None, None), (True, True, False)),

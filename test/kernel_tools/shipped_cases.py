@@ -25,6 +25,7 @@ from kernels.gpu import (
     test_norm_cast,
     test_optimizer_step,
     test_swiglu_cast,
+    test_swiglu_gradients,
     test_transpose,
 )
 from shapes import Case
@@ -100,6 +101,12 @@ def swiglu_cast(
     """Without the amax."""
     rest = (scale, "contiguous", "cpu", E4M3, False, cols, False, limit)
     test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
+
+
+def gradients(joined: bool, given: bool, wanted: tuple[bool, bool, bool]) -> None:
+    shape = (80, 272) if given else (TALL_GATES, 16)
+    how = (shape, BF16, "contiguous", joined, given, "cpu")
+    test_swiglu_gradients.check(*how, (E4M3, E5M2), False, *wanted)
 
 
 def optimizer_step(
@@ -281,6 +288,15 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (swiglu_cast, ((TALL_GATES, 16), None)),
         (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
         (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
+    ],
+    "swiglu_gradients": [
+        (gradients, (joined, given, wanted))
+        for joined in (True, False)
+        for given, wanted in (
+            (False, (True, True, False)),
+            (True, (True, True, True)),
+            (True, (False, False, False)),
+        )
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }

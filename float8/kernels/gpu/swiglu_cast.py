@@ -217,7 +217,7 @@ def _cast_kernel(
 
 @triton.jit
 def gradients_of_tile(
-    grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit
+    grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit=None
 ):
     """Tiles of y and of the gradients of gate and up: rounded to gate's dtype, in float32.
 

@@ -54,7 +54,6 @@ from float8.kernels.gpu.jit import (
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    TRITON_DTYPES,
     TRITON_FORMATS,
     check_device,
     format_constants,
@@ -96,7 +95,16 @@ def _amax_kernel(
         m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
         _, gate, up = gradients_of_tile(
-            grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up,
+            grad_ptr,
+            gate_ptr,
+            up_ptr,
+            m,
+            k,
+            M,
+            K,
+            stride_grad,
+            stride_gate,
+            stride_up,
         )
         gate_bits = tl.maximum(gate_bits, magnitude_bits(gate))
         up_bits = tl.maximum(up_bits, magnitude_bits(up))
@@ -268,14 +276,13 @@ def _empty(
     M, F = gate.shape
     stack = gate.new_empty(()) if joined else gate.new_empty(2, 0, 0)
     width = 2 * F if joined else F
-    numbers = (1, 1) if joined else (2, 1, 1)
-    float32 = {"dtype": torch.float32, "device": gate.device}
+    scale = new_data(stack, 1, 1, True, torch.float32)
     return Gradients(
         new_data(gate, F, M, y_cols, y_dtype),
         new_data(stack, M, width, True, dtype),
         new_data(stack, width, M, cols, dtype),
-        torch.empty(numbers, **float32),
-        torch.empty(numbers if finds_amax else (0, 0), **float32),
+        scale,
+        torch.empty_like(scale) if finds_amax else scale.new_empty(0, 0),
     )
 
 

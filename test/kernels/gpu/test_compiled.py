@@ -35,6 +35,7 @@ from kernels.gpu import (
     test_norm_cast,
     test_optimizer_step,
     test_swiglu_cast,
+    test_swiglu_gradients,
     test_transpose,
 )
 from kernels.gpu.test_casts import BOTH
@@ -89,6 +90,11 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (SWIGLU, ((5, 123), (BF16, BF16), None, "halves", "cpu")),
         (test_swiglu_cast.check_backward, ((5, 123), "expanded", "cpu", F16)),
         (SWIGLU, ((5, 123), (F16, F16), 0.037, "transposed", "cpu")),
+    ],
+    "swiglu_gradients": [
+        (test_swiglu_gradients.check, ((5, 123), BF16, "halves", True, False, "cpu")),
+        (test_swiglu_gradients.check, ((5, 123), F16, "transposed", False, True, "cpu")),
+        (test_swiglu_gradients.check, ((37, 130), F32, "sliced", False, False, "cpu")),
     ],
     "optimizer_step": [
         *(

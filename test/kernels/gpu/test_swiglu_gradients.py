@@ -99,9 +99,7 @@ def test_the_bits_of_separate_ops(
     shape, dtype, layout, joined, given, formats, pow2, cols, y_cols, finds_amax, device
 ):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
-    check(
-        shape, dtype, layout, joined, given, device, formats, pow2, cols, y_cols, finds_amax
-    )
+    check(shape, dtype, layout, joined, given, device, formats, pow2, cols, y_cols, finds_amax)
 
 
 FAULTS = {
@@ -135,7 +133,9 @@ def test_a_nan_is_seen_and_infinity_is_no_number(joined, device):
         halves = data.chunk(2, 1) if joined else data
         for half in halves:
             wrong = half.float().isnan()
-            assert wrong.all() if given is None else wrong.sum() == 2 and wrong[1, 3] and wrong[2, 5]
+            assert (
+                wrong.all() if given is None else wrong.sum() == 2 and wrong[1, 3] and wrong[2, 5]
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
