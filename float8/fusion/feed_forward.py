@@ -13,9 +13,9 @@ What a type computes is declared, never guessed. It must be ``down(silu(gate(x))
 one layer computes gate and up, its output holds the gate first, and ``up`` is left out.
 
 Outputs and gradients have the bits of the layers apart, with one exception: with tensorwise scales
-SwiGLU is computed in float32 and rounded once, where ``F.silu(gate) * up`` rounds twice. Parameters,
-their names and the state of delayed casts stay, so that checkpoints of both models load into each
-other; `convert_from_float8_training` makes the modules plain again.
+SwiGLU is computed in float32 and rounded once, where ``F.silu(gate) * up`` rounds twice.
+Parameters, their names and the state of delayed casts stay, so that checkpoints of both models load
+into each other; `convert_from_float8_training` makes the modules plain again.
 
 The module's own forward runs, layer by layer, while one of its layers runs in high precision, has
 hooks, was wrapped or replaced (as by adapters or by tensor parallelism), or has a weight that is

@@ -134,7 +134,9 @@ class FeedForwardFunction(torch.autograd.Function):
                 if needs_x:
                     w8_KF, _ = reads[i](saved[2 * i : 2 * i + 2], its)
                     of_its = product(its.plan.grad_input, g8_MF, w8_KF)
-                    part = as_arguments(ctx, of_its, None, None)[0]  # autograd adds in x's dtype
+                    part: Any = as_arguments(ctx, of_its, None, None)[
+                        0
+                    ]  # autograd adds in x's dtype
                     grad_x = part if grad_x is None else grad_x + part
                 if needs_first[i]:
                     second = its.plan.x.second
