@@ -379,6 +379,39 @@ def test_the_layers_run_apart(kind, change):
     assert calls == [1]
 
 
+def with_a_bias(module, down):
+    module.get_submodule(down).bias = nn.Parameter(torch.ones(K))
+
+
+def with_a_layer_of(config):
+    def change(module, down):
+        torch.manual_seed(4)
+        module.register_module(down, nn.Linear(F_, K, bias=False))
+        convert_to_float8_training(module, config=config)
+
+    return change
+
+
+LATER = {
+    "a bias": with_a_bias,
+    "another config": with_a_layer_of("blockwise"),
+    "smooth_input": with_a_layer_of(replace(TENSORWISE, smooth_input=True)),
+}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("change", LATER.values(), ids=LATER)
+def test_layers_that_no_longer_fit_run_apart(kind, change):
+    """Their bias or config would be ignored."""
+    apart, fused = both(kind, RECIPES["rowwise"])
+    x, g = operands()
+    before = step(fused, x, g)["output"]
+    for model in (apart, fused):
+        change(model[0], fused[0].layer_names.down)
+    assert_same_step(fused, apart)
+    assert not fused(x).equal(before)
+
+
 @EVERY_KIND
 def test_in_high_precision(kind):
     apart, fused = both(kind)
@@ -439,6 +472,49 @@ def test_checkpoints_load_into_each_other():
     sync_float8_amax_and_scale_history(apart)
     fused.load_state_dict(apart.state_dict())
     assert_same_step(fused, apart, seed=8)
+
+
+class WithMethods(Two):
+    """Of which the type has what forward reads."""
+
+    rounds_twice = True
+    swiglu = staticmethod(RoundedOnce.apply)
+
+    def __init__(self):
+        super().__init__()
+        del self.swiglu
+
+    @property
+    def gate(self):
+        return self.gate_proj
+
+    def activation(self, x):
+        return F.silu(x)
+
+    def forward(self, x):
+        gated = self.activation(self.gate(x)) * self.up_proj(x)
+        return self.down_proj(gated) if self.rounds_twice else super().forward(x)
+
+
+def test_a_fused_module_is_of_its_type_too():
+    """The root of a model, too, which is fused in place."""
+    module = convert_to_float8_training(WithMethods(), config="rowwise")
+    assert not fuse_feed_forwards(module).fused  # Two is declared, and not its subclasses
+    apart = copy.deepcopy(module)
+    FEED_FORWARDS[WithMethods] = FEED_FORWARDS[Two]
+    assert fuse_feed_forwards(module).fused == [("", ["gate_proj", "up_proj", "down_proj"])]
+    del FEED_FORWARDS[WithMethods]
+    assert isinstance(module, WithMethods) and isinstance(module, SwiGLUFeedForward)
+    assert module.gate is module.gate_proj
+    for again in (module, copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert_same_step(again, apart)
+    hook = module.down_proj.register_forward_hook(lambda *of: None)
+    assert_same_step(module, apart)
+    hook.remove()
+    module.rounds_twice = apart.rounds_twice = False
+    with high_precision(module), high_precision(apart):
+        assert_same_step(module, apart)
+    assert type(convert_from_float8_training(module)) is WithMethods
 
 
 def with_bias(module):
