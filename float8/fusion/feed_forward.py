@@ -17,9 +17,10 @@ SwiGLU is computed in float32 and rounded once, where ``F.silu(gate) * up`` roun
 Parameters, their names and the state of delayed casts stay, so that checkpoints of both models load
 into each other; `convert_from_float8_training` makes the modules plain again.
 
-The module's own forward runs, layer by layer, while one of its layers runs in high precision, has
-hooks, was wrapped or replaced (as by adapters or by tensor parallelism), or has a weight that is
-stored in float8. Fuse after converting, and before compiling.
+The module's own forward runs, layer by layer, while a child of it has hooks, or was wrapped or
+replaced (as by adapters or by tensor parallelism), or a layer runs in high precision, got a bias or
+another config, or has a weight that is stored in float8. Fuse after converting, and before
+compiling.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class SwiGLUFeedForward(Float8Module):
         Raises what the layers raise for an input that does not fit.
         """
         layers: list[Any] = [getattr(self, name) for name in self.layer_names.all]
-        if not all([_runs_fused(layer) for layer in layers]) or len(_configs(layers)) > 1:
+        if not self._runs_fused(layers):
             out: Tensor = self.plain_type.forward(self, x)
             return out
         *first, down = layers
@@ -113,12 +114,24 @@ class SwiGLUFeedForward(Float8Module):
         hidden = empty.expand(*x.shape[:-1], down.in_features)
         calls = tuple([_call_of(layer, x) for layer in first])
         last = _call_of(down, hidden)
-        is_once = cast_by_one_scale(calls[0].plan, last.plan)
+        is_once = cast_by_one_scale(last.plan)
         by_kernel = is_once and runs_producer(x.device, down.config.emulate)
         call = FeedForwardCall(calls, last, is_once, by_kernel)
         weights = [layer.weight for layer in first]
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
+
+    def _runs_fused(self, layers: list[Any]) -> bool:
+        """Whether the module's own forward would compute the same, in float8, and call no hook."""
+        others = [child for child in self.children() if child not in layers]
+        return (
+            all([_reason_against(layer) is None for layer in layers])
+            and all([_is_silu(child) for child in others])
+            and not any([_calls_more(child) for child in (*layers, *others)])
+            and not any([layer.high_precision for layer in layers])
+            and not any([is_sharded(layer.weight) or is_resident(layer.weight) for layer in layers])
+            and len(_configs(layers)) == 1
+        )
 
 
 @cache
@@ -147,17 +160,14 @@ def _configs(layers: list[Any]) -> set[str]:
     return {layer.config.key for layer in layers}
 
 
-def _runs_fused(layer: Any) -> bool:
-    """Whether nothing but the layer's own forward would run in it, in float8."""
+def _is_silu(module: nn.Module) -> bool:
+    return "SiLU" in type(module).__name__
+
+
+def _calls_more(module: nn.Module) -> bool:
+    """Whether a call of the module runs hooks, or another forward than its type's."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return (
-        _reason_against(layer) is None
-        and not layer.high_precision
-        and not any([getattr(layer, name) for name in hooks])
-        and "forward" not in layer.__dict__
-        and not is_sharded(layer.weight)
-        and not is_resident(layer.weight)
-    )
+    return "forward" in module.__dict__ or any([getattr(module, name) for name in hooks])
 
 
 def _call_of(layer: Any, input: Tensor) -> Call:
@@ -206,7 +216,7 @@ def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]
         if (reason := _reason_against(layer)) is not None:
             yield f"its {name} {reason}"
     for name, child in module.named_children():
-        if name not in names.all and "SiLU" not in type(child).__name__:
+        if name not in names.all and not _is_silu(child):
             yield f"its {name} is a {type(child).__name__}, neither one of its layers nor SiLU"
     *first, down = layers
     sizes = {layer.out_features for layer in first}

@@ -64,10 +64,9 @@ class FeedForwardCall(NamedTuple):
     by_kernel: bool
 
 
-def cast_by_one_scale(first: LinearPlan, down: LinearPlan) -> bool:
+def cast_by_one_scale(plan: LinearPlan) -> bool:
     """Whether y and the gradients of gate and up have one scale each, in both orientations."""
-    operands = down.x, first.g
-    return all([x.shares_data and x.first.is_whole for x in operands])  # type: ignore[union-attr]
+    return all([x.shares_data and x.first.is_whole for x in (plan.x, plan.g)])  # type: ignore[union-attr]
 
 
 class FeedForwardFunction(torch.autograd.Function):
@@ -133,10 +132,8 @@ class FeedForwardFunction(torch.autograd.Function):
             for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
                 if needs_x:
                     w8_KF, _ = reads[i](saved[2 * i : 2 * i + 2], its)
-                    of_its = product(its.plan.grad_input, g8_MF, w8_KF)
-                    part: Any = as_arguments(ctx, of_its, None, None)[
-                        0
-                    ]  # autograd adds in x's dtype
+                    part: Any = product(its.plan.grad_input, g8_MF, w8_KF)
+                    part, *_ = as_arguments(ctx, part, None, None)  # autograd adds in x's dtype
                     grad_x = part if grad_x is None else grad_x + part
                 if needs_first[i]:
                     second = its.plan.x.second
@@ -225,7 +222,7 @@ def _cast_by_kernel(
     assert how is not None
     assert y is not None
     scales = [known_scale(how, state, gate_MF) for state in states]
-    if None in scales:  # a delayed scale without a history
+    if any([scale is None for scale in scales]):  # a delayed scale without a history
         scales = [None]
     records = lead.records_amax and how.is_delayed
     y_t, data, data_t, scale, amax = torch.ops.float8.swiglu_gradients.default(

@@ -357,6 +357,15 @@ def hooked(model):
     model[0].get_submodule(model[0].layer_names.down).register_forward_hook(lambda *of: None)
 
 
+def hooked_activation(model):
+    model[0].act_fn = nn.SiLU()
+    model[0].act_fn.register_forward_hook(lambda *of: None)
+
+
+def another_activation(model):
+    model[0].act_fn = nn.GELU()
+
+
 def wrapped(model):
     module, name = model[0], model[0].layer_names.first[0]
     setattr(module, name, nn.Sequential(module.get_submodule(name)))
@@ -368,7 +377,9 @@ def patched(model):
 
 
 @EVERY_KIND
-@pytest.mark.parametrize("change", [hooked, wrapped, patched])
+@pytest.mark.parametrize(
+    "change", [hooked, hooked_activation, another_activation, wrapped, patched]
+)
 def test_the_layers_run_apart(kind, change):
     apart, fused = both(kind)
     change(fused)
