@@ -135,20 +135,21 @@ class SwiGLUFeedForward(Float8Module):
 
 
 @cache
-def _fused_type(plain_type: type[nn.Module], names: Names) -> type[SwiGLUFeedForward]:
+def _fused_type(plain_type: Any, names: Names) -> type[SwiGLUFeedForward]:
     attributes = {"plain_type": plain_type, "layer_names": names}
     return type(f"Fused{plain_type.__name__}", (SwiGLUFeedForward, plain_type), attributes)
 
 
-def _without_state(plain_type: type[nn.Module], names: Names) -> SwiGLUFeedForward:
+def _without_state(plain_type: Any, names: Names) -> SwiGLUFeedForward:
     fused_type = _fused_type(plain_type, names)
     return fused_type.__new__(fused_type)
 
 
 def _reason_against(layer: Any) -> str | None:
     """Why a feed-forward with this layer runs layer by layer, or None."""
-    if type(layer) is not Float8Linear:
-        return f"is a {type(layer).__name__}, not a Float8Linear"
+    kind = type(layer)
+    if kind is not Float8Linear:
+        return f"is a {kind.__name__}, not a Float8Linear"
     if layer.bias is not None:
         return "has a bias"
     if layer.config.smooth_input:
@@ -194,14 +195,15 @@ def fuse_feed_forwards(model: nn.Module) -> Fusion:
     check_module(model, "fuse_feed_forwards")
     fusion = Fusion("feed-forwards")
     for fqn, module in model.named_modules():
-        if type(module) not in FEED_FORWARDS:
+        kind: Any = type(module)
+        if kind not in FEED_FORWARDS:
             continue
-        names = FEED_FORWARDS[type(module)]
+        names = FEED_FORWARDS[kind]
         reason = next(filter(None, _problems(module, fqn, names)), None)
         if reason is not None:
             fusion.skipped[fqn] = reason
         else:
-            module.__class__ = _fused_type(type(module), names)
+            module.__class__ = _fused_type(kind, names)
             module._add_switch()
             fusion.fused.append((fqn, [f"{fqn}.{name}".lstrip(".") for name in names.all]))
     logger.info("%s", fusion)
