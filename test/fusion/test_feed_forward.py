@@ -16,6 +16,9 @@ import torch.nn.functional as F
 from assertions import assert_bitwise, assert_error_within_baseline
 from meter import saved_bytes
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import float8
@@ -35,6 +38,7 @@ from float8.fusion import autograd as fusion_autograd
 from float8.fusion import feed_forward, register_feed_forward
 from float8.fusion.feed_forward import FEED_FORWARDS, SwiGLUFeedForward
 from float8.kernels import definition
+from float8.numerics.passes import local_part
 
 K, F_, M = 32, 96, 24  # width, hidden features, tokens
 STATIC = CastConfig(scaling_type=ScalingType.STATIC, static_scale=0.02)
@@ -608,3 +612,34 @@ def test_a_sync_before_backward_is_an_error(ops):
         sync_float8_amax_and_scale_history(fused)
         with pytest.raises(RuntimeError, match="changed between the forward and the backward"):
             out.backward(g)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_under_fsdp2(rank, gathers):
+    """The weights are gathered for the module, in high precision or in float8."""
+    register_feed_forward(Two, gate="gate_proj", up="up_proj", down="down_proj")
+    config = replace(RECIPES["rowwise"], enable_fsdp_float8_all_gather=gathers)
+    apart, fused = both(config=config)
+    for model in (apart, fused):
+        fully_shard(model[0], mesh=init_device_mesh("cpu", (2,)))
+    assert isinstance(fused[0], SwiGLUFeedForward)
+    x, g = operands(seed=rank)
+    with mock.patch.object(Two, "forward", None):  # which only the other calls
+        got = step(fused, x, g)
+    for name, value in step(apart, x, g).items():
+        assert_bitwise(local_part(got[name]), local_part(value), name)
+
+
+@pytest.mark.ranks(2)
+def test_sharded_layers_run_apart(rank):
+    register_feed_forward(Two, gate="gate_proj", up="up_proj", down="down_proj")
+    apart, fused = both(config=RECIPES["rowwise"])
+    for model in (apart, fused):
+        styles = {name: float8.Float8ColwiseParallel() for name in ("gate_proj", "up_proj")}
+        styles["down_proj"] = float8.Float8RowwiseParallel()
+        parallelize_module(model[0], init_device_mesh("cpu", (2,)), styles)
+    x, g = operands()
+    got = step(fused, x, g)
+    for name, value in step(apart, x, g).items():
+        assert_bitwise(local_part(got[name]), local_part(value), name)
