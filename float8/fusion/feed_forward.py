@@ -39,6 +39,7 @@ from float8.fusion.feed_forward_autograd import (
     FeedForwardCall,
     FeedForwardFunction,
     cast_by_one_scale,
+    copies_on,
 )
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
@@ -85,19 +86,24 @@ class SwiGLUFeedForward(Float8Module):
 
     plain_type: type[nn.Module]
     names: Names
+    keeps_float8: bool
 
     @classmethod
-    def from_float(cls, module: nn.Module) -> SwiGLUFeedForward:
-        """One with the children, hooks and mode of ``module``, whose layers are converted."""
+    def from_float(cls, module: nn.Module, keeps_float8: bool = False) -> SwiGLUFeedForward:
+        """One with the children, hooks and mode of ``module``, whose layers are converted.
+
+        ``keeps_float8``: see `fuse_feed_forwards`.
+        """
         self: SwiGLUFeedForward = with_state_of(module, cls)
         self.plain_type, self.names = type(module), FEED_FORWARDS[type(module)]
+        self.keeps_float8 = keeps_float8
         self._add_switch()
         return self
 
     def to_float(self) -> nn.Module:
         """The module as it was before, its children shared."""
         plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("plain_type", "names", "switch"):
+        for name in ("plain_type", "names", "keeps_float8", "switch"):
             plain.__dict__.pop(name)
         return plain
 
@@ -118,7 +124,9 @@ class SwiGLUFeedForward(Float8Module):
         last = _call_of(down, hidden)
         is_once = cast_by_one_scale(calls[0].plan, last.plan)
         by_kernel = is_once and runs_producer(x.device, down.config.emulate)
-        call = FeedForwardCall(calls, last, is_once, by_kernel)
+        keeps = self.keeps_float8 and torch.is_grad_enabled()
+        copies = copies_on(x.device, down.config.emulate) if keeps else None
+        call = FeedForwardCall(calls, last, is_once, by_kernel, copies)
         weights = [layer.weight for layer in first]
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
@@ -148,11 +156,14 @@ def _call_of(layer: Any, input: Tensor) -> Call:
     )
 
 
-def fuse_feed_forwards(model: nn.Module) -> Fusion:
+def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusion:
     """Fuse the feed-forwards of the declared types, in place.
 
     Args:
         model: converted. Fusing again fuses those that were left.
+        keeps_float8: keep gate and up for backward as float8 copies, E4M3 with one scale per 128
+            elements of a row (COAT, arXiv 2410.19313, section 5), which halves what a feed-forward
+            keeps. Outputs do not change. Gradients are those at the values of the copies.
 
     Returns:
         the fused modules with their layers, and the reasons why others were not fused; both are
@@ -168,7 +179,7 @@ def fuse_feed_forwards(model: nn.Module) -> Fusion:
         if reason is not None:
             fusion.skipped[fqn] = reason
         else:
-            swapped[module] = SwiGLUFeedForward.from_float(module)
+            swapped[module] = SwiGLUFeedForward.from_float(module, keeps_float8)
             fusion.fused.append((fqn, [f"{fqn}.{name}" for name in names.all]))
     replace_children(model, swapped)
     logger.info("%s", fusion)
