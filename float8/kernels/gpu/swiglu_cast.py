@@ -223,11 +223,11 @@ def _in_float32(ptr, scale_ptr, m, k, M, K, stride):
     (1, M), or None.
     """
     inside = (m < M)[:, None] & (k < K)[None, :]
-    if scale_ptr is None:
-        return tl.load(ptr + m[:, None] * stride + k[None, :], inside, 0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + (tl.min(k, 0) // 128) * M.to(tl.int64) + m, m < M, 0.0)
-    codes = tl.load(ptr + m[:, None] * stride + k[None, :], inside, 0)
-    return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+    x = tl.load(ptr + m[:, None] * stride + k[None, :], inside, 0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + (tl.min(k, 0) // 128) * M.to(tl.int64) + m, m < M, 0.0)
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+    return x.to(tl.float32)
 
 
 @triton.jit

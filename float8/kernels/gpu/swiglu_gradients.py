@@ -69,7 +69,7 @@ from float8.kernels.gpu.launch import (
 )
 from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
 
-_AMAX_TILE, _MAX_PARTIALS = {"ROWS": 16, "COLS": 128}, 1024
+_AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 64}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 GROUPS = (1, 128)  # of float8 copies of gate and up
