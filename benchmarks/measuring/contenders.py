@@ -11,6 +11,7 @@ A recipe may have parts, as in ``tensorwise+fast``:
     keep_float8   and its gate and up are kept in float8
     swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
     cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
+    recompute     backward casts again (`float8.kernels.recompute`), in compiled blocks
     gather        FSDP2 gathers weights in float8
     unrounded     scales are no powers of two, so that Blackwell runs no MX product
 """
@@ -50,7 +51,10 @@ BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
-PARTS = {"fast", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast", "cached", "gather", "unrounded"}
+PARTS = {
+    *("fast", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
+    *("cached", "recompute", "gather", "unrounded"),
+}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 register_feed_forward(SwiGLU, gate="gate_up", down="down")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
