@@ -26,13 +26,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from float8.arguments import check_module
-from float8.convert.conversion import replace_children
 from float8.convert.reasons import runs_something_else
 from float8.fusion.autograd import runs_producer
 from float8.fusion.feed_forward_autograd import (
@@ -82,38 +82,31 @@ def register_feed_forward(
 
 
 class SwiGLUFeedForward(Float8Module):
-    """A feed-forward of a declared type, which has its layers and attributes under their names."""
+    """Abstract: a feed-forward of a declared type; `_fused_type` makes the subclass of both."""
 
-    plain_type: type[nn.Module]
-    names: Names
+    plain_type: ClassVar[type[nn.Module]]
+    layer_names: ClassVar[Names]
     keeps_float8: bool
-
-    @classmethod
-    def from_float(cls, module: nn.Module, keeps_float8: bool = False) -> SwiGLUFeedForward:
-        """One with the children, hooks and mode of ``module``, whose layers are converted.
-
-        ``keeps_float8``: see `fuse_feed_forwards`.
-        """
-        self: SwiGLUFeedForward = with_state_of(module, cls)
-        self.plain_type, self.names = type(module), FEED_FORWARDS[type(module)]
-        self.keeps_float8 = keeps_float8
-        self._add_switch()
-        return self
 
     def to_float(self) -> nn.Module:
         """The module as it was before, its children shared."""
         plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("plain_type", "names", "keeps_float8", "switch"):
-            plain.__dict__.pop(name)
+        for name in ("switch", "keeps_float8", "evaluates_in_high_precision"):
+            plain.__dict__.pop(name, None)
         return plain
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """For copies and pickles, which do not find the subclass by its name."""
+        state = super().__reduce_ex__(protocol)[2]
+        return _without_state, (self.plain_type, self.layer_names), state
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) -> (..., K).
 
         Raises what the layers raise for an input that does not fit.
         """
-        layers: list[Any] = [getattr(self, name) for name in self.names.all]
-        if not all([_runs_fused(layer) for layer in layers]):
+        layers: list[Any] = [getattr(self, name) for name in self.layer_names.all]
+        if not all([_runs_fused(layer) for layer in layers]) or len(_configs(layers)) > 1:
             out: Tensor = self.plain_type.forward(self, x)
             return out
         *first, down = layers
@@ -132,11 +125,38 @@ class SwiGLUFeedForward(Float8Module):
         return result
 
 
+@cache
+def _fused_type(plain_type: Any, names: Names) -> type[SwiGLUFeedForward]:
+    attributes = {"plain_type": plain_type, "layer_names": names}
+    return type(f"Fused{plain_type.__name__}", (SwiGLUFeedForward, plain_type), attributes)
+
+
+def _without_state(plain_type: type[nn.Module], names: Names) -> SwiGLUFeedForward:
+    fused_type = _fused_type(plain_type, names)  # type: ignore[arg-type]  # a type is hashable
+    return fused_type.__new__(fused_type)
+
+
+def _reason_against(layer: Any) -> str | None:
+    """Why a feed-forward with this layer runs layer by layer, or None."""
+    is_converted = type(layer) is Float8Linear
+    if not is_converted:
+        return f"is a {type(layer).__name__}, not a Float8Linear"
+    if layer.bias is not None:
+        return "has a bias"
+    if layer.config.smooth_input:
+        return "has smooth_input=True; see SwiGLUCast"
+    return None
+
+
+def _configs(layers: list[Any]) -> set[str]:
+    return {layer.config.key for layer in layers}
+
+
 def _runs_fused(layer: Any) -> bool:
     """Whether nothing but the layer's own forward would run in it, in float8."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return (
-        type(layer) is Float8Linear
+        _reason_against(layer) is None
         and not layer.high_precision
         and not any([getattr(layer, name) for name in hooks])
         and "forward" not in layer.__dict__
@@ -170,7 +190,7 @@ def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusio
         logged too.
     """
     check_module(model, "fuse_feed_forwards")
-    fusion, swapped = Fusion("feed-forwards"), dict[nn.Module, nn.Module]()
+    fusion = Fusion("feed-forwards")
     for fqn, module in model.named_modules():
         if type(module) not in FEED_FORWARDS:
             continue
@@ -179,9 +199,11 @@ def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusio
         if reason is not None:
             fusion.skipped[fqn] = reason
         else:
-            swapped[module] = SwiGLUFeedForward.from_float(module, keeps_float8)
-            fusion.fused.append((fqn, [f"{fqn}.{name}" for name in names.all]))
-    replace_children(model, swapped)
+            kind: Any = type(module)
+            module.__class__ = _fused_type(kind, names)
+            module._add_switch()
+            module.keeps_float8 = keeps_float8
+            fusion.fused.append((fqn, [f"{fqn}.{name}".lstrip(".") for name in names.all]))
     logger.info("%s", fusion)
     return fusion
 
@@ -191,12 +213,8 @@ def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]
     yield runs_something_else(module, fqn)
     layers: list[Any] = [getattr(module, name, None) for name in names.all]
     for name, layer in zip(names.all, layers, strict=True):
-        if type(layer) is not Float8Linear:
-            yield f"its {name} is a {type(layer).__name__}, not a Float8Linear"
-        if layer.bias is not None:
-            yield f"its {name} has a bias"
-        if layer.config.smooth_input:
-            yield f"its {name} has smooth_input=True; see SwiGLUCast"
+        if (reason := _reason_against(layer)) is not None:
+            yield f"its {name} {reason}"
     for name, child in module.named_children():
         if name not in names.all and "SiLU" not in type(child).__name__:
             yield f"its {name} is a {type(child).__name__}, neither one of its layers nor SiLU"
@@ -204,7 +222,7 @@ def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]
     sizes = {layer.out_features for layer in first}
     if sizes != {down.in_features * (1 if len(first) > 1 else 2)}:
         yield f"{' and '.join(names.first)} compute {sizes}, {names.down} reads {down.in_features}"
-    if len({layer.config.key for layer in first}) > 1:
-        yield f"{' and '.join(names.first)} have different configs"
+    if len(_configs(layers)) > 1:
+        yield "its layers have different configs"
     if len({layer.weight.dtype for layer in layers}) > 1:
         yield "its weights have different dtypes"

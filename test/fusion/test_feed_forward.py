@@ -126,7 +126,7 @@ def both(kind=Two, config=TENSORWISE, dtype=torch.float32, keeps_float8=False):
         apart[0].swiglu = rounded_twice
     fused = copy.deepcopy(apart)
     assert len(fuse_feed_forwards(fused, keeps_float8=keeps_float8).fused) == 1
-    assert type(fused[0]) is SwiGLUFeedForward
+    assert isinstance(fused[0], SwiGLUFeedForward)
     return apart, fused
 
 
@@ -195,7 +195,7 @@ def test_the_ops_of_a_gpu_have_the_same_bits(kind, config, dtype):
 def test_one_scale_is_known_and_the_other_is_not(kind, ops):
     """Dynamic scales serve both until both layers have a history."""
     apart, fused = both(kind, RECIPES["delayed"])
-    layer = fused[0].names.first[-1]
+    layer = fused[0].layer_names.first[-1]
     for model in (apart, fused):
         step(model, *operands())
         sync_float8_amax_and_scale_history(model)
@@ -237,7 +237,7 @@ def test_the_error_against_float64_is_that_of_the_layers(kind, name):
 def test_what_needs_no_gradient_costs_none(kind, ops, frozen):
     apart, fused = both(kind)
     for model in (apart, fused):
-        names = fused[0].names
+        names = fused[0].layer_names
         for name in (names.down,) * ("down" in frozen) + names.first * ("first" in frozen):
             model[0].get_submodule(name).weight.requires_grad_(False)
     x, g = operands()
@@ -309,7 +309,7 @@ def test_gate_and_up_in_float8(kind, name):
     apart[0].swiglu = AtCopies.apply
     x, g = operands(torch.bfloat16)
     got, expected = step(fused, x, g), step(apart, x, g)
-    down = f"0.{fused[0].names.down}.weight"
+    down = f"0.{fused[0].layer_names.down}.weight"
     assert 25 < sqnr(got.pop(down), expected.pop(down)) < 40
     for each in expected:
         assert_bitwise(got[each], expected[each], each)
@@ -408,16 +408,16 @@ def test_a_fused_norm_feeds_it(kind):
 
 
 def hooked(model):
-    model[0].get_submodule(model[0].names.down).register_forward_hook(lambda *of: None)
+    model[0].get_submodule(model[0].layer_names.down).register_forward_hook(lambda *of: None)
 
 
 def wrapped(model):
-    module, name = model[0], model[0].names.first[0]
+    module, name = model[0], model[0].layer_names.first[0]
     setattr(module, name, nn.Sequential(module.get_submodule(name)))
 
 
 def patched(model):
-    layer = model[0].get_submodule(model[0].names.down)
+    layer = model[0].get_submodule(model[0].layer_names.down)
     layer.forward = layer.forward
 
 
@@ -471,7 +471,7 @@ def test_cached_weights(kind):
 def test_back_to_plain_and_copies():
     apart, fused = both()
     for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(plain_swiglu(fused)))):
-        assert type(again[0]) is SwiGLUFeedForward
+        assert isinstance(again[0], SwiGLUFeedForward)
     plain = convert_from_float8_training(fused)
     assert type(plain[0]) is Two and type(plain[0].gate_proj) is nn.Linear
     assert plain[0].__dict__.keys() == Two().__dict__.keys()
@@ -543,7 +543,7 @@ def test_why_a_module_is_left_by_its_configs():
     convert_to_float8_training(model, module_filter_fn=lambda module, fqn: "gate" in fqn)
     assert "its up_proj is a Linear, not a Float8Linear" in fuse_feed_forwards(model).skipped["0"]
     convert_to_float8_training(model, config="rowwise")
-    assert "gate_proj and up_proj have different configs" in fuse_feed_forwards(model).skipped["0"]
+    assert "its layers have different configs" in fuse_feed_forwards(model).skipped["0"]
 
 
 def test_the_report():

@@ -148,7 +148,7 @@ def _cast_kernel(
     gate_scale = scale_of_tensor(
         gate_given_ptr, scale_ptr, partials_ptr, record_ptr, FORMAT_MAX, POWER_OF_TWO, PARTIALS
     )
-    up_scale, up_record_ptr, M64 = gate_scale, record_ptr, M.to(tl.int64)
+    up_scale, up_record_ptr, M64 = gate_scale, record_ptr, tl.cast(M, tl.int64)
     up_offset = K if JOINED else M64 * K
     if not JOINED:
         if record_ptr is not None:

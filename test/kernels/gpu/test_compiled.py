@@ -95,6 +95,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_swiglu_gradients.check, ((5, 123), BF16, "halves", True, False, "cpu")),
         (test_swiglu_gradients.check, ((5, 123), F16, "transposed", False, True, "cpu")),
         (test_swiglu_gradients.check, ((37, 130), F32, "sliced", False, False, "cpu")),
+        (test_swiglu_gradients.check, ((1, 48), BF16, "contiguous", False, False, "cpu")),
     ],
     "optimizer_step": [
         *(
