@@ -133,7 +133,7 @@ CALLS = {
     },
     "SwiGLUCast": [(f.SwiGLUCast, {}, "config:?")],
     "accurate_layers": [
-        (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n by:?")
+        (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n")
     ],
     "cached_weights": [(f.cached_weights, {"model": converted}, "model in_place dtype:?")],
     "calibrate": [

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import HEALTHY, ROW
+from runs import HEALTHY
 from torch import nn
 
 from float8 import (
@@ -74,8 +74,6 @@ REFUSALS = {
     "unknown layers": (lambda: compare(model(), X, layers=["0", "no.*"]), "called 'no.*', of 0, 1"),
     "in high precision": (compared_in_high_precision, "outside of float8.high_precision"),
     "NaN": (lambda: compare(broken(), X), "float8.find_nan"),
-    "by": (lambda: accurate_layers(Report([ROW]), 20, by=("input", "x")), "by takes some of input"),
-    "by nothing": (lambda: accurate_layers(Report([ROW]), 20, by=()), "by takes some of"),
     "not measured": (
         lambda: accurate_layers(four_layers(), 9)(None, "ffn.ups"),
         "did you mean 'ffn.up'?",
