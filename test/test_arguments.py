@@ -188,18 +188,7 @@ CALLS = {
         for name in ("sync_float8_amax_and_scale_history", "after_step")
     },
     # float8.checkpoints
-    "load": [
-        (
-            checkpoints.load,
-            {"model": model, "path": "folder"},
-            "model weights ignore:l",
-        ),
-        (
-            checkpoints.load,
-            {"model": model, "path": "folder", "weights": "training"},
-            "config:?",
-        ),
-    ],
+    "load": [(checkpoints.load, {"model": model, "path": "folder"}, "model weights ignore:l")],
     "plan_save": [(checkpoints.plan_save, {"model": converted}, f"model {SAVE}")],
     "save_pretrained": [
         (
