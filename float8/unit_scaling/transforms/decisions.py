@@ -31,7 +31,6 @@ One number must be known before the forward: ``layers``, the number of residual 
 
 from __future__ import annotations
 
-import logging
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
@@ -75,8 +74,6 @@ from float8.unit_scaling.transforms.history import (
     tau_of,
 )
 
-logger = logging.getLogger(__name__)
-
 # Functions that concern a tensor's place in the graph, and do not read its values.
 _OF_THE_GRAPH = frozenset(
     {
@@ -107,15 +104,13 @@ class Decisions(History):
 
     ``outputs`` are the names of the parameters of u-muP's type "output". ``layers`` is the number
     of residual additions; None while they are counted. ``known`` has the factors that an earlier
-    trace of the same forward found. ``logs`` says whether to log the decisions. ``results`` are
-    what the forward returned, when it is over.
+    trace of the same forward found. ``results`` are what the forward returned, when it is over.
     """
 
     replacements: Replacements
     outputs: frozenset[str]
     layers: int | None = None
     known: GradientFactors | None = None
-    logs: bool = False
     results: Sequence[int] | None = field(default=None, init=False)
     _factors: GradientFactors | None = field(default=None, init=False)
 
@@ -144,8 +139,6 @@ class Decisions(History):
             self._classify(number, call, is_plain)
         elif call.function in self.replacements:
             call.role = READOUT if self._is_readout(call) else SCALED
-        if self.logs and logger.isEnabledFor(logging.INFO):
-            call.line = _line_of_caller()
         return Decision(call.role, tuple(self._options(number, call)), self._reads(number, call))
 
     def end(self, count: int) -> tuple[int, ...]:
@@ -162,13 +155,6 @@ class Decisions(History):
             self.layers = len(self.residuals)
             for place, number in enumerate(self.residuals):
                 self.calls[number].tau = tau_of(place, self.layers)
-        for number, call in enumerate(self.calls):
-            if call.line and call.role != KEEP:
-                role = f"residual-add, tau={call.tau:.4g}" if call.role == RESIDUAL else call.role
-                name = name_of(call.function)
-                logger.info("unit scaling function: %s (%s), %s", name, role, call.line)
-                if self.is_unconstrained(number):
-                    logger.info("unconstraining node: %s, %s", name, call.line)
 
     def factors(self) -> GradientFactors:
         """The factors that follow from the calls so far; after the forward, from all calls."""
@@ -317,8 +303,8 @@ _trace = SimpleNamespace(frame=None, attempt=None, found=[], running=[])
 def start(transform: int) -> int:
     """Begin a forward that is traced: its place in the frame that is compiled.
 
-    ``transform`` is the id of the transform that decides: ``decisions(known, logs)`` makes
-    the `Decisions`.
+    ``transform`` is the id of the transform that decides: ``decisions(known)`` makes the
+    `Decisions`.
     """
     trace = CompileContext.current_trace_id()
     assert trace is not None
@@ -328,7 +314,7 @@ def start(transform: int) -> int:
         _trace.attempt, _trace.running = trace.attempt, []
     place, decides = len(_trace.running), ALIVE[transform]
     known = _trace.found[place] if place < len(_trace.found) else None
-    _trace.running.append((decides, decides.decisions(known, known is None)))
+    _trace.running.append((decides, decides.decisions(known)))
     return place
 
 
