@@ -136,13 +136,7 @@ CALLS = {
         (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n")
     ],
     "cached_weights": [(f.cached_weights, {"model": converted}, "model in_place dtype:?")],
-    "calibrate": [
-        (
-            f.calibrate,
-            {"model": model, "batches": [X]},
-            "model batches config:? method",
-        )
-    ],
+    "calibrate": [(f.calibrate, {"model": model, "batches": [X]}, "model batches config:?")],
     "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?l")],
     "convert_from_float8_training": [(f.convert_from_float8_training, {}, "-")],
     "convert_to_float8_inference": [

@@ -78,8 +78,7 @@ REFUSALS = {
         lambda: accurate_layers(four_layers(), 9)(None, "ffn.ups"),
         "did you mean 'ffn.up'?",
     ),
-    "method": (lambda: calibrate(model(), [X], method="mse"), "one of sqnr, amax, percentile"),
-    "another": (lambda: calibrate(model(), [X]).static_scales("best"), "got 'best'"),
+    "method": (lambda: calibrate(model(), [X]).static_scales("best"), "of sqnr, amax, got 'best'"),
     "no batch": (lambda: calibrate(model(), []).static_scales(), "0: no batch reached it"),
     "no layer": (
         lambda: calibrate(plain(), [X], config=Float8LinearConfig(OFF, OFF, OFF)),
