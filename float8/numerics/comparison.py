@@ -38,9 +38,7 @@ error, since converting it or not would be a guess: exclude it before,
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -48,7 +46,6 @@ from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +60,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, switched_off
 from float8.numerics import passes
 from float8.numerics.inspection import without_wrappers
-from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_json, text_table
+from float8.numerics.snapshot import LAYER, Column, Report, layer_name, text_table
 
 _TABLE = [
     LAYER,
@@ -144,16 +141,6 @@ class Comparison:
             top: how many; None is all.
         """
         return text_table(_TABLE, self.rows(), top)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as strict JSON, for other programs; inf is the string "inf".
-
-        Args:
-            path: of the file.
-        """
-        content = {"format": "float8.comparison", "version": 1, **asdict(self)}
-        text = json.dumps(strict_json(content), allow_nan=False, indent=1)
-        Path(path).write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
         output, gradient = map(_TABLE[1].shown, (self.output, self.gradient))
