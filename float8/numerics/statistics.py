@@ -168,16 +168,6 @@ class CastStatistics(CastLabels):
     gradient_sqnr: float | None = None
 
     @property
-    def range(self) -> tuple[float, float]:
-        """The smallest and the largest magnitude that the format represents under its scales."""
-        fmt = FORMAT_OF[self.format]
-        return fmt.smallest_subnormal * self.scale_min, fmt.max * self.scale_max
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, and ``range``."""
-        return vars(self) | {"histogram": self.histogram._asdict(), "range": self.range}
-
-    @property
     def totals(self) -> Totals:
         """The sums and maxima from which these statistics follow."""
         bins = torch.zeros(_HIGHEST - _LOWEST, dtype=torch.float64)

@@ -29,7 +29,7 @@ from float8.numerics.snapshot import Report
 
 X = torch.randn(8, 16)
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
-RUN = '{"format": "float8.numerics", "version": 3'
+RUN = '{"format": "float8.numerics", "version": 4'
 BAD_ROW = '[{"step": 1, "skipped": {}, "rows": [{"layer": "a"}]}]'
 
 

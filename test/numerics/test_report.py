@@ -220,7 +220,7 @@ def test_the_page_lies_beside_the_run_or_where_it_is_asked_for(run_file, tmp_pat
 def test_what_cannot_be_read_or_written_is_one_line_and_status_2(run_file, tmp_path, capsys):
     other = tmp_path / "other.json"
     empty = (
-        '{"format": "float8.numerics", "version": 3, "model": "", "snapshots": [], "alarms": []}'
+        '{"format": "float8.numerics", "version": 4, "model": "", "snapshots": [], "alarms": []}'
     )
     for content, arguments, complaint in (
         (None, [other], "No such file"),
