@@ -53,14 +53,14 @@ from torch import Tensor, nn
 from float8.arguments import check_type, did_you_mean
 from float8.convert.after_step import NOT_CALLED
 from float8.convert.filters import Because, ModuleFilter
-from float8.convert.folding import folded
+from float8.convert.folding import folded, named
 from float8.distributed.sync import has_other_ranks
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, switched_off
 from float8.numerics import passes
 from float8.numerics.inspection import without_wrappers
-from float8.numerics.snapshot import LAYER, Column, Report, layer_name, text_table
+from float8.numerics.snapshot import LAYER, Column, Report, text_table
 
 _TABLE = [
     LAYER,
@@ -339,7 +339,7 @@ def accurate_layers(
             return None if sqnr >= min_sqnr else text
         if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
             raise ValueError(
-                f"{layer_name(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
+                f"{named(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
                 f"{did_you_mean(fqn, lowest)}: leave it out with all_of(skip_names(...), "
                 "accurate_layers(...)), or give unknown=True (convert) or unknown=False"
             )

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from float8.convert.folding import folded
+from float8.convert.folding import folded, named
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import LABELS, CastStatistics, Histogram, merged
 from float8.version import __version__
@@ -89,11 +89,6 @@ def text_table(
 
 
 _SCALARS = (*(column.key for column in COLUMNS), "nonfinite", "gradient_sqnr")
-
-
-def layer_name(fqn: str) -> str:
-    """A layer's name; the root of a model has none."""
-    return fqn or "(the module itself)"
 
 
 def operand_name(cast: CastStatistics) -> str:
@@ -169,7 +164,7 @@ class Report:
         prefix = prefix[: prefix.rfind(".") + 1]
 
         def row(cast: CastStatistics) -> dict[str, Any]:
-            name = layer_name(cast.layer.removeprefix(prefix))
+            name = named(cast.layer.removeprefix(prefix))
             return vars(cast) | {"layer": name, "operand": operand_name(cast)}
 
         columns = LAYER, Column("operand", "operand"), FORMAT_NAME, *COLUMNS

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.convert.folding import named
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import MIN_SCALE
@@ -98,7 +99,7 @@ class CastLabels:
     @property
     def place(self) -> str:
         """Layer and operand."""
-        return f"{self.layer or 'the module itself'}, {self.operand}"
+        return f"{named(self.layer)}, {self.operand}"
 
 
 LABELS = tuple(field.name for field in fields(CastLabels))
