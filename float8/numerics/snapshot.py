@@ -145,10 +145,10 @@ class Report:
         """The casts as dictionaries, worst first.
 
         The keys are the fields of `CastStatistics`, and ``problems``: a list of what is wrong, such
-        as "flushes to zero". It is empty for a healthy cast. The SQNR alone does not tell: it
+        as "flush". It is empty for a healthy cast. The SQNR alone does not tell: it
         weighs by power, and a cast that keeps few large elements has a high one.
         """
-        return [vars(c) | {"problems": [k.one for k in kinds_of(c)]} for c in self.casts]
+        return [vars(c) | {"problems": [k.name for k in kinds_of(c)]} for c in self.casts]
 
     def table(self, top: int | None = None) -> str:
         """The casts as text, worst first; then the problems of all, and skipped layers.
