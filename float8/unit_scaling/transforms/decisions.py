@@ -31,7 +31,6 @@ One number must be known before the forward: ``layers``, the number of residual 
 
 from __future__ import annotations
 
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +129,7 @@ class Decisions(History):
         inputs = [CallInput(path, self.values[number], dims) for path, number, dims in operands]
         call = ModelCall(torch.add if function is Tensor.add_ else function, inputs, reads_integers)
         if (reason := self._unscaled(call)) is not None:
-            raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
+            raise ValueError(f"unit_scale: {name_of(function)} {reason}")
         number = len(self.calls)
         self.calls.append(call)
         for operand in inputs:
@@ -279,13 +278,6 @@ class Decisions(History):
 def is_weight(path: Path, function: Function, replacements: Replacements) -> bool:
     """Whether a parameter at a place in the arguments of a function is its weight or bias."""
     return function in replacements and path not in argument(0, "input")
-
-
-def _line_of_caller() -> str:
-    """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
-    own = (str(torch.__path__[0]), __file__.rpartition("/transforms/")[0], "<")
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((f"{file}:{n}" for file, n in lines if not file.startswith(own)), "an unknown line")
 
 
 # --- torch.compile
