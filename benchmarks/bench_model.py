@@ -137,10 +137,18 @@ def step(name: str, mode: str, operands: Operands, options: argparse.Namespace) 
             if isinstance(module, Attention):
                 module.heads //= ranks.size()
                 module.kv_heads //= ranks.size()
+    again = {"custom_partitioner_fn": recomputing()} if "recompute" in name.split("+") else None
     for block in blocks if mode == "compiled" else ():
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(fullgraph=True, dynamic=False, options=again)
     cache = cached_weights(model).__enter__() if "cached" in name.split("+") else None
     return Step(model, model, operands.x, operands.grad_output, options.microbatches, cache)
+
+
+def recomputing() -> Any:
+    """A partitioner by which backward casts again; its import takes seconds."""
+    from float8.kernels.recompute import RecomputeCasts
+
+    return RecomputeCasts()
 
 
 def peak(name: str, mode: str, options: argparse.Namespace) -> Row:
@@ -170,14 +178,13 @@ def timed(mode: str, options: argparse.Namespace) -> list[Row]:
 def traced(options: argparse.Namespace) -> list[Row]:
     """Rows of contenders compiled for an H100, ours in two ways; bf16 comes first."""
     from benchmarks.measuring import inductor  # which takes seconds to import
-    from float8.kernels.recompute import RecomputeCasts
 
     ways: list[tuple[str, str, Any]] = []  # row, contender, partitioner
     for name in contenders.names(options, "bf16"):
         if name == "bf16" or name.startswith(PEER):
             ways.append((name, name, None))
         else:
-            ways += [(f"{name} memory", name, RecomputeCasts()), (f"{name} speed", name, None)]
+            ways += [(f"{name} memory", name, recomputing()), (f"{name} speed", name, None)]
     operands, rows, plain = Operands.random(options), list[Row](), 0
     for layer, name, partitioner in ways:
         with inductor.tracing(partitioner) as graphs:

@@ -123,6 +123,7 @@ LAYERS = "bench_linear.py --repeats 10 --stop-after {seconds} --shapes"
 EXPERTS = f"bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up {TIMED}"
 PUBLISHED = f"bench_model.py --no-peer --no-peak --recipes tensorwise rowwise {TIMED} --size"
 SHARED = "bench_model.py --blocks 2 --repeats 5 --no-peak --recipes tensorwise"  # by all ranks
+PRODUCERS = (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py", f"{GPU}/swiglu_gradients.py")
 MIXTURE = (*LAYER, *GROUPED, "float8/experts/other_libraries.py")
 GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
 AS_MX = (*LAYER, *GROUPED, f"{GPU}/expand_scales.py")
@@ -148,10 +149,14 @@ QUEUE = (
     Experiment("compiled_recipes", 75, LAYER, "What do the blocks gain in the other recipes?",
         f"{SPEED} --modes compiled --no-peer --recipes rowwise delayed blockwise tensorwise+fast "
         "rowwise+fast"),
-    Experiment("producers", 70, (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py"),
-        "Do norms and gates that return float8 pay in the blocks?",
-        f"{BOTH} --recipes tensorwise tensorwise+fuse_norms tensorwise+swiglu_cast "
-        "tensorwise+fuse_norms+swiglu_cast"),
+    Experiment("producers", 150, PRODUCERS, "Do fused norms and feed-forwards pay in the blocks?",
+        f"{BOTH} --recipes tensorwise tensorwise+fuse_norms tensorwise+feed_forward "
+        "tensorwise+feed_forward+keep_float8 delayed delayed+feed_forward "
+        "delayed+feed_forward+keep_float8 delayed+feed_forward+fuse_norms"),
+    Experiment("recomputed", 75, (*PRODUCERS, "float8/kernels/recompute.py"),
+        "What does it cost to cast again in backward, and does it keep what torchao keeps?",
+        f"{SPEED} --modes compiled --recipes tensorwise tensorwise+recompute delayed+recompute "
+        "tensorwise+feed_forward+recompute delayed+feed_forward+recompute"),
     Experiment("small_layers", 60, LAYER, "From which width on does a layer gain?",
         f"{LAYERS} 16384,768,768 16384,1024,1024 16384,2048,2048 --modes eager compiled graphed "
         "--recipes tensorwise"),

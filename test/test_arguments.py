@@ -133,16 +133,10 @@ CALLS = {
     },
     "SwiGLUCast": [(f.SwiGLUCast, {}, "config:?")],
     "accurate_layers": [
-        (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n by:?")
+        (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n")
     ],
     "cached_weights": [(f.cached_weights, {"model": converted}, "model in_place dtype:?")],
-    "calibrate": [
-        (
-            f.calibrate,
-            {"model": model, "batches": [X]},
-            "model batches config:? method",
-        )
-    ],
+    "calibrate": [(f.calibrate, {"model": model, "batches": [X]}, "model batches config:?")],
     "compare": [(f.compare, {"model": converted, "batch": X}, "model batch loss_fn:?c layers:?l")],
     "convert_from_float8_training": [(f.convert_from_float8_training, {}, "-")],
     "convert_to_float8_inference": [
@@ -189,18 +183,7 @@ CALLS = {
         for name in ("sync_float8_amax_and_scale_history", "after_step")
     },
     # float8.checkpoints
-    "load": [
-        (
-            checkpoints.load,
-            {"model": model, "path": "folder"},
-            "model weights ignore:l",
-        ),
-        (
-            checkpoints.load,
-            {"model": model, "path": "folder", "weights": "training"},
-            "config:?",
-        ),
-    ],
+    "load": [(checkpoints.load, {"model": model, "path": "folder"}, "model weights ignore:l")],
     "plan_save": [(checkpoints.plan_save, {"model": converted}, f"model {SAVE}")],
     "save_pretrained": [
         (

@@ -8,8 +8,10 @@ A recipe may have parts, as in ``tensorwise+fast``:
     fast          sums of gradients are fast, as those of the output
     fuse_norms    norms return float8 (`float8.fuse_norms`)
     feed_forward  SwiGLU and its layers are one op of autograd (`float8.fuse_feed_forwards`)
+    keep_float8   and its gate and up are kept in float8
     swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
     cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
+    recompute     backward casts again (`float8.kernels.recompute`), in compiled blocks
     gather        FSDP2 gathers weights in float8
     unrounded     scales are no powers of two, so that Blackwell runs no MX product
 """
@@ -49,7 +51,10 @@ BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
-PARTS = {"fast", "fuse_norms", "feed_forward", "swiglu_cast", "cached", "gather", "unrounded"}
+PARTS = {
+    *("fast", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
+    *("cached", "recompute", "gather", "unrounded"),
+}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 register_feed_forward(SwiGLU, gate="gate_up", down="down")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
@@ -103,7 +108,7 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
             },
         )
     if "feed_forward" in parts:
-        fuse_feed_forwards(model)
+        fuse_feed_forwards(model, keeps_float8="keep_float8" in parts)
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
             module.gate = SwiGLUCast(config, module.down.weight.device)

@@ -48,13 +48,11 @@ from float8.arguments import check_module, check_type
 from float8.checkpoints.layouts import ROWS_OF_32, WEIGHT, Layout
 from float8.checkpoints.names import Slot, owners, published, tensor_of, within
 from float8.checkpoints.source import Source, told
-from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType, check_config
+from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
 from float8.convert.conversion import ConversionPlan, plan_conversion
-from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import Because
 from float8.convert.folding import named
 from float8.convert.inference import hide_from_ddp, reason_against_inference
-from float8.convert.reasons import sharded_before
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
@@ -88,7 +86,6 @@ def load(
     path: str | Path,
     weights: str = HIGH_PRECISION,
     *,
-    config: Float8LinearConfig | str | None = None,
     ignore: Sequence[str] = (),
     device: torch.device | str = "cpu",
 ) -> nn.Module:
@@ -102,10 +99,8 @@ def load(
         path: a folder of safetensors files with ``config.json``, or one file beside it.
         weights: what the layers become that the files have in float8. ``"high_precision"``: the
             model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers and
-            experts with the files' float8 weights, frozen. ``"training"``: dequantised weights, and
-            delayed casts start with the scales of the files.
-        config: for ``weights="training"`` and a plain model: converts the layers that the
-            checkpoint has in float8. Convert a model for ``fully_shard`` before it instead.
+            experts with the files' float8 weights, frozen. ``"training"``, of a converted model:
+            dequantised weights, and delayed casts start with the scales of the files.
         ignore: patterns of keys to leave out, such as ``"*.k_scale"``: keys that only the files or
             only the model have, and keys whose values in the model stay.
         device: where parameters on the meta device get their memory.
@@ -121,41 +116,34 @@ def load(
     """
     check_module(model, "load")
     check_type(ignore, (list, tuple), "load", "ignore", 'a list of patterns, as ["*.k_scale"]')
-    config = None if config is None else check_config(config, "load")
-    _check_mode(model, weights, config)
+    _check_mode(model, weights)
     device, source = torch.device(device), Source(path)
     tie = getattr(model, "tie_weights", None)  # which accelerate's empty models lose
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
     stored, plan = _stored(model, source, slots), None
-    if weights == FLOAT8 or config is not None:
+    if weights == FLOAT8:
         keys = slots.keys() & {name + source.weight_key for name in source.layers}
         in_float8 = {id(tensor_of(model, slots[key])) for key in keys}
-        plan = _planned(model, config, stored, in_float8)
+        plan = _planned(model, stored, in_float8)
         if not plan.layers:
             raise ValueError(
                 f"nothing was loaded from {source.path}, of which {len(source.layers)} weights are "
                 f'in float8: no layer can be converted, and weights="{HIGH_PRECISION}" converts '
                 f"none:{plan.reasons}"
             )
-        refused = _refused_float8(source, stored, plan, device)
-        plan.check(refused if config is None else sharded_before(model, plan.plain_layers))
-    # The model changes from here on.
-    if plan is not None and config is None:
-        model = plan.convert(model)
+        plan.check(_refused_float8(source, stored, plan, device))
+        model = plan.convert(model)  # which changes from here on
         _make_float8(plan, device)
     materialise(model, device)
-    if plan is not None and config is not None:
-        keep = plan.module_filter_fn
-        model = convert_to_float8_training(model, config=config, module_filter_fn=keep)
     for key, slot in slots.items():
         parameter = tensor_of(model, slot)
         # A float8 weight dequantises to this dtype on its way to a parameter.
         is_wide = parameter.dtype in HIGH_PRECISION_DTYPES
         write(slot, parameter, source.read(key, parameter.dtype if is_wide else torch.float32))
     _start_casts(model, source, stored if weights == TRAINING else {})
-    if plan is not None and config is None:
+    if plan is not None:
         hide_from_ddp(model)
         plan.finish(model)
     # Transformers' save_pretrained would write it beside weights that are not stored so.
@@ -165,20 +153,18 @@ def load(
     return model
 
 
-def _check_mode(model: nn.Module, weights: str, config: Float8LinearConfig | None) -> None:
+def _check_mode(model: nn.Module, weights: str) -> None:
     """Raise if the model does not fit the mode."""
-    layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    kept = {n: any(map(_in_float8, weights_of(m).values())) for n, m in layers.items()}
-    in_float8 = [n for n in layers if config is not None or kept[n] != (weights == FLOAT8)]
-    if weights not in MODES or (config is not None and weights != TRAINING):
+    if weights not in MODES:
         modes = ", ".join(map(repr, MODES))
-        why = f"weights must be one of {modes}, and config is for {TRAINING!r}; got {weights!r}"
-        raise ValueError(f"load: {why}")
-    if in_float8:
-        why = f"{named(in_float8[0])} is in float8 already: convert_from_float8_training(model) "
-        raise ValueError(f"load: {why}first, or leave config out")
-    if weights == TRAINING and not layers and config is None:
-        raise ValueError('load: weights="training" needs a converted model, or config=')
+        raise ValueError(f"load: weights must be one of {modes}, got {weights!r}")
+    layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
+    for fqn, layer in layers.items():
+        if any(map(_in_float8, weights_of(layer).values())) != (weights == FLOAT8):
+            remedy = "convert_from_float8_training(model) first"
+            raise ValueError(f"load: {named(fqn)} is in float8 already: {remedy}")
+    if weights == TRAINING and not layers:
+        raise ValueError('load: weights="training" needs a model that trains in float8: convert it')
 
 
 # --- which tensors go where
@@ -270,33 +256,21 @@ def _stored(model: nn.Module, source: Source, slots: Mapping[str, Slot]) -> dict
     return {fqn: name for fqn, name in found.items() if fqn not in left}
 
 
-def _planned(
-    model: nn.Module,
-    config: Float8LinearConfig | None,
-    stored: Mapping[str, str],
-    in_float8: set[int],
-) -> ConversionPlan:
-    """The layers of a plain model that become float8.
+def _planned(model: nn.Module, stored: Mapping[str, str], in_float8: set[int]) -> ConversionPlan:
+    """The layers that keep the weights of the files.
 
-    With a config, to train, all that have a weight of ``in_float8``, by id. Without one, to keep
-    the weights of the files, those of ``stored``.
+    Those of ``stored``; ``in_float8`` are the ids of all weights that the files have in float8.
     """
-    float8 = {
-        fqn
-        for fqn, module in model.named_modules()
-        if any(id(parameter) in in_float8 for parameter in module._parameters.values())
-    }
-    keeps = config is None
-    wanted = stored if keeps else float8
 
     def reason(module: nn.Module, fqn: str) -> str | None:
-        if fqn in wanted:
+        if fqn in stored:
             return None
-        return _DEQUANTISED if fqn in float8 else _IN_HIGH_PRECISION
+        dequantised = any(id(parameter) in in_float8 for parameter in module._parameters.values())
+        return _DEQUANTISED if dequantised else _IN_HIGH_PRECISION
 
-    # Of any sizes, where the files keep their weights: `reason_against_inference` asks the device.
-    config = Float8LinearConfig(emulate=True) if config is None else config
-    return plan_conversion(model, config, Because(reason), "load", replaces_weights=keeps)
+    # Of any sizes: `reason_against_inference` asks the device.
+    config = Float8LinearConfig(emulate=True)
+    return plan_conversion(model, config, Because(reason), "load", replaces_weights=True)
 
 
 def config_of(

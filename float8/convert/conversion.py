@@ -22,11 +22,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
-from float8.convert.after_step import expect_calls
+from float8.convert.after_step import untold
 from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
 from float8.convert.folding import folded, named
 from float8.convert.reasons import (
@@ -39,7 +40,7 @@ from float8.convert.reasons import (
     rule_of_candidate,
 )
 from float8.distributed.gathered_weights import reason_against_gather
-from float8.linear.module import own_config, stacked_weights
+from float8.linear.module import own_config, stacked_weights, weights_of
 
 logger = logging.getLogger("float8")
 
@@ -75,6 +76,23 @@ class Conversion:
     def share_of(self, elements: int) -> str:
         """A number of elements as a percentage of those of all matrices."""
         return f"{100 * elements / max(self.all_elements, 1):.1f} % of the matrix elements"
+
+    def _count(self, model: nn.Module) -> None:
+        """Count the elements of matrices; a tied one is in float8 if any of its layers is."""
+        layers = [layer for layer in model.modules() if own_config(layer) is not None]
+        in_float8 = {id(weight) for layer in layers for weight in weights_of(layer).values()}
+        sizes: dict[int, int] = {}
+        for fqn, m in model.named_modules():
+            for p in m._parameters.values():
+                is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in in_float8
+                if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in sizes:
+                    continue
+                sizes[id(p)] = p.numel()
+                if id(p) not in in_float8 and fqn not in self.skipped:
+                    kind = type(m).__name__
+                    self.unnamed[kind] = self.unnamed.get(kind, 0) + p.numel()
+        self.elements = sum(size for key, size in sizes.items() if key in in_float8)
+        self.all_elements = sum(sizes.values())
 
     def __str__(self) -> str:
         gathered = self.gathered_in_high_precision
@@ -226,7 +244,8 @@ class ConversionPlan:
         conversion.unmatched_patterns = unmatched_patterns(self.module_filter_fn, names)
         configs = list(self.configs.values()) or [self.config]
         conversion.recipe = "; ".join(dict.fromkeys(map(recipe_of, configs)))
-        expect_calls(model, conversion)
+        conversion._count(model)
+        untold.add(model)
         model.float8_conversion = conversion  # type: ignore[assignment]
         logger.info("%s", conversion)
         kept = [(fqn, why) for fqn, why in conversion.skipped.items() if why == NO_HISTORY]

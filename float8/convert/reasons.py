@@ -69,8 +69,6 @@ def _multiplies_otherwise(module: nn.Module) -> str | None:
         reason = f"{_READS_WEIGHTS}; see mha.set_fastpath_enabled"
     elif isinstance(module, nn.Linear):
         reason = f"its type is {kind}, not nn.Linear; see float8.convert.register_linear_type"
-    elif kind == "Conv1D":  # of GPT-2
-        reason = "its type is Conv1D, not nn.Linear"
     elif kind.endswith("Experts") and stacked_weights(module):
         reason = f"its type is {kind}; see register_experts"
     return reason

@@ -40,6 +40,7 @@ from float8.fusion.feed_forward_autograd import (
     FeedForwardCall,
     FeedForwardFunction,
     cast_by_one_scale,
+    copies_on,
 )
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
@@ -86,11 +87,12 @@ class SwiGLUFeedForward(Float8Module):
 
     plain_type: ClassVar[type[nn.Module]]
     layer_names: ClassVar[Names]
+    keeps_float8: bool
 
     def to_float(self) -> nn.Module:
         """The module as it was before, its children shared."""
         plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("switch", "evaluates_in_high_precision"):
+        for name in ("switch", "keeps_float8", "evaluates_in_high_precision"):
             plain.__dict__.pop(name, None)
         return plain
 
@@ -116,7 +118,9 @@ class SwiGLUFeedForward(Float8Module):
         last = _call_of(down, hidden)
         is_once = cast_by_one_scale(last.plan)
         by_kernel = is_once and runs_producer(x.device, down.config.emulate)
-        call = FeedForwardCall(calls, last, is_once, by_kernel)
+        keeps = self.keeps_float8 and torch.is_grad_enabled()
+        copies = copies_on(x.device, down.config.emulate) if keeps else None
+        call = FeedForwardCall(calls, last, is_once, by_kernel, copies)
         weights = [layer.weight for layer in first]
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
@@ -182,11 +186,14 @@ def _call_of(layer: Any, input: Tensor) -> Call:
     )
 
 
-def fuse_feed_forwards(model: nn.Module) -> Fusion:
+def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusion:
     """Fuse the feed-forwards of the declared types, in place.
 
     Args:
         model: converted. Fusing again fuses those that were left.
+        keeps_float8: keep gate and up for backward as float8 copies, E4M3 with one scale per 128
+            elements of a row (COAT, arXiv 2410.19313, section 5), which halves what a feed-forward
+            keeps. Outputs do not change. Gradients are those at the values of the copies.
 
     Returns:
         the fused modules with their layers, and the reasons why others were not fused; both are
@@ -205,6 +212,7 @@ def fuse_feed_forwards(model: nn.Module) -> Fusion:
         else:
             module.__class__ = _fused_type(kind, names)
             module._add_switch()
+            module.keeps_float8 = keeps_float8
             fusion.fused.append((fqn, [f"{fqn}.{name}".lstrip(".") for name in names.all]))
     logger.info("%s", fusion)
     return fusion

@@ -19,15 +19,17 @@ ops compute it, with the bits of ``F.silu(gate) * up``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.formats import ScaleFormat
+from float8 import kernels
+from float8.formats import E4M3, ScaleFormat
 from float8.fusion.autograd import SWIGLU, Output, run_op
-from float8.kernels import Float8Matrix, definition
+from float8.kernels import CastSpec, Float8Matrix, definition
 from float8.linear.autograd import (
     Call,
     as_arguments,
@@ -48,7 +50,8 @@ from float8.tensor import Float8Tensor
 Matrices = tuple[Any, Any]  # one orientation of an operand and the other
 
 
-class FeedForwardCall(NamedTuple):
+@dataclass(eq=False, slots=True)  # as `float8.linear.autograd.Call`
+class FeedForwardCall:
     """The parameters of one call, except its tensors.
 
     Args:
@@ -56,12 +59,14 @@ class FeedForwardCall(NamedTuple):
         down: that of the layer that reads y.
         rounds_once: whether y and the gradients of gate and up have one scale each.
         by_kernel: whether the kernels of a GPU compute SwiGLU and its casts.
+        copies: how gate and up are cast for backward; None keeps them as they are.
     """
 
     first: tuple[Call, ...]
     down: Call
     rounds_once: bool
     by_kernel: bool
+    copies: CastSpec | None
 
 
 def cast_by_one_scale(plan: LinearPlan) -> bool:
@@ -97,9 +102,11 @@ class FeedForwardFunction(torch.autograd.Function):
             record(down.states[1], w_amax)
         saved += w_saved if needs_x or any(needs_first) else (None, None)
         y_scale = y8_MF.scale if down.plan.x.shares_data else None
-        save(ctx, lead, (x, w_first[0], None), x8_KM, (None, None), y_scale, *outputs, *saved)
-        parts = [_without_weight(its) for its in call.first]
-        ctx.feed_forward = call._replace(first=tuple(parts), down=_without_weight(down))
+        kept = _copies(gate_MF, up_MF, call.copies) if call.copies else outputs
+        save(ctx, lead, (x, w_first[0], None), x8_KM, (None, None), y_scale, *kept, *saved)
+        first = tuple([_without_weight(its) for its in call.first])
+        how = call.rounds_once, call.by_kernel, call.copies
+        ctx.feed_forward = FeedForwardCall(first, _without_weight(down), *how)
         ctx.reads = (*reads, _reader(down))
         return in_shape_of(x, out_MK)
 
@@ -111,7 +118,8 @@ class FeedForwardFunction(torch.autograd.Function):
         down, count = call.down, len(call.first)
         _, needs_x, needs_down, *needs_first = ctx.needs_input_grad
         x, x_scale, _, _, y_scale, *rest = saved_by(ctx)
-        outputs, saved = rest[:count], rest[count : 3 * count + 2]
+        size = 4 if call.copies else count
+        kept, saved = rest[:size], rest[size : size + 2 * count + 2]
         needs_y = needs_x or any(needs_first)
         grad_x = grad_down = grad_y = None
         grads_first: list[Tensor | None] = [None] * count
@@ -124,9 +132,8 @@ class FeedForwardFunction(torch.autograd.Function):
             if needs_y:
                 w8_FK, _ = reads[-1](saved[-2:], down)
                 grad_y = product(down.plan.grad_input, g8_MK, w8_FK)
-            gate_MF, up_MF = _halves(outputs)
             by: Any = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
-            y8_FM, gradients = by(grad_y, gate_MF, up_MF, y_scale, call, needs_down)
+            y8_FM, gradients = by(grad_y, kept, y_scale, call, needs_down)
             if needs_down:
                 grad_down = product(down.plan.grad_weight, g8_KM, y8_FM)
             for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
@@ -163,6 +170,18 @@ def _halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
+def copies_on(device: torch.device, emulate: bool) -> CastSpec:
+    """How float8 copies are cast: E4M3 in groups of 128 of a row, as `float8.saved_activations`."""
+    kernel = kernels.kernel_for(kernels.family_of(device), (1, 128), emulate)
+    return CastSpec((1, 128), E4M3.dtype, ScaleFormat.POWER_OF_TWO.value, kernel)
+
+
+def _copies(gate_MF: Tensor, up_MF: Tensor, how: CastSpec) -> list[Tensor]:
+    """Data (M, F) and scale (M, groups) of the float8 copies of gate and up."""
+    found: list[Any] = [kernels.cast(x, how).row_major for x in (gate_MF, up_MF)]
+    return [part for copy in found for part in copy[:2]]
+
+
 def _cast_y(gate_MF: Tensor, up_MF: Tensor, call: FeedForwardCall) -> Any:
     """y_MF, cast for the product with the weight of down."""
     down, state = call.down, call.down.states[0]
@@ -188,10 +207,15 @@ BackwardOperands = tuple[Any, list[Matrices]]
 
 
 def _cast_plainly(
-    grad_y: Tensor | None, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor | None,
-    call: FeedForwardCall, needs_down: bool,
+    grad_y: Tensor | None, kept: Sequence[Tensor], y_scale: Tensor | None, call: FeedForwardCall,
+    needs_down: bool,
 ) -> BackwardOperands:  # fmt: skip
     down, y8_FM, gradients = call.down, None, []
+    if call.copies:
+        pairs = kept[:2], kept[2:]
+        block, dtype = call.copies.block, down.plan.dtype
+        kept = [kernels.dequantize(data, scale, block, dtype) for data, scale in pairs]
+    gate_MF, up_MF = _halves(kept)
     if needs_down:
         y_MF = _swiglu(gate_MF, up_MF, call.rounds_once)
         cast = cast_operand(y_MF, down.plan.x, down.states[0], first=False, scale=y_scale)
@@ -214,20 +238,23 @@ def _cast_plainly(
 
 
 def _cast_by_kernel(
-    grad_y: Tensor, gate_MF: Tensor, up_MF: Tensor, y_scale: Tensor,
-    call: FeedForwardCall, needs_down: bool,
+    grad_y: Tensor, kept: Sequence[Tensor], y_scale: Tensor, call: FeedForwardCall,
+    needs_down: bool,
 ) -> BackwardOperands:  # fmt: skip
     (lead, *_), y, joined = call.first, call.down.plan.x.first, len(call.first) == 1
     how, states = lead.plan.g.first, [its.states[2] for its in call.first]
     assert how is not None
     assert y is not None
-    scales = [known_scale(how, state, gate_MF) for state in states]
+    gate_MF, up_MF = kept[::2] if call.copies else _halves(kept)
+    gate_groups, up_groups = kept[1::2] if call.copies else (None, None)
+    scales = [known_scale(how, state, grad_y) for state in states]
     if any([scale is None for scale in scales]):  # a delayed scale without a history
         scales = [None]
     records = lead.records_amax and how.is_delayed
     y_t, data, data_t, scale, amax = torch.ops.float8.swiglu_gradients.default(
         grad_y, gate_MF, up_MF, y_scale, scales[0], scales[-1], y.dtype, how.dtype,
         how.scales != ScaleFormat.FLOAT32.value, joined, needs_down, True, records,
+        gate_groups, up_groups,
     )  # fmt: skip
     gradients: list[Matrices] = []
     for i, state in enumerate(states):

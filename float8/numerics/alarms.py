@@ -4,17 +4,19 @@
 relative error that is uniform over half a step, 2^-(m+1), gives E4M3 (m = 3) about 32 dB and E5M2
 about 26 dB. The thresholds are relative to that, not fixed numbers of dB::
 
-    not finite   any inf or NaN in the operand
-    saturated    more than 1 in 1,000 elements beyond the range; bad from 1 in 100
-    flushed      more than 14 % of the elements became zero, bad from 50 %; of a gradient one level
-                 lower where the SQNR is as expected, as in the gradient of a softmax: the lost
-                 elements were small. In an input or a weight few outliers then have nearly all
-                 of the power, and the model needs the rest (docs/quality.md). Up to 11 % were lost
-                 behind a healthy SwiGLU, whose gate closes; 14 % and more with an outlier
-    noisy        an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
-                 not where saturation or flushing of the same level is the reason
-    drowns       the casts' error in the weight's gradient is 1/sqrt(3) of it (`gradient_error`)
-    stale        a delayed or static scale half an octave too small, or a delayed one six too large
+    inf or NaN      any in the operand
+    saturation      more than 1 in 1,000 elements beyond the range; bad from 1 in 100
+    flush           more than 14 % of the elements became zero, bad from 50 %; of a gradient one
+                    level lower where the SQNR is as expected, as in the gradient of a softmax: the
+                    lost elements were small. In an input or a weight few outliers then have nearly
+                    all of the power, and the model needs the rest (docs/quality.md). Up to 11 %
+                    were lost behind a healthy SwiGLU, whose gate closes; 14 % and more with an
+                    outlier
+    noise           an SQNR 6 dB below that of the format, which is twice its error; bad from 15 dB;
+                    not where saturation or flush of the same level is the reason
+    gradient noise  the casts' error in the weight's gradient is 1/sqrt(3) of it (`gradient_error`)
+    stale scale     a delayed or static scale half an octave too small, or a delayed one six too
+                    large
 
 The thresholds are a matter of judgement; the page also shows the numbers.
 
@@ -88,14 +90,13 @@ class ProblemKind(NamedTuple):
     """One thing that can be wrong with a cast.
 
     Args:
-        many, one: its name after "3 casts" and after "one cast".
+        name: such as "saturation".
         column: of the table of casts, in which it is seen.
         see: what is wrong with a cast, or None.
         advice: what to do about it.
     """
 
-    many: str
-    one: str
+    name: str
     column: str
     see: Callable[[CastStatistics], Seen | None]
     advice: str
@@ -119,7 +120,7 @@ def problems_of(casts: Sequence[CastStatistics]) -> list[Problem]:
         if pairs:
             pairs.sort(key=lambda pair: pair[0][:2], reverse=True)
             (worst, first), is_one = pairs[0], len(pairs) == 1
-            title = f"One cast {kind.one}" if is_one else f"{len(pairs)} casts {kind.many}"
+            title = kind.name if is_one else f"{kind.name} of {len(pairs)} casts"
             text = f"{'' if is_one else 'The worst: '}{first.place}. {worst.message}"
             found.append(Problem(kind, worst.level, [cast for _, cast in pairs], title, text))
     return sorted(found, key=lambda problem: -problem.level)
@@ -218,16 +219,14 @@ def _drowned(cast: CastStatistics) -> Seen | None:
 
 
 NONFINITE = ProblemKind(
-    "met inf or NaN",
-    "met inf or NaN",
+    "inf or NaN",
     "sqnr",
     _nonfinite,
     "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
     "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
 )
 SATURATES = ProblemKind(
-    "saturate",
-    "saturates",
+    "saturation",
     "saturated",
     _saturated,
     "A delayed scale lags behind: DelayedScalingConfig(margin=2) leaves a factor of 4 for values "
@@ -236,8 +235,7 @@ SATURATES = ProblemKind(
     "cast_config_input=CastConfig().",
 )
 FLUSHES = ProblemKind(
-    "flush to zero",
-    "flushes to zero",
+    "flush",
     "flushed",
     _flushed,
     "Its values span more octaves than the format has: let fewer of them share a scale (recipe "
@@ -247,8 +245,7 @@ FLUSHES = ProblemKind(
     "elements are small, and often harmless.",
 )
 NOISY = ProblemKind(
-    "lose precision",
-    "loses precision",
+    "noise",
     "sqnr",
     _noisy,
     "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
@@ -256,8 +253,7 @@ NOISY = ProblemKind(
     "result: float8.compare(model, batch).",
 )
 STALE = ProblemKind(
-    "have a stale scale",
-    "has a stale scale",
+    "stale scale",
     "staleness",
     _stale,
     "Above, values saturate: add margin, or take a dynamic recipe while training is unstable. "
@@ -265,8 +261,7 @@ STALE = ProblemKind(
     "delayed scale that stays stale is not updated: call float8.after_step(model) in every step.",
 )
 DROWNS = ProblemKind(
-    "have errors that drown the weight's gradient",
-    "has errors that drown the weight's gradient",
+    "gradient noise",
     "sqnr",
     _drowned,
     'Let fewer elements share a scale (recipe "rowwise" or "blockwise"), compute this gradient in '

@@ -7,7 +7,7 @@
     convert_to_float8_inference(model, static_scales=found.static_scales())
 
 A static scale saves the pass over a layer's input that finds a dynamic one. In return, one number
-has to suit all later data. Three ways to choose it:
+has to suit all later data. Two ways to choose it:
 
 ============== ===================================================================================
 method         the scale
@@ -16,7 +16,6 @@ method         the scale
                of two and the amax scale
 "amax"         maps the largest magnitude of the data to the format's largest value, so that
                nothing in the data saturates
-"percentile"   the same for a percentile: larger magnitudes saturate
 ============== ===================================================================================
 
 A power of two per tensor is the "scaling bias" of Perez et al., "Training and inference of large
@@ -61,7 +60,7 @@ from float8.linear.plan import compute_dtype
 from float8.numerics.passes import model_unchanged, own_batch, run_model, watched
 from float8.numerics.snapshot import FORMAT_NAME, LAYER, Column, text_table
 
-METHODS = ("sqnr", "amax", "percentile")
+METHODS = ("sqnr", "amax")
 _MAGNITUDES = 2**15  # of bfloat16, inf and NaN included
 _FIRST_NONFINITE = 0x7F80
 _TABLE = (
@@ -138,15 +137,10 @@ class Distribution:
         shares = ((lost_CV * counts_V).sum(1) / self.elements for lost_CV in (beyond_CV, zero_CV))
         return sqnr_C, *shares  # type: ignore[return-value]
 
-    def scale(self, fmt: Format, method: str, percent: float) -> float:
+    def scale(self, fmt: Format, method: str) -> float:
         """The scale for a format by one of `METHODS`."""
-        widest = _scale(self.amax, fmt)
-        if method == "percentile":
-            values, counts = (found[self.values[0] > 0] for found in self.values)
-            share = counts.cumsum(0).double() / counts.sum()
-            place = int(torch.searchsorted(share, percent / 100))
-            # Not of the largest, which was rounded.
-            return _scale(float(values[place]), fmt) if place < len(values) - 1 else widest
+        amax = torch.tensor([self.amax], dtype=torch.float32)
+        widest = float(kernels.scale_from_amax(amax, fmt.max))
         if method == "amax":
             return widest
         # A shift by a power of two does not change the mantissas. It trades what saturates at the
@@ -159,11 +153,6 @@ class Distribution:
         return float(scales[self.losses(scales, fmt)[0].argmax()])
 
 
-def _scale(amax: float, fmt: Format) -> float:
-    found = kernels.scale_from_amax(torch.tensor([amax], dtype=torch.float32), fmt.max)
-    return float(found)
-
-
 @dataclass(eq=False, repr=False)
 class Calibration:
     """The inputs of a model's layers, and the scales that suit them.
@@ -171,57 +160,55 @@ class Calibration:
     Attributes:
         inputs: layer name -> the `Distribution` of its input.
         formats: layer name -> the format of the cast of its input.
-        method: the default of `static_scales`.
-        percentile: of method "percentile".
     """
 
     inputs: dict[str, Distribution]
     formats: dict[str, Format]
-    method: str
-    percentile: float
 
-    def static_scales(self, method: str | None = None) -> dict[str, float]:
+    def static_scales(self, method: str = "sqnr") -> dict[str, float]:
         """Layer name -> scale of its input, for ``convert_to_float8_inference(static_scales=...)``.
 
         Args:
-            method: by default that of `calibrate`; nothing is run again.
+            method: how a scale is chosen. "sqnr": the highest signal-to-noise ratio over the data,
+                searched among powers of two and the amax scale. "amax": the largest magnitude maps
+                to the format's largest value, so that nothing in the data saturates.
 
         Raises:
-            ValueError: a layer got no input, or one that was all zero or not finite.
+            ValueError: an unknown method; or a layer got no input, or one that was all zero or not
+                finite.
         """
-        chosen = _checked_method(method or self.method)
-        scales, problems = self._scales(chosen)
-        if problems:
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if problems := self._problems():
             raise ValueError(problems)
-        return scales
+        return {name: of.scale(self.formats[name], method) for name, of in self.inputs.items()}
 
-    def _scales(self, method: str) -> tuple[dict[str, float], str]:
-        """The scale of each layer that has one, and a message about the others, or ""."""
-        reasons = {layer: _reason_against(values) for layer, values in self.inputs.items()}
-        found = folded((layer, why) for layer, why in reasons.items() if why is not None)
+    def _problems(self) -> str:
+        """The layers that no static scale fits, with reasons; empty if there is none."""
+        reasons = ((layer, _reason_against(values)) for layer, values in self.inputs.items())
+        found = folded((layer, why) for layer, why in reasons if why is not None)
         message = (
             "no static scale fits these layers; calibrate on data that reaches them, or leave "
             "them out by module_filter_fn, in calibrate and in the conversion:"
         )
-        fitting = [layer for layer, why in reasons.items() if why is None]
-        return {
-            layer: self.inputs[layer].scale(self.formats[layer], method, self.percentile)
-            for layer in fitting
-        }, "\n  ".join([message, *found]) if found else ""
+        return "\n  ".join([message, *found]) if found else ""
 
     def rows(self) -> list[dict[str, Any]]:
-        """What the scale of each layer loses of the data, lowest SQNR first.
+        """What the scale of each layer by method "sqnr" loses of the data, lowest SQNR first.
 
         Keys: layer, format, elements, amax, scale, sqnr (dB), saturated, flushed (fractions),
         amax_scale and amax_sqnr, those of method "amax". Layers that no scale fits have no row.
         """
-        rows, (widest, _) = [], self._scales("amax")
-        for layer, scale in self._scales(self.method)[0].items():
-            values, fmt = self.inputs[layer], self.formats[layer]
-            found = values.losses(torch.tensor([scale, widest[layer]]), fmt)
+        rows = []
+        for layer, values in self.inputs.items():
+            if _reason_against(values) is not None:
+                continue
+            fmt = self.formats[layer]
+            scale, widest = (values.scale(fmt, method) for method in METHODS)
+            found = values.losses(torch.tensor([scale, widest]), fmt)
             (sqnr, amax_sqnr), (saturated, _), (flushed, _) = (each.tolist() for each in found)
             row = {"layer": layer, "format": fmt.name, "elements": values.elements}
-            row |= {"amax": values.amax, "amax_scale": widest[layer], "amax_sqnr": amax_sqnr}
+            row |= {"amax": values.amax, "amax_scale": widest, "amax_sqnr": amax_sqnr}
             row |= {"scale": scale, "sqnr": sqnr, "saturated": saturated, "flushed": flushed}
             rows.append(row)
         return sorted(rows, key=lambda row: row["sqnr"])
@@ -235,8 +222,8 @@ class Calibration:
         return text_table(_TABLE, self.rows(), top)
 
     def __str__(self) -> str:
-        head = f'static scales by "{self.method}" of {len(self.inputs)} layers'
-        problems = self._scales(self.method)[1]
+        head = f'static scales by "sqnr" of {len(self.inputs)} layers'
+        problems = self._problems()
         return "\n".join([head, self.table(10), *([problems] if problems else [])])
 
 
@@ -245,8 +232,6 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    method: str = "sqnr",
-    percentile: float = 99.99,
     config: Float8LinearConfig | str | None = None,
     module_filter_fn: ModuleFilter | None = None,
 ) -> Calibration:
@@ -260,22 +245,16 @@ def calibrate(
         model: the model.
         batches: an iterable of batches: mappings, tuples, lists or single arguments of the model.
             Of a loader of pairs with labels: ``(x for x, y in loader)``.
-        method: how a scale is chosen. "sqnr": the highest signal-to-noise ratio over the data,
-            searched among powers of two and the amax scale. "amax": the largest magnitude maps to
-            the format's largest value, so that nothing in the data saturates. "percentile": the
-            same for a percentile; larger magnitudes saturate.
-        percentile: of an input's nonzero elements, which shall not saturate; of "percentile" only.
         config: of layers that are no Float8Linear yet; dynamic tensorwise by default.
         module_filter_fn: called with each candidate and its name; False leaves it alone.
 
     Raises:
-        ValueError: no layer whose config casts inputs, or an unknown method.
+        ValueError: no layer whose config casts inputs.
         TypeError: ``batches`` is a batch and no iterable of them.
     """
     plan = plan_conversion(
         model, config, module_filter_fn, "calibrate", replaces_weights=True, takes_experts=False
     )
-    _checked_method(method)
     if isinstance(batches, (Tensor, Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: batches is an iterable of batches, got {described(batches)}")
     casts = {name: own.gemms.output.a for name, own in plan.configs.items()}
@@ -296,7 +275,7 @@ def calibrate(
             module.training = False
         for batch in batches:
             run_model(model, own_batch(batch))
-    return Calibration(inputs, formats, method, percentile)
+    return Calibration(inputs, formats)
 
 
 def _reason_against(values: Distribution) -> str | None:
@@ -306,9 +285,3 @@ def _reason_against(values: Distribution) -> str | None:
     if values.nonfinite:
         return f"{values.nonfinite} elements of its input were not finite (float8.find_nan)"
     return None if values.amax else "its input was all zero"
-
-
-def _checked_method(method: str) -> str:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    return method

@@ -29,25 +29,23 @@ bfloat16) mean nothing.
 
 `accurate_layers` compares ``min_sqnr`` with the lowest SQNR of a layer. Of a `Report`, that is the
 lowest of its operands' casts (about 32 dB is the best of E4M3, 26 dB that of E5M2); of a
-`Comparison`, the lower of the two "alone" columns. The two differ: SQNR weighs by power, so that a
-weight with one huge element has a high SQNR although all other elements were flushed; `compare`
-shows their loss. None is ignored, and NaN is below everything. A layer that was not measured is an
+`Comparison`, `LayerComparison.lowest`. The two differ: SQNR weighs by power, so that a weight with
+one huge element has a high SQNR although all other elements were flushed; `compare` shows their
+loss. None is ignored, and NaN is below everything. A layer that was not measured is an
 error, since converting it or not would be a guess: exclude it before,
 ``all_of(skip_names("lm_head"), accurate_layers(report, 20))``, or give ``unknown``.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,20 +53,23 @@ from torch import Tensor, nn
 from float8.arguments import check_type, did_you_mean
 from float8.convert.after_step import NOT_CALLED
 from float8.convert.filters import Because, ModuleFilter
-from float8.convert.folding import folded
+from float8.convert.folding import folded, named
 from float8.distributed.sync import has_other_ranks
 from float8.kernels.sqnr import decibels, power
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, switched_off
 from float8.numerics import passes
 from float8.numerics.inspection import without_wrappers
-from float8.numerics.snapshot import LAYER, Column, Report, layer_name, strict_json, text_table
-from float8.numerics.statistics import OPERANDS
+from float8.numerics.snapshot import LAYER, Column, Report, text_table
 
-ALONE = ("alone_output", "alone_gradient")
-ERROR_COLUMNS = (*ALONE, "output", "grad_input", "grad_weight")
-_HEADS = ("alone: output", "gradient", "all: output", "grad_input", "grad_weight")
-_TABLE = [Column(key, head, ".1f") for key, head in zip(ERROR_COLUMNS, _HEADS, strict=True)]
+_TABLE = [
+    LAYER,
+    Column("alone_output", "alone: output", ".1f"),
+    Column("alone_gradient", "gradient", ".1f"),
+    Column("output", "all: output", ".1f"),
+    Column("grad_input", "grad_input", ".1f"),
+    Column("grad_weight", "grad_weight", ".1f"),
+]
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,14 @@ class LayerComparison:
     grad_weight: float | None
 
     @property
-    def harm(self) -> float:
-        """The lower of the two SQNRs alone, or of the others where it was not run alone."""
+    def lowest(self) -> float | None:
+        """The lower of the two SQNRs alone, or the lowest of the others where it was not run alone.
+
+        None is ignored, and NaN is below everything.
+        """
         alone = (self.alone_output, self.alone_gradient)
         together = (self.output, self.grad_input, self.grad_weight)
-        columns = together if alone == (None, None) else alone
-        return min((value for value in columns if value is not None), default=math.inf)
+        return _lowest(together if alone == (None, None) else alone)
 
 
 @dataclass(frozen=True)
@@ -137,20 +140,10 @@ class Comparison:
         Args:
             top: how many; None is all.
         """
-        return text_table([LAYER, *_TABLE], self.rows(), top)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as strict JSON, for other programs; inf is the string "inf".
-
-        Args:
-            path: of the file.
-        """
-        content = {"format": "float8.comparison", "version": 1, **asdict(self)}
-        text = json.dumps(strict_json(content), allow_nan=False, indent=1)
-        Path(path).write_text(text, encoding="utf-8")
+        return text_table(_TABLE, self.rows(), top)
 
     def __str__(self) -> str:
-        output, gradient = map(_TABLE[0].shown, (self.output, self.gradient))
+        output, gradient = map(_TABLE[1].shown, (self.output, self.gradient))
         lines = [
             f"{self.model or 'model'} in float8 against high precision: output {output} dB, "
             f"gradient {gradient} dB"
@@ -232,7 +225,7 @@ def compare(
             if name not in not_called:
                 compared.append(LayerComparison(name, *own, *columns))
     return Comparison(
-        sorted(compared, key=lambda layer: layer.harm),
+        sorted(compared, key=lambda x: math.inf if x.lowest is None else x.lowest),
         *(of_model(together) if len(not_called) < len(every) else (None, None)),
         loss_high_precision,
         loss_float8,
@@ -289,7 +282,8 @@ def _shown(layers: Mapping[str, nn.Module], seen: Tensors) -> AbstractContextMan
 def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str, Float8Linear]:
     known = {name: m for name, m in model.named_modules() if isinstance(m, Float8Linear)}
     known = {name: layer for name, layer in known.items() if not layer.high_precision}
-    patterns = ["*"] if patterns is None else _names(patterns)
+    patterns = ["*"] if patterns is None else patterns
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             raise ValueError(
@@ -300,10 +294,6 @@ def _chosen(model: nn.Module, patterns: Sequence[str] | str | None) -> dict[str,
     return {n: layer for n, layer in known.items() if any(fnmatchcase(n, p) for p in patterns)}
 
 
-def _names(names: Sequence[str] | str) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
-
-
 # --- a filter for conversion
 
 
@@ -311,7 +301,6 @@ def accurate_layers(
     report: Report | Comparison,
     min_sqnr: float,
     *,
-    by: Sequence[str] | str | None = None,
     unknown: bool | None = None,
 ) -> ModuleFilter:
     """Return a ``module_filter_fn`` that converts the layers whose lowest SQNR is high enough.
@@ -322,9 +311,6 @@ def accurate_layers(
     Args:
         report: of `float8.numerics.inspect`, or of `float8.numerics.compare`.
         min_sqnr: in dB; a layer with less is left in high precision.
-        by: which numbers count: operands of a `Report` ("input", "weight", "grad_output"), columns
-            of a `Comparison` ("alone_output", "alone_gradient", "output", "grad_input",
-            "grad_weight"); or one of them. By default all operands, and the two "alone" columns.
         unknown: of a layer that was not measured: True converts it, False does not, None raises.
 
     Returns:
@@ -332,11 +318,19 @@ def accurate_layers(
         ValueError for a layer that was not measured.
 
     Raises:
-        ValueError: ``by`` names something else, or a number that no layer has.
         TypeError: ``report`` is neither, or ``min_sqnr`` no number.
     """
     check_type(min_sqnr, (int, float), "accurate_layers", "min_sqnr", "a number of dB")
-    lowest = _lowest(report, by)
+    such_as = "what float8.inspect or float8.compare returned"
+    check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
+    sqnrs: dict[str, list[float | None]] = defaultdict(list)
+    if isinstance(report, Report):
+        for cast in report.casts:
+            sqnrs[without_wrappers(cast.layer)].append(cast.sqnr)
+    else:
+        for layer in report.layers:
+            sqnrs[without_wrappers(layer.layer)].append(layer.lowest)
+    lowest = {fqn: low for fqn, of in sqnrs.items() if (low := _lowest(of)) is not None}
 
     def reason(module: nn.Module, fqn: str) -> str | None:
         sqnr = lowest.get(without_wrappers(fqn))
@@ -345,7 +339,7 @@ def accurate_layers(
             return None if sqnr >= min_sqnr else text
         if unknown is None and not isinstance(module, nn.Embedding):  # it multiplies nothing
             raise ValueError(
-                f"{layer_name(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
+                f"{named(fqn)} has no SQNR in the report, which knows {len(lowest)} layers"
                 f"{did_you_mean(fqn, lowest)}: leave it out with all_of(skip_names(...), "
                 "accurate_layers(...)), or give unknown=True (convert) or unknown=False"
             )
@@ -354,25 +348,7 @@ def accurate_layers(
     return Because(reason)
 
 
-def _lowest(report: Report | Comparison, by: Sequence[str] | str | None) -> dict[str, float]:
-    """Layer -> its lowest SQNR; without layers that have none."""
-    such_as = "what float8.inspect or float8.compare returned"
-    check_type(report, (Report, Comparison), "accurate_layers", "report", such_as)
-    known: Sequence[str] = OPERANDS
-    if isinstance(report, Report):
-        found = [(cast.layer, cast.operand, cast.sqnr) for cast in report.casts]
-    else:
-        known = ERROR_COLUMNS
-        found = [(row["layer"], name, row[name]) for row in report.rows() for name in known]
-    chosen = (ALONE if known is ERROR_COLUMNS else known) if by is None else _names(by)
-    lowest: dict[str, float] = {}
-    for layer, name, sqnr in found:
-        if name in chosen and sqnr is not None:
-            value, fqn = -math.inf if math.isnan(sqnr) else sqnr, without_wrappers(layer)
-            lowest[fqn] = min(value, lowest.get(fqn, math.inf))
-    if not lowest or not set(chosen) <= set(known):
-        raise ValueError(
-            f"accurate_layers: no layer of the report has an SQNR of {[*chosen]}: by takes some of "
-            f"{', '.join(known)}; with alone=False compare does not measure the first two"
-        )
-    return lowest
+def _lowest(values: Iterable[float | None]) -> float | None:
+    """The lowest of the SQNRs that are known, NaN below all; None if none is."""
+    known = [-math.inf if math.isnan(value) else value for value in values if value is not None]
+    return min(known, default=None)

@@ -180,21 +180,12 @@ def model_unchanged(model: nn.Module) -> Iterator[None]:
                 restore(state)
 
 
-def seed_everything(seed: int, model: nn.Module | None = None) -> None:
-    """Seed torch, Python, NumPy, and the ``torch.Generator`` attributes of a model's modules.
-
-    Runs that start from one seed have the same dropout masks.
-    """
-    for _, _, seed_source in _random_sources(model):
-        seed_source(seed)
-
-
-def _random_sources(model: nn.Module | None) -> list[tuple[Callable[..., Any], ...]]:
-    """How to read, to restore and to seed each."""
+def _random_sources(model: nn.Module) -> list[tuple[Callable[..., Any], ...]]:
+    """How to read, to restore and to seed torch, Python, NumPy, and generators of modules."""
     generators: list[Any] = [torch.default_generator]
     if torch.cuda.is_initialized():  # all devices, also for a model on the CPU
         generators += torch.cuda.default_generators
-    for module in () if model is None else model.modules():
+    for module in model.modules():
         generators += [g for g in vars(module).values() if isinstance(g, torch.Generator)]
     found: list[tuple[Callable[..., Any], ...]]
     found = [(g.get_state, g.set_state, g.manual_seed) for g in generators]
@@ -226,7 +217,8 @@ class RunResult:
 
 def run_pass(model: nn.Module, batch: Any, loss_fn: LossFn | None, seed: int) -> RunResult:
     """Run a model forward and backward, inside `model_unchanged`."""
-    seed_everything(seed, model)
+    for _, _, start_from in _random_sources(model):
+        start_from(seed)  # runs from one seed have the same dropout masks
     batch = own_batch(batch)
     output = run_model(model, batch)
     start, cotangent = start_of_backward(output, loss_fn, seed)

@@ -12,7 +12,7 @@
 
 A file is strict JSON and holds a run: one snapshot or many, and its alarms::
 
-    {"format": "float8.numerics", "version": 3, "float8": "...", "torch": "...", "model": "GPT",
+    {"format": "float8.numerics", "version": 4, "float8": "...", "torch": "...", "model": "GPT",
      "snapshots": [{"step": 50, "rows": [{"layer": "blocks.0.attn", ...}], "skipped": {}}],
      "alarms": [{"rule": "saturation", "layer": "blocks.0.attn", "first": 20, ...}]}
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from float8.convert.folding import folded
+from float8.convert.folding import folded, named
 from float8.numerics.alarms import Alarm, kinds_of, level_of, problems_of
 from float8.numerics.statistics import LABELS, CastStatistics, Histogram, merged
 from float8.version import __version__
@@ -42,7 +42,7 @@ from float8.version import __version__
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-FORMAT, VERSION = "float8.numerics", 3
+FORMAT, VERSION = "float8.numerics", 4
 
 
 class Column(NamedTuple):
@@ -89,11 +89,6 @@ def text_table(
 
 
 _SCALARS = (*(column.key for column in COLUMNS), "nonfinite", "gradient_sqnr")
-
-
-def layer_name(fqn: str) -> str:
-    """A layer's name; the root of a model has none."""
-    return fqn or "(the module itself)"
 
 
 def operand_name(cast: CastStatistics) -> str:
@@ -149,11 +144,11 @@ class Report:
     def rows(self) -> list[dict[str, Any]]:
         """The casts as dictionaries, worst first.
 
-        The keys are the fields of `CastStatistics`, its ``range``, and ``problems``: a list of what
-        is wrong, such as "flushes to zero". It is empty for a healthy cast. The SQNR alone does not
-        tell: it weighs by power, and a cast that keeps few large elements has a high one.
+        The keys are the fields of `CastStatistics`, and ``problems``: a list of what is wrong, such
+        as "flush". It is empty for a healthy cast. The SQNR alone does not tell: it
+        weighs by power, and a cast that keeps few large elements has a high one.
         """
-        return [c.as_dict() | {"problems": [k.one for k in kinds_of(c)]} for c in self.casts]
+        return [vars(c) | {"problems": [k.name for k in kinds_of(c)]} for c in self.casts]
 
     def table(self, top: int | None = None) -> str:
         """The casts as text, worst first; then the problems of all, and skipped layers.
@@ -169,7 +164,7 @@ class Report:
         prefix = prefix[: prefix.rfind(".") + 1]
 
         def row(cast: CastStatistics) -> dict[str, Any]:
-            name = layer_name(cast.layer.removeprefix(prefix))
+            name = named(cast.layer.removeprefix(prefix))
             return vars(cast) | {"layer": name, "operand": operand_name(cast)}
 
         columns = LAYER, Column("operand", "operand"), FORMAT_NAME, *COLUMNS
@@ -256,7 +251,7 @@ class Report:
 
 def as_json(report: Report) -> str:
     """A snapshot as `write_run` takes it."""
-    rows = [strict_json(row.as_dict()) for row in report._rows]
+    rows = [strict_json(vars(row)) for row in report._rows]
     snapshot = {"step": report.step, "rows": rows, "skipped": report.skipped}
     return json.dumps(snapshot, allow_nan=False)
 
@@ -358,13 +353,12 @@ def strict_json(value: Any) -> Any:
 
 
 def _cast_from_json(row: Mapping[str, Any]) -> CastStatistics:
-    """The inverse of ``strict_json(cast.as_dict())``; TypeError if a field is not known."""
+    """The inverse of ``strict_json(vars(cast))``; TypeError if a field is not known."""
     given: dict[str, Any] = {
         # A layer may be called "nan".
         name: float(value) if isinstance(value, str) and name not in LABELS else value
         for name, value in row.items()
-        if name != "range"
     }
-    lowest, counts = given["histogram"]["lowest"], given["histogram"]["counts"]
+    lowest, counts = given["histogram"]
     given |= {"histogram": Histogram(lowest, tuple(counts))}
     return CastStatistics(**given | {"sums": tuple(map(float, given["sums"]))})

@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from float8.convert.folding import named
 from float8.formats import FORMATS
 from float8.granularity import WHOLE, Block
 from float8.kernels import MIN_SCALE
@@ -98,7 +99,7 @@ class CastLabels:
     @property
     def place(self) -> str:
         """Layer and operand."""
-        return f"{self.layer or 'the module itself'}, {self.operand}"
+        return f"{named(self.layer)}, {self.operand}"
 
 
 LABELS = tuple(field.name for field in fields(CastLabels))
@@ -166,16 +167,6 @@ class CastStatistics(CastLabels):
     histogram: Histogram = EMPTY
     sums: tuple[float, ...] = ()
     gradient_sqnr: float | None = None
-
-    @property
-    def range(self) -> tuple[float, float]:
-        """The smallest and the largest magnitude that the format represents under its scales."""
-        fmt = FORMAT_OF[self.format]
-        return fmt.smallest_subnormal * self.scale_min, fmt.max * self.scale_max
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields by name, and ``range``."""
-        return vars(self) | {"histogram": self.histogram._asdict(), "range": self.range}
 
     @property
     def totals(self) -> Totals:

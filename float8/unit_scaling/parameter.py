@@ -161,18 +161,12 @@ class MupModule(nn.Module):
         """Register a parameter; one without a role gets that of its predecessor."""
         roles = self._roles()
         super().register_parameter(name, param)
-        if param is None:
-            roles.pop(name, None)
-        elif name in roles and not has_parameter_data(param):
+        if param is not None and name in roles and not has_parameter_data(param):
             _mark(param, roles[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
         # FSDP2 assigns to _parameters, without register_parameter, unless a class has a setattr.
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        self._roles().pop(name, None)
 
     def __getstate__(self) -> dict[str, Any]:
         self._roles()

@@ -342,9 +342,16 @@ def _swiglu_gradients(M: int, K: int) -> list[Variant]:
             ("given scales, rows", (scale, scale), (False, False, False)),
         )
     }
+    codes, groups = meta(M, K, dtype=E4M3), (meta(M, ceil_div(K, 128), dtype=F32),) * 2
+    copies = {
+        f"{name}, of copies": (*form, *groups) for name, form in forms.items() if "rows" not in name
+    }
+    amaxes, launch = swiglu_gradients._partial_amaxes, swiglu_gradients._launch
     return [
-        variant("swiglu_gradients: amaxes", swiglu_gradients._partial_amaxes, y, y, y),
-        *_forms("swiglu_gradients: ", swiglu_gradients._launch, forms, y, y, y, scale),
+        variant("swiglu_gradients: amaxes", amaxes, y, y, y),
+        variant("swiglu_gradients: amaxes, of copies", amaxes, y, codes, codes, *groups),
+        *_forms("swiglu_gradients: ", launch, forms, y, y, y, scale),
+        *_forms("swiglu_gradients: ", launch, copies, y, codes, codes, scale),
     ]
 
 

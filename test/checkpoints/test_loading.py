@@ -30,6 +30,10 @@ DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 TOKENS = torch.randint(0, 40, (16,), generator=torch.Generator().manual_seed(3))
 
 
+def trainable(config: Float8LinearConfig, seed: int = 0) -> nn.Module:
+    return convert_to_float8_training(Block(seed=seed), config=config)
+
+
 def config_of(recipe: str) -> Float8LinearConfig:
     return Float8LinearConfig.from_recipe_name(recipe)
 
@@ -50,7 +54,6 @@ def assert_unchanged(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
     assert list(after) == list(before)
     for key, value in before.items():
         assert_bitwise(after[key], value, replay=key)
-    assert not any(isinstance(m, Float8Linear) for m in model.modules())
 
 
 # --- high precision
@@ -223,15 +226,15 @@ def test_a_delayed_cast_of_smooth_channels_starts_without_the_scale_of_the_file(
     delayed = float8.CastConfig(ScalingType.DELAYED)
     config = Float8LinearConfig(cast_config_input=delayed, smooth_input=True)
     folder = write(tmp_path, by_strategy("tensor", static=True), compressed("tensor", static=True))
-    model = load(Block(seed=2), folder, "training", config=config)
+    model = load(trainable(config, seed=2), folder, "training")
     assert not model.up.cast_input.history_ready
     model(TOKENS).sum().backward()
     float8.after_step(model)
     assert 0.5 < model.up.cast_input.scale * 448 <= 1
 
 
-@pytest.mark.parametrize("converted", [False, True])
-def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, converted):
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, has_trained):
     delayed = float8.CastConfig(ScalingType.DELAYED)
     config = Float8LinearConfig(
         delayed,
@@ -241,15 +244,11 @@ def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, converted):
     )
     tensors = by_strategy("tensor", static=True)
     folder = write(tmp_path, tensors, compressed("tensor", static=True))
-    model = Block(seed=2)
-    if converted:
-        model = convert_to_float8_training(model, config=config)
+    model = trainable(config, seed=2)
+    if has_trained:
         model(TOKENS).sum().backward()
         float8.after_step(model)  # a history that loading replaces
-        model = load(model, folder, "training")
-    else:
-        model = load(model, folder, "training", config=config)
-    up = model.up
+    up = load(model, folder, "training").up
     assert_bitwise(up.cast_weight.scale.reshape(1), tensors["up.weight_scale"])
     assert up.cast_input.scale == torch.tensor(0.01)
     amax = tensors["up.weight_scale"] * 448 / 2
@@ -270,17 +269,14 @@ def test_delayed_casts_start_with_the_scales_of_the_files(tmp_path, converted):
 # --- training
 
 
-def test_config_converts_the_layers_that_the_files_have_in_float8(stored):
+def test_a_converted_model_gets_the_values_of_the_files_from_the_meta_device_too(stored):
     _, folder = stored
-    model = load(Block(seed=2), folder, "training", config=config_of("blockwise"))
-    assert model.float8_conversion.converted == list(LAYERS)
-    assert type(model.gate) is nn.Linear
-    assert "in high precision" in model.float8_conversion.skipped["gate"]
+    model = load(trainable(config_of("blockwise"), seed=2), folder, "training")
     model(TOKENS).sum().backward()
     assert model.up.weight.grad is not None
     with torch.device("meta"):
-        empty = Block()
-    empty = load(empty, folder, "training", config=config_of("delayed"))
+        empty = trainable(config_of("delayed"))
+    empty = load(empty, folder, "training")
     assert_bitwise(empty.up.weight, model.up.weight)
     assert empty.up.cast_weight.scale.device.type == "cpu"
     empty(TOKENS).sum().backward()
@@ -301,7 +297,7 @@ def test_the_first_dynamic_cast_finds_the_data_and_the_scale_of_the_file(tmp_pat
         tensors = fine_grained(state, LAYERS, scale_format=form)
         config = FINE | ({} if form == "float32" else {"scale_fmt": "ue8m0"})
         folder = write(tmp_path / form, tensors, config)
-        model = load(Block(), folder, "training", config=replace(recipe, **own))
+        model = load(trainable(replace(recipe, **own)), folder, "training")
         for name in LAYERS:
             layer = model.get_submodule(name)
             found = layer.cast_weight(layer.weight.detach())
@@ -334,12 +330,14 @@ MISFITS = [
 @pytest.mark.parametrize(("changed", "says"), MISFITS)
 def test_files_that_do_not_fit_the_model_change_nothing(stored, changed, says, tmp_path):
     tensors = {k: x for k, x in (stored[0] | changed).items() if x is not None}
-    folder, model = write(tmp_path, tensors), Block(seed=2)
-    before = bits_of(model)
-    for weights, config in (("high_precision", None), ("float8", None), ("training", "delayed")):
+    folder, trained = write(tmp_path, tensors), trainable(config_of("delayed"), seed=2)
+    plain = Block(seed=2)
+    for weights, model in (("high_precision", plain), ("float8", plain), ("training", trained)):
+        before = bits_of(model)
         with pytest.raises(ValueError, match=says):
-            load(model, folder, weights, config=config)
+            load(model, folder, weights)
         assert_unchanged(model, before)
+    assert not any(isinstance(m, Float8Linear) for m in plain.modules())
 
 
 def test_keys_are_ignored_by_name_or_pattern(stored, tmp_path):
@@ -371,23 +369,21 @@ def converted() -> nn.Module:
     return convert_to_float8_training(Block())
 
 
-# (the model, weights=, config=, the message)
+# (the model, weights=, the message)
 UNFIT = [
-    (converted, "float8", None, r"up is in float8 already.*convert_from_float8_training"),
-    (converted, "training", "delayed", r"up is in float8 already.*leave config out"),
-    (Block, "float8", "delayed", r"config is for 'training'; got 'float8'"),
-    (Block, "training", None, r'weights="training" needs a converted model, or config='),
-    (other_types, "float8", None, r"(?s)no layer .*up: its type is Other, not nn\.Lin"),
-    (other_types, "training", "delayed", r"(?s)no layer .*up: its type is Other, not nn\.Lin"),
+    (converted, "float8", r"up is in float8 already.*convert_from_float8_training"),
+    (Block, "bfloat16", r"weights must be one of 'high_precision', .* got 'bfloat16'"),
+    (Block, "training", r'weights="training" needs a model that trains in float8'),
+    (other_types, "float8", r"(?s)no layer .*up: its type is Other, not nn\.Lin"),
 ]
 
 
-@pytest.mark.parametrize(("make", "weights", "config", "says"), UNFIT)
-def test_models_that_do_not_fit_the_mode_are_refused(stored, make, weights, config, says):
+@pytest.mark.parametrize(("make", "weights", "says"), UNFIT)
+def test_models_that_do_not_fit_the_mode_are_refused(stored, make, weights, says):
     model = make()
     before = bits_of(model)
     with pytest.raises(ValueError, match=says):
-        load(model, stored[1], weights, config=config)
+        load(model, stored[1], weights)
     after = bits_of(model)
     assert list(after) == list(before)
     assert all(torch.equal(after[key], x) for key, x in before.items())
@@ -402,6 +398,7 @@ def test_blocks_that_no_device_multiplies_are_refused_for_float8_alone(tmp_path)
     with pytest.raises(ValueError, match=r"up: .*multiplies"):
         load(model, folder, "float8")
     assert_unchanged(model, before)
+    assert not any(isinstance(m, Float8Linear) for m in model.modules())
     load(model, folder)
     values = oracle.values(tensors["up.weight"], tensors["up.weight_scale_inv"], (64, 64))
     assert_bitwise(model.up.weight.detach(), values.bfloat16())

@@ -181,10 +181,9 @@ def test_a_model_trains_and_loads_plain_checkpoints(caplog):
     for one, exact in zip(actual, expected, strict=True):
         assert_sqnr_at_least(one, exact.double(), 15)
         assert one.abs().max() > 0
-    with caplog.at_level(logging.INFO, logger="float8"):
+    with caplog.at_level(logging.WARNING, logger="float8"):
         float8.after_step(converted)
-    share = str(done).splitlines()[0].rpartition(", ")[2]  # routers stay
-    assert caplog.messages == [f"Sequential: {share} have run in float8"]
+    assert caplog.messages == []
     assert_same(actual, results(convert(other, "rowwise"), x))
 
 

@@ -8,12 +8,13 @@ import pickle
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from assertions import assert_bitwise, assert_error_within_baseline
+from assertions import assert_bitwise, assert_error_within_baseline, sqnr
 from meter import saved_bytes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -121,14 +122,14 @@ def by_ops():
     return mock.patch.object(feed_forward, "runs_producer", always)
 
 
-def both(kind=Two, config=TENSORWISE, dtype=torch.float32):
+def both(kind=Two, config=TENSORWISE, dtype=torch.float32, keeps_float8=False):
     """The converted module, and a copy that is fused; both inside a Sequential."""
     torch.manual_seed(3)
     apart = convert_to_float8_training(nn.Sequential(kind()).to(dtype), config=config)
     if config not in BY_ONE_SCALE.values():
         apart[0].swiglu = rounded_twice
     fused = copy.deepcopy(apart)
-    assert len(fuse_feed_forwards(fused).fused) == 1
+    assert len(fuse_feed_forwards(fused, keeps_float8=keeps_float8).fused) == 1
     assert isinstance(fused[0], SwiGLUFeedForward)
     return apart, fused
 
@@ -286,6 +287,59 @@ def test_less_is_kept_for_backward(kind):
     scales = 4 * 8
     assert M * K + 2 * 2 * M * F_ <= kept <= M * K + 2 * 2 * M * F_ + scales
     assert kept < saved_bytes(lambda: apart(x), apart)
+
+
+class AtCopies(RoundedOnce):
+    """With the gradients at the values of copies, E4M3 by powers of two in groups of 128."""
+
+    @staticmethod
+    def backward(ctx, g):
+        copies = [at_copy(t) for t in ctx.saved_tensors]
+        return RoundedOnce.backward(SimpleNamespace(saved_tensors=copies), g)
+
+
+def at_copy(x):
+    groups = F.pad(x.double(), (0, -x.shape[-1] % 128)).unflatten(-1, (-1, 128))
+    scale = 2 ** (groups.abs().amax(-1, keepdim=True) / 448).log2().ceil()
+    codes = (groups / scale).float().to(torch.float8_e4m3fn)
+    return (codes.double() * scale).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("name", ["tensorwise", "delayed"])
+def test_gate_and_up_in_float8(kind, name):
+    """The bits of gradients at the copies; that of down also reads y there, and so is close."""
+    apart, fused = both(kind, RECIPES[name], torch.bfloat16, keeps_float8=True)
+    apart[0].swiglu = AtCopies.apply
+    x, g = operands(torch.bfloat16)
+    got, expected = step(fused, x, g), step(apart, x, g)
+    down = f"0.{fused[0].layer_names.down}.weight"
+    assert 25 < sqnr(got.pop(down), expected.pop(down)) < 40
+    for each in expected:
+        assert_bitwise(got[each], expected[each], each)
+
+
+@EVERY_KIND
+def test_gate_and_up_in_float8_keep_half(kind):
+    _, fused = both(kind, RECIPES["rowwise"], torch.bfloat16, keeps_float8=True)
+    x, _ = operands(torch.bfloat16)
+    kept = saved_bytes(lambda: fused(x.requires_grad_()), fused)
+    copies = 2 * M * (F_ + 4)
+    assert M * K + copies <= kept <= M * K + copies + 4 * (M + K + 8 * F_)
+    with torch.no_grad():
+        assert_bitwise(fused(x), fused(x))
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("config", BY_ONE_SCALE.values(), ids=BY_ONE_SCALE)
+def test_gate_and_up_in_float8_by_the_ops_of_a_gpu(kind, config):
+    _, fused = both(kind, config, torch.bfloat16, keeps_float8=True)
+    x, g = operands(torch.bfloat16)
+    expected = step(fused, x, g)
+    with by_ops():
+        got = step(fused, x, g)
+    for each in expected:
+        assert_bitwise(got[each], expected[each], each)
 
 
 @pytest.mark.parametrize(

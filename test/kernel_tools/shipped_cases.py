@@ -103,10 +103,10 @@ def swiglu_cast(
     test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
 
 
-def gradients(joined: bool, given: bool, wanted: tuple[bool, bool, bool]) -> None:
+def gradients(joined: bool, given: bool, wanted: tuple[bool, bool, bool], copies: bool) -> None:
     shape = (80, 272) if given else (TALL_GATES, 16)
     how = (shape, BF16, "contiguous", joined, given, "cpu")
-    test_swiglu_gradients.check(*how, (E4M3, E5M2), False, *wanted)
+    test_swiglu_gradients.check(*how, (E4M3, E5M2), False, *wanted, copies)
 
 
 def optimizer_step(
@@ -290,12 +290,14 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
     ],
     "swiglu_gradients": [
-        (gradients, (joined, given, wanted))
+        (gradients, (joined, given, wanted, copies))
         for joined in (True, False)
-        for given, wanted in (
-            (False, (True, True, False)),
-            (True, (True, True, True)),
-            (True, (False, False, False)),
+        for given, wanted, copies in (
+            (False, (True, True, False), False),
+            (True, (True, True, True), False),
+            (True, (False, False, False), False),
+            (False, (True, True, False), True),
+            (True, (True, True, True), True),
         )
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],

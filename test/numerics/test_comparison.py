@@ -216,22 +216,25 @@ def comparison() -> Comparison:
     return Comparison(layers, 20.0, 20.0)
 
 
+def not_alone() -> Comparison:
+    layers = [replace(x, alone_output=None, alone_gradient=None) for x in comparison().layers]
+    return replace(comparison(), layers=layers)
+
+
 @pytest.mark.parametrize(
-    ("made", "min_sqnr", "by", "expected"),
+    ("made", "min_sqnr", "expected"),
     [
-        (report, 24.0, None, [True, False]),
-        (report, 24.5, None, [False, False]),
-        (report, 24.5, ("input", "weight"), [True, False]),
-        (report, 30.0, "weight", [True, True]),
-        (report, -math.inf, None, [True, True]),
-        (comparison, 30.0, None, [True, False]),
-        (comparison, 36.0, None, [False, False]),
-        (comparison, 36.0, ["alone_output"], [True, True]),
-        (comparison, 20.0, ["output", "grad_weight"], [False, True]),
+        (report, 24.0, [True, False]),
+        (report, 24.5, [False, False]),
+        (report, -math.inf, [True, True]),
+        (comparison, 30.0, [True, False]),
+        (comparison, 36.0, [False, False]),
+        (not_alone, 10.0, [True, True]),
+        (not_alone, 11.0, [False, True]),
     ],
 )
-def test_the_lowest_sqnr_of_operands_or_of_the_layer_alone_decides(made, min_sqnr, by, expected):
-    assert answers(accurate_layers(made(), min_sqnr, by=by)) == expected
+def test_the_lowest_sqnr_of_operands_or_of_the_layer_alone_decides(made, min_sqnr, expected):
+    assert answers(accurate_layers(made(), min_sqnr)) == expected
 
 
 @pytest.mark.parametrize("made", [report(), comparison()], ids=["report", "comparison"])

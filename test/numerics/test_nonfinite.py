@@ -294,6 +294,6 @@ def test_a_float8_layer_shows_its_casts():
     net.blocks[1].faults["after down"] = lambda x: Plant.apply(x, math.nan, True)
     said = " ".join(str(find_nan(net, batch())).split())
     assert said.startswith("blocks.1.down (Float8Linear): gradient of its output, in the backward")
-    assert "One cast saturates: blocks.1.down, weight." in said
+    assert "saturation: blocks.1.down, weight." in said
     for operand in ("input", "weight", "grad_output"):
         assert f"down {operand} e" in said

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import HEALTHY, ROW
+from runs import HEALTHY
 from torch import nn
 
 from float8 import (
@@ -29,7 +29,7 @@ from float8.numerics.snapshot import Report
 
 X = torch.randn(8, 16)
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
-RUN = '{"format": "float8.numerics", "version": 3'
+RUN = '{"format": "float8.numerics", "version": 4'
 BAD_ROW = '[{"step": 1, "skipped": {}, "rows": [{"layer": "a"}]}]'
 
 
@@ -74,14 +74,11 @@ REFUSALS = {
     "unknown layers": (lambda: compare(model(), X, layers=["0", "no.*"]), "called 'no.*', of 0, 1"),
     "in high precision": (compared_in_high_precision, "outside of float8.high_precision"),
     "NaN": (lambda: compare(broken(), X), "float8.find_nan"),
-    "by": (lambda: accurate_layers(Report([ROW]), 20, by=("input", "x")), "by takes some of input"),
-    "by nothing": (lambda: accurate_layers(Report([ROW]), 20, by=()), "by takes some of"),
     "not measured": (
         lambda: accurate_layers(four_layers(), 9)(None, "ffn.ups"),
         "did you mean 'ffn.up'?",
     ),
-    "method": (lambda: calibrate(model(), [X], method="mse"), "one of sqnr, amax, percentile"),
-    "another": (lambda: calibrate(model(), [X]).static_scales("best"), "got 'best'"),
+    "method": (lambda: calibrate(model(), [X]).static_scales("best"), "of sqnr, amax, got 'best'"),
     "no batch": (lambda: calibrate(model(), []).static_scales(), "0: no batch reached it"),
     "no layer": (
         lambda: calibrate(plain(), [X], config=Float8LinearConfig(OFF, OFF, OFF)),

@@ -30,7 +30,7 @@ def test_a_file_gives_the_report_back(tmp_path):
     assert found._rows == rows
     assert (found.model, found.step, found.skipped) == ("GPT", 50, {"head": "it was not called"})
     content = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert (content["format"], content["version"]) == ("float8.numerics", 3)
+    assert (content["format"], content["version"]) == ("float8.numerics", 4)
     assert [p.name for p in tmp_path.iterdir()] == ["run.json"]
 
 

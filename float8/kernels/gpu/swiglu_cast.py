@@ -216,17 +216,29 @@ def _cast_kernel(
 
 
 @triton.jit
-def gradients_of_tile(
-    grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit=None
-):
-    """Tiles of y and of the gradients of gate and up: rounded to gate's dtype, in float32.
+def _in_float32(ptr, scale_ptr, m, k, M, K, stride):
+    """A tile of gate or up, 0 outside: of a matrix, or of float8 copies in groups of 128 of a row.
 
-    Outside of (M, K) they are 0.
+    A tile of copies is inside one column of groups. ``scale_ptr`` is float32 (M, groups), strides
+    (1, M), or None.
     """
     inside = (m < M)[:, None] & (k < K)[None, :]
-    grad = tl.load(grad_ptr + m[:, None] * stride_grad + k[None, :], inside, 0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + m[:, None] * stride_gate + k[None, :], inside, 0.0).to(tl.float32)
-    up = tl.load(up_ptr + m[:, None] * stride_up + k[None, :], inside, 0.0).to(tl.float32)
+    x = tl.load(ptr + m[:, None] * stride + k[None, :], inside, 0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + (tl.min(k, 0) // 128) * M.to(tl.int64) + m, m < M, 0.0)
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+    return x.to(tl.float32)
+
+
+@triton.jit
+def gradients_of_tile(
+    grad_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, m, k, M, K,
+    stride_grad, stride_gate, stride_up, limit, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of y and of the gradients of gate and up: rounded to DTYPE, in float32; 0 outside."""
+    grad = _in_float32(grad_ptr, None, m, k, M, K, stride_grad)
+    gate = _in_float32(gate_ptr, gate_scale_ptr, m, k, M, K, stride_gate)
+    up = _in_float32(up_ptr, up_scale_ptr, m, k, M, K, stride_up)
     most_gate, most_up = _clamped(gate, up, limit)
     sigmoid = _sigmoid(most_gate)
     y = most_gate * sigmoid * most_up
@@ -235,7 +247,6 @@ def gradients_of_tile(
     if limit is not None:
         grad_gate = tl.where(gate > limit, 0.0, grad_gate)
         grad_up = tl.where(tl.abs(up) > limit, 0.0, grad_up)
-    DTYPE: tl.constexpr = gate_ptr.dtype.element_ty
     return (
         y.to(DTYPE).to(tl.float32),
         grad_gate.to(DTYPE).to(tl.float32),
@@ -263,12 +274,14 @@ def _backward_kernel(
     m = (pid // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     k = (pid % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
     inside = (m < M)[:, None] & (k < K)[None, :]
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     _, grad_gate, grad_up = gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up, limit
-    )
+        grad_ptr, gate_ptr, up_ptr, None, None, m, k, M, K,
+        stride_grad, stride_gate, stride_up, limit, DTYPE,
+    )  # fmt: skip
     out_ptrs = out_ptr + m[:, None] * (2 * K) + k[None, :]
-    tl.store(out_ptrs, grad_gate.to(out_ptr.dtype.element_ty), inside)
-    tl.store(out_ptrs + K, grad_up.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptrs, grad_gate.to(DTYPE), inside)
+    tl.store(out_ptrs + K, grad_up.to(DTYPE), inside)
 
 
 def _partial_amaxes(

@@ -26,7 +26,10 @@ scale    (2, 1, 1)          (1, 1)         theirs
 amax     (2, 1, 1)          (1, 1)         theirs, if asked for
 ======== ================== ============== ======================
 
-All values are computed in float32 and rounded once to the dtype of gate, as in `swiglu_cast`.
+gate and up may be float8 copies, E4M3 in groups of 128 of a row, which have ``gate_groups`` and
+``up_groups`` as scales: two bytes less per element, for each time that they are read.
+
+All values are computed in float32 and rounded once to the dtype of grad_y, as in `swiglu_cast`.
 """
 
 from __future__ import annotations
@@ -66,9 +69,10 @@ from float8.kernels.gpu.launch import (
 )
 from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
 
-_AMAX_TILE, _MAX_PARTIALS = {"ROWS": 16, "COLS": 128}, 1024
+_AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 64}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
+GROUPS = (1, 128)  # of float8 copies of gate and up
 
 
 @triton.jit
@@ -76,6 +80,8 @@ def _amax_kernel(
     grad_ptr,
     gate_ptr,
     up_ptr,
+    gate_groups_ptr,  # the scales of copies, see `_in_float32` of ``swiglu_cast.py``; or None
+    up_groups_ptr,
     partials_ptr,  # those of gate, then those of up
     M,
     K,
@@ -87,6 +93,7 @@ def _amax_kernel(
     PARTIALS: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
     tiles_k = tl.cdiv(K, COLS)
     tiles = tl.cdiv(M, ROWS) * tiles_k
     gate_bits = tl.zeros((ROWS, COLS), tl.int32)
@@ -95,17 +102,9 @@ def _amax_kernel(
         m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
         _, gate, up = gradients_of_tile(
-            grad_ptr,
-            gate_ptr,
-            up_ptr,
-            m,
-            k,
-            M,
-            K,
-            stride_grad,
-            stride_gate,
-            stride_up,
-        )
+            grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
+            stride_grad, stride_gate, stride_up, None, DTYPE,
+        )  # fmt: skip
         gate_bits = tl.maximum(gate_bits, magnitude_bits(gate))
         up_bits = tl.maximum(up_bits, magnitude_bits(up))
     tl.store(partials_ptr + tl.program_id(0), tl.max(gate_bits))
@@ -117,6 +116,8 @@ def _cast_kernel(
     grad_ptr,
     gate_ptr,
     up_ptr,
+    gate_groups_ptr,  # as above
+    up_groups_ptr,
     y_scale_ptr,
     gate_given_ptr,  # the scale; None: it follows from the partial amaxes
     up_given_ptr,
@@ -141,6 +142,7 @@ def _cast_kernel(
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
+    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
     tile, _ = tile_of_program()
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     gate_scale = scale_of_tensor(
@@ -159,17 +161,21 @@ def _cast_kernel(
         )  # fmt: skip
     # All loads before the first store, which none of them may overtake.
     y0, gate0, up0 = gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, m, k, M, K, stride_grad, stride_gate, stride_up
-    )
+        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
+        stride_grad, stride_gate, stride_up, None, DTYPE,
+    )  # fmt: skip
     y1, gate1, up1 = gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, m + 1, k, M, K, stride_grad, stride_gate, stride_up
-    )
+        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 1, k, M, K,
+        stride_grad, stride_gate, stride_up, None, DTYPE,
+    )  # fmt: skip
     y2, gate2, up2 = gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, m + 2, k, M, K, stride_grad, stride_gate, stride_up
-    )
+        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 2, k, M, K,
+        stride_grad, stride_gate, stride_up, None, DTYPE,
+    )  # fmt: skip
     y3, gate3, up3 = gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, m + 3, k, M, K, stride_grad, stride_gate, stride_up
-    )
+        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 3, k, M, K,
+        stride_grad, stride_gate, stride_up, None, DTYPE,
+    )  # fmt: skip
     if y_t_ptr is not None:
         factor = reciprocal(tl.load(y_scale_ptr))
         ys = scaled_4((y0, y1, y2, y3), factor, Y_FORMAT_MAX, False)
@@ -190,12 +196,15 @@ def _cast_kernel(
         tl.atomic_max(up_record_ptr, tl.max(amax_bits_of(ups)), sem="relaxed")
 
 
-def _partial_amaxes(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+def _partial_amaxes(
+    grad: Tensor, gate: Tensor, up: Tensor, gate_groups: Tensor | None = None,
+    up_groups: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """int32 (2, P), P a power of two: bits of amaxes, whose maxima are those of the gradients."""
     count = new_partials(gate, tiles_of(gate, _AMAX_TILE), _MAX_PARTIALS).numel()
     partials = torch.empty((2, count), dtype=torch.int32, device=gate.device)
     launch(
-        _amax_kernel, count, grad, gate, up, partials,
+        _amax_kernel, count, grad, pointer(gate), pointer(up), gate_groups, up_groups, partials,
         *gate.shape, grad.stride(0), gate.stride(0), up.stride(0),
         **_AMAX_TILE, PARTIALS=count, **_OPTIONS,
     )  # fmt: skip
@@ -215,27 +224,31 @@ class Gradients(NamedTuple):
 def _launch(
     grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
     up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
-    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
+    up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     check_shapes("swiglu_gradients", gate, up=up, grad=grad)
     scales = {"y_scale": y_scale, "gate_scale": gate_scale, "up_scale": up_scale}
-    check_device("swiglu_gradients", gate, **scales)
-    how = y_dtype, dtype, power_of_two, joined, y_cols, cols, finds_amax
+    check_device("swiglu_gradients", gate, **scales, gate_groups=gate_groups, up_groups=up_groups)
+    how = y_dtype, dtype, power_of_two, joined, y_cols, cols, finds_amax, gate_groups, up_groups
     if gate.numel() == 0:
         return _definition(grad, gate, up, y_scale, gate_scale, up_scale, *how)
     out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
     grad, gate, up = row_major(grad), row_major(gate), row_major(up)
     strides = grad.stride(0), gate.stride(0), up.stride(0)
+    if gate_groups is not None and up_groups is not None:
+        gate_groups, up_groups = gate_groups.t().contiguous(), up_groups.t().contiguous()
     partials, count = None, 0
     if gate_scale is None:
-        partials = _partial_amaxes(grad, gate, up)
+        partials = _partial_amaxes(grad, gate, up, gate_groups, up_groups)
         count = partials.numel() if joined else partials.shape[1]
     record = out.amax.zero_().view(torch.int32) if finds_amax else None
     words = gate.shape[0] % 16 == 0
     launch(
-        _cast_kernel, tiles_of(gate, _TILE), grad, gate, up, y_scale, gate_scale, up_scale,
-        out.scale, partials, record, pointer(out.y_t, words), pointer(out.data),
-        pointer(out.data_t, words), *gate.shape, *strides,
+        _cast_kernel, tiles_of(gate, _TILE), grad, pointer(gate), pointer(up), gate_groups,
+        up_groups, y_scale, gate_scale, up_scale, out.scale, partials, record,
+        pointer(out.y_t, words), pointer(out.data), pointer(out.data_t, words),
+        *gate.shape, *strides,
         **_TILE, JOINED=joined, PARTIALS=count,
         Y_FORMAT=TRITON_FORMATS[y_dtype], Y_FORMAT_MAX=torch.finfo(y_dtype).max,
         **format_constants(dtype, power_of_two and gate_scale is None), **_OPTIONS,
@@ -246,10 +259,14 @@ def _launch(
 def _definition(
     grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
     up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
-    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
+    up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
     whole = (WHOLE, WHOLE)
+    if gate_groups is not None and up_groups is not None:
+        gate = definition.dequantize(gate, gate_groups, GROUPS, grad.dtype)
+        up = definition.dequantize(up, up_groups, GROUPS, grad.dtype)
     if y_cols:
         y = definition.swiglu(gate, up).to(gate.dtype)
         out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, whole, y_dtype))
@@ -289,7 +306,8 @@ def _empty(
 def _fake(
     grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
     up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
-    joined: bool, y_cols: bool, cols: bool, finds_amax: bool,
+    joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
+    up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(_empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax))
 
@@ -297,7 +315,7 @@ def _fake(
 swiglu_gradients = register_op(
     "swiglu_gradients(Tensor grad, Tensor gate, Tensor up, Tensor y_scale, Tensor? gate_scale, "
     "Tensor? up_scale, ScalarType y_dtype, ScalarType dtype, bool power_of_two, bool joined, "
-    "bool y_cols, bool cols, bool finds_amax) "
+    "bool y_cols, bool cols, bool finds_amax, Tensor? gate_groups=None, Tensor? up_groups=None) "
     "-> (Tensor y_t, Tensor data, Tensor data_t, Tensor scale, Tensor amax)",
     kernel=_launch,
     definition=_definition,

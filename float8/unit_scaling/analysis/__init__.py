@@ -4,11 +4,11 @@
     plot                 every tensor's scale, and the ranges of E4M3 and E5M2
     visualiser           a batch of text, a tracked training step and `plot`, in one call
     analyse_module       the calls of a module, each line with the scales of its result
-    operand_table        what a cast with scale 1 would lose of every linear layer's operands
 
-The first four read the graph that ``model.scales_graph()`` returns, of a model that
-`float8.unit_scaling.transforms.track_scales` returned; the table takes any model. Matplotlib and
-pandas are imported when they are needed; neither is needed for the rest.
+They read the graph that ``model.scales_graph()`` returns, of a model that
+`float8.unit_scaling.transforms.track_scales` returned. Matplotlib and pandas are imported when they
+are needed; neither is needed for the rest. What casts with scale 1 lose of a model's operands,
+`float8.inspect` shows of ``transforms.float8(model, "unit")``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from float8.unit_scaling.analysis.graphs import (
     plot,
     visualiser,
 )
-from float8.unit_scaling.analysis.operands import format_operands, operand_table
 
 __all__ = [
     "analyse_module",
     "example_batch",
-    "format_operands",
     "graph_to_dataframe",
-    "operand_table",
     "plot",
     "visualiser",
 ]

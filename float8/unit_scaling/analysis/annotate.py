@@ -51,7 +51,11 @@ def analyse_module(
     for node, line in zip(nodes, written, strict=True):
         lines.append(_annotated(f"    {_readable(line)}", [node]))
     code = "\n".join(lines)
-    return _highlighted(code) if syntax_highlight else code
+    if not syntax_highlight:
+        return code
+    from pygments import formatters, highlight, lexers  # type: ignore[import-untyped]
+
+    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
 
 
 def _readable(line: str) -> str:
@@ -73,9 +77,3 @@ def _annotated(code: str, nodes: Iterable[Node], names: bool = False) -> str:
             name = f"{node.name} " if names else ""
             scales.append(f"{name}(-> {metrics.fwd.std:.3}, <- {backward})")
     return f"{code}  {', '.join(scales)}" if scales else code
-
-
-def _highlighted(code: str) -> str:
-    from pygments import formatters, highlight, lexers  # type: ignore[import-untyped]
-
-    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))

@@ -31,8 +31,6 @@ One number must be known before the forward: ``layers``, the number of residual 
 
 from __future__ import annotations
 
-import logging
-import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,8 +73,6 @@ from float8.unit_scaling.transforms.history import (
     tau_of,
 )
 
-logger = logging.getLogger(__name__)
-
 # Functions that concern a tensor's place in the graph, and do not read its values.
 _OF_THE_GRAPH = frozenset(
     {
@@ -107,15 +103,13 @@ class Decisions(History):
 
     ``outputs`` are the names of the parameters of u-muP's type "output". ``layers`` is the number
     of residual additions; None while they are counted. ``known`` has the factors that an earlier
-    trace of the same forward found. ``logs`` says whether to log the decisions. ``results`` are
-    what the forward returned, when it is over.
+    trace of the same forward found. ``results`` are what the forward returned, when it is over.
     """
 
     replacements: Replacements
     outputs: frozenset[str]
     layers: int | None = None
     known: GradientFactors | None = None
-    logs: bool = False
     results: Sequence[int] | None = field(default=None, init=False)
     _factors: GradientFactors | None = field(default=None, init=False)
 
@@ -135,7 +129,7 @@ class Decisions(History):
         inputs = [CallInput(path, self.values[number], dims) for path, number, dims in operands]
         call = ModelCall(torch.add if function is Tensor.add_ else function, inputs, reads_integers)
         if (reason := self._unscaled(call)) is not None:
-            raise ValueError(f"unit_scale: {name_of(function)} at {_line_of_caller()} {reason}")
+            raise ValueError(f"unit_scale: {name_of(function)} {reason}")
         number = len(self.calls)
         self.calls.append(call)
         for operand in inputs:
@@ -144,8 +138,6 @@ class Decisions(History):
             self._classify(number, call, is_plain)
         elif call.function in self.replacements:
             call.role = READOUT if self._is_readout(call) else SCALED
-        if self.logs and logger.isEnabledFor(logging.INFO):
-            call.line = _line_of_caller()
         return Decision(call.role, tuple(self._options(number, call)), self._reads(number, call))
 
     def end(self, count: int) -> tuple[int, ...]:
@@ -162,13 +154,6 @@ class Decisions(History):
             self.layers = len(self.residuals)
             for place, number in enumerate(self.residuals):
                 self.calls[number].tau = tau_of(place, self.layers)
-        for number, call in enumerate(self.calls):
-            if call.line and call.role != KEEP:
-                role = f"residual-add, tau={call.tau:.4g}" if call.role == RESIDUAL else call.role
-                name = name_of(call.function)
-                logger.info("unit scaling function: %s (%s), %s", name, role, call.line)
-                if self.is_unconstrained(number):
-                    logger.info("unconstraining node: %s, %s", name, call.line)
 
     def factors(self) -> GradientFactors:
         """The factors that follow from the calls so far; after the forward, from all calls."""
@@ -295,13 +280,6 @@ def is_weight(path: Path, function: Function, replacements: Replacements) -> boo
     return function in replacements and path not in argument(0, "input")
 
 
-def _line_of_caller() -> str:
-    """Where the model calls, as ``file:line``: the innermost line outside torch and float8."""
-    own = (str(torch.__path__[0]), __file__.rpartition("/transforms/")[0], "<")
-    lines = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None))
-    return next((f"{file}:{n}" for file, n in lines if not file.startswith(own)), "an unknown line")
-
-
 # --- torch.compile
 
 
@@ -317,8 +295,8 @@ _trace = SimpleNamespace(frame=None, attempt=None, found=[], running=[])
 def start(transform: int) -> int:
     """Begin a forward that is traced: its place in the frame that is compiled.
 
-    ``transform`` is the id of the transform that decides: ``decisions(known, logs)`` makes
-    the `Decisions`.
+    ``transform`` is the id of the transform that decides: ``decisions(known)`` makes the
+    `Decisions`.
     """
     trace = CompileContext.current_trace_id()
     assert trace is not None
@@ -328,7 +306,7 @@ def start(transform: int) -> int:
         _trace.attempt, _trace.running = trace.attempt, []
     place, decides = len(_trace.running), ALIVE[transform]
     known = _trace.found[place] if place < len(_trace.found) else None
-    _trace.running.append((decides, decides.decisions(known, known is None)))
+    _trace.running.append((decides, decides.decisions(known)))
     return place
 
 

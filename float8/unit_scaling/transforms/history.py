@@ -112,7 +112,6 @@ class ModelCall:
         reads_integers: whether it has tensor operands of integers or booleans, which are no values.
         outputs: its floating-point results.
         role: of an addition what it means, of other calls what `decisions` says.
-        line: of the model, where it is logged.
         skip: of a residual addition, which operand is the skip, 0 or 1.
         root: the value at which branch and skip part: the skip operand itself, or the input of the
             residual layer that returned it (``x + attention(x) + mlp(x)``).
@@ -124,7 +123,6 @@ class ModelCall:
     reads_integers: bool = False
     outputs: list[Value] = field(default_factory=list)
     role: str = KEEP
-    line: str = ""
     skip: int = 0
     root: int = -1
     tau: float = 0.0

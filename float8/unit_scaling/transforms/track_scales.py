@@ -116,7 +116,9 @@ class Metrics:
     def from_tensor(t: Tensor) -> Metrics.Data:
         """The numbers of a tensor; waits for its device once. Transforms do not see these calls."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            x = as_wide(t)
+            x = t.dequantize() if isinstance(t, Float8Tensor) else t
+            x = x if x.layout == torch.strided else x.to_dense()
+            x = x if x.dtype == torch.float64 else x.float()
             if x.numel() == 0:
                 return Metrics.Data(math.nan, math.nan, math.nan, math.nan, math.nan, 0)
             size, std = x.abs(), x.std(correction=min(x.numel() - 1, 1))
@@ -138,13 +140,6 @@ class Metrics:
     def get_full_name(short_name: str) -> str:
         """The long name of a number; a KeyError if no number has this name."""
         return dict(zip(Metrics.names(), Metrics.full_names(), strict=True))[short_name]
-
-
-def as_wide(t: Any) -> Tensor:
-    """A tensor without graph, dense, in float32, or in float64 if it is of that; dequantised."""
-    x: Tensor = t.dequantize() if isinstance(t, Float8Tensor) else t.detach()
-    x = x if x.layout == torch.strided else x.to_dense()
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def track_scales(module: M) -> M:

@@ -187,8 +187,8 @@ def compile(module: M, **kwargs: Any) -> M:
 class OnProducts(Transform):
     """Abstract: calls `product` in place of the contractions of the kinds ``kinds``.
 
-    Three transforms are of this form: `simulate` rounds operands, `in_float8` multiplies in float8,
-    and `analysis.operands` measures operands.
+    Two transforms are of this form: `simulate` rounds operands, and `in_float8` multiplies in
+    float8.
     """
 
     kinds: ClassVar[frozenset[str]]

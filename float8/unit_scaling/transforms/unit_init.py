@@ -20,7 +20,6 @@ be the last; "weight" is the type whose updates are safe in either case.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 
 import torch
@@ -28,8 +27,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from float8.unit_scaling.parameter import MupType, has_parameter_data, set_parameter_data
-
-logger = logging.getLogger(__name__)
 
 OUTPUT_NAMES = frozenset(
     {
@@ -68,21 +65,19 @@ def unit_init(model: nn.Module) -> frozenset[str]:
                 continue
             bias = name.endswith("bias") and (norm or parameter.dim() <= 1)
             if parameter.requires_grad and not norm:
-                _initialise(name, parameter, zero=bias and scaled)
+                _initialise(parameter, zero=bias and scaled)
             role: MupType = "norm" if norm else "output" if parameter is output else "weight"
             set_parameter_data(parameter, "bias" if bias else role)
     return frozenset(n for n, p in model.named_parameters() if p.mup_type == "output")  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
-def _initialise(name: str, parameter: Tensor, zero: bool) -> None:
+def _initialise(parameter: Tensor, zero: bool) -> None:
     if zero:
-        logger.info("setting bias to zero: %s", name)
         parameter.zero_()
     elif parameter.dim() >= 2 and parameter.numel() > 1:
         std = parameter.float().std() if parameter.itemsize < 4 else parameter.std()
         if std > 0:
-            logger.info("unit scaling weight: %s", name)
             parameter.copy_(parameter / std)
 
 

@@ -146,10 +146,10 @@ class UnitScale(Transform):
             self.layers = self._count(replacements, model, args, kwargs)
         return UnitScaleMode(self.decisions(), replacements, model)
 
-    def decisions(self, known: Any = None, logs: bool = False) -> Decisions:
-        """The decisions for one forward; arguments as of `Decisions`."""
+    def decisions(self, known: Any = None) -> Decisions:
+        """The decisions for one forward; ``known`` as of `Decisions`."""
         replacements = replacements_of(dict(self.replace))
-        return Decisions(replacements, self.outputs, self.layers, known, logs)
+        return Decisions(replacements, self.outputs, self.layers, known)
 
     def _count(self, replacements: Replacements, model: nn.Module, args: Any, kwargs: Any) -> int:
         """The number of residual layers, counted in one forward without side effects.
@@ -157,7 +157,7 @@ class UnitScale(Transform):
         Parameters are shared, buffers and arguments are copied. Objects that a forward reaches in
         another way, a global variable for example, are not copied.
         """
-        decisions = self.decisions(logs=True)
+        decisions = self.decisions()
         with _traceless(model):
             twin, args, kwargs = _copied(model, args, kwargs)
             for module in twin.modules():

@@ -16,7 +16,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.swiglu_gradients import swiglu_gradients
+from float8.kernels.gpu.swiglu_gradients import GROUPS, swiglu_gradients
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -48,9 +48,17 @@ def expected(device, grad, gate, up, y_scale, scales, y_dtype, dtype, pow2, join
     return y_t, parts
 
 
+def copy_of(x):
+    """E4M3 in groups of 128 of a row."""
+    largest = definition.amax(x, GROUPS)
+    name = definition.scale_format_of(True)
+    scale = definition.scale_from_amax(largest, torch.finfo(E4M3).max, name)
+    return definition.cast_by_scale(x, scale, GROUPS, E4M3), scale
+
+
 def check(
     shape, dtype, layout, joined, given, device, formats=(E4M3, E5M2), pow2=False, cols=True,
-    y_cols=True, finds_amax=True, change=tuple,
+    y_cols=True, finds_amax=True, copies=False, change=tuple,
 ):  # fmt: skip
     cases, grad, gate, up = make(shape, dtype, layout, device)
     replay = (cases, joined, given, formats, pow2)
@@ -60,7 +68,12 @@ def check(
         scales = [torch.tensor([[s]], device=device) for s in (0.013, 0.0007)]
     launch = launcher("swiglu_gradients", "swiglu_gradients", device)
     how = (*formats, pow2, joined, y_cols, cols, finds_amax)
-    out = change(launch(grad, gate, up, y_scale, *scales, *how))
+    operands, groups = (gate, up), ()
+    if copies:  # the expected bits are those of their values
+        operands, groups = zip(*[copy_of(t) for t in (gate, up)], strict=True)
+        both = zip(operands, groups, strict=True)
+        gate, up = [definition.dequantize(*of, GROUPS, dtype) for of in both]
+    out = change(launch(grad, *operands, y_scale, *scales, *how, *groups))
     y_t, parts = expected(
         device, grad, gate, up, y_scale, scales, *formats, pow2, joined
     )  # fmt: skip
@@ -94,9 +107,10 @@ def check(
     cols=[False, True],
     y_cols=[False, True],
     finds_amax=[False, True],
+    copies=[False, True],
 )
 def test_the_bits_of_separate_ops(
-    shape, dtype, layout, joined, given, formats, pow2, cols, y_cols, finds_amax, device
+    shape, dtype, layout, joined, given, formats, pow2, cols, y_cols, finds_amax, copies, device
 ):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
     check(shape, dtype, layout, joined, given, device, formats, pow2, cols, y_cols, finds_amax)
@@ -158,6 +172,11 @@ def test_opcheck(shape, joined, device):
         for wanted in ((True, True, True), (False, False, False)):
             how = (E4M3, E5M2, True, joined, *wanted)
             torch.library.opcheck(swiglu_gradients, (grad, gate, up, one, *scales, *how))
+            (a, a_groups), (b, b_groups) = copy_of(gate), copy_of(up)
+            how = (*how, a_groups, b_groups)
+            torch.library.opcheck(
+                swiglu_gradients, (grad, a, b, one, *scales, *how), test_utils="test_faketensor"
+            )
 
 
 def test_what_a_kernel_would_read_past_is_refused():
