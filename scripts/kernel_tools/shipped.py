@@ -258,6 +258,7 @@ def _optimizer_step(M: int, K: int) -> list[Variant]:
         ("bf16 all at random, captured", BF16, {"random": "pmv", "captured": True}),
         ("bf16, ragged groups", BF16, {"random": "v", "ragged": True}),
         ("master", F16, {"g": BF16, "master": True, "random": "pv"}),
+        ("fp16, gradient in e4m3", F16, {"g": E4M3, "v": F16, "random": "p"}),  # MS-AMP's O2
         ("fp32 lion", F32, {"rule": "lion", "random": "m"}),
         ("bf16 direction of muon", BF16, {"rule": "muon_direction", "random": "m"}),
         ("bf16 move of muon", BF16, {"rule": "muon_move"}),
@@ -291,7 +292,8 @@ def _optimizer_step_variant(
     return variant(
         f"optimizer_step: {name}", optimizer_step._launch, rule, numbers, number,
         0.0 if captured else 7.0, number, p, p_scale if master else None,
-        meta(M, C, dtype=g or p_dtype), *first, *second, 128,
+        meta(M, C, dtype=g or p_dtype), meta(dtype=F32) if g == E4M3 else None,
+        *first, *second, 128,
         [x in random for x in "pmv"], 7, 7, number, number,
         meta(dtype=F32) if master else None,
     )  # fmt: skip

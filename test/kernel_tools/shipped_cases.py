@@ -272,6 +272,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (optimizer_step, (ADAMW, BF16, "expanded", (True, True, True), (48, 256), True)),
         (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM, (48, 304))),
         (optimizer_step, ("adamw", "master", "expanded", (True, False, True))),
+        (optimizer_step, ("adamw", "e4m3", "float16", (True, False, False))),
     ],
     "swiglu_cast": [
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
