@@ -11,6 +11,7 @@ A recipe may have parts, as in ``tensorwise+fast``:
     cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
     gather        FSDP2 gathers weights in float8
     unrounded     scales are no powers of two, so that Blackwell runs no MX product
+    saved_activations  ops keep float8 copies for backward (`float8.saved_activations`), by blocks
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from float8 import (
     SwiGLUCast,
     convert_to_float8_training,
     fuse_norms,
+    saved_activations,
 )
 from float8.config import RECIPES
 
@@ -46,7 +48,7 @@ BASELINE = "nn.Linear"
 STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
-PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather", "unrounded"}
+PARTS = {"fast", "fuse_norms", "swiglu_cast", "cached", "gather", "unrounded", "saved_activations"}
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
@@ -101,6 +103,8 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
             module.gate = SwiGLUCast(config, module.down.weight.device)
+    for block in model.children() if "saved_activations" in parts else ():
+        saved_activations(block).__enter__()
     return model
 
 

@@ -124,10 +124,11 @@ def predict(graphs: list[GraphModule]) -> Predicted:
 
 
 def passes_of(node: Node) -> list[int]:
-    """The bytes that each launch of a float8 op moves: without a scale, one finds it before."""
+    """The bytes that each launch of a float8 op moves: one finds a tensor's scale before."""
     read, written = (bytes_of(nodes) for nodes in (node.all_input_nodes, [node]))
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    is_dynamic = dict(zip(names, node.args, strict=False)).get("scale", node) is None
+    given = dict(zip(names, node.args, strict=False))
+    is_dynamic = given.get("scale", node) is None and list(given.get("block", ())) == [-1, -1]
     return [read, read + written] if is_dynamic else [read + written]
 
 

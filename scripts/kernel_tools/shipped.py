@@ -18,6 +18,7 @@ from float8.kernels.gpu import (
     cast,
     cast_tokens,
     cast_weight,
+    dequantize_groups,
     expand_scales,
     grouped_mm,
     norm_cast,
@@ -172,6 +173,13 @@ def _cast_weight(M: int, K: int) -> list[Variant]:
     data, scale = meta(M, K, dtype=E4M3), meta(dtype=F32)
     arguments = master, master_scale, data, scale, 128, meta(1, dtype=F32)
     return [variant("cast_weight", cast_weight._launch, *arguments)]
+
+
+def _dequantize_groups(M: int, K: int) -> list[Variant]:
+    """The form that restores a copy of `saved_activations`."""
+    scale = meta(ceil_div(K, 128), M, dtype=torch.uint8).t()
+    launch = dequantize_groups._launch
+    return [variant("dequantize_groups", launch, meta(M, K, dtype=E4M3), scale, 128, BF16)]
 
 
 def _expand_scales(M: int, K: int) -> list[Variant]:
@@ -333,8 +341,8 @@ def _transpose(M: int, K: int) -> list[Variant]:
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _expand_scales, _grouped_mm,
-        _norm_cast, _optimizer_step, _swiglu_cast, _transpose,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _dequantize_groups, _expand_scales,
+        _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast, _transpose,
     )
 }  # fmt: skip
 FILES = tuple(SHIPPED)

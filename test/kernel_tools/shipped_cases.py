@@ -20,6 +20,7 @@ from kernels.gpu import (
     test_cast_tokens,
     test_cast_weight,
     test_casts,
+    test_dequantize_groups,
     test_expand_scales,
     test_grouped_mm,
     test_norm_cast,
@@ -282,6 +283,9 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (swiglu_cast, ((TALL_GATES, 16), None)),
         (test_swiglu_cast.check_factors, (SHAPE, BF16, BF16, "contiguous", "cpu", False)),
         (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
+    ],
+    "dequantize_groups": [
+        (test_dequantize_groups.test_every_code, ((80, 272), E4M3, BF16, True, "columns", "cpu"))
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }
