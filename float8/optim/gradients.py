@@ -49,8 +49,9 @@ class HeldGradient(Float8Tensor):
     ) -> Any:
         """Run an op as `Float8Tensor` does, but ``add_`` in float32, of copies too."""
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
-            total = args[0].dequantize(torch.float32).add_(_plain(args[1]), **kwargs or {})
-            return args[0].write(total)
+            held, new = args
+            new = new.dequantize(torch.float32) if isinstance(new, Float8Tensor) else new
+            return held.write(held.dequantize(torch.float32).add_(new, **kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COPIES and type(out) is Float8Tensor:
             return HeldGradient(out.float8_data, out.scale, out.block, out.dtype)
@@ -74,10 +75,6 @@ class HeldGradient(Float8Tensor):
         self.float8_data.copy_(data)
         self.scale.copy_(scale)
         return self
-
-
-def _plain(x: Tensor | float) -> Tensor | float:
-    return x.dequantize(torch.float32) if isinstance(x, Float8Tensor) else x
 
 
 def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
