@@ -11,15 +11,17 @@ keep in float8:
     bf16                  the baseline: weights and gradients bfloat16, AdamW's moments float32; no
                           master weights (8 + 2 + 2 bytes per parameter)
     +float8_adamw         float8.optim.AdamW; ``_v16`` has the second moment in float16
-    +saved_activations    `float8.activations` +O1, +O2, +O3         MS-AMP's levels
-    (`float8.ms_amp`). Activations are float16, which is as large
-                          as bfloat16: its weights are float16, and autocast does not support meta
+    +saved_activations    `float8.activations`
+    +O1, +O2, +O3         MS-AMP's levels (`float8.ms_amp`). Activations are float16, which is as
+                          large as bfloat16: its weights are float16, and autocast does not support
+                          meta
 
 The moments' updates count as one fused kernel in all runs: no temporary memory.
 
-A block's activations are those of two blocks less those of one. "per GPU" shares parameters,
-gradients and states among `--gpus` GPUs, as FSDP does, and nothing else: gathered weights (two
-blocks, as a rule) and what each GPU keeps of its own batch come unshared.
+A block's activations are those of two blocks less those of one. "predicted ms" is an eager forward
+and backward on an H100 by the model of `float8.estimate` (`measuring/eager.py`). "per GPU" shares
+parameters, gradients and states among `--gpus` GPUs, as FSDP does, and nothing else: gathered
+weights (two blocks, as a rule) and what each GPU keeps of its own batch come unshared.
 
 With --timed, or on a GPU, the rows are measured, each in a process of its own, for they do not fit
 beside each other: step times, and the peak (`measuring/alone.py`). ``tokens_in_80_gb`` is how many
@@ -49,7 +51,7 @@ from torch.optim import Optimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measuring import harness, memory, report
+from benchmarks.measuring import eager, harness, memory, report
 from benchmarks.measuring.alone import alone, peak_bytes
 from benchmarks.measuring.contenders import torchao_model
 from benchmarks.measuring.harness import Row
@@ -62,10 +64,11 @@ from float8.ms_amp.ms_amp import ms_amp
 from float8.optim import AdamW
 
 COLUMNS = report.columns(
-    "mode layer parameters_mib gradients_mib optimizer_mib activations_mib peak_mib ms "
-    "ratio states_ratio block_ratio smaller per_gpu_mib smaller_per_gpu tokens_in_80_gb error",
+    "mode layer parameters_mib gradients_mib optimizer_mib activations_mib peak_mib predicted_ms "
+    "ms ratio states_ratio block_ratio smaller per_gpu_mib smaller_per_gpu tokens_in_80_gb error",
     mode="model", layer="kept", parameters_mib="weights MiB", gradients_mib="gradients",
-    optimizer_mib="optimizer", activations_mib="activations", peak_mib="peak", ms="step ms",
+    optimizer_mib="optimizer", activations_mib="activations", peak_mib="peak",
+    predicted_ms="predicted ms", ms="step ms",
     states_ratio="states / fp32's", block_ratio="block / bf16's", smaller="times smaller",
     per_gpu_mib="per GPU", smaller_per_gpu="times smaller", tokens_in_80_gb="tokens in 80 GB",
 )  # fmt: skip
@@ -150,12 +153,19 @@ def trace(way: str, sizes: Sizes) -> Row:
     """What a step of the model holds, without a GPU."""
     steps = {}
     with memory.as_on_cuda():
-        for blocks in {sizes.layers, 1, 2}:
+        for blocks in dict.fromkeys((1, 2, sizes.layers)):  # the whole model last
             held = hold(way, replace(sizes, layers=blocks), "meta")
             batch = batch_of(sizes, "meta")
             steps[blocks] = memory.footprint(held.model, held.optimizer, batch, held.forward)
+        held.optimizer.zero_grad()
+        passes = eager.Step()
+        with passes, held.forward():
+            loss = held.model(*batch)
+        with passes:
+            loss.backward()
     whole = steps[sizes.layers]
     return {
+        "predicted_ms": passes.seconds * 1e3,
         "parameters_mib": whole.parameters / MIB,
         "gradients_mib": whole.gradients / MIB,
         "optimizer_mib": whole.states / MIB,
@@ -173,6 +183,8 @@ def measure(way: str, sizes: Sizes, options: argparse.Namespace) -> Row:
     held, batch = hold(way, sizes, device), batch_of(sizes, device)
     blocks: Any = held.model.get_submodule("blocks")
     for block in blocks if options.compiled else ():
+        if SAVED in way.split("+"):
+            saved_activations(block).__enter__()  # of each graph: its ops then share copies
         block.compile(dynamic=False)
 
     def step() -> None:

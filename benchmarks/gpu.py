@@ -126,6 +126,11 @@ SHARED = "bench_model.py --blocks 2 --repeats 5 --no-peak --recipes tensorwise" 
 PRODUCERS = (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py", f"{GPU}/swiglu_gradients.py")
 MIXTURE = (*LAYER, *GROUPED, "float8/experts/other_libraries.py")
 GATHER = (*LAYER, "float8/distributed/gathered_weights.py")
+SAVINGS = (*LAYER, *OPTIMIZER, "float8/activations/ops.py", "float8/activations/copies.py",
+           f"{GPU}/dequantize_groups.py", "float8/optim/gradients.py")
+STEP = "bench_memory.py --timed --models llama2-7b --blocks 4 --batch 8 --stop-after {seconds}"
+WAYS = ("bf16 tensorwise tensorwise+saved_activations tensorwise+saved_activations+float8_adamw "
+        "tensorwise+O1 tensorwise+O2")
 AS_MX = (*LAYER, *GROUPED, f"{GPU}/expand_scales.py")
 RUNS: dict[str, Any] = {"part": 110, "resumes": True}
 # The first is worth most. Seconds are those with empty caches: a compiled contender of two blocks
@@ -135,11 +140,11 @@ QUEUE = (
         f"{SPEED} --modes compiled --recipes tensorwise delayed --split"),
     Experiment("training", 480, LAYER, "Does a wide GPT end at bf16's loss, and how much sooner?",
         "bench_training.py --models wide --stop-after {seconds}", **RUNS),
-    Experiment("memory_and_speed", 180, (*LAYER, *OPTIMIZER, "float8/activations/ops.py"),
-        "Is a step of four blocks of Llama-2-7B both smaller and faster than in bf16?",
-        "bench_memory.py --timed --models llama2-7b --blocks 4 --batch 8 --compiled --ways "
-        "bf16 tensorwise tensorwise+saved_activations tensorwise+float8_adamw "
-        "tensorwise+saved_activations+float8_adamw tensorwise+O2 torchao --stop-after {seconds}"),
+    Experiment("memory_and_speed", 200, SAVINGS,
+        "Is a compiled step of four blocks of Llama-2-7B both smaller and faster than in bf16?",
+        f"{STEP} --compiled --ways {WAYS} tensorwise+float8_adamw torchao"),
+    Experiment("memory_and_speed_eager", 110, SAVINGS, "And an eager step?",
+        f"{STEP} --ways {WAYS}"),
     Experiment("experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums precise and fast, and weights cast once?",
         f"{EXPERTS} --recipes tensorwise tensorwise+fast tensorwise+cached rowwise rowwise+fast "

@@ -76,6 +76,8 @@ class CastMeter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass runs plain ops, and those come by here
         out = func(*args, **(kwargs or {}))
         name = func.name().partition(".")[0]
         if func in GemmCounter.OPS or name == "float8::grouped_mm_gpu":
@@ -92,8 +94,9 @@ class CastMeter(TorchDispatchMode):
         return out
 
     def _is_free(self, func: Any, name: str) -> bool:
-        is_question = name.startswith("prim::")
-        return func.is_view or is_question or name in ("aten::empty", "aten::detach")
+        is_question = name.startswith(("prim::", "profiler::"))
+        is_view = func.is_view and name != "aten::to"  # by its schema it may be one
+        return is_view or is_question or name in ("aten::empty", "aten::detach")
 
     def _reads(self, name: str, args: Any) -> int:
         """How often the kernel reads its matrix from device memory, as its docstring says."""

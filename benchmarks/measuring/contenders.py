@@ -14,6 +14,7 @@ A recipe may have parts, as in ``tensorwise+fast``:
     recompute     backward casts again (`float8.kernels.recompute`), in compiled blocks
     gather        FSDP2 gathers weights in float8
     unrounded     scales are no powers of two, so that Blackwell runs no MX product
+    saved_activations  ops keep float8 copies for backward (`float8.saved_activations`), by blocks
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from float8 import (
     convert_to_float8_training,
     fuse_feed_forwards,
     fuse_norms,
+    saved_activations,
 )
 from float8.config import RECIPES
 from float8.fusion import register_feed_forward
@@ -53,7 +55,7 @@ STATIC = "static"
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
 PARTS = {
     *("fast", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
-    *("cached", "recompute", "gather", "unrounded"),
+    *("cached", "recompute", "gather", "unrounded", "saved_activations"),
 }
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 register_feed_forward(SwiGLU, gate="gate_up", down="down")
@@ -112,6 +114,8 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
     for module in model.modules() if "swiglu_cast" in parts else ():
         if isinstance(module, SwiGLU):
             module.gate = SwiGLUCast(config, module.down.weight.device)
+    for block in model.children() if "saved_activations" in parts else ():
+        saved_activations(block).__enter__()
     return model
 
 

@@ -37,21 +37,10 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from benchmarks.measuring import memory
-from float8.estimate.devices import ANY_PASS, BF16, DEVICES
-from float8.estimate.roofline import Shape, gemm_seconds
-from float8.kernels.products import TENSORWISE_PRODUCT
+from benchmarks.measuring.eager import H100, seconds_of
+from float8.estimate.devices import ANY_PASS
 
-aten = torch.ops.aten
-H100 = DEVICES["H100"]
 GPU = torch.device("cuda", 0)
-PRODUCTS = {aten.mm.default: BF16, aten._scaled_mm.default: TENSORWISE_PRODUCT}
-# Causal attention, forward and backward (2 and 5 products). What products and bytes leave of the
-# compiled float8 steps in results/h100_2026-11-27/bench_model.json is 442 and 423 TFLOP/s.
-ATTENTION_RATE = 442e12
-ATTENTION = {
-    aten._scaled_dot_product_cudnn_attention.default: (0, 2),
-    aten._scaled_dot_product_cudnn_attention_backward.default: (1, 5),
-}
 
 
 @dataclass
@@ -68,7 +57,7 @@ class Predicted:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
     """Scaled dot product attention as CUDA calls it; it takes grouped queries as they are."""
-    op = aten._scaled_dot_product_cudnn_attention.default
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
     out: Tensor = op(q, k, v, None, True, 0.0, is_causal)[0]
     return out
 
@@ -107,14 +96,9 @@ def predict(graphs: list[GraphModule]) -> Predicted:
     for graph in graphs:
         sizes = scheduled(graph, is_backward=graph is not graphs[0])
         for node in graph.graph.nodes:
-            if node.target in PRODUCTS:
-                (M, K), (_, N) = (each.meta["val"].shape for each in node.args[:2])
-                found.seconds += gemm_seconds(H100, PRODUCTS[node.target], Shape(M, K, N))
-            elif node.target in ATTENTION:
-                first, products = ATTENTION[node.target]
-                *batch, tokens, width = node.args[first].meta["val"].shape
-                flops = products * torch.Size(batch).numel() * tokens**2 * width
-                found.seconds += flops / ATTENTION_RATE
+            operands = [getattr(each, "meta", {}).get("val") for each in node.args]
+            if (seconds := seconds_of(node.target, operands)) is not None:
+                found.seconds += seconds
             elif getattr(node.target, "namespace", None) == "float8":
                 sizes += passes_of(node)
                 found.launches += len(passes_of(node))
@@ -124,11 +108,12 @@ def predict(graphs: list[GraphModule]) -> Predicted:
 
 
 def passes_of(node: Node) -> list[int]:
-    """The bytes that each launch of a float8 op moves: without a scale, one finds it before."""
+    """The bytes that each launch of a float8 op moves: one finds a tensor's scale before."""
     read, written = (bytes_of(nodes) for nodes in (node.all_input_nodes, [node]))
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = dict(zip(names, node.args, strict=False))
-    is_dynamic = None in (given.get("scale", node), given.get("gate_scale", node))
+    finds_scale = None in (given.get("scale", node), given.get("gate_scale", node))
+    is_dynamic = finds_scale and list(given.get("block", (-1, -1))) == [-1, -1]
     return [read, read + written] if is_dynamic else [read + written]
 
 

@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -196,17 +197,18 @@ def _flash(
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves its input and one float32 number per row; the values do not matter on meta."""
+    """Saves its input and one float32 number per row; on meta, ops that move as much."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
+        out, rstd = _rms_norm_and_rstd(x)
+        ctx.save_for_backward(x, weight, rstd)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        x, weight, rstd = ctx.saved_tensors
+        return _rms_norm_gradients(grads[0], x, None, rstd, weight)
 
 
 def _rms_norm(
@@ -215,16 +217,36 @@ def _rms_norm(
     return _FusedRMSNorm.apply(input, weight)
 
 
+def _rms_norm_and_rstd(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.relu(x), x.new_empty(x.shape[:-1], dtype=torch.float32)  # a pass over x
+
+
+def _rms_norm_gradients(
+    g: Tensor, x: Tensor, shape: Any, rstd: Tensor, weight: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return torch.add(g, x), torch.empty_like(weight)  # a pass over g and x
+
+
 _FUSED: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: _flash,
     F.rms_norm: _rms_norm,
 }
 
 
+class _Aten:
+    """The ops of `saved_activations`, whose backward no mode of functions sees."""
+
+    _fused_rms_norm = staticmethod(_rms_norm_and_rstd)
+    _fused_rms_norm_backward = SimpleNamespace(default=_rms_norm_gradients)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.ops.aten, name)
+
+
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Ops on the meta device take the memory that they would on CUDA, eager."""
-    with _FusedOps(), cuda_plans():
+    with _FusedOps(), mock.patch("float8.activations.ops.aten", _Aten()), cuda_plans():
         yield
 
 

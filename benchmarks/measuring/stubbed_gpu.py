@@ -25,7 +25,8 @@ from torch import Tensor
 from float8.linear.plan import USED
 
 _numbers = itertools.count()
-KERNELS = ("cast", "transpose", "expand_scales")  # those of a layer, files of gpu/
+# Those of a layer and of saved activations, files of gpu/.
+KERNELS = ("cast", "transpose", "expand_scales", "dequantize_groups")
 
 
 class Launch(NamedTuple):

@@ -24,8 +24,9 @@ groups help only if the magnitudes inside a group of 128 span more.
 
 A NaN or inf makes its whole group NaN, never a plausible number. Zeros stay zeros.
 
-On CUDA the Triton kernel ``gpu/cast`` casts groups of 128 in one read and one launch. All
-else is plain PyTorch: several passes in eager mode, fused by torch.compile.
+On CUDA Triton kernels cast groups of 128 and restore them, in one launch each (``gpu/cast``,
+``gpu/dequantize_groups``); torch.compile fuses the second with what reads the values. All else is
+plain PyTorch: several passes in eager mode, fused by torch.compile.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8 import kernels
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.kernels.casts import import_kernels
 from float8.kernels.definition import scale_format_of
 from float8.linear.float8_weight import version_of
 
@@ -54,9 +56,6 @@ class CopyFormat(NamedTuple):
     power_of_two_scale: bool = True
 
 
-_BY_KERNEL = (1, 128)  # what ``gpu/cast`` casts in groups of a row
-
-
 class Float8Copy(NamedTuple):
     """data (R, C) float8; scale (R, G), uint8 exponents or float32."""
 
@@ -68,11 +67,9 @@ def cast_copy(x: Tensor, fmt: CopyFormat) -> Float8Copy:
     """The float8 copy of a float32, bfloat16 or float16 tensor of any shape and strides."""
     one_row = x.dim() == 0 or x.shape[-1] < fmt.group
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
-    block, kernel = (1, fmt.group), None
-    if block == _BY_KERNEL:
-        kernel = kernels.kernel_for(kernels.family_of(x.device), block)
     scale_format = scale_format_of(fmt.power_of_two_scale)
-    how = kernels.CastSpec(block, fmt.dtype, scale_format, kernel)
+    kernel = _kernel_for(kernels.family_of(x.device), fmt.group)
+    how = kernels.CastSpec((1, fmt.group), fmt.dtype, scale_format, kernel)
     data, scale, _ = kernels.cast(x_RC, how).row_major  # type: ignore[misc]
     if fmt.power_of_two_scale:
         scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
@@ -86,12 +83,31 @@ def restored(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torch.
     """
     data, scale = copy
     dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    if scale.dtype == torch.uint8:
+    kernel = _kernel_for(kernels.family_of(data.device), group)
+    if kernel is not None and not torch.compiler.is_compiling():
+        x: Tensor = torch.ops.float8.dequantize_groups.default(data, scale, group, dtype)
+        return x.reshape(shape)
+    is_power_of_two = scale.dtype == torch.uint8
+    if is_power_of_two:
         scale = (scale.to(torch.int32) << 23).view(torch.float32)
-        if not data.is_cpu and data.shape[1] % group == 0:  # the same products, in fewer passes
-            blocks = data.to(dtype).unflatten(1, (-1, group)) * scale.to(dtype).unsqueeze(2)
-            return blocks.reshape(shape)
+    if kernel is not None and is_power_of_two and data.shape[1] % group == 0:
+        # The partitioner counts what it may fuse twice, and would save the source of two bytes per
+        # element instead. Of all views `unfold` is none that it may fuse.
+        blocks = data.unfold(1, group, group).to(dtype) * scale.to(dtype).unsqueeze(2)
+        return blocks.reshape(shape)
     return kernels.dequantize(data, scale, (1, group), dtype).reshape(shape)
+
+
+def _kernel_for(family: str, group: int) -> str | None:
+    """The kernel that casts these groups of a row; there is one to restore them, too."""
+    kernel = kernels.kernel_for(family, (1, group)) if group == 128 else None
+    if kernel is not None:
+        import_kernels(("dequantize_groups",))
+    return kernel
+
+
+# For torch.compile: it runs once, while tracing. See `architecture`.
+_kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Restorer(NamedTuple):

@@ -155,7 +155,7 @@ def _norm_gradient(
     float32.
     """
     dtypes = (g.dtype, *[each.dtype for each in saved])
-    dtype = functools.reduce(torch.promote_types, dtypes if g.is_cuda else (torch.float32,))
+    dtype = functools.reduce(torch.promote_types, (torch.float32,) if g.is_cpu else dtypes)
     g, x, *rest = [each.to(dtype) for each in (g, *saved)]
     weight, shape = rest[0] if rest else None, list(normalized_shape)
     eps = torch.finfo(torch.float32).eps if eps is None else eps

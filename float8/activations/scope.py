@@ -108,6 +108,8 @@ class _Mode(TorchFunctionMode):
         if hasattr(func, "implementation"):  # a unit-scaled function, which a mode sees whole
             with self:
                 return func.implementation(*args, **kwargs)
+        if func is Tensor.unflatten:  # which dynamo traces as a method alone (seen in torch 2.13)
+            return args[0].unflatten(*args[1:], **kwargs)
         return func(*args, **kwargs)
 
 

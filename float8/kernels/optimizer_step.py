@@ -46,7 +46,7 @@ class OptimizerStep(NamedTuple):
         rule: the update rule.
         number: which step this is, a Python number or a 0-dim tensor, counted from 1.
         p: (R, C): the parameter, or its master.
-        g: its gradient, in a high precision, or in float8 with one scale for each row.
+        g: its gradient, in a high precision, or in float8 with one scale.
         states: the moments, in the order of the rule.
         group: how many consecutive elements of a row share a scale.
         at_random: whether the parameter (or its master) and each of the states are rounded
@@ -219,9 +219,8 @@ def fused_step(
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
     none = (None, None, None)
     m, v = (*[state[:3] for state in step.states], none, none)[:2]
-    g = step.g.codes if step.g.scale is None else step.g.decode()
     torch.ops.float8.optimizer_step.default(
-        name, numbers, lr, float(number), tensor, *step.p[:2], g, *m, *v, step.group,
+        name, numbers, lr, float(number), tensor, *step.p[:2], *step.g[:2], *m, *v, step.group,
         list(step.at_random), step.seed, step.first, grad_scale, found_inf, amax,
     )  # fmt: skip
 
@@ -242,7 +241,7 @@ def cast_master_by_kernel(
 def reference(
     rule: str, numbers: Sequence[float], lr: Tensor | None, step: float,
     step_tensor: Tensor | None, p: Tensor, p_scale: Tensor | None, g: Tensor,
-    m: Tensor | None, m_scale: Tensor | None, m_exponent: Tensor | None,
+    g_scale: Tensor | None, m: Tensor | None, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
     group: int, at_random: Sequence[bool], seed: int, first: int,
     grad_scale: Tensor | None, found_inf: Tensor | None, amax: Tensor | None,
@@ -253,7 +252,7 @@ def reference(
     target = StateMatrix(p, p_scale, None, group)
     given = ((m, m_scale, m_exponent), (v, v_scale, v_exponent))
     states = [StateMatrix(x, scale, e, group) for x, scale, e in given if x is not None]
-    gradient = g.to(torch.float32)
+    gradient = StateMatrix(g, g_scale, None, max(g.shape[1], 1)).decode()
     if grad_scale is not None:
         gradient = gradient / grad_scale.reshape(())
     number = step if step_tensor is None else step_tensor
@@ -269,7 +268,7 @@ def reference(
 
 define_op(
     "optimizer_step(str rule, float[] numbers, Tensor? lr, float step, Tensor? step_tensor, "
-    "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, "
+    "Tensor(a!) p, Tensor(b!)? p_scale, Tensor g, Tensor? g_scale, "
     "Tensor(c!)? m, Tensor(d!)? m_scale, Tensor(e!)? m_exponent, "
     "Tensor(f!)? v, Tensor(g!)? v_scale, Tensor(h!)? v_exponent, "
     "int group, bool[] at_random, int seed, int first, "

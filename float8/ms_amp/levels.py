@@ -114,11 +114,12 @@ def _reason_against_weight(weight: Tensor, config: Float8LinearConfig, level: Le
 def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:
     """A layer's high-precision weight as a level stores it, its attributes kept.
 
-    Gradients come in float32. ``layer`` is the `Float8Linear` that reads the weight.
+    Gradients come in the dtype in which they are computed. ``layer`` is the `Float8Linear` that
+    reads the weight.
     """
     if level.weight == "float8":
         float8_data = to_resident(weight, layer.config, layer.casts[1].state)
         return as_parameter(weight, float8_data, requires_grad=True)
     new = as_parameter(weight, weight.detach().to(torch.float16), requires_grad=True)
-    new.grad_dtype = torch.float32
+    new.grad_dtype = None
     return new

@@ -34,7 +34,7 @@ are refused, here and when a checkpoint is loaded.
 **Autocast.** Under O1 and O2 weights are float16 and activations are not: train under
 ``torch.autocast(device, torch.bfloat16)``, or with ``torch.float16`` and a ``GradScaler``. O3 runs
 under any autocast or none. Gradients are computed in the autocast dtype and not rounded to float16
-(the weights' ``grad_dtype`` is float32), so that bfloat16 needs no loss scaling; compiled models
+(the weights' ``grad_dtype`` is None), so that bfloat16 needs no loss scaling; compiled models
 are the exception.
 
 **Checkpoints.** ``state_dict()`` of model and optimizer contain plain tensors, and training resumes

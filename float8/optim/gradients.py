@@ -6,14 +6,15 @@
     loss.backward()                    # p.grad is a `HeldGradient`: E4M3 data and one scale
 
 FP8-LM (arXiv 2310.18313, section 2.1) holds weight gradients so. When autograd has written
-``p.grad`` a hook casts it, and the float32 tensor is freed before the next parameter's gradient is
-computed: the whole model's gradients in high precision never exist at once.
+``p.grad`` a hook casts it, and the tensor in high precision is freed before the next parameter's
+gradient is computed: the whole model's gradients in high precision never exist at once. On CUDA a
+gradient is read twice, by the kernels of one dynamic cast, and the step reads its one byte.
 
-The scale follows from the largest finite magnitude. So a NaN or inf becomes one NaN, which
-clipping and `GradScaler` see, and the other elements keep their values. A second backward before
-the step adds in float32, ``data * scale + new``, and casts the sum: each microbatch after the
-first rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by ``.dequantize()``;
-the optimizers of `float8.optim` read it as it is.
+A NaN or inf makes the scale, and so the whole gradient, NaN: clipping and `GradScaler` see it. A
+second backward before the step adds in float32, ``data * scale + new``, and casts the sum: each
+microbatch after the first rounds once more. ``p.grad`` may be zeroed, clipped, unscaled and read by
+``.dequantize()``; the optimizers of `float8.optim` read it as it is. Where ``p.grad_dtype`` is None
+a gradient is cast from the dtype in which it was computed, and reports float32.
 
 DDP and FSDP2 own the memory of the gradients that they reduce: DDP's buckets and FSDP2's shards
 stay in high precision. (They may be sent in float8: `float8.distributed.gradients`.)
@@ -48,8 +49,9 @@ class HeldGradient(Float8Tensor):
     ) -> Any:
         """Run an op as `Float8Tensor` does, but ``add_`` in float32, of copies too."""
         if func is aten.add_.Tensor and isinstance(args[0], HeldGradient):
-            total = _plain(args[0]) + _plain(args[1]) * (kwargs or {}).get("alpha", 1)
-            return args[0].write(total)
+            held, new = args
+            new = new.dequantize(torch.float32) if isinstance(new, Float8Tensor) else new
+            return held.write(held.dequantize(torch.float32).add_(new, **kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if func in _COPIES and type(out) is Float8Tensor:
             return HeldGradient(out.float8_data, out.scale, out.block, out.dtype)
@@ -58,11 +60,14 @@ class HeldGradient(Float8Tensor):
     __deepcopy__ = Tensor.__deepcopy__  # a clone
 
     @staticmethod
-    def of(gradient: Tensor, fmt: Format) -> HeldGradient:
-        """A gradient of any strided shape, cast to ``fmt`` with one scale."""
+    def of(gradient: Tensor, fmt: Format, dtype: torch.dtype | None = None) -> HeldGradient:
+        """A gradient of any strided shape, cast to ``fmt`` with one scale.
+
+        It reports ``dtype``, by default the gradient's.
+        """
         block: Block = (WHOLE,) * gradient.dim()
         data, scale = _cast(gradient.detach(), block, fmt)
-        return HeldGradient(data, scale, block, gradient.dtype)
+        return HeldGradient(data, scale, block, dtype or gradient.dtype)
 
     def write(self, gradient: Tensor) -> HeldGradient:
         """Overwrite the values, with a new scale."""
@@ -72,20 +77,12 @@ class HeldGradient(Float8Tensor):
         return self
 
 
-def _plain(x: Tensor | float) -> Tensor | float:
-    if isinstance(x, Float8Tensor):
-        return x.dequantize(torch.float32)
-    return x.float() if isinstance(x, Tensor) else x
-
-
 def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
     matrix, whole = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1), (WHOLE, WHOLE)
     family = kernels.family_of(x.device)  # one without float8 conversions casts in plain PyTorch
     kernel = kernels.kernel_for(family, whole, emulate=family not in SUPPORT)
     how = kernels.CastSpec(whole, fmt.dtype, kernel=kernel)
-    finite: Any = kernels.cast(matrix.nan_to_num(0.0, 0.0, 0.0), how).row_major
-    scale = finite.scale
-    data = kernels.cast(matrix, how, scale).row_major.data  # type: ignore[union-attr]
+    data, scale, _ = kernels.cast(matrix, how).row_major  # type: ignore[misc]
     return data.reshape(x.shape), scale.reshape((1,) * len(block))
 
 
@@ -98,7 +95,8 @@ class HeldGradients:
 
     def _hold(self, p: Tensor) -> None:
         if p.grad is not None and not isinstance(p.grad, HeldGradient):
-            p.grad = HeldGradient.of(p.grad, on_device(self.format, p.device))
+            dtype = p.grad_dtype or torch.float32
+            p.grad = HeldGradient.of(p.grad, on_device(self.format, p.device), dtype)
 
     def remove(self) -> None:
         """Leave gradients from now on as autograd writes them; earlier ones stay float8."""

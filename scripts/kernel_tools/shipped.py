@@ -18,6 +18,7 @@ from float8.kernels.gpu import (
     cast,
     cast_tokens,
     cast_weight,
+    dequantize_groups,
     expand_scales,
     grouped_mm,
     norm_cast,
@@ -175,6 +176,13 @@ def _cast_weight(M: int, K: int) -> list[Variant]:
     return [variant("cast_weight", cast_weight._launch, *arguments)]
 
 
+def _dequantize_groups(M: int, K: int) -> list[Variant]:
+    """The form that restores a copy of `saved_activations`."""
+    scale = meta(ceil_div(K, 128), M, dtype=torch.uint8).t()
+    launch = dequantize_groups._launch
+    return [variant("dequantize_groups", launch, meta(M, K, dtype=E4M3), scale, 128, BF16)]
+
+
 def _expand_scales(M: int, K: int) -> list[Variant]:
     """Of a matrix, whatever its blocks are, and of tokens of 32 groups in both orientations."""
     offs, by_128 = meta(32, dtype=torch.int32), meta(ceil_div(K, 128), M, dtype=F32).t()
@@ -259,6 +267,7 @@ def _optimizer_step(M: int, K: int) -> list[Variant]:
         ("bf16 all at random, captured", BF16, {"random": "pmv", "captured": True}),
         ("bf16, ragged groups", BF16, {"random": "v", "ragged": True}),
         ("master", F16, {"g": BF16, "master": True, "random": "pv"}),
+        ("fp16, gradient in e4m3", F16, {"g": E4M3, "v": F16, "random": "p"}),  # MS-AMP's O2
         ("fp32 lion", F32, {"rule": "lion", "random": "m"}),
         ("bf16 direction of muon", BF16, {"rule": "muon_direction", "random": "m"}),
         ("bf16 move of muon", BF16, {"rule": "muon_move"}),
@@ -292,7 +301,8 @@ def _optimizer_step_variant(
     return variant(
         f"optimizer_step: {name}", optimizer_step._launch, rule, numbers, number,
         0.0 if captured else 7.0, number, p, p_scale if master else None,
-        meta(M, C, dtype=g or p_dtype), *first, *second, 128,
+        meta(M, C, dtype=g or p_dtype), meta(dtype=F32) if g == E4M3 else None,
+        *first, *second, 128,
         [x in random for x in "pmv"], 7, 7, number, number,
         meta(dtype=F32) if master else None,
     )  # fmt: skip
@@ -364,8 +374,8 @@ def _transpose(M: int, K: int) -> list[Variant]:
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _expand_scales, _grouped_mm,
-        _norm_cast, _optimizer_step, _swiglu_cast, _swiglu_gradients, _transpose,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _dequantize_groups, _expand_scales,
+        _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast, _swiglu_gradients, _transpose,
     )
 }  # fmt: skip
 FILES = tuple(SHIPPED)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from activations.copies import SCALES, copy_of, rows
 from assertions import assert_bitwise
-from meter import saved_bytes
+from meter import CastMeter, saved_bytes
 from shapes import Case, pairs
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -153,5 +153,47 @@ def test_a_tensor_whose_copy_saves_no_memory_is_saved_itself(x):
 def test_on_cuda_a_copy_has_the_same_shapes(group):
     pytest.importorskip("triton")
     with FakeTensorMode():
-        data, scale = cast_copy(torch.empty(64, 256, device="cuda"), CopyFormat(group))
-    assert (data.shape, scale.shape) == ((64, 256), (64, 256 // group))
+        copy = cast_copy(torch.empty(64, 256, device="cuda"), CopyFormat(group))
+        with CastMeter() as meter:
+            x = restored(copy, group, (8, 8, 256), torch.bfloat16)
+    assert (copy.data.shape, copy.scale.shape) == ((64, 256), (64, 256 // group))
+    assert (x.shape, x.dtype) == ((8, 8, 256), torch.bfloat16)
+    if group == 128:
+        assert meter.ops == ["float8::dequantize_groups"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("power_of_two", [True, False])
+@pytest.mark.parametrize("width", [256, 200])
+def test_compiled_code_for_cuda_restores_the_same_values(dtype, power_of_two, width, monkeypatch):
+    x = torch.randn(6, width).to(dtype)
+    x[1, 5] = torch.inf
+    copy = cast_copy(x, CopyFormat(power_of_two_scale=power_of_two))
+    expected = restored(copy, 128, x.shape, dtype)
+    monkeypatch.setattr(copies, "_kernel_for", lambda family, group: "cast")
+    compiled = torch.compile(restored, backend="aot_eager", fullgraph=True)
+    assert_bitwise(compiled(copy, 128, x.shape, dtype), expected)
+
+
+def test_compiled_code_for_cuda_saves_the_copy_and_not_its_source(monkeypatch):
+    w, v = (torch.randn(256, 256, dtype=torch.bfloat16) for _ in range(2))
+    x = torch.randn(64, 256, dtype=torch.bfloat16).requires_grad_()
+
+    def forward(x):
+        with saved_activations():
+            return F.gelu(x @ w) @ v
+
+    monkeypatch.setattr(copies, "_kernel_for", lambda family, group: "cast")
+    compiled = torch.compile(forward, backend="aot_eager_decomp_partition", fullgraph=True)
+    kept = saved_bytes(lambda: compiled(x), nn.Module())
+    matrices = 2 * w.nbytes
+    assert kept == matrices + 64 * 256 + 64 * 2
+    monkeypatch.setattr(copies, "restored", with_views_that_fuse)  # the planted fault
+    torch.compiler.reset()
+    assert saved_bytes(lambda: compiled(x), nn.Module()) == matrices + 2 * 64 * 256
+
+
+def with_views_that_fuse(copy, group, shape, dtype):
+    data, scale = copy
+    scale = (scale.to(torch.int32) << 23).view(torch.float32).to(dtype)
+    return (data.to(dtype).unflatten(1, (-1, group)) * scale.unsqueeze(2)).reshape(shape)

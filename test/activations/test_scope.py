@@ -189,6 +189,17 @@ def test_compiled_results_and_bytes_equal_eagers():
     assert same(step(torch.compile(inside, backend="aot_eager", fullgraph=True), model, x), eager)
 
 
+def test_a_compiled_forward_may_unflatten():
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def forward(x):
+        with saved_activations():
+            return F.silu(x.unflatten(-1, (2, 128))).flatten(1)
+
+    compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), forward(x))
+
+
 @pytest.mark.slow
 def test_inductor():
     a, b = (torch.randn(64, 128, requires_grad=True) for _ in range(2))

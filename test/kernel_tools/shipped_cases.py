@@ -20,6 +20,7 @@ from kernels.gpu import (
     test_cast_tokens,
     test_cast_weight,
     test_casts,
+    test_dequantize_groups,
     test_expand_scales,
     test_grouped_mm,
     test_norm_cast,
@@ -279,6 +280,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (optimizer_step, (ADAMW, BF16, "expanded", (True, True, True), (48, 256), True)),
         (optimizer_step, ("adamw", BF16, "expanded", SECOND_AT_RANDOM, (48, 304))),
         (optimizer_step, ("adamw", "master", "expanded", (True, False, True))),
+        (optimizer_step, ("adamw", "e4m3", "float16", (True, False, False))),
     ],
     "swiglu_cast": [
         (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
@@ -299,6 +301,9 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
             (False, (True, True, False), True),
             (True, (True, True, True), True),
         )
+    ],
+    "dequantize_groups": [
+        (test_dequantize_groups.test_every_code, ((80, 272), E4M3, BF16, True, "columns", "cpu"))
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import oracle
 import pytest
 import torch
 from assertions import assert_bitwise
+from fake_cuda import empty, fake_cuda
+from meter import CastMeter
 from torch import nn
 
 from float8 import E4M3, E5M2, Float8Tensor
+from float8.kernels import optimizer_step
+from float8.optim import AdamW
 from float8.optim.gradients import HeldGradient, hold_gradients_in_float8
 
 
@@ -73,19 +78,38 @@ def test_microbatches_add_in_float32_and_are_cast_once_more():
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_an_element_that_is_not_finite_is_one_nan_and_the_others_keep_their_values(bad):
+def test_an_element_that_is_not_finite_makes_its_gradient_nan_until_it_is_zeroed(bad):
     gradient = torch.randn(6, 8)
-    clean = HeldGradient.of(gradient.clone(), E4M3).dequantize()
+    assert HeldGradient.of(gradient, E4M3).dequantize().isfinite().all()
     gradient[2, 3] = bad
-    held = HeldGradient.of(gradient, E4M3).dequantize()
-    assert held[2, 3].isnan()
-    held[2, 3] = clean[2, 3]
-    torch.testing.assert_close(held, clean, rtol=2**-3, atol=1e-2)
-    assert_bitwise(
-        HeldGradient.of(torch.ones(2), E4M3).add_(1.0).dequantize(), torch.full((2,), 2.0)
-    )
+    held = HeldGradient.of(gradient, E4M3)
+    assert held.dequantize().isnan().all()
     accumulated = HeldGradient.of(torch.ones(6, 8), E4M3).add_(gradient)
-    assert accumulated.dequantize().isnan().sum() == 1
+    for each in (held, accumulated.add_(1.0)):
+        assert each.dequantize().isnan().all()
+        assert_bitwise(each.zero_().dequantize(), torch.zeros(6, 8))
+    half = HeldGradient.of(torch.ones(2), E4M3).add_(
+        torch.ones(2, dtype=torch.bfloat16), alpha=-0.5
+    )
+    assert_bitwise(half.dequantize(), torch.full((2,), 0.5))
+
+
+def test_on_cuda_a_gradient_is_read_by_one_cast_and_its_one_byte_by_the_step():
+    pytest.importorskip("triton")
+    with fake_cuda("sm_90"), mock.patch.object(optimizer_step, "fused_step") as fused_step:
+        p = nn.Parameter(empty(256, 512, dtype=torch.float16))
+        p.grad_dtype = None
+        optimizer = AdamW([p], second_moment="float16")
+        with CastMeter() as cast:
+            p.grad = HeldGradient.of(empty(256, 512), E4M3, torch.float32)
+        optimizer.step()  # allocates its states
+        with CastMeter() as step:
+            optimizer.step()
+    assert cast.ops == ["float8::cast"]
+    assert cast.launches == 2
+    assert cast.bytes_by_numel == {p.numel(): 5 * p.numel() + 4}
+    assert p.numel() not in step.bytes_by_numel
+    assert fused_step.call_args.args[0].g.codes.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

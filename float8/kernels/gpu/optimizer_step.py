@@ -130,6 +130,7 @@ def _step_kernel(
     p_ptr,
     p_scale_ptr,  # of a master; like every pointer but p and g it may be None
     g_ptr,
+    g_scale_ptr,  # of a gradient in float8, one number
     m_ptr,
     m_scale_ptr,
     m_exponent_ptr,
@@ -183,7 +184,9 @@ def _step_kernel(
     g_at = at if FLAT else row * g_stride_r + col * g_stride_c
     index = (start + first).to(tl.int32)  # in the whole parameter, modulo 2^32
 
-    g = tl.load(g_ptr + g_at, inside, 0).to(tl.float32)
+    g = tl.load(g_ptr + g_at, inside, 0.0).to(tl.float32)
+    if g_scale_ptr is not None:
+        g *= tl.load(g_scale_ptr)
     if p_scale_ptr is not None:
         p = load_state(p_ptr, p_scale_ptr, None, at, inside, n, N)
     elif RULE != "muon_direction":  # which writes p and does not read it
@@ -257,7 +260,7 @@ def _constants(rule: Any, is_captured: bool) -> dict[str, Any]:
 
 def _launch(
     rule: str, numbers: list[float], lr: Tensor | None, step: float, step_tensor: Tensor | None,
-    p: Tensor, p_scale: Tensor | None, g: Tensor,
+    p: Tensor, p_scale: Tensor | None, g: Tensor, g_scale: Tensor | None,
     m: Tensor | None, m_scale: Tensor | None, m_exponent: Tensor | None,
     v: Tensor | None, v_scale: Tensor | None, v_exponent: Tensor | None,
     group: int, at_random: list[bool], seed: int, first: int,
@@ -279,7 +282,7 @@ def _launch(
     )
     groups = max(1, _ELEMENTS // group)
     launch(
-        _step_kernel, ceil_div(R * ceil_div(C, group), groups), p, p_scale, g,
+        _step_kernel, ceil_div(R * ceil_div(C, group), groups), p, p_scale, g, g_scale,
         pointer(m), m_scale, m_exponent, pointer(v), v_scale, v_exponent,
         None if amax is None else amax.view(torch.int32), grad_scale, found_inf, lr, step_tensor,
         step, stochastic.as_int32(seed), stochastic.as_int32(first),

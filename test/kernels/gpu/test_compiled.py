@@ -29,6 +29,7 @@ from kernels.gpu import (
     test_cast_tokens,
     test_cast_weight,
     test_casts,
+    test_dequantize_groups,
     test_expand_scales,
     test_grouped_mm,
     test_moments,
@@ -50,6 +51,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = blockwise_mm.GEMM_TILES
 NEAREST, AT_RANDOM = (False, False, False), (True, False, True)
+DEQUANTIZE = test_dequantize_groups.test_every_code
 STEP, PRODUCT = test_optimizer_step.test_agrees, test_blockwise_mm.test_the_product
 GROUPED, SWIGLU = test_grouped_mm.test_the_product, test_swiglu_cast.check_data_and_amax
 SAME, TOKENS = (E4M3, E4M3), ((5, 0, 33), 9)
@@ -72,6 +74,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
             (test_casts.test_agrees, (name, (3, 32, 144), "contiguous", BF16, E4M3, 1, BOTH)),
         )
     ],
+    "dequantize_groups": [(DEQUANTIZE, ((5, 123), E5M2, F32, False, "rows"))],
     "transpose": [(test_transpose.test_every_byte, ((5, 123), "transposed"))],
     "cast_tokens": [
         (test_cast_tokens.test_agrees, (TOKENS, block, BOTH, 37))
@@ -152,9 +155,10 @@ def test_a_shipped_form_of_each_file(file):
     assert runs
 
 
+COPYING = ("transpose", "dequantize_groups")
 # What adds or compares across warps or programs: amaxes, norms, group amaxes.
 REDUCING = [
-    *(CASES[file][0] for file in CASES if "mm" not in file and file != "transpose"),
+    *(CASES[file][0] for file in CASES if "mm" not in file and file not in COPYING),
     CASES["swiglu_cast"][1],
 ]
 

@@ -30,7 +30,7 @@ from float8.kernels.update_rules import (
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
-NAMES = ("p", "p.scale", "g", "m", "m.scale", "m.exponent", "v", "v.scale", "v.exponent")
+NAMES = ("p", "p.scale", "g", "g.scale", "m", "m.scale", "m.exponent", "v", "v.scale", "v.exponent")
 # name -> rule, step
 RULES = {
     "adamw": (AdamWRule(1e-2, 0.9, 0.99, 1e-6, 0.1), 3.0),
@@ -43,6 +43,7 @@ RULES = {
     "muon, maximize": (MuonDirection(0.8, False, True), 2.0),
     "muon's move": (MuonMove(1e-2, 3.0, 0.1), 2.0),
 }
+FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LAYOUTS = ("contiguous", "transposed", "sliced")
 OPTIONS = {"at_random": (False, False, False), "seed": 0, "first": 0}
 
@@ -66,16 +67,23 @@ def laid_out(x, layout):
 
 
 def operands(shape, group, dtype, m_kind, v_kind, layout="contiguous", device="cpu"):
-    """p, p's scale, g, m and v, flat, as the op takes them."""
+    """p, p's scale, g, g's scale, m and v, flat, as the op takes them.
+
+    In "e4m3" and "e5m2" is the gradient, of float16 parameters, as of MS-AMP.
+    """
     generator = torch.Generator().manual_seed(1)
     p, g, m, v = torch.randn(4, *shape, generator=generator)
     v = (v.square() * 1e-3).to(device)
     states = (*stored((m * 0.1).to(device), m_kind, group), *stored(v, v_kind, group))
     if dtype == "master":
         weight = stored(p.to(device), "float16", group)
-        return [*weight[:2], laid_out(g.to(device, torch.bfloat16), layout), *states]
+        return [*weight[:2], laid_out(g.to(device, torch.bfloat16), layout), None, *states]
+    if dtype in FLOAT8:
+        scale = torch.full((1, 1), 0.37, device=device)
+        p, g = (laid_out(x.to(device), layout) for x in (p.half(), (g * 9).to(FLOAT8[dtype])))
+        return [p, None, g, scale, *states]
     p, g = (laid_out(x.to(device, dtype), layout) for x in (p, g))
-    return [p, None, g, *states]
+    return [p, None, g, None, *states]
 
 
 def both(name, tensors, group, device, *, lr=None, step_tensor=None, step=None, **others):
@@ -87,7 +95,7 @@ def both(name, tensors, group, device, *, lr=None, step_tensor=None, step=None, 
     results = []
     for run in (launcher("optimizer_step", "_launch", device), reference):
         mine = [None if x is None else x.clone() for x in (*tensors, *rest)]
-        operands, rest_of = mine[:9], mine[9:]
+        operands, rest_of = mine[:10], mine[10:]
         number = 0.0 if step_tensor is not None else step or default_step
         run(
             op_name, numbers, lr, number, step_tensor, *operands, group, list(at_random), seed,
@@ -101,11 +109,11 @@ def assert_same_step(found, expected, before, replay):
     for name, mine, theirs, old in zip((*NAMES, "amax"), found, expected, before, strict=False):
         if theirs is None:
             continue
-        if name == "v" and found[8] is not None:
+        if name == "v" and found[9] is not None:
             apart = mine.view(torch.uint8).int() - theirs.view(torch.uint8).int()
             assert apart.abs().max() <= 1, replay
             assert (apart != 0).double().mean() <= 0.01, replay
-        elif name.startswith("v.") and found[8] is not None:
+        elif name.startswith("v.") and found[9] is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=0)
         elif name == "p" and theirs.dtype == torch.float32:
             update = (theirs - old).abs().max() + 2.0**-24 * theirs.abs().max()
@@ -123,7 +131,7 @@ def assert_same_step(found, expected, before, replay):
     rule=tuple(RULES),
     shape=((4, 256), (3, 300), (1, 7), (37, 1)),
     group=(128, 32, 2048),
-    dtype=(torch.float32, torch.bfloat16, torch.float16, "master"),
+    dtype=(torch.float32, torch.bfloat16, torch.float16, "master", *FLOAT8),
     m_kind=("e4m3", "float16", "float32"),
     layout=LAYOUTS,
     at_random=((False, False, False), (False, True, True), (True, False, True)),
@@ -192,24 +200,27 @@ def test_a_special_gradient_reaches_its_own_element(special, device):
     tensors[2][:, 77:] = 0.0  # in a group with zeros, too
     tensors[2][1, 40] = special
     found, expected = both("adamw", tensors, 128, device)
-    for i in (0, 3, 6):
+    for i in (0, 4, 7):
         nan = found[i].float().isnan()
         assert torch.equal(nan, expected[i].float().isnan())
         assert nan.sum() == (0 if special in (0.0, 1e15) else 1)
-    assert (found[6].float() != 0).all()  # no second moment has become zero
+    assert (found[7].float() != 0).all()  # no second moment has become zero
     if special == 0.0:
         assert_same_step(found, expected, tensors, special)
 
 
 def test_planted_faults_are_caught():
-    """A stale scale, another group's scale, a wrong bias correction: each fails the comparison."""
-    tensors = operands((4, 256), 128, torch.float32, "e4m3", "float16")
+    """A stale scale, another group's, a wrong bias correction, a gradient without its scale."""
+    tensors = operands((4, 256), 128, "e4m3", "e4m3", "float16")
     found, expected = both("adamw", tensors, 128, "cpu")
+    unscaled, _ = both("adamw", [*tensors[:3], None, *tensors[4:]], 128, "cpu")
+    unscaled[3] = tensors[3]
     stale, swapped, uncorrected = (list(found) for _ in range(3))
-    stale[4] = tensors[4]
-    swapped[4] = found[4].flip(1)
-    uncorrected[0] = tensors[0] + (found[0] - tensors[0]) * 1.001
-    for fault in (stale, swapped, uncorrected):
+    stale[5] = tensors[5]
+    swapped[5] = found[5].flip(1)
+    uncorrected[0] = tensors[0] + (found[0] - tensors[0]) * 1.1
+    assert_same_step(found, expected, tensors, "none planted")
+    for fault in (stale, swapped, uncorrected, unscaled):
         with pytest.raises(AssertionError):
             assert_same_step(fault, expected, tensors, "planted")
 

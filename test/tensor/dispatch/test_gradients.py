@@ -7,8 +7,10 @@ import math
 import pytest
 import torch
 from assertions import assert_bitwise
+from meter import CastMeter
 from shapes import Case, pairs
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import E4M3, E5M2, Blockwise, Float8Tensor, Rowwise, Tensorwise
 
@@ -105,6 +107,28 @@ def test_norms_and_clipping_are_those_of_the_values(granularity, foreach):
             values = x.dequantize() if isinstance(x, Float8Tensor) else x
             torch.testing.assert_close(values, wanted, rtol=2**-3, atol=1e-3)
     assert len({f"{norm:.5g}" for norm in norms}) == 1
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E5M2])
+@pytest.mark.parametrize("granularity", KINDS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"dim": 0}, {"dim": (0, 1), "keepdim": True}], ids=str)
+@pytest.mark.parametrize("ord", [2, 1, 3.5, math.inf, -math.inf, 0])
+def test_norms_are_those_of_float64(fmt, granularity, options, ord):
+    x = example(granularity, fmt)
+    x.mul_(-0.3)
+    wanted = torch.linalg.vector_norm(x.dequantize().double(), ord, **options)
+    found = torch.linalg.vector_norm(x, ord, **options)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=0)
+    assert torch.linalg.vector_norm(x, dtype=torch.float64).dtype == torch.float64
+
+
+def test_a_norm_reads_the_data_and_not_four_bytes_of_each():
+    with FakeTensorMode(), CastMeter() as meter:
+        data = torch.empty(64, 256, device="cuda", dtype=E4M3.dtype)
+        x = Float8Tensor(data, torch.ones(1, 1, device="cuda"), (-1, -1), torch.float32)
+        torch.linalg.vector_norm(x)
+    assert sum(meter.bytes_by_numel.values()) == pytest.approx(5 * data.numel(), rel=0.01)
 
 
 @pytest.mark.parametrize("bad", [False, True])
