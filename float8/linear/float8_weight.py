@@ -81,6 +81,7 @@ class Float8Weight:
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         source: the high-precision weight that was cast, or None.
+        is_gathered: whether it lives as long as FSDP2 keeps its source gathered.
 
     Attributes:
         version: the version counter of ``source`` at its cast.
@@ -92,6 +93,7 @@ class Float8Weight:
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
     source: Tensor | None = None
+    is_gathered: bool = False
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,6 +131,8 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
         return None  # not cached; or the weight was written to or replaced since
     if cached.dtype != plan.dtype:
+        if cached.is_gathered:
+            return None  # gathered outside of the autocast in which it is used
         raise ValueError(
             f"{layer._name}: the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
             f"write `with cached_weights(model, dtype={plan.dtype})`"

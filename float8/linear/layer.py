@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
+from float8.kernels import is_sharded
 from float8.linear.autograd import (
     NO_FACTORS,
     STATELESS,
@@ -26,6 +27,7 @@ from float8.linear.autograd import (
 )
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
 from float8.linear.float8_weight import Float8Weight, float8_weight
+from float8.linear.kept_weight import cast_at_gather
 from float8.linear.module import Float8Module
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, autocasts, plan_of
@@ -111,10 +113,18 @@ class Float8Linear(Float8Module, nn.Linear):
         self.function = function_of(config)
         self.fqn = fqn
         self._add_switch()
-        self.cached_weight: Float8Weight | None = None  # written by float8.cached_weights only
+        # Written by `float8.cached_weights`, and by `__setattr__` where FSDP2 keeps the weight.
+        self.cached_weight: Float8Weight | None = None
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``nn.Module``; FSDP2 sets ``weight`` at each gather, and when it frees the result."""
+        old = self._parameters.get("weight") if name == "weight" else None
+        super().__setattr__(name, value)
+        if old is not None and (is_sharded(old) or is_sharded(value)):
+            self.cached_weight = cast_at_gather(self, old, value)
 
     @property
     def float8_config(self) -> Float8LinearConfig:  # type: ignore[override]

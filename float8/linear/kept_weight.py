@@ -1,0 +1,107 @@
+"""Cast a weight that FSDP2 keeps gathered for several microbatches once, when it is gathered.
+
+``fully_shard`` gathers a layer's weight before forward. It frees the result after forward, or after
+backward, or only after the last microbatch of a step: with ``set_reshard_after_backward(False)``,
+as the stages of torch's pipelines set it. In the last case every microbatch casts the same weight
+again, unless the layer keeps the casts for as long as FSDP2 keeps the weight. They take two bytes
+per element.
+
+FSDP2 replaces the Parameter of the layer at each gather and when it frees the weight, by
+``setattr(layer, "weight", ...)``. `Float8Linear` calls `cast_at_gather` then. So a cast never
+outlives the weight that it is of, and code that torch compiled reads it too.
+
+Casts pay only if several backward passes share them. A hook of the gathered Parameter counts the
+passes between one gather and the next. The answer holds from the next step of the optimizer on: a
+recomputation (activation checkpointing) must find what its forward found. So the first step casts
+its weights in every microbatch.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8.kernels import is_sharded
+from float8.linear.float8_weight import Float8Weight, cast_for_cache
+from float8.linear.plan import compute_dtype, plan_of
+
+
+class Passes:
+    """The backward passes that share a gathered weight; an attribute of its Parameter.
+
+    Attributes:
+        shard: the id of the sharded Parameter, which the optimizer steps.
+        number: of passes since the last gather.
+        most: the largest number between two gathers since the last step.
+        are_several: whether it was above 1 in the last step.
+        dtype: the compute dtype of the last forward's gather. Backward does not see autocast.
+    """
+
+    def __init__(self) -> None:
+        self.shard = self.number = self.most = 0
+        self.are_several = False
+        self.dtype = torch.float32
+
+    def count(self, weight: Tensor) -> None:
+        """Count a pass; a hook of the gathered Parameter."""
+        self.number += 1
+        self.most = max(self.most, self.number)
+
+
+_passes: weakref.WeakSet[Passes] = weakref.WeakSet()
+
+
+def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
+    """The casts of a `Float8Linear`'s weight that FSDP2 has just gathered, if microbatches share it.
+
+    Args:
+        layer: has the weight.
+        old, new: the Parameter that was replaced, and the one in its place.
+
+    Returns:
+        None for all other weights, such as a shard, a DTensor of tensor parallelism, or a weight
+        that was gathered in float8.
+    """
+    if not (is_sharded(old) and type(new) is nn.Parameter and new.requires_grad):
+        return None
+    if new.is_inference() or layer.config.smooth_input or torch.compiler.is_compiling():
+        return None
+    passes: Passes | None = vars(new).get(_PASSES)
+    if passes is None:
+        passes = Passes()
+        setattr(new, _PASSES, passes)
+        new.register_post_accumulate_grad_hook(passes.count)
+        _passes.add(passes)
+        _install_hook()
+    passes.shard, passes.number = id(old), 0
+    if torch._C._current_graph_task_id() == -1:  # outside of backward
+        passes.dtype = compute_dtype(new)
+    if not passes.are_several:
+        return None
+    plan = plan_of(layer.config, new, dtype=passes.dtype)
+    cast = cast_for_cache(new, plan, layer.casts[1].state)
+    if cast is not None:
+        cast.is_gathered = True
+    return cast
+
+
+_PASSES = "_float8_passes"
+
+
+@functools.cache
+def _install_hook() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for passes in list(_passes):
+        if passes.most and passes.shard in stepped:
+            passes.are_several, passes.most = passes.most > 1, 0
