@@ -57,10 +57,10 @@ _passes: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
 def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
-    """The casts of a `Float8Linear`'s weight that FSDP2 has just gathered, if microbatches share it.
+    """The casts of a weight that FSDP2 has just gathered, if microbatches share it.
 
     Args:
-        layer: has the weight.
+        layer: the `Float8Linear` that has the weight.
         old, new: the Parameter that was replaced, and the one in its place.
 
     Returns:
@@ -75,7 +75,7 @@ def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
     if passes is None:
         passes = Passes()
         setattr(new, _PASSES, passes)
-        new.register_post_accumulate_grad_hook(passes.count)
+        new.register_hook(passes.count)
         _passes.add(passes)
         _install_hook()
     passes.shard, passes.number = id(old), 0

@@ -216,14 +216,14 @@ def _after_load(layer: Any, incompatible_keys: Any) -> None:
 
 
 def cast_delayed(model: nn.Module) -> None:
-    """Cast the cached weights with delayed scales, which `sync` has changed."""
+    """Cast the cached weights with delayed scales, which `sync` has changed.
+
+    Those that live as long as FSDP2 keeps the weight are discarded: it is free by now, as a rule.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    delayed = [layer for layer in layers if layer.casts[1].state is not None]
+    for layer in delayed:
+        if layer.cached_weight is not None and layer.cached_weight.is_gathered:
+            layer.cached_weight = None
     for cache in list(_open):
-        delayed = [
-            layer
-            for layer in model.modules()
-            if isinstance(layer, Float8Linear)
-            and layer in cache.dtypes
-            and layer.casts[1].state is not None
-        ]
-        if delayed:
-            cache.cast(delayed)
+        cache.cast([layer for layer in delayed if layer in cache.dtypes])
