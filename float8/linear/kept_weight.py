@@ -69,7 +69,7 @@ def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
     """
     if not (is_sharded(old) and type(new) is nn.Parameter and new.requires_grad):
         return None
-    if new.is_inference() or layer.config.smooth_input or torch.compiler.is_compiling():
+    if new.is_inference() or layer.config.smooth_input:
         return None
     passes: Passes | None = vars(new).get(_PASSES)
     if passes is None:
