@@ -7,8 +7,8 @@ again, unless the layer keeps the casts for as long as FSDP2 keeps the weight. T
 per element.
 
 FSDP2 replaces the Parameter of the layer at each gather and when it frees the weight, by
-``setattr(layer, "weight", ...)``. `Float8Linear` calls `cast_at_gather` then. So a cast never
-outlives the weight that it is of, and code that torch compiled reads it too.
+``setattr`` where a class has a ``__setattr__`` of its own, as `CastsWeights` has. So a cast never
+outlives the weight that it is of, and compiled code reads it too.
 
 Casts pay only if several backward passes share them. A hook of the gathered Parameter counts the
 passes between one gather and the next. The answer holds from the next step of the optimizer on: a
@@ -26,9 +26,35 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from float8.config import Float8LinearConfig
 from float8.kernels import is_sharded
-from float8.linear.float8_weight import Float8Weight, cast_for_cache
-from float8.linear.plan import compute_dtype, plan_of
+from float8.linear.float8_weight import Float8Weight, cast_of
+from float8.linear.module import Float8Module, weights_of
+from float8.linear.plan import compute_dtype
+
+
+class CastsWeights(Float8Module):
+    """Abstract: a module that casts its weights; they may also be cast before a call.
+
+    Attributes:
+        cached_weights: name -> the weight, by `float8.cached_weights` or by `cast_at_gather`.
+    """
+
+    float8_config: Float8LinearConfig
+    cached_weights: dict[str, Float8Weight]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``nn.Module``; FSDP2 sets a weight at each gather, and when it frees the result."""
+        old = self.__dict__.get("_parameters", {}).get(name)
+        super().__setattr__(name, value)
+        if old is not None and (is_sharded(old) or is_sharded(value)) and name in weights_of(self):
+            self.cached_weights.pop(name, None)
+            if (cast := cast_at_gather(self, old, value)) is not None:
+                self.cached_weights[name] = cast
+
+    @property
+    def _name(self) -> str:
+        raise NotImplementedError(f"{type(self).__name__} is abstract")
 
 
 class Passes:
@@ -56,11 +82,11 @@ class Passes:
 _passes: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
-def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
+def cast_at_gather(layer: CastsWeights, old: Tensor, new: Tensor) -> Float8Weight | None:
     """The casts of a weight that FSDP2 has just gathered, if microbatches share it.
 
     Args:
-        layer: the `Float8Linear` that has the weight.
+        layer: it has the weight.
         old, new: the Parameter that was replaced, and the one in its place.
 
     Returns:
@@ -69,7 +95,7 @@ def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
     """
     if not (is_sharded(old) and type(new) is nn.Parameter and new.requires_grad):
         return None
-    if new.is_inference() or layer.config.smooth_input:
+    if new.is_inference() or layer.float8_config.smooth_input:
         return None
     passes: Passes | None = vars(new).get(_PASSES)
     if passes is None:
@@ -83,8 +109,7 @@ def cast_at_gather(layer: Any, old: Tensor, new: Tensor) -> Float8Weight | None:
         passes.dtype = compute_dtype(new)
     if not passes.are_several:
         return None
-    plan = plan_of(layer.config, new, dtype=passes.dtype)
-    cast = cast_for_cache(new, plan, layer.casts[1].state)
+    cast = cast_of(layer, new, passes.dtype)
     if cast is not None:
         cast.is_gathered = True
     return cast

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
-from float8.kernels import is_sharded
 from float8.linear.autograd import (
     NO_FACTORS,
     STATELESS,
@@ -26,9 +25,8 @@ from float8.linear.autograd import (
     States,
 )
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
-from float8.linear.float8_weight import Float8Weight, float8_weight
-from float8.linear.kept_weight import cast_at_gather
-from float8.linear.module import Float8Module
+from float8.linear.float8_weight import float8_weight
+from float8.linear.kept_weight import CastsWeights
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
@@ -44,7 +42,7 @@ from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
 from float8.tensor import Float8Tensor
 
 
-class Float8Linear(Float8Module, nn.Linear):
+class Float8Linear(CastsWeights, nn.Linear):
     """An ``nn.Linear`` that multiplies in float8, with the same parameters and checkpoints.
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
@@ -113,18 +111,10 @@ class Float8Linear(Float8Module, nn.Linear):
         self.function = function_of(config)
         self.fqn = fqn
         self._add_switch()
-        # Written by `float8.cached_weights`, and by `__setattr__` where FSDP2 keeps the weight.
-        self.cached_weight: Float8Weight | None = None
+        self.cached_weights = {}
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """As ``nn.Module``; FSDP2 sets ``weight`` at each gather, and when it frees the result."""
-        old = self._parameters.get("weight") if name == "weight" else None
-        super().__setattr__(name, value)
-        if old is not None and (is_sharded(old) or is_sharded(value)):
-            self.cached_weight = cast_at_gather(self, old, value)
 
     @property
     def float8_config(self) -> Float8LinearConfig:  # type: ignore[override]
@@ -160,7 +150,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self._begin_call(input, weight, plan)
         if torch.compiler.is_exporting() and to_onnx():
             return linear_in_onnx(self, input, plan)
-        is_cast = self.cached_weight is not None or isinstance(weight, Float8Tensor)
+        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
         cast = float8_weight(self, plan) if is_cast else None
         states = self._states() if plan.has_delayed else STATELESS
         call = Call(plan, states, training and grad, cast, self.factors(input), grad)
@@ -264,7 +254,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without the cached weight."""
-        return self.__dict__ | {"cached_weight": None}
+        return self.__dict__ | {"cached_weights": {}}
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that are not printed below it, as children."""
@@ -326,7 +316,7 @@ _OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
 _OWN_ATTRIBUTES = (
     *("config", "function", "fqn", "switch"),
-    *("evaluates_in_high_precision", "cached_weight"),
+    *("evaluates_in_high_precision", "cached_weights"),
 )
 
 

@@ -7,6 +7,7 @@ the same model whose layers cast in every call, as `uncached` makes them.
 from contextlib import contextmanager
 from unittest import mock
 
+import mixtures
 import one_process as one
 import pytest
 import torch
@@ -35,7 +36,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.distributed import sync
-from float8.linear import layer as layers
+from float8.linear import kept_weight
 from float8.linear.kept_weight import cast_at_gather
 
 ELEMENTS = one.WIDTH * one.HIDDEN  # of each weight; no other matrix has as many
@@ -52,7 +53,7 @@ def linears(model):
 
 @contextmanager
 def uncached():
-    with mock.patch.object(layers, "cast_at_gather", return_value=None):
+    with mock.patch.object(kept_weight, "cast_at_gather", return_value=None):
         yield
 
 
@@ -136,16 +137,16 @@ def test_the_casts_are_freed_with_the_weight(rank):
     step(model, optimizer)
 
     def look(model):
-        kept.append([layer.cached_weight for layer in linears(model)])
+        kept.append([layer.cached_weights["weight"] for layer in linears(model)])
 
     step(model, optimizer, 1, between=look)
-    assert all(a is b and a is not None for a, b in zip(*kept, strict=True))
-    assert all(layer.cached_weight is None for layer in linears(model))
+    assert all(a is b for a, b in zip(*kept, strict=True))
+    assert not any(layer.cached_weights for layer in linears(model))
     model.unshard()
     model[0].unshard()
-    assert model[0].cached_weight is not None
+    assert model[0].cached_weights
     model[0].reshard()
-    assert model[0].cached_weight is None
+    assert not model[0].cached_weights
 
 
 # --- the same bits
@@ -370,6 +371,44 @@ def test_a_stage_casts_a_weight_once_per_step(rank, schedule):
                 one.assert_same_model(model, plain, (schedule, number))
 
 
+# --- experts
+
+
+def train_experts(model):
+    """Three steps of three microbatches, in which FSDP2 keeps the weights."""
+    model = fully_shard(model, reshard_after_forward=False)
+    optimizer, seen, counts = one.adamw(model), [], []
+    for number in range(3):
+        with Casts() as casts:
+            for i in range(3):
+                model.set_requires_gradient_sync(i == 2)
+                model.set_reshard_after_backward(i == 2)
+                x = mixtures.tokens(dtype=torch.float32, seed=10 * number + i)
+                out = model(x)
+                out.backward(torch.randn(out.shape, generator=_generator(i)))
+                seen += [out.detach(), x.grad]
+        counts.append(sum(casts.sizes.count(size) for size in STACKS))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*seen, *one.whole(model.parameters())], counts
+
+
+STACKS = [mixtures.EXPERTS * mixtures.D * mixtures.HIDDEN * n for n in (1, 2)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
+def test_experts_are_cast_once_per_step(rank, recipe):
+    def experts():
+        return one.convert(mixtures.model(torch.float32), recipe, pads=True)
+
+    found, counts = train_experts(experts())
+    with uncached():
+        expected, most = train_experts(experts())
+    assert_all_bitwise(found, expected, recipe)
+    assert most == [2 * 2 * 3] * 3 and counts == [most[0], 2, 2]
+
+
 # --- planted faults
 
 
@@ -380,7 +419,7 @@ def never_freed():
         made = cast_at_gather(layer, old, new)
         return made and first.setdefault(layer, made)
 
-    return mock.patch.object(layers, "cast_at_gather", cast)
+    return mock.patch.object(kept_weight, "cast_at_gather", cast)
 
 
 def not_told_of_a_sync():

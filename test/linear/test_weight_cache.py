@@ -264,11 +264,11 @@ def test_copies_and_pickles_leave_the_cache_behind():
         torch.save(net, buffer)
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=False)
-        assert net[0].cached_weight is not None
+        assert net[0].cached_weights
     copied.load_state_dict(net.state_dict())
     for each in (copied, loaded, net):
-        assert each[0].cached_weight is None
-        assert "cached_weight" not in each[0].state_dict()
+        assert not each[0].cached_weights
+        assert "cached_weights" not in each[0].state_dict()
 
 
 def test_a_refresh_in_inference_mode_or_after_a_change_of_dtype_serves_training():
