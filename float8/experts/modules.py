@@ -152,7 +152,8 @@ class Float8Experts(CastsWeights):
                 "into the plain model"
             )
         plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in _OWN_ATTRIBUTES:
+        own = ("float8_config", "float8_name", "switch", "evaluates_in_high_precision")
+        for name in (*own, "cached_weights"):
             plain.__dict__.pop(name, None)
         return plain
 
@@ -228,11 +229,6 @@ class _GroupedProducts(TorchFunctionMode):
                 is_whole = w.mT.shape == stack.shape and w.mT.stride() == stack.stride()
                 return cached if is_whole and w.dtype == stack.dtype else None
         return None
-
-
-_OWN_ATTRIBUTES = (
-    *("float8_config", "float8_name", "switch", "evaluates_in_high_precision", "cached_weights"),
-)
 
 
 _told: weakref.WeakSet[Float8Experts] = weakref.WeakSet()

@@ -52,10 +52,6 @@ class CastsWeights(Float8Module):
             if (cast := cast_at_gather(self, old, value)) is not None:
                 self.cached_weights[name] = cast
 
-    @property
-    def _name(self) -> str:
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
-
 
 class Passes:
     """The backward passes that share a gathered weight; an attribute of its Parameter.

@@ -39,7 +39,8 @@ the old weight.
 The cache has the layers that the model has when the context opens.
 
 Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
-``smooth_input=True`` are left out too: what they cast changes with each input.
+``smooth_input=True`` are left out too, because what they cast changes with each input, and so are
+sharded experts.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. The bits are those of the layer without a cache.
@@ -60,6 +61,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
+from float8.kernels import is_sharded
 from float8.linear.float8_weight import cast_of
 from float8.linear.kept_weight import CastsWeights
 from float8.linear.layer import Float8Linear
@@ -84,7 +86,7 @@ class WeightCache:
             layer: dtype or _autocast_dtype(weights[0])
             for layer in model.modules()
             if isinstance(layer, CastsWeights) and not layer.float8_config.smooth_input
-            if (weights := [w for w in weights_of(layer).values() if not is_resident(w)])
+            if (weights := list(_cast_weights(layer).values()))
         }
 
     def refresh(self) -> None:
@@ -94,9 +96,8 @@ class WeightCache:
     def cast(self, layers: Sequence[CastsWeights]) -> None:
         """Cast the weights of some layers again."""
         for layer in layers:
-            for name, weight in weights_of(layer).items():
-                if not is_resident(weight):
-                    self._cast(layer, name, weight)
+            for name, weight in _cast_weights(layer).items():
+                self._cast(layer, name, weight)
 
     def _cast(self, layer: CastsWeights, name: str, weight: Tensor) -> None:
         new = cast_of(layer, weight, self.dtypes[layer] or weight.dtype)
@@ -114,8 +115,14 @@ class WeightCache:
         return [
             layer
             for layer in self.dtypes
-            if any([id(weight) in stepped for weight in weights_of(layer).values()])
+            if any([id(weight) in stepped for weight in _cast_weights(layer).values()])
         ]
+
+
+def _cast_weights(layer: CastsWeights) -> dict[str, Tensor]:
+    """The weights of a layer that calls cast: none in float8, no experts of several ranks."""
+    weights = weights_of(layer).items()
+    return {n: w for n, w in weights if not (is_resident(w) or (w.dim() == 3 and is_sharded(w)))}
 
 
 def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
@@ -178,15 +185,15 @@ def cached_weights(
             layer.cached_weights.clear()
 
 
-def _error_of(layer: CastsWeights) -> RuntimeError | TypeError | None:
+def _error_of(layer: Any) -> RuntimeError | TypeError | None:
     name = layer._name
     if any(layer in cache.dtypes for cache in list(_open)):
         return RuntimeError(
             f"{name}: its weight is cached by another cached_weights already; open one scope, for "
             "the whole model"
         )
-    for key, weight in weights_of(layer).items():
-        if type(weight) not in (torch.Tensor, nn.Parameter) and not is_resident(weight):
+    for key, weight in _cast_weights(layer).items():
+        if type(weight) not in (torch.Tensor, nn.Parameter):
             return TypeError(
                 f"{name}: {key} is a {type(weight).__name__}; cached_weights casts whole plain "
                 "weights. Leave sharded models out of the scope"
@@ -222,7 +229,7 @@ def _after_load(layer: Any, incompatible_keys: Any) -> None:
 def cast_delayed(model: nn.Module) -> None:
     """Cast the cached weights with delayed scales, which `sync` has changed.
 
-    Those that live as long as FSDP2 keeps the weight are discarded: it is free by now, as a rule.
+    Casts of weights that FSDP2 keeps gathered are discarded.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
     delayed = [layer for layer in layers if layer.casts[1].state is not None]

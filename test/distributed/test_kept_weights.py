@@ -84,7 +84,7 @@ def step(model, optimizer, number=0, count=3, between=lambda model: None, run=No
 
 def train(model, steps=4, **options):
     """Every second step has the ``options``: the one before it shares its weights."""
-    optimizer = one.adamw(model)
+    optimizer, model.shards = one.adamw(model), [*model.parameters()]
     return [
         t
         for number in range(steps)
@@ -187,8 +187,11 @@ def evaluate_and_sync(model):
 
 def step_of_shards(model):
     """By gradients of its own; FSDP2 goes on with the weights that it has gathered."""
-    write_to = [p for layer in linears(model) for p in [layer.weight] if hasattr(p, "device_mesh")]
-    torch.optim.SGD(write_to or [nn.Parameter(torch.ones(1))], 0.1).step()
+    for p in model.shards:
+        p.grad = torch.ones_like(p)
+    torch.optim.SGD(model.shards, 0.1).step()
+    for p in model.shards:
+        p.grad = None
 
 
 def reshard_before_backward(model):
@@ -336,7 +339,8 @@ def pipeline(rank, schedule, shards):
     own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "data"))["data"]
     model = one.make("rowwise")
     model = fsdp2(model, own, reshard_after_forward=False) if shards else model
-    stage = PipelineStage(model, rank, 2, torch.device("cpu"))
+    x, y = (torch.zeros(one.TOKENS, one.WIDTH, requires_grad=grad) for grad in (rank > 0, True))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), input_args=x, output_args=y)
     stages = [stage] if schedule is ScheduleInterleavedZeroBubble else stage
     run, optimizer = schedule(stages, 4, loss_fn=nn.functional.mse_loss), one.adamw(model)
 
