@@ -45,12 +45,16 @@ class CastsWeights(Float8Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As ``nn.Module``; FSDP2 sets a weight at each gather, and when it frees the result."""
-        old = self.__dict__.get("_parameters", {}).get(name)
-        super().__setattr__(name, value)
-        if old is not None and (is_sharded(old) or is_sharded(value)) and name in weights_of(self):
-            self.cached_weights.pop(name, None)
-            if (cast := cast_at_gather(self, old, value)) is not None:
-                self.cached_weights[name] = cast
+        own = self.__dict__.get("_parameters", {})
+        old = own.get(name)
+        is_swap = old is not None and (is_sharded(old) or is_sharded(value))
+        if not (is_swap and isinstance(value, nn.Parameter)):
+            super().__setattr__(name, value)
+            return
+        own[name] = value  # as FSDP2 does by itself, without the checks of ``nn.Module``
+        self.cached_weights.pop(name, None)
+        if is_sharded(old) and (cast := cast_at_gather(self, name, old, value)) is not None:
+            self.cached_weights[name] = cast
 
 
 class Passes:
@@ -78,29 +82,33 @@ class Passes:
 _passes: weakref.WeakSet[Passes] = weakref.WeakSet()
 
 
-def cast_at_gather(layer: CastsWeights, old: Tensor, new: Tensor) -> Float8Weight | None:
+def cast_at_gather(
+    layer: CastsWeights, name: str, shard: Tensor, new: Tensor
+) -> Float8Weight | None:
     """The casts of a weight that FSDP2 has just gathered, if microbatches share it.
 
     Args:
-        layer: it has the weight.
-        old, new: the Parameter that was replaced, and the one in its place.
+        layer, name: what has the weight.
+        shard: the Parameter that was replaced.
+        new: the one in its place.
 
     Returns:
-        None for all other weights, such as a shard, a DTensor of tensor parallelism, or a weight
+        None for all other Parameters, such as a bias, a DTensor of tensor parallelism, or a weight
         that was gathered in float8.
     """
-    if not (is_sharded(old) and type(new) is nn.Parameter and new.requires_grad):
-        return None
-    if new.is_inference() or layer.float8_config.smooth_input:
+    if type(new) is not nn.Parameter or new.dim() < 2 or not new.requires_grad:
         return None
     passes: Passes | None = vars(new).get(_PASSES)
     if passes is None:
+        is_weight = name in weights_of(layer) and not layer.float8_config.smooth_input
+        if not is_weight or new.is_inference():
+            return None
         passes = Passes()
         setattr(new, _PASSES, passes)
         new.register_hook(passes.count)
         _passes.add(passes)
         _install_hook()
-    passes.shard, passes.number = id(old), 0
+    passes.shard, passes.number = id(shard), 0
     if torch._C._current_graph_task_id() == -1:  # outside of backward
         passes.dtype = compute_dtype(new)
     if not passes.are_several:

@@ -419,8 +419,8 @@ def test_experts_are_cast_once_per_step(rank, recipe):
 def never_freed():
     first = {}
 
-    def cast(layer, old, new):
-        made = cast_at_gather(layer, old, new)
+    def cast(layer, *arguments):
+        made = cast_at_gather(layer, *arguments)
         return made and first.setdefault(layer, made)
 
     return mock.patch.object(kept_weight, "cast_at_gather", cast)
