@@ -36,6 +36,20 @@ def saved_bytes(forward: Callable[[], Tensor], module: nn.Module) -> int:
 TORCH_PRODUCTS = (torch.ops.aten._scaled_mm.default, cublas_blockwise_mm)
 
 
+class Casts(TorchDispatchMode):
+    """The sizes of the matrices that are cast, in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a cast, and run the op."""
+        if func is torch.ops.float8.cast.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
 class GemmCounter(TorchDispatchMode):
     """Counts matrix products, whichever way they are spelt."""
 

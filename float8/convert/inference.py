@@ -179,10 +179,11 @@ def _keep_float8_only(plan: ConversionPlan) -> None:
     for fqn, layer in plan.layers.items():
         config, state = plan.configs[fqn], None
         if isinstance(layer, Float8Linear):
-            state, layer.cached_weight = layer.casts[1].state, None
+            state = layer.casts[1].state
             if config != layer.config:
                 set_input_cast(layer, config)
         for name, old in weights_of(layer).items():
+            layer.cached_weights.clear()
             if is_resident(old):
                 old.requires_grad_(False)
                 continue

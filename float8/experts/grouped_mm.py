@@ -21,7 +21,7 @@ from float8.arguments import check_tensors
 from float8.config import Float8LinearConfig, check_config
 from float8.experts.autograd import GroupedLinearFunction
 from float8.linear.autograd import Call
-from float8.linear.float8_weight import of_experts
+from float8.linear.float8_weight import Float8Weight, fitting, of_experts
 from float8.linear.plan import plan_of, without_autocast
 from float8.linear.refusals import NO_SMOOTH_EXPERTS, error_of_call
 from float8.tensor import Float8Tensor
@@ -55,14 +55,27 @@ def grouped_mm(
         ValueError: shapes, devices or offsets do not fit; the config is delayed; x is in float8
             and does not fit the config; or the device does not run one of its products.
     """
-    check_tensors("grouped_mm", x=x, w=w, offs=offs)
     config = check_config("tensorwise" if config is None else config, "grouped_mm")
+    return product_of_groups(x, w, offs, config)
+
+
+def product_of_groups(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor,
+    config: Float8LinearConfig,
+    cached: Float8Weight | None = None,
+) -> Tensor:
+    """`grouped_mm`, perhaps with a cast of w that was made before this call."""
+    check_tensors("grouped_mm", x=x, w=w, offs=offs)
     error = _error_of_arguments(x, w, offs, config)
     plan, grad = plan_of(config, x, w, grouped=True), torch.is_grad_enabled()
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT
-    weight = of_experts(w_ENK, plan) if isinstance(w_ENK, Float8Tensor) else None
+    weight = None if cached is None else fitting(cached, plan)
+    if isinstance(w_ENK, Float8Tensor):
+        weight = of_experts(w_ENK, plan)
     call = Call(plan, weight=weight, has_backward=grad)
     with without_autocast(x):
         out: Tensor = GroupedLinearFunction.apply(x, w_ENK, call, offs)

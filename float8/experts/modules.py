@@ -32,13 +32,21 @@ from torch.overrides import TorchFunctionMode
 
 from float8.arguments import check_function, check_type
 from float8.config import Float8LinearConfig
-from float8.experts.grouped_mm import grouped_mm
+from float8.experts.grouped_mm import product_of_groups
 from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_library
 from float8.kernels import is_sharded
+from float8.linear.float8_weight import Float8Weight
+from float8.linear.kept_weight import CastsWeights
 from float8.linear.layer import with_state_of
-from float8.linear.module import Float8Module, ModuleRule, stacked_weights
+from float8.linear.module import ModuleRule, stacked_weights
 from float8.linear.refusals import reason_against_layer
-from float8.linear.resident import gatherable_weights, join_loaded, split_saved, stay_gatherable
+from float8.linear.resident import (
+    contraction_last,
+    gatherable_weights,
+    join_loaded,
+    split_saved,
+    stay_gatherable,
+)
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -81,7 +89,7 @@ def _forward_of(kind: type[nn.Module]) -> Forward | None:
     return forward_of_library(kind)
 
 
-class Float8Experts(Float8Module):
+class Float8Experts(CastsWeights):
     """Abstract: an experts module whose grouped products run in float8; see the module.
 
     Attributes:
@@ -91,12 +99,12 @@ class Float8Experts(Float8Module):
 
     plain_type: ClassVar[type[nn.Module]]
     float8_forward: Forward
-    float8_config: Float8LinearConfig
     float8_name: str
 
     def set_up(self, config: Float8LinearConfig, fqn: str) -> None:
         """Compute by this config, under this name."""
         self.float8_config, self.float8_name = config, fqn
+        self.cached_weights = {}
         self._add_switch()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +152,8 @@ class Float8Experts(Float8Module):
                 "into the plain model"
             )
         plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("float8_config", "float8_name", "switch", "evaluates_in_high_precision"):
+        own = ("float8_config", "float8_name", "switch", "evaluates_in_high_precision")
+        for name in (*own, "cached_weights"):
             plain.__dict__.pop(name, None)
         return plain
 
@@ -155,7 +164,7 @@ class Float8Experts(Float8Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles hold the plain type, from which this one is made again."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-        return _new, (self.plain_type,), state
+        return _new, (self.plain_type,), state | {"cached_weights": {}}
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -206,8 +215,20 @@ class _GroupedProducts(TorchFunctionMode):
     ) -> Tensor:
         if bias is not None:  # torch 2.13 takes none either
             raise ValueError("grouped_mm takes no bias: add it to the result")
-        y = grouped_mm(x, w, offs, self.experts.float8_config)
+        experts = self.experts
+        cached = self._cached(w) if experts.cached_weights else None
+        y = product_of_groups(x, w, offs, experts.float8_config, cached)
         return y if out_dtype is None else y.to(out_dtype)
+
+    def _cached(self, w: Tensor) -> Float8Weight | None:
+        """The cast of the Parameter that w (E, K, N) is, or is a view of, if there is one."""
+        root = w if w._base is None else w._base
+        for cached in self.experts.cached_weights.values():
+            if root is cached.source:
+                stack = contraction_last(self.experts, root)
+                is_whole = w.mT.shape == stack.shape and w.mT.stride() == stack.stride()
+                return cached if is_whole and w.dtype == stack.dtype else None
+        return None
 
 
 _told: weakref.WeakSet[Float8Experts] = weakref.WeakSet()

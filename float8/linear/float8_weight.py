@@ -2,7 +2,8 @@
 
 `float8_weight` obtains it. A weight may be in float8 for three reasons:
 
-- *cached*: `float8.cached_weights` cast it when it changed (`cast_for_cache`);
+- *cached*: `float8.cached_weights` cast it when it changed (`cast_of`), or FSDP2 keeps it
+  gathered for several microbatches (`float8.linear.kept_weight`);
 - *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
 - *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter (`float8.linear.resident`).
 """
@@ -21,8 +22,13 @@ from float8.granularity import scale_shape
 from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import DelayedState, cast_operand, record
-from float8.linear.plan import ROUND, VIEW, LinearPlan
-from float8.linear.resident import KEEPS_FACTORS_OUT, is_resident, reason_against_training
+from float8.linear.plan import ROUND, VIEW, LinearPlan, plan_of
+from float8.linear.resident import (
+    KEEPS_FACTORS_OUT,
+    contraction_last,
+    is_resident,
+    reason_against_training,
+)
 from float8.tensor import Float8Tensor
 
 # How backward reads what it has of a weight, with `Call`: (saved, call) -> w_KN for grad_input, and
@@ -81,6 +87,7 @@ class Float8Weight:
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         source: the high-precision weight that was cast, or None.
+        is_gathered: whether it lives as long as FSDP2 keeps its source gathered.
 
     Attributes:
         version: the version counter of ``source`` at its cast.
@@ -92,14 +99,15 @@ class Float8Weight:
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
     source: Tensor | None = None
+    is_gathered: bool = False
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = 0 if self.source is None else version_of(self.source)
 
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether the source is this weight and its version counter is unchanged."""
-        return weight is self.source and version_of(weight) == self.version
+    def is_current(self) -> bool:
+        """Whether the version counter of the source is unchanged."""
+        return self.source is not None and version_of(self.source) == self.version
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it stores."""
@@ -115,25 +123,37 @@ def version_of(x: Tensor) -> int:
 def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
     """The weight of a layer in float8, if it is in float8 before this call; else None.
 
-    ``layer`` is a `Float8Linear`. Its ``cached_weight`` is used only if the weight has not changed.
+    ``layer`` is a `Float8Linear`. A cached weight is used only if the weight has not changed.
     Raises ValueError if the weight was cast for another compute dtype than that of ``plan``, or
     requires a gradient that its scales do not allow.
     """
-    weight, cached = layer.weight, layer.cached_weight
+    weight, cached = layer.weight, layer.cached_weights.get("weight")
     if isinstance(weight, Float8Tensor):
         if (
             reason := reason_against_training(weight) or _reason_against_plan(weight, plan)
         ) is not None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
-    if cached is None or not (torch.compiler.is_compiling() or cached.is_of(weight)):
-        return None  # not cached; or the weight was written to or replaced since
-    if cached.dtype != plan.dtype:
-        raise ValueError(
-            f"{layer._name}: the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
-            f"write `with cached_weights(model, dtype={plan.dtype})`"
-        )
-    return cached
+    if cached is None or not (torch.compiler.is_compiling() or cached.source is weight):
+        return None  # not cached; or the weight was replaced since
+    return fitting(cached, plan, f"{layer._name}: ")
+
+
+def fitting(cached: Float8Weight, plan: LinearPlan, prefix: str = "") -> Float8Weight | None:
+    """A cached weight, or None if its source was written to since or it is not for this plan.
+
+    Raises ValueError if `cached_weights` cast it for another compute dtype than that of ``plan``.
+    """
+    if not (torch.compiler.is_compiling() or cached.is_current()):
+        return None
+    if cached.dtype == plan.dtype:
+        return cached
+    if cached.is_gathered:
+        return None  # gathered outside of the autocast in which it is used
+    raise ValueError(
+        f"{prefix}the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
+        f"write `with cached_weights(model, dtype={plan.dtype})`"
+    )
 
 
 def _reason_against_plan(weight: Float8Tensor, plan: LinearPlan) -> str | None:
@@ -186,13 +206,28 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
     return _of_float8_tensor(weight, plan)
 
 
+def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | None:
+    """A weight of a layer, or a stack of experts, cast by `cast_for_cache` for a compute dtype.
+
+    ``weight`` is a Parameter of the `Float8Linear`, or of the experts, ``layer``.
+    """
+    is_stack = weight.dim() == 3
+    plan = plan_of(layer.float8_config, weight, dtype=dtype, grouped=is_stack)
+    state = None if is_stack else layer.casts[1].state
+    cast = cast_for_cache(contraction_last(layer, weight), plan, state)
+    if cast is not None:
+        cast.source = weight
+    return cast
+
+
 def cast_for_cache(
     weight: Tensor, plan: LinearPlan, state: DelayedState | None
 ) -> Float8Weight | None:
-    """A high-precision weight (N, K), rounded to the compute dtype and cast for both GEMMs.
+    """A high-precision weight (N, K), or (E, N, K), cast for both GEMMs that read it.
 
-    The amax is not recorded in ``state``, that of a delayed cast: each forward records it. Returns
-    None if a GEMM that reads the weight does not read it in float8.
+    It is rounded to the compute dtype first. The amax is not recorded in ``state``, that of a
+    delayed cast: each forward records it. Returns None if a GEMM that reads the weight does not
+    read it in float8.
     """
     if plan.w.first is None or plan.w.second is None:
         return None

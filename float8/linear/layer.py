@@ -25,8 +25,8 @@ from float8.linear.autograd import (
     States,
 )
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
-from float8.linear.float8_weight import Float8Weight, float8_weight
-from float8.linear.module import Float8Module
+from float8.linear.float8_weight import float8_weight
+from float8.linear.kept_weight import CastsWeights
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
@@ -42,7 +42,7 @@ from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
 from float8.tensor import Float8Tensor
 
 
-class Float8Linear(Float8Module, nn.Linear):
+class Float8Linear(CastsWeights, nn.Linear):
     """An ``nn.Linear`` that multiplies in float8, with the same parameters and checkpoints.
 
     ``weight`` is the high-precision parameter, so initialisation, clipping, averaging and
@@ -111,7 +111,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self.function = function_of(config)
         self.fqn = fqn
         self._add_switch()
-        self.cached_weight: Float8Weight | None = None  # written by float8.cached_weights only
+        self.cached_weights = {}
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
             delayed, amax_init = config.delayed_scaling, config.enable_amax_init
             set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
@@ -150,7 +150,7 @@ class Float8Linear(Float8Module, nn.Linear):
         self._begin_call(input, weight, plan)
         if torch.compiler.is_exporting() and to_onnx():
             return linear_in_onnx(self, input, plan)
-        is_cast = self.cached_weight is not None or isinstance(weight, Float8Tensor)
+        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
         cast = float8_weight(self, plan) if is_cast else None
         states = self._states() if plan.has_delayed else STATELESS
         call = Call(plan, states, training and grad, cast, self.factors(input), grad)
@@ -254,7 +254,7 @@ class Float8Linear(Float8Module, nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for copies and pickles, without the cached weight."""
-        return self.__dict__ | {"cached_weight": None}
+        return self.__dict__ | {"cached_weights": {}}
 
     def extra_repr(self) -> str:
         """As ``nn.Linear``, and the casts that are not printed below it, as children."""
@@ -316,7 +316,7 @@ _OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
 _OWN_ATTRIBUTES = (
     *("config", "function", "fqn", "switch"),
-    *("evaluates_in_high_precision", "cached_weight"),
+    *("evaluates_in_high_precision", "cached_weights"),
 )
 
 

@@ -1,7 +1,7 @@
 """`cached_weights`: find scales and casts of weights once per optimizer step.
 
-A `Float8Linear` casts its weight in forward and again in backward, to save memory. With gradient
-accumulation the same weight is cast for every microbatch. Inside
+A `Float8Linear` casts its weight in forward and again in backward, to save memory, and so do
+experts. With gradient accumulation the same weight is cast for every microbatch. Inside
 
     with cached_weights(model):
         for step in range(steps):
@@ -39,7 +39,8 @@ the old weight.
 The cache has the layers that the model has when the context opens.
 
 Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
-``smooth_input=True`` are left out too: what they cast changes with each input.
+``smooth_input=True`` are left out too, because what they cast changes with each input, and so are
+sharded experts.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. The bits are those of the layer without a cache.
@@ -60,9 +61,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
 from float8.formats import HIGH_PRECISION_DTYPES
-from float8.linear.float8_weight import cast_for_cache
+from float8.kernels import is_sharded
+from float8.linear.float8_weight import cast_of
+from float8.linear.kept_weight import CastsWeights
 from float8.linear.layer import Float8Linear
-from float8.linear.plan import LinearPlan, autocasts, compute_dtype, plan_of
+from float8.linear.module import weights_of
+from float8.linear.plan import autocasts, compute_dtype
 from float8.linear.resident import is_resident
 
 
@@ -70,48 +74,55 @@ class WeightCache:
     """The cached weights of a model, while its `cached_weights` is open.
 
     Args:
-        model: the weights of its Float8Linears are cached.
+        model: the weights of its float8 layers and experts are cached.
         in_place: write new data into the old memory.
         dtype: the compute dtype, if it is known.
     """
 
     def __init__(self, model: nn.Module, in_place: bool, dtype: torch.dtype | None) -> None:
         self.in_place = in_place
-        # layer -> the dtype that autocast rounds its weight to; None is the weight's own dtype
-        self.dtypes: dict[Float8Linear, torch.dtype | None] = {
-            layer: dtype or _autocast_dtype(layer.weight)
+        # layer -> the dtype that autocast rounds its weights to; None is a weight's own dtype
+        self.dtypes: dict[CastsWeights, torch.dtype | None] = {
+            layer: dtype or _autocast_dtype(weights[0])
             for layer in model.modules()
-            if isinstance(layer, Float8Linear)
-            and not (is_resident(layer.weight) or layer.config.smooth_input)
+            if isinstance(layer, CastsWeights) and not layer.float8_config.smooth_input
+            if (weights := list(_cast_weights(layer).values()))
         }
 
     def refresh(self) -> None:
         """Cast every weight again, after writes that neither hooks nor version counters show."""
         self.cast(list(self.dtypes))
 
-    def cast(self, layers: Sequence[Float8Linear]) -> None:
+    def cast(self, layers: Sequence[CastsWeights]) -> None:
         """Cast the weights of some layers again."""
         for layer in layers:
-            self._cast(layer)
+            for name, weight in _cast_weights(layer).items():
+                self._cast(layer, name, weight)
 
-    def plan_of(self, layer: Float8Linear) -> LinearPlan:
-        """The plan by which a layer's weight is cast."""
-        weight = layer.weight
-        return plan_of(layer.config, weight, dtype=self.dtypes[layer] or weight.dtype)
-
-    def _cast(self, layer: Float8Linear) -> None:
-        weight, old, plan = layer.weight, layer.cached_weight, self.plan_of(layer)
-        new = cast_for_cache(weight, plan, layer.casts[1].state)
+    def _cast(self, layer: CastsWeights, name: str, weight: Tensor) -> None:
+        new = cast_of(layer, weight, self.dtypes[layer] or weight.dtype)
+        old = layer.cached_weights.pop(name, None)
         if self.in_place and new is not None and old is not None:
             for kept, fresh in zip(old.tensors(), new.tensors(), strict=True):
                 kept.copy_(fresh)
             new = replace(old, source=weight)
-        layer.cached_weight = new
+        if new is not None:
+            layer.cached_weights[name] = new
 
-    def holds(self, optimizer: Optimizer) -> list[Float8Linear]:
-        """The layers whose weight this optimizer steps."""
+    def holds(self, optimizer: Optimizer) -> list[CastsWeights]:
+        """The layers of which this optimizer steps a weight."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [layer for layer in self.dtypes if id(layer.weight) in stepped]
+        return [
+            layer
+            for layer in self.dtypes
+            if any([id(weight) in stepped for weight in _cast_weights(layer).values()])
+        ]
+
+
+def _cast_weights(layer: CastsWeights) -> dict[str, Tensor]:
+    """The weights of a layer that calls cast: none in float8, no experts of several ranks."""
+    weights = weights_of(layer).items()
+    return {n: w for n, w in weights if not (is_resident(w) or (w.dim() == 3 and is_sharded(w)))}
 
 
 def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
@@ -131,8 +142,8 @@ def cached_weights(
     """Cast the weights of ``model`` when they change instead of when they are used.
 
     Args:
-        model: a converted model. The weights of its `Float8Linear` layers are cached, except in
-            layers with ``smooth_input=True``, which cast their weights in every call.
+        model: a converted model. The weights of its float8 layers and experts are cached, except
+            in layers with ``smooth_input=True``, which cast their weights in every call.
         in_place: write new data into the old memory, at one more copy per step. A CUDA graph that
             is captured by hand inside the context needs it, because it always reads that memory.
         dtype: the compute dtype, needed if autocast is entered inside the context. By default the
@@ -152,7 +163,7 @@ def cached_weights(
         known = ", ".join(str(each) for each in HIGH_PRECISION_DTYPES)
         raise TypeError(f"cached_weights: dtype must be one of {known}, got {described(dtype)}")
     cache = WeightCache(model, in_place, dtype)
-    if not any(isinstance(module, Float8Linear) for module in model.modules()):
+    if not any(isinstance(module, CastsWeights) for module in model.modules()):
         warnings.warn(
             f"cached_weights: {type(model).__name__} has no float8 layer, so nothing is cached; "
             "pass what convert_to_float8_training(model) returns",
@@ -171,22 +182,22 @@ def cached_weights(
         _open.pop(cache, None)
         for layer, load in zip(cache.dtypes, loads, strict=True):
             load.remove()
-            layer.cached_weight = None
+            layer.cached_weights.clear()
 
 
-def _error_of(layer: Float8Linear) -> RuntimeError | TypeError | None:
-    name = layer.fqn or "Float8Linear"
+def _error_of(layer: Any) -> RuntimeError | TypeError | None:
+    name = layer._name
     if any(layer in cache.dtypes for cache in list(_open)):
         return RuntimeError(
             f"{name}: its weight is cached by another cached_weights already; open one scope, for "
             "the whole model"
         )
-    weight: Tensor = layer.weight
-    if type(weight) not in (torch.Tensor, nn.Parameter):
-        return TypeError(
-            f"{name}: weight is a {type(weight).__name__}; cached_weights casts whole plain "
-            "weights. Leave sharded models out of the scope"
-        )
+    for key, weight in _cast_weights(layer).items():
+        if type(weight) not in (torch.Tensor, nn.Parameter):
+            return TypeError(
+                f"{name}: {key} is a {type(weight).__name__}; cached_weights casts whole plain "
+                "weights. Leave sharded models out of the scope"
+            )
     return None
 
 
@@ -216,14 +227,14 @@ def _after_load(layer: Any, incompatible_keys: Any) -> None:
 
 
 def cast_delayed(model: nn.Module) -> None:
-    """Cast the cached weights with delayed scales, which `sync` has changed."""
+    """Cast the cached weights with delayed scales, which `sync` has changed.
+
+    Casts of weights that FSDP2 keeps gathered are discarded.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
+    delayed = [layer for layer in layers if layer.casts[1].state is not None]
+    for layer in delayed:
+        if any([cast.is_gathered for cast in layer.cached_weights.values()]):
+            layer.cached_weights.clear()
     for cache in list(_open):
-        delayed = [
-            layer
-            for layer in model.modules()
-            if isinstance(layer, Float8Linear)
-            and layer in cache.dtypes
-            and layer.casts[1].state is not None
-        ]
-        if delayed:
-            cache.cast(delayed)
+        cache.cast([layer for layer in delayed if layer in cache.dtypes])

@@ -25,6 +25,7 @@ from torch.distributed.pipelining import (
 )
 
 import float8.distributed.rank_comparison  # noqa: F401  compares the layers of ranks
+from float8.config import RECIPES
 from float8.distributed import float8_gather, sharded_weight
 
 BF16, NAN, INF = torch.bfloat16, math.nan, math.inf
@@ -43,6 +44,7 @@ GATHERED = [
     ("FSDP2, selective", "gathered mxfp8_2d"),
 ]
 OTHERS = [
+    *(("FSDP2, kept for a step", name) for name in RECIPES if name != "delayed"),
     ("DDP, static", "unit"),
     ("FSDP1", "rowwise"),
     ("FSDP1, mixed", "tensorwise"),

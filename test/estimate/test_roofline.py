@@ -203,7 +203,7 @@ def test_a_cache_takes_the_memory_that_is_predicted():
         config = replace(RECIPES["blockwise"], dequantize_in_backward=dequantizes)
         layer = Float8Linear(256, 384, bias=False, config=config)
         with cached_weights(layer):
-            stores = {x.untyped_storage() for x in layer.cached_weight.tensors()}
+            stores = {x.untyped_storage() for x in layer.cached_weights["weight"].tensors()}
         kept = sum({x.data_ptr(): x.nbytes() for x in stores}.values())
         if not dequantizes:  # on a GPU; on a CPU the transposed copy is a view
             kept += 256 * 384

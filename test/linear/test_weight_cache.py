@@ -9,10 +9,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 from assertions import assert_all_bitwise, assert_bitwise
+from meter import Casts
 from shapes import pairs
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import float8
@@ -69,19 +69,6 @@ def train(net, optimizer=None, syncs_first=False, run=None):
 def fresh(net):
     """What the model gives without the cache."""
     return microbatch(copy.deepcopy(net), 3)
-
-
-class Casts(TorchDispatchMode):
-    """The sizes of the matrices that are cast."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.float8.cast.default:
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
 
 
 def casts_of_weights(net, run):
@@ -277,11 +264,11 @@ def test_copies_and_pickles_leave_the_cache_behind():
         torch.save(net, buffer)
         buffer.seek(0)
         loaded = torch.load(buffer, weights_only=False)
-        assert net[0].cached_weight is not None
+        assert net[0].cached_weights
     copied.load_state_dict(net.state_dict())
     for each in (copied, loaded, net):
-        assert each[0].cached_weight is None
-        assert "cached_weight" not in each[0].state_dict()
+        assert not each[0].cached_weights
+        assert "cached_weights" not in each[0].state_dict()
 
 
 def test_a_refresh_in_inference_mode_or_after_a_change_of_dtype_serves_training():

@@ -114,6 +114,7 @@ FORMS = {
     "FSDP2, compiled": form(fsdp2, microbatches=(2, 2), backend="eager"),
     "FSDP2, mixed": form(fsdp2, {"mp_policy": MixedPrecisionPolicy(BF16, F32)}, autocast=in_bf16),
     "FSDP2, kept": form(fsdp2, {"reshard_after_forward": False}),
+    "FSDP2, kept for a step": form(fsdp2, {"reshard_after_forward": False}, keeps=True),
     "FSDP2, columns": form(fsdp2, {"shard_placement_fn": by_columns}),
     "FSDP2, on CPUs": form(fsdp2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     "FSDP2, from meta": form(from_meta),
@@ -130,15 +131,17 @@ FORMS = {
 
 
 @contextmanager
-def without_sync(model):
-    """Accumulate gradients without a reduction."""
+def without_sync(model, keeps=False):
+    """Accumulate gradients without a reduction; FSDP2 ``keeps`` its weights gathered."""
     if isinstance(model, (ddp, FullyShardedDataParallel)):
         with model.no_sync():
             yield
         return
     model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not keeps)
     yield
     model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
 
 
 def whole_parameters(model):
@@ -150,7 +153,7 @@ def whole_parameters(model):
 
 def trains(
     rank, recipe, wrap, ranks=2, microbatches=MICROBATCHES, recompute=lambda model: model,
-    backend=None, single=None, parallel=None, steps=None, **options,
+    backend=None, single=None, parallel=None, steps=None, keeps=False, **options,
 ):  # fmt: skip
     """Losses, parameters, histories and scales equal those of one process, with accumulation.
 
@@ -164,6 +167,7 @@ def trains(
         backend: compiles the parallel model.
         single, parallel: in place of those of `one_process.make`.
         steps: in place of batches that all differ.
+        keeps: whether FSDP2 keeps weights gathered for the microbatches of a step.
         options: of `one_process.assert_same_training`.
     """
     parallel = wrap(parallel or one.make(recipe, recompute))
@@ -178,7 +182,7 @@ def trains(
         ],
         recipe,
         forward=backend and torch.compile(parallel, backend=backend),
-        without_sync=functools.partial(without_sync, parallel),
+        without_sync=functools.partial(without_sync, parallel, keeps),
         whole_parameters=functools.partial(whole_parameters, parallel),
         **{"end_step": after_step, **options},
     )
