@@ -18,22 +18,24 @@ rowwise     (M, 1)                                      (K, 1)
 =========== =========================================== =======================================
 
 The strides are those that cuBLASLt reads, so that no GEMM copies a scale first. ``data_t`` is
-``x.t()`` cast in the same blocks. An orientation that is not wanted has no elements. A stack of
+``x.t()`` cast in the same blocks. What is not wanted is None. A stack of
 matrices (E, M, K) has a dimension E before these. ``x.t()`` of a row-major matrix is read as that
 matrix, its rows and columns exchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE, scale_shape
+from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.cpu import CastOutputs
-from float8.kernels.gpu.launch import check_device, new_data, register_kernel
+from float8.kernels.gpu.launch import MOST_FORMS, check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
 from float8.kernels.gpu.tiles import CAST_TILES, cast_tiles
 from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, TENSOR
@@ -44,19 +46,21 @@ def _launch(
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> CastOutputs:  # fmt: skip
     check_device("cast", x, scale=scale)
-    block = (block[0], block[1])
-    how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
+    how = (block[0], block[1]), dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, scale, *how)
-    found = empty_outputs(x, scale, *how)
-    outputs, record = found[:4], found[4].zero_() if finds_amax else None
+    found: CastOutputs = _empty(x, _layouts(x.shape, scale is not None, *how))
+    data, its, data_t, its_t, record = found
+    if record is not None:
+        record.zero_()
     if x.stride(-2) == 1 and x.stride(-1) != 1:
-        x, outputs = x.mT, (*outputs[2:], *outputs[:2])
-    if block == ROW and outputs[2].numel() == 0:
-        cast_rows(x, *outputs[:2], scale_format != definition.FLOAT32)
+        x, data, its, data_t, its_t = x.mT, data_t, its_t, data, its
+    if how[0] == ROW and data_t is None:
+        cast_rows(x, data, its, scale_format != definition.FLOAT32)  # type: ignore[arg-type]
     else:
         cast_tiles(
-            x, outputs, block, scale_format, scale=scale, record=record, swizzled=swizzled
+            x, (data, its, data_t, its_t), how[0], dtype, scale_format, scale=scale, record=record,
+            swizzled=swizzled,
         )  # fmt: skip
     return found
 
@@ -67,49 +71,96 @@ def _definition(
 ) -> CastOutputs:  # fmt: skip
     found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
     block = (1, *block)[-x.dim() :]
-    if finds_amax:
+    if found[4] is not None:
         found[4].copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(1, 1))
-    for wanted, source, data, its in ((rows, x, *found[:2]), (cols, x.mT, *found[2:4])):
-        if not (wanted or its.numel()):
+    for source, data, its in ((x, *found[:2]), (x.mT, *found[2:4])):
+        if data is None and its is None:
             continue
         own = scale
         if own is None:
             largest = definition.amax(source, block)
             own = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
-        if wanted:
+        if data is not None:
             data.copy_(definition.cast_by_scale(source, own, block, dtype))
-        if its.numel():
+        if its is not None:
             is_swizzled = its.dim() < x.dim()
             its.copy_(cublas.mx_scales(own, block, source.shape[-2]) if is_swizzled else own)
     return found
 
 
-def empty_outputs(
-    x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
+def empty_outputs(x: Tensor, scale: Tensor | None, block: Sequence[int], *how: Any) -> CastOutputs:
+    """Empty results of the cast of x, in the layouts that GEMMs read; ``how`` as the op's."""
+    # Not from the cache, which takes no symbolic sizes.
+    given = scale is not None, (block[0], block[1]), *how
+    return _empty(x, _layouts.__wrapped__(x.shape, *given))
+
+
+# shape, strides, dtype
+Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
+
+
+def _empty(x: Tensor, layouts: Sequence[Layout | None]) -> Any:
+    return tuple([
+        None if layout is None
+        else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=x.device)
+        for layout in layouts
+    ])  # fmt: skip
+
+
+@functools.lru_cache(MOST_FORMS)
+def _layouts(
+    shape: Sequence[int], is_given: bool, block: Block, dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> CastOutputs:  # fmt: skip
-    """Empty results of the cast of x, in the layouts that GEMMs read."""
+) -> tuple[Layout | None, ...]:  # fmt: skip
+    """Those of data, scale, data_t, scale_t and amax; None for what is not wanted."""
     check_block("cast", block, scale_format)
-    M, K = x.shape[-2:]
-    is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
+    *stack, M, K = shape
+    # The scale of a whole tensor, where it is computed, is that of both orientations.
+    has_scale, has_scale_t = (not is_given, False) if block == TENSOR else (rows, cols)
     return (
-        new_data(x, M, K, rows, dtype),
-        new_scale(x, (M, K), block, scale is None if is_tensor else rows, swizzled),
-        new_data(x, K, M, cols, dtype),
-        new_scale(x, (K, M), block, cols and not is_tensor, swizzled),
-        torch.empty((1, 1) if finds_amax else (0, 0), dtype=torch.float32, device=x.device),
+        _row_major(dtype, *stack, M, K) if rows else None,
+        _layout_of_scale(stack, (M, K), block, swizzled) if has_scale else None,
+        _row_major(dtype, *stack, K, M) if cols else None,
+        _layout_of_scale(stack, (K, M), block, swizzled) if has_scale_t else None,
+        _row_major(torch.float32, 1, 1) if finds_amax else None,
     )
 
 
-# data, data_t, scale, amax: of an op that casts what it computes, by one scale.
+def _layout_of_scale(
+    stack: Sequence[int], shape: tuple[int, int], block: Block, swizzled: bool
+) -> Layout:
+    """That of the scale of operands of ``shape``, as cuBLASLt reads it."""
+    down, across = scale_shape(shape, block)
+    if block == BY_128:
+        _, (*between, one, other), dtype = _row_major(torch.float32, *stack, across, down)
+        return (*stack, down, across), (*between, other, one), dtype
+    if block not in (BY_32, SQUARE_32):
+        return _row_major(torch.float32, *stack, down, across)
+    sizes = (cublas.swizzled_size(shape[0], across),) if swizzled else (down, across)
+    return _row_major(torch.float8_e8m0fnu, *stack, *sizes)
+
+
+def _row_major(dtype: torch.dtype, *shape: int) -> Layout:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return shape, tuple(strides), dtype
+
+
+# data, data_t, scale, amax: of an op that casts what it computes, by one scale. Those that are not
+# wanted have no elements.
 Fused = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool, finds_amax: bool) -> Fused:
     """Empty results of a fused cast of a matrix like x."""
-    how = TENSOR, dtype, definition.FLOAT32, False, True, cols, finds_amax
-    data, scale, data_t, _, amax = empty_outputs(x, None, *how)
-    return data, data_t, scale, amax
+    (M, K), float32 = x.shape, torch.float32
+    return (
+        new_data(x, M, K, True, dtype),
+        new_data(x, K, M, cols, dtype),
+        new_data(x, 1, 1, True, float32),
+        new_data(x, 1, 1, finds_amax, float32),
+    )
 
 
 def fused_definition(
@@ -117,9 +168,11 @@ def fused_definition(
     finds_amax: bool,
 ) -> Fused:  # fmt: skip
     """The cast of what such an op computes."""
-    how = TENSOR, dtype, definition.scale_format_of(power_of_two), False
-    data, found, data_t, _, amax = _definition(y, scale, *how, True, cols, finds_amax)
-    return data, data_t, found if scale is None else scale.clone(), amax
+    how = TENSOR, dtype, definition.scale_format_of(power_of_two), False, True, cols, finds_amax
+    data, found, data_t, _, amax = _definition(y, scale, *how)
+    outputs = data, data_t, found if scale is None else scale.clone(), amax
+    empty = fused_fake(y, dtype, False, False)
+    return tuple([e if x is None else x for x, e in zip(outputs, empty, strict=True)])  # type: ignore
 
 
 def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
@@ -130,21 +183,6 @@ def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
             f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
             f"one of {tuple(CAST_TILES)}, with E8M0 scales for {BY_32} and {SQUARE_32} alone"
         )
-
-
-def new_scale(
-    x: Tensor, shape: tuple[int, int], block: Sequence[int], wanted: bool, swizzled: bool = False
-) -> Tensor:
-    """An empty scale of operands of ``shape``, as many as x has, as cuBLASLt reads it."""
-    down, across = scale_shape(shape, (block[0], block[1]))
-    if tuple(block) == BY_128:
-        return new_data(x, across, down, wanted, torch.float32).mT
-    if tuple(block) not in (BY_32, SQUARE_32):
-        return new_data(x, down, across, wanted, torch.float32)
-    if not (swizzled and wanted):
-        return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
-    size = cublas.swizzled_size(shape[0], across)
-    return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
 cast_op = register_kernel("cast", kernel=_launch, definition=_definition)

@@ -107,7 +107,7 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     out = _fake(scale, block, rows, columns, offs, by_columns)
     blocks, down, P, E = ceil_div(columns, 32), ceil_div(rows, 128), 0, 0
-    lines, (stride_e, stride_row, stride_across) = down, strides_of(scale)
+    lines, (stride_e, stride_row, stride_across) = down, strides_of(scale.stride())
     if offs is not None:
         P, E = columns if by_columns else len(out), offs.numel()
         lines = (P if by_columns else rows) // 128 + E
@@ -115,11 +115,11 @@ def _launch(
         stride_e, stride_row = scale.stride() if block[-1] == WHOLE else scale.stride()[::-1]
     tiles = ceil_div(down if by_columns else ceil_div(blocks, 4), _WIDTH)
     launch(
-        _expand_kernel, (lines * tiles, count_of(scale)), scale, offs, pointer(out, packed=True),
-        rows, blocks, P, E, stride_e,
+        _expand_kernel, (lines * tiles, count_of(scale.shape)),
+        scale, offs, pointer(out, packed=True), rows, blocks, P, E, stride_e,
         {1: 128 * stride_row, 128: stride_row, WHOLE: 0}[block[-2]],
         stride_row if block[-2] == 1 else 0, 0 if block[-1] == WHOLE else stride_across,
-        WIDTH=_WIDTH, GROUPS=groups_constant(offs), BY_COLUMNS=by_columns, num_warps=4,
+        WIDTH=_WIDTH, GROUPS=groups_constant(E), BY_COLUMNS=by_columns, num_warps=4,
         **NO_FUSION,
     )  # fmt: skip
     return out

@@ -52,7 +52,7 @@ def stub(monkeypatch):
     """A driver that launches nothing; it keeps what it is asked to launch."""
     stub, outer = StubbedDriver(), driver._active
     driver.set_active(stub)
-    monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_forms", {})
     yield stub
     driver.set_active(outer)
 
@@ -76,7 +76,8 @@ def test_every_launch_runs_the_kernel_that_triton_would_choose(stub):
                     assert found.arguments == (*arguments, 16, adds)
                 chosen.add(expected.hash)
     assert len(chosen) > 12
-    values = [found[0].hash for found in launch_module._compiled.values()]
+    forms = launch_module._forms.values()
+    values = [kept[0].hash for form in forms for kept in form.compiled.values()]
     assert len(values) == 36
     assert set(values) == chosen
 
