@@ -96,10 +96,10 @@ def empty_outputs(x: Tensor, scale: Tensor | None, block: Sequence[int], *how: A
 
 
 # shape, strides, dtype
-Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
+_Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
 
 
-def _empty(x: Tensor, layouts: Sequence[Layout | None]) -> Any:
+def _empty(x: Tensor, layouts: Sequence[_Layout | None]) -> Any:
     return tuple([
         None if layout is None
         else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=x.device)
@@ -111,7 +111,7 @@ def _empty(x: Tensor, layouts: Sequence[Layout | None]) -> Any:
 def _layouts(
     shape: Sequence[int], is_given: bool, block: Block, dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> tuple[Layout | None, ...]:  # fmt: skip
+) -> tuple[_Layout | None, ...]:  # fmt: skip
     """Those of data, scale, data_t, scale_t and amax; None for what is not wanted."""
     check_block("cast", block, scale_format)
     *stack, M, K = shape
@@ -128,7 +128,7 @@ def _layouts(
 
 def _layout_of_scale(
     stack: Sequence[int], shape: tuple[int, int], block: Block, swizzled: bool
-) -> Layout:
+) -> _Layout:
     """That of the scale of operands of ``shape``, as cuBLASLt reads it."""
     down, across = scale_shape(shape, block)
     if block == BY_128:
@@ -140,7 +140,7 @@ def _layout_of_scale(
     return _row_major(torch.float8_e8m0fnu, *stack, *sizes)
 
 
-def _row_major(dtype: torch.dtype, *shape: int) -> Layout:
+def _row_major(dtype: torch.dtype, *shape: int) -> _Layout:
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * size)
