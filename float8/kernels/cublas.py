@@ -198,7 +198,7 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
 def _scales_of_rows(a: Float8Matrix, b: Float8Matrix) -> tuple[Tensor, Tensor]:
     """One scale per operand, or one per row of both."""
     if a.block[0] == b.block[0] == WHOLE:
-        return a.scale.reshape(()), b.scale.reshape(())
+        return a.scale, b.scale
     a_scale = aligned_row_major(a.scale.expand(a.data.shape[0], 1))
     return a_scale, aligned_row_major(b.scale.expand(b.data.shape[0], 1)).reshape(1, -1)
 

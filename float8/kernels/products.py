@@ -432,7 +432,7 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
             are on several devices. The message names the remedy.
     """
     (a_MK, a_scale, a_block), (b_NK, b_scale, b_block), out_dtype = a, b, gemm.out_dtype
-    if 0 in (*a_MK.shape, *b_NK.shape):
+    if a_MK.numel() == 0 or b_NK.numel() == 0:
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     device, bias = a_MK.device, a_MK if bias_N is None else bias_N

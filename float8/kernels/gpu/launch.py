@@ -115,21 +115,22 @@ class Form:
         if not isinstance(self.kernel, JITFunction):  # it is interpreted
             self.kernel[grid](*self.as_read(arguments), *self.numbers, **self.constants)
             return
-        with on_device_of(arguments[0]):
-            device = driver.active.get_current_device()
-            known = (
-                device,
-                *[a.data_ptr() % 16 if isinstance(a, Tensor) else a is None for a in arguments],
-            )
-            if found := self.compiled.get(known):
-                stream = driver.active.get_current_stream(device)
-                found[0][grid](*arguments, *found[1], stream=stream)
-                return
-            names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
-            constants = [self.constants[name] for name in names]
-            views = self.as_read(arguments)
-            compiled = self.kernel[grid](*views, *self.numbers, **self.constants)
-            self.compiled[known] = compiled, (*self.numbers, *constants)
+        current, device = driver.active.get_current_device(), arguments[0].device
+        if device.type == "cuda" and device.index != current:  # Triton launches on the current one
+            with torch.cuda.device(device):
+                self.launch(programs, *arguments)
+            return
+        places = [a.data_ptr() % 16 if isinstance(a, Tensor) else a is None for a in arguments]
+        known = current, *places
+        if found := self.compiled.get(known):
+            stream = driver.active.get_current_stream(current)
+            found[0][grid](*arguments, *found[1], stream=stream)
+            return
+        names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
+        constants = [self.constants[name] for name in names]
+        views = self.as_read(arguments)
+        compiled = self.kernel[grid](*views, *self.numbers, **self.constants)
+        self.compiled[known] = compiled, (*self.numbers, *constants)
 
     def as_read(self, arguments: Sequence[Any]) -> list[Any]:
         """The arguments as Triton compiles for them."""
