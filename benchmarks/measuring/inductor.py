@@ -141,11 +141,13 @@ def bytes_of(nodes: Sequence[Node]) -> int:
 
 def scheduled(graph: GraphModule, is_backward: bool) -> list[int]:
     """The bytes that each kernel of inductor's reads and writes."""
-    nodes = lowered(graph, is_backward).scheduler.nodes
-    return [n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern()]
+    with lowered(graph, is_backward) as found:
+        nodes = found.scheduler.nodes
+        return [n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern()]
 
 
-def lowered(graph: GraphModule, is_backward: bool) -> GraphLowering:
+@contextmanager
+def lowered(graph: GraphModule, is_backward: bool) -> Iterator[GraphLowering]:
     """A graph as inductor schedules it."""
     on_gpu(graph)
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
@@ -159,7 +161,7 @@ def lowered(graph: GraphModule, is_backward: bool) -> GraphLowering:
             found.run(*inputs)
             found.init_wrapper_code()
             found._update_scheduler()
-    return found
+            yield found
 
 
 def on_gpu(graph: GraphModule) -> None:

@@ -36,17 +36,18 @@ def reasons(graphs):
         devices = {v.device.type for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)}
         found += [f"tensors on {device}" for device in devices - {"meta"}]
     for graph in [] if found else graphs:
-        low = lowered(graph, is_backward=graph is not graphs[0])
-        if (node := get_first_incompatible_cudagraph_node(graph)) is not None:
-            found.append(f"incompatible op {node.target}")
-        written = [i for i, name in enumerate(low.graph_inputs) if name in low.mutated_inputs]
-        found += [
-            low.disable_cudagraphs_reason,
-            cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(dict(low.device_node_mapping)),
-            cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
-                graph, low.mutated_inputs, written, graph.meta[STATIC]
-            ),
-        ]
+        with lowered(graph, is_backward=graph is not graphs[0]) as low:
+            if (node := get_first_incompatible_cudagraph_node(graph)) is not None:
+                found.append(f"incompatible op {node.target}")
+            written = [i for i, name in enumerate(low.graph_inputs) if name in low.mutated_inputs]
+            devices = dict(low.device_node_mapping)
+            found += [
+                low.disable_cudagraphs_reason,
+                cudagraph_utils.check_multiple_devices_or_any_cpu_nodes(devices),
+                cudagraph_utils.check_for_mutation_ignore_cuda_graph_managed_tensor(
+                    graph, low.mutated_inputs, written, graph.meta[STATIC]
+                ),
+            ]
     return [reason for reason in found if reason]
 
 
