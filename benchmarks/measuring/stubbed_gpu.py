@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -89,6 +90,8 @@ def stubbed_gpu(family: str) -> Iterator[StubbedDriver]:
     stub, library = StubbedDriver(family), torch.library.Library("float8", "IMPL")
     with ExitStack() as stack:
         stack.enter_context(mock.patch("float8.kernels.family_of", return_value=family))
+        on_gpu = operator.attrgetter("is_cpu")
+        stack.enter_context(mock.patch("float8.kernels.registration._on_gpu", on_gpu))
         stack.enter_context(mock.patch.object(torch, "_scaled_mm", _multiply))
         stack.enter_context(mock.patch.object(F, "scaled_mm", _multiply))
         stack.callback(driver.set_active, driver._active)

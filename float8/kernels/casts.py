@@ -24,6 +24,7 @@ from float8.kernels import cpu, plain
 from float8.kernels.definition import FLOAT32, scale_from_amax
 from float8.kernels.matrix import Float8Matrix
 from float8.kernels.products import CPU, SUPPORT, family_of
+from float8.kernels.registration import op_on
 
 
 class CastSpec(NamedTuple):
@@ -193,7 +194,7 @@ def cast(
         scale = None
     arguments = x, scale, block[-2:], dtype, scales, how.swizzled, row_major, transposed, finds_amax
     if how.kernel is not None or (x.is_cpu and not hasattr(x, "device_mesh")):
-        data, own, data_t, own_t, amax = torch.ops.float8.cast.default(*arguments)
+        data, own, data_t, own_t, amax = op_on("cast", x)(*arguments)
     else:  # by aten's ops, which the compiler fuses, and which have rules for DTensors
         if is_compiling and x.device.type == "cuda":
             check_compiler(x.device)
@@ -222,7 +223,7 @@ def cast_grouped(
 
     ``how.kernel`` is of `GROUP_KERNELS`, or None for the definition.
     """
-    op = getattr(torch.ops.float8, how.kernel or "cast_groups").default
+    op = op_on(how.kernel or "cast_groups", x_TK)
     block, options = how.block, (scale, align, row_major, transposed)
     data, own, data_t, own_t = op(x_TK, offs, block, how.dtype, how.scales, *options)
     return Casts(

@@ -46,7 +46,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels.matrix import BY_32, SQUARE_32, Float8Matrix
-from float8.kernels.registration import define_op
+from float8.kernels.registration import define_op, op_on
 
 ALIGNMENT = 16
 _MX = (BY_32, SQUARE_32)
@@ -78,7 +78,7 @@ def multiply_by_torch(
     a_MK, b_NK = aligned_row_major(a.data), aligned_row_major(b.data)
     if is_blockwise:
         rows_of_scales = a.block[0], b.block[0]
-        out = cublas_blockwise_mm(
+        out = op_on("cublas_blockwise_mm", a_MK)(
             a_MK, a.scale, b_NK, b.scale, *rows_of_scales, out_dtype, use_fast_accum
         )
     else:

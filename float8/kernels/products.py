@@ -45,6 +45,7 @@ from float8.granularity import Block, block_name
 from float8.kernels import cublas, definition
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.matrix import Float8Matrix
+from float8.kernels.registration import op_on
 
 TENSORWISE_PRODUCT, ROWWISE_PRODUCT, BLOCKWISE_PRODUCT, MX_PRODUCT = (
     "tensorwise",
@@ -220,7 +221,7 @@ def _triton_multiply(
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
     a_MK, b_NK = cublas.aligned_row_major(a_MK), cublas.aligned_row_major(b_NK)
-    return torch.ops.float8.blockwise_mm.default(
+    return op_on("blockwise_mm", a_MK)(  # type: ignore[no-any-return]
         a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
 
@@ -250,7 +251,7 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
             raise ValueError(f"scaled_mm: {other.name} {reason}")
         return other.multiply(a, b, *others)
     load_kernel("expand_scales")
-    expand = torch.ops.float8.expand_scales.default
+    expand = op_on("expand_scales", a.scale)
     a, b = [Float8Matrix(x.data, expand(x.scale, x.block, *x.data.shape), (1, 32)) for x in (a, b)]
     return cublas.multiply_by_torch(a, b, bias_N, out_dtype, False)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime import JITFunction, driver
 
 from float8.granularity import ceil_div
-from float8.kernels.registration import LIBRARY, define_op
+from float8.kernels.registration import LAUNCHERS, LIBRARY, define_op
 
 TRITON_FORMATS: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -42,7 +42,6 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 }
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
 
 
 def register_op(
@@ -120,8 +119,10 @@ class Form:
             with torch.cuda.device(device):
                 self.launch(programs, *arguments)
             return
-        places = [a.data_ptr() % 16 if isinstance(a, Tensor) else a is None for a in arguments]
-        known = current, *places
+        known = current, *[
+            None if a is None else a.data_ptr() % 16 if isinstance(a, Tensor) else 0
+            for a in arguments
+        ]  # fmt: skip
         if found := self.compiled.get(known):
             stream = driver.active.get_current_stream(current)
             found[0][grid](*arguments, *found[1], stream=stream)
