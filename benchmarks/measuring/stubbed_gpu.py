@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8.kernels.registration import LAUNCHERS
 from float8.linear.plan import USED
 
 _numbers = itertools.count()
@@ -85,8 +86,6 @@ def stubbed_gpu(family: str) -> Iterator[StubbedDriver]:
 
     for name in KERNELS:
         importlib.import_module(f"float8.kernels.gpu.{name}")
-    from float8.kernels.gpu.launch import LAUNCHERS
-
     stub, library = StubbedDriver(family), torch.library.Library("float8", "IMPL")
     with ExitStack() as stack:
         stack.enter_context(mock.patch("float8.kernels.family_of", return_value=family))

@@ -194,11 +194,12 @@ def cast(
         scale = None
     arguments = x, scale, block[-2:], dtype, scales, how.swizzled, row_major, transposed, finds_amax
     if how.kernel is not None or (x.is_cpu and not hasattr(x, "device_mesh")):
-        data, own, data_t, own_t, amax = op_on("cast", x)(*arguments)
+        run = torch.ops.float8.cast.default if how.kernel is None else op_on("cast", x)
+        data, own, data_t, own_t, largest = run(*arguments)
     else:  # by aten's ops, which the compiler fuses, and which have rules for DTensors
         if is_compiling and x.device.type == "cuda":
             check_compiler(x.device)
-        data, own, data_t, own_t, amax = cpu.cast_both(*arguments)
+        data, own, data_t, own_t, largest = cpu.cast_both(*arguments)
     if scale is not None:
         own = own_t = scale
     elif is_whole:
@@ -206,7 +207,7 @@ def cast(
     return Casts(
         Float8Matrix(data, own, block) if row_major else None,
         Float8Matrix(data_t, own_t, block) if transposed else None,
-        amax if finds_amax else None,
+        largest,
     )
 
 

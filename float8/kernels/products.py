@@ -221,7 +221,7 @@ def _triton_multiply(
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
     a_MK, b_NK = cublas.aligned_row_major(a_MK), cublas.aligned_row_major(b_NK)
-    return op_on("blockwise_mm", a_MK)(  # type: ignore[no-any-return]
+    return op_on("blockwise_mm", a_MK)(
         a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
 

@@ -61,7 +61,7 @@ def op_on(name: str, x: Tensor) -> Callable[..., Any]:
         or torch._C._dispatch_tls_local_include_set().raw_repr() not in _USUAL
         or torch._C._is_torch_function_mode_enabled()
         or (x.requires_grad and torch.is_grad_enabled())
-        or torch.autograd._profiler_enabled()
+        or torch._C._autograd._profiler_enabled()
     ):
-        return getattr(torch.ops.float8, name).default  # type: ignore[no-any-return]
+        return getattr(torch.ops.float8, name).default
     return LAUNCHERS[name]

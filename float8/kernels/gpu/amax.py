@@ -139,7 +139,7 @@ def _partials_form(
     E = count_of(shape)
     count = _partials(tiles_of(shape, _TILE), max(1, most // triton.next_power_of_2(E)))
     sizes = *shape[-2:], *strides_of(strides), groups
-    return (count, E), Form(_amax_kernel, *sizes, **_TILE, PARTIALS=count, **_OPTIONS)
+    return (count, E), Form(_amax_kernel, {}, *sizes, **_TILE, PARTIALS=count, **_OPTIONS)
 
 
 def line_amaxes(
@@ -167,5 +167,5 @@ def _lines_form(
     E, (M, K) = count_of(shape), shape[-2:]
     tiles = M // 64 + groups if groups else ceil_div(M, 64)
     sizes, constants = (M, K, groups or E, *strides_of(strides)), groups_constant(groups)
-    form = Form(_lines_kernel, *sizes, **_TILE, GROUPS=constants, **_OPTIONS)
+    form = Form(_lines_kernel, {}, *sizes, **_TILE, GROUPS=constants, **_OPTIONS)
     return (tiles * ceil_div(K, 128), E), form

@@ -90,17 +90,16 @@ class Form:
 
     Args:
         kernel: the ``@triton.jit`` function, without defaults.
-        numbers: the runtime arguments that come last.
         read_as: the place of an argument -> the dtype as which the kernel reads its bytes.
+        numbers: the runtime arguments that come last.
         constants: the compile-time arguments, which end the signature, and Triton's options.
     """
 
     def __init__(
-        self, kernel: Any, *numbers: Any, read_as: Mapping[int, torch.dtype] | None = None,
-        **constants: Any,
-    ) -> None:  # fmt: skip
-        self.kernel, self.numbers, self.constants = kernel, numbers, constants
-        self.read_as = read_as or {}
+        self, kernel: Any, read_as: Mapping[int, torch.dtype], *numbers: Any, **constants: Any
+    ) -> None:
+        self.kernel, self.read_as = kernel, read_as
+        self.numbers, self.constants = numbers, constants
         self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
     def launch(self, programs: int | tuple[int, int], *arguments: Any) -> None:
@@ -162,7 +161,8 @@ def launch(
     if (form := _forms.get(key)) is None:
         if len(_forms) >= MOST_FORMS:
             _forms.clear()
-        form = _forms[key] = Form(kernel, **constants)  # keeps the kernel, so its id is no other's
+        # It keeps the kernel, whose id no other object then has.
+        form = _forms[key] = Form(kernel, {}, **constants)
     form.launch(programs, x, *arguments)
 
 

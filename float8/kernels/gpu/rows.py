@@ -89,7 +89,7 @@ def _form(
     cols = max(16, triton.next_power_of_2(K)) if whole else _CHUNK
     rows = max(1, 4096 // cols)
     form = Form(
-        _rows_kernel, M, K, *strides_of(strides), read_as={1: torch.uint8},
+        _rows_kernel, {1: torch.uint8}, M, K, *strides_of(strides),
         ROWS=rows, COLS=cols, WHOLE_ROWS=whole, **format_constants(dtype, power_of_two),
         num_warps=4 if cols <= 4096 else 8, **NO_FUSION,
     )  # fmt: skip

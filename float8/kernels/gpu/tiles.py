@@ -439,9 +439,9 @@ def _form(
     tiles = (M // covered + E if E else ceil_div(M, covered)) * (covered // rows)
     is_e8m0, codes = block in (BY_32, SQUARE_32), torch.uint8
     read_as = {5: torch.int32, 6: codes, 8: torch.int32 if P % 16 == 0 else codes}
+    read_as |= {7: codes, 9: codes} if is_e8m0 else {}
     form = Form(
-        _tiles_kernel, M, K, P, E, *strides_of(strides), int(given > 1), *between,
-        read_as=read_as | ({7: codes, 9: codes} if is_e8m0 else {}),
+        _tiles_kernel, read_as, M, K, P, E, *strides_of(strides), int(given > 1), *between,
         ROWS_BY_4=rows_by_4, COLS=128, BLOCK=block_name(block), GROUPS=groups_constant(E),
         ALIGN=align, PARTIALS=partials, SWIZZLED=swizzled,
         **format_constants(dtype, given == 0 and scale_format != definition.FLOAT32),

@@ -20,7 +20,7 @@ from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pa
 from float8.kernels import definition
 from float8.kernels.casts import import_kernels
 from float8.kernels.definition import E8M0, E8M0_FLOOR, FLOAT32, scale_format_of
-from float8.kernels.gpu.launch import LAUNCHERS
+from float8.kernels.registration import LAUNCHERS
 
 import_kernels(("cast",))
 OPS = torch.ops.float8
