@@ -125,7 +125,7 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = No
     ``x[:offs[-1]]``, and the others are not read.
     """
     groups = 0 if offs is None else offs.numel()
-    (count, E), form = _partials_form(x.shape, x.stride(), x.dtype, most, groups)
+    (count, E), form = _partials_form(x.shape, x.stride(), most, groups)
     size = (count,) if x.dim() == 2 else (E, count)
     partials = torch.empty(size, dtype=torch.int32, device=x.device)
     form.launch((count, E), x, partials, offs)
@@ -134,7 +134,7 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = No
 
 @functools.lru_cache(MOST_FORMS)
 def _partials_form(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, most: int, groups: int
+    shape: Sequence[int], strides: Sequence[int], most: int, groups: int
 ) -> tuple[tuple[int, int], Form]:
     E = count_of(shape)
     count = _partials(tiles_of(shape, _TILE), max(1, most // triton.next_power_of_2(E)))
@@ -155,14 +155,14 @@ def line_amaxes(
     down, across = E * M * rows, (groups or E) * K * cols
     zeros = torch.zeros(down + across, dtype=torch.int32, device=x.device)
     found = zeros[:down] if rows else None, zeros[down:] if cols else None
-    programs, form = _lines_form(x.shape, x.stride(), x.dtype, groups)
+    programs, form = _lines_form(x.shape, x.stride(), groups)
     form.launch(programs, x, offs, *found)
     return found
 
 
 @functools.lru_cache(MOST_FORMS)
 def _lines_form(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, groups: int
+    shape: Sequence[int], strides: Sequence[int], groups: int
 ) -> tuple[tuple[int, int], Form]:
     E, (M, K) = count_of(shape), shape[-2:]
     tiles = M // 64 + groups if groups else ceil_div(M, 64)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, scale_shape
+from float8.granularity import WHOLE, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.cpu import CastOutputs
 from float8.kernels.gpu.launch import MOST_FORMS, check_device, new_data, register_kernel
@@ -49,7 +49,12 @@ def _launch(
     how = (block[0], block[1]), dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, scale, *how)
-    found: CastOutputs = _empty(x, _layouts(x.shape, scale is not None, *how))
+    device = x.device
+    found = [
+        None if layout is None
+        else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=device)
+        for layout in _layouts(x.shape, scale is not None, *how)
+    ]  # fmt: skip
     data, its, data_t, its_t, record = found
     if record is not None:
         record.zero_()
@@ -62,7 +67,7 @@ def _launch(
             x, (data, its, data_t, its_t), how[0], dtype, scale_format, scale=scale, record=record,
             swizzled=swizzled,
         )  # fmt: skip
-    return found
+    return tuple(found)  # type: ignore[return-value]
 
 
 def _definition(
@@ -88,63 +93,30 @@ def _definition(
     return found
 
 
-def empty_outputs(x: Tensor, scale: Tensor | None, block: Sequence[int], *how: Any) -> CastOutputs:
-    """Empty results of the cast of x, in the layouts that GEMMs read; ``how`` as the op's."""
-    # Not from the cache, which takes no symbolic sizes.
-    given = scale is not None, (block[0], block[1]), *how
-    return _empty(x, _layouts.__wrapped__(x.shape, *given))
-
-
-# shape, strides, dtype
-_Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
-
-
-def _empty(x: Tensor, layouts: Sequence[_Layout | None]) -> Any:
-    return tuple([
-        None if layout is None
-        else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=x.device)
-        for layout in layouts
-    ])  # fmt: skip
-
-
-@functools.lru_cache(MOST_FORMS)
-def _layouts(
-    shape: Sequence[int], is_given: bool, block: Block, dtype: torch.dtype, scale_format: str,
+def empty_outputs(
+    x: Tensor, scale: Tensor | None, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
-) -> tuple[_Layout | None, ...]:  # fmt: skip
-    """Those of data, scale, data_t, scale_t and amax; None for what is not wanted."""
+) -> CastOutputs:  # fmt: skip
+    """Empty results of the cast of x, in the layouts that GEMMs read."""
     check_block("cast", block, scale_format)
-    *stack, M, K = shape
-    # The scale of a whole tensor, where it is computed, is that of both orientations.
-    has_scale, has_scale_t = (not is_given, False) if block == TENSOR else (rows, cols)
+    M, K = x.shape[-2:]
+    is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
+    has_scale, has_scale_t = scale is None if is_tensor else rows, cols and not is_tensor
     return (
-        _row_major(dtype, *stack, M, K) if rows else None,
-        _layout_of_scale(stack, (M, K), block, swizzled) if has_scale else None,
-        _row_major(dtype, *stack, K, M) if cols else None,
-        _layout_of_scale(stack, (K, M), block, swizzled) if has_scale_t else None,
-        _row_major(torch.float32, 1, 1) if finds_amax else None,
+        new_data(x, M, K, True, dtype) if rows else None,
+        new_scale(x, (M, K), block, swizzled) if has_scale else None,
+        new_data(x, K, M, True, dtype) if cols else None,
+        new_scale(x, (K, M), block, swizzled) if has_scale_t else None,
+        torch.empty((1, 1), dtype=torch.float32, device=x.device) if finds_amax else None,
     )
 
 
-def _layout_of_scale(
-    stack: Sequence[int], shape: tuple[int, int], block: Block, swizzled: bool
-) -> _Layout:
-    """That of the scale of operands of ``shape``, as cuBLASLt reads it."""
-    down, across = scale_shape(shape, block)
-    if block == BY_128:
-        _, (*between, one, other), dtype = _row_major(torch.float32, *stack, across, down)
-        return (*stack, down, across), (*between, other, one), dtype
-    if block not in (BY_32, SQUARE_32):
-        return _row_major(torch.float32, *stack, down, across)
-    sizes = (cublas.swizzled_size(shape[0], across),) if swizzled else (down, across)
-    return _row_major(torch.float8_e8m0fnu, *stack, *sizes)
-
-
-def _row_major(dtype: torch.dtype, *shape: int) -> _Layout:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * size)
-    return shape, tuple(strides), dtype
+@functools.lru_cache(MOST_FORMS)
+def _layouts(shape: Sequence[int], is_given: bool, *how: Any) -> list[Any]:
+    """Shape, strides and dtype of each of `empty_outputs`, or None."""
+    x = torch.empty(shape, device="meta")
+    outputs = empty_outputs(x, x if is_given else None, *how)
+    return [None if out is None else (out.shape, out.stride(), out.dtype) for out in outputs]
 
 
 # data, data_t, scale, amax: of an op that casts what it computes, by one scale. Those that are not
@@ -183,6 +155,21 @@ def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
             f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
             f"one of {tuple(CAST_TILES)}, with E8M0 scales for {BY_32} and {SQUARE_32} alone"
         )
+
+
+def new_scale(
+    x: Tensor, shape: tuple[int, int], block: Sequence[int], swizzled: bool = False
+) -> Tensor:
+    """An empty scale of operands of ``shape``, as many as x has, as cuBLASLt reads it."""
+    down, across = scale_shape(shape, (block[0], block[1]))
+    if tuple(block) == BY_128:
+        return new_data(x, across, down, True, torch.float32).mT
+    if tuple(block) not in (BY_32, SQUARE_32):
+        return new_data(x, down, across, True, torch.float32)
+    if not swizzled:
+        return new_data(x, down, across, True, torch.float8_e8m0fnu)
+    size = cublas.swizzled_size(shape[0], across)
+    return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
 cast_op = register_kernel("cast", kernel=_launch, definition=_definition)

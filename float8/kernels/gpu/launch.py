@@ -83,10 +83,10 @@ _forms: dict[tuple[Any, ...], Form] = {}  # of `launch`
 
 
 class Form:
-    """The launches of a kernel on operands of the same sizes and dtypes.
+    """The launches of a kernel on operands of the same sizes.
 
     Triton's own launch works out anew each time which compiled kernel it needs, which takes longer
-    than all else that a cast does. A form remembers it, for each alignment of the tensors.
+    than all else that a cast does. A form remembers it, for all dtypes and alignments of tensors.
 
     Args:
         kernel: the ``@triton.jit`` function, without defaults.
@@ -106,8 +106,8 @@ class Form:
         """Run the kernel on the device of the first argument.
 
         ``programs`` is the size of the grid: of its only dimension, or of both. ``arguments`` are
-        the others of the signature, in its order: tensors of the form's dtypes or None; and numbers
-        that the kernel does not specialise.
+        the others of the signature, in its order: tensors or None; and numbers that the kernel does
+        not specialise.
         """
         grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         if not isinstance(self.kernel, JITFunction):  # it is interpreted
@@ -119,7 +119,7 @@ class Form:
                 self.launch(programs, *arguments)
             return
         known = current, *[
-            None if a is None else a.data_ptr() % 16 if isinstance(a, Tensor) else 0
+            None if a is None else (a.data_ptr() % 16, a.dtype) if isinstance(a, Tensor) else 0
             for a in arguments
         ]  # fmt: skip
         if found := self.compiled.get(known):
@@ -151,13 +151,12 @@ def launch(
     integers.
     """
     kinds = [
-        a.dtype if isinstance(a, Tensor) else a if isinstance(a, int) else type(a)
-        for a in arguments
+        a if isinstance(a, int) else None if isinstance(a, Tensor) else type(a) for a in arguments
     ]
     for name in getattr(kernel, "do_not_specialize", ()):  # other values are no other form
         place = kernel.arg_names.index(name) - 1
         kinds[place] = -(2**31) <= arguments[place] < 2**31
-    key = (id(kernel), x.dtype, *kinds, *constants.items())
+    key = (id(kernel), *kinds, *constants.items())
     if (form := _forms.get(key)) is None:
         if len(_forms) >= MOST_FORMS:
             _forms.clear()

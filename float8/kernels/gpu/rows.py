@@ -75,15 +75,14 @@ def _rows_kernel(
 
 def cast_rows(x: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> None:
     """Write ``data`` and ``scale``: a thread has 32 elements, or 64 of long rows."""
-    programs, form = _form(x.shape, x.stride(), x.dtype, data.dtype, power_of_two)
+    programs, form = _form(x.shape, x.stride(), data.dtype, power_of_two)
     form.launch(programs, x, data, scale)
 
 
 @functools.lru_cache(MOST_FORMS)
 def _form(
-    shape: Sequence[int], strides: Sequence[int], source: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool,
-) -> tuple[tuple[int, int], Form]:  # fmt: skip
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, power_of_two: bool
+) -> tuple[tuple[int, int], Form]:
     M, K = shape[-2:]
     whole = K <= LONGEST_ROW
     cols = max(16, triton.next_power_of_2(K)) if whole else _CHUNK

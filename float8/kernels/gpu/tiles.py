@@ -417,7 +417,7 @@ def cast_tiles(
         amax, amax_t = line_amaxes(x, data is not None, data_t is not None, offs)
     scales = (row_scale, scale_t) if x.dim() == 3 else (None, None)
     programs, form = _form(
-        x.shape, x.stride(), x.dtype, dtype, block, scale_format,
+        x.shape, x.stride(), dtype, block, scale_format,
         0 if scale is None else scale.numel(), partials, E, align, swizzled,
         *[0 if s is None else s.stride(0) for s in scales],
     )  # fmt: skip
@@ -426,9 +426,8 @@ def cast_tiles(
 
 @functools.lru_cache(MOST_FORMS)
 def _form(
-    shape: Sequence[int], strides: Sequence[int], source: torch.dtype, dtype: torch.dtype,
-    block: Block, scale_format: str, given: int, partials: int, E: int, align: int, swizzled: bool,
-    *between: int,
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, block: Block,
+    scale_format: str, given: int, partials: int, E: int, align: int, swizzled: bool, *between: int,
 ) -> tuple[tuple[int, int], Form]:  # fmt: skip
     """``given`` scales; ``partials``: how many amaxes; ``between`` matrices, strides of scales."""
     (M, K), (rows_by_4, warps) = shape[-2:], CAST_TILES[block]

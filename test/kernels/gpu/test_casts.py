@@ -80,8 +80,8 @@ def check(name, x, dtype, scale_format, wanted, device, replay, finds_amax=True)
             assert codes is None
             continue
         assert codes.is_contiguous()
-        if x.dim() == 2 and its.numel():
-            strides = (1, its.shape[0]) if kind.block == BY_128 else None
+        if x.dim() == 2:
+            strides = (1, max(its.shape[0], 1)) if kind.block == BY_128 else None
             assert its.stride() == strides if strides else its.is_contiguous()
         parts = (source, codes, its) if x.dim() == 3 else (source[None], codes[None], its[None])
         for e, (matrix, mine, found) in enumerate(zip(*parts, strict=True)):

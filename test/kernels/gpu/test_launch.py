@@ -18,6 +18,7 @@ from float8.kernels.gpu.launch import (
     launch,
     register_op,
 )
+from float8.kernels.gpu.tiles import cast_tiles
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
@@ -93,3 +94,14 @@ def test_a_later_launch_asks_triton_for_nothing_and_rates_and_seeds_are_not_comp
     assert len({found.kernel.hash for found in stub.launches}) == 1
     with pytest.raises(TypeError, match="NoneType"):  # a seed of 64 bits is another kernel's
         launch(_scale_kernel, 1, x, y, y, 16, 1, 0.3, 2**31, TILE=16, ADDS=False, **NO_FUSION)
+
+
+def test_an_operand_of_another_dtype_is_another_kernels(stub):
+    """Of the same sizes; and each finds its kernel again."""
+    outputs = torch.zeros(32, 32, dtype=torch.float8_e4m3fn), None, None, None
+    for dtype in (torch.bfloat16, torch.float32) * 2:
+        x, scale = torch.zeros(32, 32, dtype=dtype), torch.ones(1, 1)
+        cast_tiles(x, outputs, (-1, -1), torch.float8_e4m3fn, "float32", scale=scale)
+    first, second, *again = [found.kernel.hash for found in stub.launches]
+    assert first != second
+    assert again == [first, second]
