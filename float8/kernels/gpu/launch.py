@@ -119,8 +119,8 @@ class Form:
                 self.launch(programs, *arguments)
             return
         known = current, *[
-            None if a is None else (a.data_ptr() % 16, a.dtype) if isinstance(a, Tensor) else 0
-            for a in arguments
+            None if a is None else (a.data_ptr() % 16, a.dtype) if isinstance(a, Tensor)
+            else -(2**31) <= a < 2**31 for a in arguments  # a number of 64 bits is another kernel's
         ]  # fmt: skip
         if found := self.compiled.get(known):
             stream = driver.active.get_current_stream(current)
@@ -154,8 +154,7 @@ def launch(
         a if isinstance(a, int) else None if isinstance(a, Tensor) else type(a) for a in arguments
     ]
     for name in getattr(kernel, "do_not_specialize", ()):  # other values are no other form
-        place = kernel.arg_names.index(name) - 1
-        kinds[place] = -(2**31) <= arguments[place] < 2**31
+        kinds[kernel.arg_names.index(name) - 1] = None
     key = (id(kernel), *kinds, *constants.items())
     if (form := _forms.get(key)) is None:
         if len(_forms) >= MOST_FORMS:
