@@ -7,9 +7,12 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from assertions import assert_bitwise
 from triton.runtime import driver
 
 from benchmarks.measuring.stubbed_gpu import StubbedDriver
+from float8.kernels import definition
+from float8.kernels.casts import import_kernels
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
     DEFINITIONS,
@@ -19,6 +22,10 @@ from float8.kernels.gpu.launch import (
     register_op,
 )
 from float8.kernels.gpu.tiles import cast_tiles
+from float8.kernels.registration import LAUNCHERS
+from scripts.kernel_tools.ptx.launch import compiled
+
+import_kernels(("cast",))
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
@@ -105,3 +112,26 @@ def test_an_operand_of_another_dtype_is_another_kernels(stub):
     first, second, *again = [found.kernel.hash for found in stub.launches]
     assert first != second
     assert again == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("block", "scale_format"),
+    [((-1, -1), "float32"), ((1, -1), "float32"), ((1, 128), "power_of_two"), ((1, 32), "e8m0")],
+)
+def test_later_launches_write_what_the_first_would(block, scale_format):
+    """By their PTX, executed: a form passes float8 data as it is, and tells alignments apart."""
+    dtype, memory = torch.float8_e4m3fn, torch.empty(16 * 48 + 1, dtype=torch.bfloat16)
+    with compiled("sm_90") as runs:
+        for start in (0, 1, 0, 1):
+            x = memory[start : start + 16 * 48].view(16, 48).normal_(std=10.0 ** (3 * start))
+            data, scale, data_t, scale_t, _ = LAUNCHERS["cast"](
+                x, None, block, dtype, scale_format, False, True, True
+            )
+            scale_t = scale if scale_t is None else scale_t
+            for source, codes, its in ((x, data, scale), (x.t(), data_t, scale_t)):
+                expected, its_scale = definition.cast_dynamic(source, block, dtype, scale_format)
+                assert_bitwise(codes, expected, f"start {start}", "data")
+                assert_bitwise(its, its_scale, f"start {start}", "scale")
+    assert len(runs) in (4, 8)
+    for run in runs:
+        run.check()
