@@ -16,7 +16,10 @@ its layer is a row and fails nothing.
 a step on the CUDA stream.
 
 With `--stub-gpu FAMILY` the host's part of an eager step on that GPU is measured on a CPU: kernels
-are not launched, and GEMMs return empty results (`stubbed_gpu.py`).
+are not launched, and GEMMs return empty results (`stubbed_gpu.py`). Beside it stands from which N
+on a layer (N, N) with `TOKENS` tokens is faster than nn.Linear, by the time that `float8.estimate`
+predicts for its GPU: `eager from`, where a step takes the longer of the two times, and `graphed
+from`, where the host takes none. `delayed` pays for a `sync` of its own, which layers share.
 
     python benchmarks/bench_linear.py --modes eager compiled -o linear.json
     python benchmarks/bench_linear.py --shapes 8b squares 2048,1024,4096 --recipes rowwise
@@ -46,12 +49,19 @@ from benchmarks.measuring.shapes import LLAMA3_8B, LLAMA3_70B, SQUARES, Shape
 from benchmarks.measuring.step import STUBBED, Step, compiled, in_turns
 from benchmarks.measuring.stubbed_gpu import stubbed_gpu
 from float8 import CastConfig, Float8Linear, Float8LinearConfig, ScalingType
+from float8.estimate.devices import DEVICES
+from float8.estimate.roofline import Shape as Size
+from float8.estimate.roofline import Use, layer_seconds
 from float8.kernels.casts import KERNELS
+from float8.linear.plan import LinearPlan, plan_for
 
 CPU_SHAPES = (Shape(2048, 1024, 4096),)
 STUBBED_SHAPES = (Shape(32, 32, 32),)  # nothing computes but the products of nn.Linear
+GPUS = {"sm_90": "H100", "sm_100": "B200"}  # what a stubbed family stands for
+TOKENS, WIDTHS = 4096, range(256, 16385, 256)
 COLUMNS = report.columns(
-    "shape mode layer ms min_ms max_ms ratio tflops launches saved_mib saved_ratio sqnr_db error",
+    "shape mode layer ms min_ms max_ms ratio tflops launches saved_mib saved_ratio sqnr_db "
+    "eager_from graphed_from error",
     shape="shape (M,K,N)", ms="fwd+bwd ms", ratio="time / nn.Linear",
     saved_ratio="saved / nn.Linear",
 )  # fmt: skip
@@ -107,7 +117,31 @@ def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
     for row in rows:
         if "ms" in row:
             row["tflops"] = 3 * shape.flops / row["ms"] / 1e9  # three products a step
+    if options.stub_gpu in GPUS:
+        widths(rows, options.stub_gpu)
     return rows
+
+
+def widths(rows: list[Row], family: str) -> None:
+    """Add to each row from which width on its layer gains, by the fastest sample of the host."""
+
+    def gains_from(hosts_ms: tuple[float, float], plan: LinearPlan) -> int:
+        device, gains = DEVICES[GPUS[family]], WIDTHS.stop
+        for n in reversed(WIDTHS):
+            base, ours = [
+                max(layer_seconds(device, Size(TOKENS, n, n), each, Use()).total, host / 1e3)
+                for each, host in zip((None, plan), hosts_ms, strict=True)
+            ]
+            if ours >= base:
+                break
+            gains = n
+        return gains
+
+    for row in rows[1:]:
+        if "ms" in row and row["layer"] != STATIC:
+            plan = plan_for(contenders.config_of(row["layer"]), family, torch.bfloat16)
+            row["eager_from"] = gains_from((rows[0]["min_ms"], row["min_ms"]), plan)
+            row["graphed_from"] = gains_from((0.0, 0.0), plan)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -121,6 +155,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     on_cpu = harness.on_cpu(options)
     default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B, *SQUARES)
     if options.stub_gpu:
+        harness.TARGET_S = 1e-3  # other processes disturb few of the short samples
         options.device, options.modes, options.peer = "cpu", [STUBBED], False
         default = STUBBED_SHAPES
     options.shapes = shapes.chosen(options.shapes, default)

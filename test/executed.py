@@ -39,7 +39,7 @@ def is_active() -> bool:
 
 def launcher(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, or what launches the kernels of an op, running compiled code."""
-    from float8.kernels.gpu.launch import LAUNCHERS  # imports Triton
+    from float8.kernels.registration import LAUNCHERS
     from scripts.kernel_tools.ptx.launch import compiled
 
     arch, raises, reports = _blocks[-1]

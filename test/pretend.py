@@ -190,7 +190,7 @@ def _blocks_of(scale_a: Tensor, scale_b: Tensor, M: int, N: int):
 
     ATen/native/cuda/ScaledBlas.cpp, get_joint_scaling. Blockwise products do not come here.
     """
-    if scale_a.numel() == scale_b.numel() == 1 and scale_a.dim() == 0:
+    if scale_a.numel() == scale_b.numel() == 1:
         return TENSOR, TENSOR
     are_rowwise = scale_a.shape == (M, 1) and scale_b.shape == (1, N)
     if are_rowwise and scale_a.is_contiguous() and scale_b.is_contiguous():

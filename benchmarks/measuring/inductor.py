@@ -40,6 +40,7 @@ from benchmarks.measuring import memory
 from benchmarks.measuring.eager import H100, seconds_of
 from float8.estimate.devices import ANY_PASS
 
+STATIC = "static inputs"  # in the meta data of a graph: the inputs whose addresses stay
 GPU = torch.device("cuda", 0)
 
 
@@ -71,6 +72,7 @@ def tracing(partitioner: CustomPartitionerFn | None = None) -> Iterator[list[Gra
     graphs: list[GraphModule] = []
 
     def keep(graph: GraphModule, inputs: Any, **how: Any) -> Any:
+        graph.meta[STATIC] = how.get("static_input_idxs", ())
         graphs.append(graph)
         return make_boxed_func(graph.forward)
 
@@ -125,6 +127,14 @@ def bytes_of(nodes: Sequence[Node]) -> int:
 
 def scheduled(graph: GraphModule, is_backward: bool) -> list[int]:
     """The bytes that each kernel of inductor's reads and writes."""
+    with lowered(graph, is_backward) as found:
+        nodes = found.scheduler.nodes
+        return [n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern()]
+
+
+@contextmanager
+def lowered(graph: GraphModule, is_backward: bool) -> Iterator[GraphLowering]:
+    """A graph as inductor schedules it."""
     on_gpu(graph)
     inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     fake = inputs[0].fake_mode
@@ -132,13 +142,12 @@ def scheduled(graph: GraphModule, is_backward: bool) -> list[int]:
         compile_fx.record_original_output_strides(graph)
         view_to_reshape(graph)
         post_grad_passes(graph, False)
-        lowered = GraphLowering(graph, inputs, fake.shape_env, is_backward=is_backward)
-        with V.set_graph_handler(lowered), V.set_extern_kernel_nodes([]):
-            lowered.run(*inputs)
-            lowered.init_wrapper_code()
-            lowered._update_scheduler()
-            nodes = lowered.scheduler.nodes
-            return [n.get_read_write_buffers_sizes() for n in nodes if not n.is_extern()]
+        found = GraphLowering(graph, inputs, fake.shape_env, is_backward=is_backward)
+        with V.set_graph_handler(found), V.set_extern_kernel_nodes([]):
+            found.run(*inputs)
+            found.init_wrapper_code()
+            found._update_scheduler()
+            yield found
 
 
 def on_gpu(graph: GraphModule) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import operator
 import warnings
 from collections import deque
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from float8.kernels.registration import LAUNCHERS
 from float8.linear.plan import USED
 
 _numbers = itertools.count()
@@ -85,11 +87,11 @@ def stubbed_gpu(family: str) -> Iterator[StubbedDriver]:
 
     for name in KERNELS:
         importlib.import_module(f"float8.kernels.gpu.{name}")
-    from float8.kernels.gpu.launch import LAUNCHERS
-
     stub, library = StubbedDriver(family), torch.library.Library("float8", "IMPL")
     with ExitStack() as stack:
         stack.enter_context(mock.patch("float8.kernels.family_of", return_value=family))
+        on_gpu = operator.attrgetter("is_cpu")
+        stack.enter_context(mock.patch("float8.kernels.registration._on_gpu", on_gpu))
         stack.enter_context(mock.patch.object(torch, "_scaled_mm", _multiply))
         stack.enter_context(mock.patch.object(F, "scaled_mm", _multiply))
         stack.callback(driver.set_active, driver._active)

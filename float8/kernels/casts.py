@@ -24,6 +24,7 @@ from float8.kernels import cpu, plain
 from float8.kernels.definition import FLOAT32, scale_from_amax
 from float8.kernels.matrix import Float8Matrix
 from float8.kernels.products import CPU, SUPPORT, family_of
+from float8.kernels.registration import op_on
 
 
 class CastSpec(NamedTuple):
@@ -193,11 +194,12 @@ def cast(
         scale = None
     arguments = x, scale, block[-2:], dtype, scales, how.swizzled, row_major, transposed, finds_amax
     if how.kernel is not None or (x.is_cpu and not hasattr(x, "device_mesh")):
-        data, own, data_t, own_t, amax = torch.ops.float8.cast.default(*arguments)
+        run = torch.ops.float8.cast.default if how.kernel is None else op_on("cast", x)
+        data, own, data_t, own_t, largest = run(*arguments)
     else:  # by aten's ops, which the compiler fuses, and which have rules for DTensors
         if is_compiling and x.device.type == "cuda":
             check_compiler(x.device)
-        data, own, data_t, own_t, amax = cpu.cast_both(*arguments)
+        data, own, data_t, own_t, largest = cpu.cast_both(*arguments)
     if scale is not None:
         own = own_t = scale
     elif is_whole:
@@ -205,7 +207,7 @@ def cast(
     return Casts(
         Float8Matrix(data, own, block) if row_major else None,
         Float8Matrix(data_t, own_t, block) if transposed else None,
-        amax if finds_amax else None,
+        largest,
     )
 
 
@@ -222,7 +224,7 @@ def cast_grouped(
 
     ``how.kernel`` is of `GROUP_KERNELS`, or None for the definition.
     """
-    op = getattr(torch.ops.float8, how.kernel or "cast_groups").default
+    op = op_on(how.kernel or "cast_groups", x_TK)
     block, options = how.block, (scale, align, row_major, transposed)
     data, own, data_t, own_t = op(x_TK, offs, block, how.dtype, how.scales, *options)
     return Casts(

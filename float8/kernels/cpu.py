@@ -138,7 +138,8 @@ def cast_by_scale(
     return y.to(dtype) if out is None else out.copy_(y)
 
 
-CastOutputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # data, scale, data_t, scale_t, amax
+# data, scale, data_t, scale_t, amax; None for what is not wanted
+CastOutputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def cast_both(
@@ -153,7 +154,7 @@ def cast_both(
     finds_amax: bool,
 ) -> CastOutputs:
     """Cast x in one orientation or both: the op ``cast``, see `float8.kernels.casts.cast`."""
-    block, largest, nothing = (1, *block)[-x.dim() :], torch.finfo(dtype).max, (0, 0)
+    block, largest = (1, *block)[-x.dim() :], torch.finfo(dtype).max
     is_given, is_whole, whole = scale is not None, block[-2:] == (WHOLE, WHOLE), None
     find_scale: Any = scale_from_amax  # without a call that dispatches, for small layers
     how: Any = scale_format
@@ -162,19 +163,19 @@ def cast_both(
     if is_whole and (finds_amax or not is_given):
         whole = amax(x, block)
         scale = scale if is_given else find_scale(whole, largest, how)
-    outputs = []
+    outputs: list[Tensor | None] = []
     for wanted, source in ((row_major, x), (transposed, x.mT)):
         if not wanted:
-            outputs += [x.new_empty(nothing, dtype=dtype), x.new_empty(nothing)]
+            outputs += [None, None]
             continue
         own = find_scale(amax(source, block), largest, how) if scale is None else scale
         # By a float32 scale that was computed from x, finite values stay in the format's range.
         fits = not is_given and own.dtype == torch.float32
         outputs.append(cast_by_scale(source, own, block, dtype, fits))
-        outputs.append(own if scale is None else x.new_empty(nothing))
+        outputs.append(own if scale is None else None)
     if is_whole and not is_given:  # one scale for both orientations
-        outputs[1] = scale  # type: ignore[assignment]
-    found = whole.clone() if finds_amax else x.new_empty(nothing)  # type: ignore[union-attr]
+        outputs[1] = scale
+    found = whole.clone() if finds_amax else None  # type: ignore[union-attr]
     return *outputs, found  # type: ignore[return-value]
 
 

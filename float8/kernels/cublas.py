@@ -46,7 +46,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels.matrix import BY_32, SQUARE_32, Float8Matrix
-from float8.kernels.registration import define_op
+from float8.kernels.registration import define_op, op_on
 
 ALIGNMENT = 16
 _MX = (BY_32, SQUARE_32)
@@ -65,17 +65,20 @@ def multiply_by_torch(
     is_mx = a.block in _MX and b.block in _MX
     is_blockwise = a.block[1] != WHOLE and not is_mx
     inner = _missing_of_contraction(b.data.shape[1], a.block)
-    a = _padded(a, -rows % _BLOCK_ROWS if is_blockwise else 0, inner, is_mx)
-    b = _padded(b, -columns % ALIGNMENT, inner, is_mx)
-    if bias_N is not None and columns % ALIGNMENT:
-        bias_N = F.pad(bias_N, (0, -columns % ALIGNMENT))
+    more_rows, more_columns = -rows % _BLOCK_ROWS if is_blockwise else 0, -columns % ALIGNMENT
+    if is_mx or more_rows or inner:
+        a = _padded(a, more_rows, inner, is_mx)
+    if is_mx or more_columns or inner:
+        b = _padded(b, more_columns, inner, is_mx)
+    if bias_N is not None and more_columns:
+        bias_N = F.pad(bias_N, (0, more_columns))
     fuses_bias = (
         bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
     )
     a_MK, b_NK = aligned_row_major(a.data), aligned_row_major(b.data)
     if is_blockwise:
         rows_of_scales = a.block[0], b.block[0]
-        out = cublas_blockwise_mm(
+        out = op_on("cublas_blockwise_mm", a_MK)(
             a_MK, a.scale, b_NK, b.scale, *rows_of_scales, out_dtype, use_fast_accum
         )
     else:
@@ -91,9 +94,9 @@ def multiply_by_torch(
         )
     if bias_N is not None and not fuses_bias:
         out = (out + bias_N).to(out_dtype)
-    if out.shape[1] != columns:
+    if more_columns:
         out = out.narrow(1, 0, columns)
-    return out if out.shape[0] == rows else out.narrow(0, 0, rows)
+    return out.narrow(0, 0, rows) if more_rows else out
 
 
 def _aligned_vector(x: Tensor) -> Tensor:
@@ -115,8 +118,9 @@ def _starts_aligned(x: Tensor) -> bool:
 def aligned_row_major(x: Tensor) -> Tensor:
     """Row-major matrices that start at multiples of 16 bytes: x itself, or a copy."""
     # By strides: is_contiguous() accepts one row of any strides, and hardware reads the strides.
-    wanted = (x.shape[-1] * x.shape[-2], x.shape[-1], 1)[-x.dim() :]
-    if _starts_aligned(x) and x.stride() == wanted:
+    shape = x.shape
+    wanted = (shape[-1] * shape[-2], shape[-1], 1)[-len(shape) :]
+    if x.stride() == wanted and _starts_aligned(x):
         return x
     is_transposed = x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1
     if is_transposed and torch.version.hip is None and not is_sharded(x):  # AMD: without Triton
@@ -194,7 +198,7 @@ def mx_scales(scale: Tensor, block: Block, rows: int) -> Tensor:
 def _scales_of_rows(a: Float8Matrix, b: Float8Matrix) -> tuple[Tensor, Tensor]:
     """One scale per operand, or one per row of both."""
     if a.block[0] == b.block[0] == WHOLE:
-        return a.scale.reshape(()), b.scale.reshape(())
+        return a.scale, b.scale
     a_scale = aligned_row_major(a.scale.expand(a.data.shape[0], 1))
     return a_scale, aligned_row_major(b.scale.expand(b.data.shape[0], 1)).reshape(1, -1)
 

@@ -99,17 +99,16 @@ def _cast_both_fake(
         return layouts.empty_outputs(x, scale, *how)
     block = (1, *block)[-x.dim() :]
     is_whole, scale_dtype = block[-2:] == (WHOLE, WHOLE), ScaleFormat(scale_format).dtype
-    outputs = []
+    outputs: list[Tensor | None] = []
     for wanted, source, has_scale in (
         (row_major, x, is_whole or row_major),
         (transposed, x.mT, transposed and not is_whole),
     ):
-        empty = x.new_empty((0, 0), dtype=dtype)
-        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else empty)
-        shape = scale_shape(source.shape, block) if has_scale and scale is None else (0, 0)
-        outputs.append(x.new_empty(shape, dtype=scale_dtype if shape != (0, 0) else None))
-    amax = scale_shape(x.shape, block) if finds_amax else (0, 0)
-    return *outputs, x.new_empty(amax, dtype=torch.float32 if finds_amax else None)  # type: ignore
+        outputs.append(torch.empty_like(source, dtype=dtype) if wanted else None)
+        shape = scale_shape(source.shape, block) if has_scale and scale is None else None
+        outputs.append(None if shape is None else x.new_empty(shape, dtype=scale_dtype))
+    amax = x.new_empty(scale_shape(x.shape, block), dtype=torch.float32) if finds_amax else None
+    return *outputs, amax  # type: ignore[return-value]
 
 
 define_op(

@@ -45,6 +45,7 @@ from float8.granularity import Block, block_name
 from float8.kernels import cublas, definition
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.matrix import Float8Matrix
+from float8.kernels.registration import op_on
 
 TENSORWISE_PRODUCT, ROWWISE_PRODUCT, BLOCKWISE_PRODUCT, MX_PRODUCT = (
     "tensorwise",
@@ -220,7 +221,7 @@ def _triton_multiply(
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
     a_MK, b_NK = cublas.aligned_row_major(a_MK), cublas.aligned_row_major(b_NK)
-    return torch.ops.float8.blockwise_mm.default(
+    return op_on("blockwise_mm", a_MK)(
         a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
 
@@ -250,7 +251,7 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
             raise ValueError(f"scaled_mm: {other.name} {reason}")
         return other.multiply(a, b, *others)
     load_kernel("expand_scales")
-    expand = torch.ops.float8.expand_scales.default
+    expand = op_on("expand_scales", a.scale)
     a, b = [Float8Matrix(x.data, expand(x.scale, x.block, *x.data.shape), (1, 32)) for x in (a, b)]
     return cublas.multiply_by_torch(a, b, bias_N, out_dtype, False)
 
@@ -432,7 +433,7 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
             are on several devices. The message names the remedy.
     """
     (a_MK, a_scale, a_block), (b_NK, b_scale, b_block), out_dtype = a, b, gemm.out_dtype
-    if 0 in (*a_MK.shape, *b_NK.shape):
+    if a_MK.numel() == 0 or b_NK.numel() == 0:
         out = a_MK.new_zeros((a_MK.shape[0], b_NK.shape[0]), dtype=out_dtype)
         return out if bias_N is None else out + bias_N.to(out_dtype)
     device, bias = a_MK.device, a_MK if bias_N is None else bias_N

@@ -85,6 +85,6 @@ def drop_unread(graph: GraphModule) -> None:
             node.update_arg(each.argument, False)
             values = list(node.meta["val"])
             for result in each.results:
-                values[result] = values[result].new_empty((0, 0))
+                values[result] = None
             node.meta["val"] = tuple(values)
     graph.recompile()

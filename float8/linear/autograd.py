@@ -289,7 +289,8 @@ def as_arguments(
     """Gradients in the shapes and dtypes of the arguments of forward."""
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     if grad_x is not None:
-        grad_x = (grad_x if grad_x.dtype == x_dtype else grad_x.to(x_dtype)).reshape(ctx.x_shape)
+        grad_x = grad_x if grad_x.dtype == x_dtype else grad_x.to(x_dtype)
+        grad_x = grad_x if len(ctx.x_shape) == 2 else grad_x.reshape(ctx.x_shape)
     # autograd casts to float16 by itself, unless the weight's grad_dtype is another one or None.
     if grad_w is not None and grad_w.dtype != w_dtype and w_dtype is not torch.float16:
         grad_w = grad_w.to(w_dtype)

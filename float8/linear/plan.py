@@ -25,6 +25,7 @@ from float8.formats import ScaleFormat, on_family, twin_factor
 from float8.granularity import WHOLE
 from float8.kernels import mxfp4
 from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
+from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.products import CPU, needs_power_of_two_scales
 from float8.tensor import Float8Tensor
 
@@ -48,6 +49,7 @@ class Gemm:
         refusal: the reason why no GEMM of the device multiplies, or None.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
         pad: whether sizes that are no multiple of 16 are padded where the GEMM needs it.
+        multiple: of what number the contraction and the columns of the result must be multiples.
     """
 
     a: OperandCast | None
@@ -58,6 +60,7 @@ class Gemm:
     refusal: str | None = None
     align: int = 1
     pad: bool = False
+    multiple: int = 1
 
 
 # How the second orientation of an operand comes to be:
@@ -124,6 +127,8 @@ class LinearPlan:
     Attributes:
         gemms: the three GEMMs, in the order of `GEMM_NAMES`.
         has_delayed: whether any cast is delayed.
+        multiple: of what number in_features and out_features must be multiples; 0 if a GEMM refuses
+            all sizes.
         is_tiled: whether some scale serves a block, neither one element nor a whole dimension.
             MXFP4 weights have such scales.
     """
@@ -143,12 +148,15 @@ class LinearPlan:
     of_float8_operands: LinearPlan | None = field(default=None, repr=False, compare=False)
     gemms: tuple[Gemm, Gemm, Gemm] = field(init=False, repr=False, compare=False)
     has_delayed: bool = field(init=False, repr=False, compare=False)
+    multiple: int = field(init=False, repr=False, compare=False)
     is_tiled: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.gemms = self.output, self.grad_input, self.grad_weight
         casts = [cast for gemm in self.gemms for cast in (gemm.a, gemm.b) if cast is not None]
         self.has_delayed = any([cast.is_delayed for cast in casts])
+        is_refused = any([gemm.refusal is not None for gemm in self.gemms])
+        self.multiple = 0 if is_refused else max([gemm.multiple for gemm in self.gemms])
         extents = [extent for cast in casts for extent in cast.block]
         self.is_tiled = self.mxfp4_weights or any([extent not in (1, WHOLE) for extent in extents])
 
@@ -248,8 +256,10 @@ def plan_for(
             name, refusal = "", _NO_DEQUANTIZED_MX_GROUPS
         is_swizzled = on_gpu and not dequantizes
         a, b = replace(a, swizzled=is_swizzled), replace(b, swizzled=is_swizzled)
-        pad = config.pad_inner_dim
-        return Gemm(a, b, out_dtype, asked.use_fast_accum, name, refusal, align, pad)
+        pad, multiple = config.pad_inner_dim, 1
+        if on_gpu and not pad and (grouped or kernels.is_aligned(name)):
+            multiple = multiple_of(a, grouped)
+        return Gemm(a, b, out_dtype, asked.use_fast_accum, name, refusal, align, pad, multiple)
 
     output = gemm(gemms.output, dtype)
     grad_input = gemm(gemms.grad_input, grad_dtype)
@@ -280,6 +290,11 @@ def plan_for(
     if any([needs_power_of_two_scales(gemm.name) for gemm in plan.gemms]):
         plan.of_float8_operands = plan_for(config, family, dtype, grouped, compiling, True)
     return plan
+
+
+def multiple_of(cast: OperandCast, grouped: bool) -> int:
+    """Of what number the contraction of a GEMM and the columns of its result are multiples."""
+    return 32 if grouped and cast.block[-1] == 32 else ALIGNMENT
 
 
 def _scales_are_powers_of_two(*casts: OperandCast) -> bool:

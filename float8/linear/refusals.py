@@ -10,15 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from float8 import kernels
 from float8.config import Float8LinearConfig
-from float8.config.gemms import GEMM_NAMES, GemmCasts
+from float8.config.gemms import GEMM_NAMES
 from float8.formats import HIGH_PRECISION_DTYPES, format_of
 from float8.granularity import WHOLE, block_name
 from float8.kernels import mxfp4
-from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.products import reason_against_granularity, unaligned
-from float8.linear.plan import Gemm, LinearPlan, autocasts
+from float8.linear.plan import LinearPlan, autocasts, multiple_of
 from float8.tensor import Float8Tensor
 from float8.tensor.parts import is_e8m0
 
@@ -125,16 +123,10 @@ def multiple_of_features(config: Float8LinearConfig, stacked: bool = False) -> i
 
     ``stacked`` says whether they are those of experts, with stacked weights.
     """
-    gemms = [gemm for gemm in config.gemms.all if gemm.a is not None]
-    if config.pad_inner_dim or config.emulate or not gemms:
+    casts = [gemm.a for gemm in config.gemms.all if gemm.a is not None]
+    if config.pad_inner_dim or config.emulate or not casts:
         return 1
-    return max([_multiple(gemm, stacked) for gemm in gemms])
-
-
-def _multiple(gemm: Gemm | GemmCasts, grouped: bool) -> int:
-    """Of which number the contraction of a GEMM and the columns of its result are multiples."""
-    is_mx = gemm.a is not None and gemm.a.block[-1] == 32
-    return 32 if grouped and is_mx else ALIGNMENT
+    return max([multiple_of(cast, stacked) for cast in casts])
 
 
 def reason_against_call(
@@ -147,8 +139,11 @@ def reason_against_call(
     """
     if not plan.on_gpu:
         return None
-    # A grouped GEMM gets its groups of tokens padded.
-    contraction_and_columns = (K, N), (N, K), (0 if plan.is_grouped else tokens, K)
+    counted = 0 if plan.is_grouped or not grad_weight else tokens  # groups are padded
+    features, batch = plan.multiple, plan.grad_weight.multiple
+    if features and not (K % features or N % features or counted % batch):
+        return None
+    contraction_and_columns = (K, N), (N, K), (counted, K)
     are_run = True, grad, grad_weight
     for name, gemm, sizes, is_run in zip(
         GEMM_NAMES, plan.gemms, contraction_and_columns, are_run, strict=True
@@ -157,12 +152,9 @@ def reason_against_call(
             continue
         if gemm.refusal is not None:
             return f"{name}: {gemm.refusal}"
-        multiple = _multiple(gemm, plan.is_grouped)
-        if gemm.pad or not (plan.is_grouped or kernels.is_aligned(gemm.name)):
-            continue
-        if (reason := unaligned(*sizes, multiple)) is not None:
-            is_of_the_batch = name == "grad_weight" and tokens % multiple != 0
-            pad = f"pad the batch to a multiple of {multiple} tokens"
+        if (reason := unaligned(*sizes, gemm.multiple)) is not None:
+            is_of_the_batch = name == "grad_weight" and tokens % gemm.multiple != 0
+            pad = f"pad the batch to a multiple of {gemm.multiple} tokens"
             way_out = pad if is_of_the_batch else "filter the layer out with module_filter_fn"
             return (
                 f"{name} GEMM of {tokens} tokens, in_features={K}, out_features={N}: {reason}; "

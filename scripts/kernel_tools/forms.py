@@ -7,10 +7,7 @@ records its last launch instead of making it. `shipped.py` lists the calls of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,8 +18,7 @@ from torch.torch_version import TorchVersion
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from float8.kernels import gpu
-from float8.kernels.gpu.launch import TRITON_DTYPES, TRITON_FORMATS
+from float8.kernels.gpu.launch import TRITON_DTYPES, TRITON_FORMATS, Form
 
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100")  # what is compiled for unless others are asked for
 
@@ -66,15 +62,12 @@ def variant(name: str, launcher: Callable[..., Any], *arguments: Any, **options:
     """The form of the last kernel that ``launcher`` launches, for arguments on the meta device."""
     found: list[Variant] = []
 
-    def record(kernel: Any, programs: Any, *values: Any, **keywords: Any) -> None:
+    def record(form: Form, programs: Any, *values: Any) -> None:
         grid = (programs, 1) if isinstance(programs, int) else programs
-        found.append(_variant(name, kernel, grid, values, keywords))
+        values = (*form.as_read(values), *form.numbers)
+        found.append(_variant(name, form.kernel, grid, values, form.constants))
 
-    with ExitStack() as patches:
-        for file in Path(gpu.__file__).parent.glob("[!_]*.py"):
-            module = import_module(f"{gpu.__name__}.{file.stem}")
-            if hasattr(module, "launch"):
-                patches.enter_context(mock.patch.object(module, "launch", record))
+    with mock.patch.object(Form, "launch", record):
         launcher(*arguments, **options)
     return found[-1]
 

@@ -57,3 +57,16 @@ def test_the_command_measures_the_host(tmp_path):
         ("tensorwise", "stubbed"),
     ]
     assert all(row["ms"] > 0 for row in rows)
+    assert all(256 <= rows[1][width] <= 16384 for width in ("graphed_from", "eager_from"))
+
+
+def test_a_slow_host_moves_the_width_from_which_eager_code_gains():
+    """Where the host takes 3 ms for float8, bfloat16 must take longer: the roofline's own times."""
+    rows = [{"layer": "nn.Linear", "ms": 1, "min_ms": 0.1}]
+    rows += [{"layer": "tensorwise", "ms": 1, "min_ms": ms} for ms in (0.1, 3.0)]
+    bench_linear.widths(rows, "sm_90")
+    quick, slow = rows[1:]
+    assert quick["graphed_from"] == slow["graphed_from"] == quick["eager_from"]
+    width = slow["eager_from"]
+    seconds = [3 * 2 * 4096 * n**2 / 792e12 for n in (width - 512, width + 512)]  # the GEMMs alone
+    assert seconds[0] < 3e-3 < seconds[1]

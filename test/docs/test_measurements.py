@@ -95,7 +95,6 @@ def others():
     narrow = rows("cpu_noamx_narrow_linear", "layer", "shape")
     products = rows("cpu_bench_matmul", "granularity", "shape")
     overhead = [r["overhead"] for r in result("cpu_bench_overhead")["rows"] if "overhead" in r]
-    host = {layer: f"{row['us']:.0f}" for layer, row in rows("stub_gpu_overhead", "layer").items()}
     optim = rows("cpu_optim", "optimizer", "mode")
     watched = {}
     for (kind, _), row in rows("cpu_numerics", "watched", "layer").items():
@@ -111,9 +110,6 @@ def others():
                    if shape == "(512,1024,4096)")),
         ("cpu_bench_overhead", "Python of a tiny layer, against a hand-written autograd function",
          between(overhead)),
-        ("stub_gpu_overhead", "the host's part of a layer's CUDA step (version 0.11, no GEMMs)",
-         f"{host['tensorwise']} us (`tensorwise`), {host['delayed']} us (`delayed`), "
-         f"{host['nn.Linear']} us (`nn.Linear`)"),
         ("cpu_optim", "AdamW's step, against torch's foreach AdamW",
          f"eager {times(optim['float8', 'eager']['ratio'])}, "
          f"compiled {times(optim['float8', 'compiled']['ratio'])}, a second moment in float16 "

@@ -77,7 +77,7 @@ def test_all_products_reach_the_tensor_cores_in_the_right_layout(recipe):
 
 # Where blocks do not come in fours, the op that multiplies pads their scales; no operand is padded.
 SCALES = [
-    ("tensorwise", (M, K, N), [((), ())] * 3),
+    ("tensorwise", (M, K, N), [((1, 1), (1, 1))] * 3),
     ("rowwise", (M, K, N), [((M, 1), (1, N)), ((M, 1), (1, K)), ((N, 1), (1, K))]),
     ("blockwise", (M, K, N), [((M, 8), (8, 32)), ((M, 32), (32, 8)), ((N, 4), (4, K))]),
     ("blockwise", (256, 640, 768), [((256, 5), (5, 6)), ((256, 6), (6, 5)), ((768, 2), (2, 640))]),

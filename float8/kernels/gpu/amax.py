@@ -13,6 +13,9 @@ the order, so the result is deterministic, and a NaN wins. Nothing waits for the
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -21,10 +24,11 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels.gpu.jit import magnitude_bits, rows_of_tile
 from float8.kernels.gpu.launch import (
+    MOST_FORMS,
     NO_FUSION,
+    Form,
     count_of,
     groups_constant,
-    launch,
     strides_of,
     tiles_of,
 )
@@ -104,10 +108,14 @@ def _lines_kernel(
         tl.atomic_max(cols_ptr + group * K + k, tl.max(bits, 0), k < K, sem="relaxed")
 
 
+def _partials(tiles: int, most: int) -> int:
+    """A power of two: how many programs, at most ``most``, find the amaxes of tiles."""
+    return min(most, triton.next_power_of_2(max(tiles, 1)))
+
+
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
     """int32 (P,), P a power of two: for the amaxes of at most ``most`` programs."""
-    count = min(most, triton.next_power_of_2(max(tiles, 1)))
-    return torch.empty(count, dtype=torch.int32, device=x.device)
+    return torch.empty(_partials(tiles, most), dtype=torch.int32, device=x.device)
 
 
 def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = None) -> Tensor:
@@ -116,15 +124,22 @@ def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = No
     Of a stack (E, M, K), int32 (E, P). With ``offs`` (E,), int32, the amax is that of the rows
     ``x[:offs[-1]]``, and the others are not read.
     """
-    E = count_of(x)
-    partials = new_partials(x, tiles_of(x, _TILE), max(1, most // triton.next_power_of_2(E)))
-    count = partials.numel()
-    partials = partials if x.dim() == 2 else partials.new_empty(E, count)
-    launch(
-        _amax_kernel, (count, E), x, partials, offs, *x.shape[-2:], *strides_of(x),
-        0 if offs is None else offs.numel(), **_TILE, PARTIALS=count, **_OPTIONS,
-    )  # fmt: skip
+    groups = 0 if offs is None else offs.numel()
+    (count, E), form = _partials_form(x.shape, x.stride(), most, groups)
+    size = (count,) if x.dim() == 2 else (E, count)
+    partials = torch.empty(size, dtype=torch.int32, device=x.device)
+    form.launch((count, E), x, partials, offs)
     return partials
+
+
+@functools.lru_cache(MOST_FORMS)
+def _partials_form(
+    shape: Sequence[int], strides: Sequence[int], most: int, groups: int
+) -> tuple[tuple[int, int], Form]:
+    E = count_of(shape)
+    count = _partials(tiles_of(shape, _TILE), max(1, most // triton.next_power_of_2(E)))
+    sizes = *shape[-2:], *strides_of(strides), groups
+    return (count, E), Form(_amax_kernel, {}, *sizes, **_TILE, PARTIALS=count, **_OPTIONS)
 
 
 def line_amaxes(
@@ -135,13 +150,22 @@ def line_amaxes(
     They take one read. A result that is not requested is None. Of a stack (E, M, K), they are
     (E M,) and (E K,). With ``offs`` (E,), int32, the columns are those of each group of rows.
     """
-    E, (M, K) = count_of(x), x.shape[-2:]
-    groups = E if offs is None else offs.numel()
-    zeros = torch.zeros(E * M * rows + groups * K * cols, dtype=torch.int32, device=x.device)
-    of_rows, of_cols = zeros[: E * M] if rows else None, zeros[E * M * rows :] if cols else None
-    tiles = ceil_div(M, 64) if offs is None else M // 64 + groups
-    launch(
-        _lines_kernel, (tiles * ceil_div(K, 128), E), x, offs, of_rows, of_cols, M, K, groups,
-        *strides_of(x), **_TILE, GROUPS=groups_constant(offs), **_OPTIONS,
-    )  # fmt: skip
-    return of_rows, of_cols
+    E, (M, K) = count_of(x.shape), x.shape[-2:]
+    groups = 0 if offs is None else offs.numel()
+    down, across = E * M * rows, (groups or E) * K * cols
+    zeros = torch.zeros(down + across, dtype=torch.int32, device=x.device)
+    found = zeros[:down] if rows else None, zeros[down:] if cols else None
+    programs, form = _lines_form(x.shape, x.stride(), groups)
+    form.launch(programs, x, offs, *found)
+    return found
+
+
+@functools.lru_cache(MOST_FORMS)
+def _lines_form(
+    shape: Sequence[int], strides: Sequence[int], groups: int
+) -> tuple[tuple[int, int], Form]:
+    E, (M, K) = count_of(shape), shape[-2:]
+    tiles = M // 64 + groups if groups else ceil_div(M, 64)
+    sizes, constants = (M, K, groups or E, *strides_of(strides)), groups_constant(groups)
+    form = Form(_lines_kernel, {}, *sizes, **_TILE, GROUPS=constants, **_OPTIONS)
+    return (tiles * ceil_div(K, 128), E), form

@@ -18,14 +18,16 @@ rowwise     (M, 1)                                      (K, 1)
 =========== =========================================== =======================================
 
 The strides are those that cuBLASLt reads, so that no GEMM copies a scale first. ``data_t`` is
-``x.t()`` cast in the same blocks. An orientation that is not wanted has no elements. A stack of
+``x.t()`` cast in the same blocks. What is not wanted is None. A stack of
 matrices (E, M, K) has a dimension E before these. ``x.t()`` of a row-major matrix is read as that
 matrix, its rows and columns exchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ from torch import Tensor
 from float8.granularity import WHOLE, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.cpu import CastOutputs
-from float8.kernels.gpu.launch import check_device, new_data, register_kernel
+from float8.kernels.gpu.launch import MOST_FORMS, check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
 from float8.kernels.gpu.tiles import CAST_TILES, cast_tiles
 from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, TENSOR
@@ -44,21 +46,28 @@ def _launch(
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> CastOutputs:  # fmt: skip
     check_device("cast", x, scale=scale)
-    block = (block[0], block[1])
-    how = block, dtype, scale_format, swizzled, rows, cols, finds_amax
+    how = (block[0], block[1]), dtype, scale_format, swizzled, rows, cols, finds_amax
     if x.numel() == 0 or not (rows or cols):
         return _definition(x, scale, *how)
-    found = empty_outputs(x, scale, *how)
-    outputs, record = found[:4], found[4].zero_() if finds_amax else None
+    device = x.device
+    found = [
+        None if layout is None
+        else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=device)
+        for layout in _layouts(x.shape, scale is not None, *how)
+    ]  # fmt: skip
+    data, its, data_t, its_t, record = found
+    if record is not None:
+        record.zero_()
     if x.stride(-2) == 1 and x.stride(-1) != 1:
-        x, outputs = x.mT, (*outputs[2:], *outputs[:2])
-    if block == ROW and outputs[2].numel() == 0:
-        cast_rows(x, *outputs[:2], scale_format != definition.FLOAT32)
+        x, data, its, data_t, its_t = x.mT, data_t, its_t, data, its
+    if how[0] == ROW and data_t is None:
+        cast_rows(x, data, its, scale_format != definition.FLOAT32)  # type: ignore[arg-type]
     else:
         cast_tiles(
-            x, outputs, block, scale_format, scale=scale, record=record, swizzled=swizzled
+            x, (data, its, data_t, its_t), how[0], dtype, scale_format, scale=scale, record=record,
+            swizzled=swizzled,
         )  # fmt: skip
-    return found
+    return tuple(found)  # type: ignore[return-value]
 
 
 def _definition(
@@ -67,18 +76,18 @@ def _definition(
 ) -> CastOutputs:  # fmt: skip
     found = empty_outputs(x, scale, block, dtype, scale_format, swizzled, rows, cols, finds_amax)
     block = (1, *block)[-x.dim() :]
-    if finds_amax:
+    if found[4] is not None:
         found[4].copy_(definition.amax(x, (WHOLE,) * x.dim()).reshape(1, 1))
-    for wanted, source, data, its in ((rows, x, *found[:2]), (cols, x.mT, *found[2:4])):
-        if not (wanted or its.numel()):
+    for source, data, its in ((x, *found[:2]), (x.mT, *found[2:4])):
+        if data is None and its is None:
             continue
         own = scale
         if own is None:
             largest = definition.amax(source, block)
             own = definition.scale_from_amax(largest, torch.finfo(dtype).max, scale_format)
-        if wanted:
+        if data is not None:
             data.copy_(definition.cast_by_scale(source, own, block, dtype))
-        if its.numel():
+        if its is not None:
             is_swizzled = its.dim() < x.dim()
             its.copy_(cublas.mx_scales(own, block, source.shape[-2]) if is_swizzled else own)
     return found
@@ -92,24 +101,38 @@ def empty_outputs(
     check_block("cast", block, scale_format)
     M, K = x.shape[-2:]
     is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
+    has_scale, has_scale_t = scale is None if is_tensor else rows, cols and not is_tensor
     return (
-        new_data(x, M, K, rows, dtype),
-        new_scale(x, (M, K), block, scale is None if is_tensor else rows, swizzled),
-        new_data(x, K, M, cols, dtype),
-        new_scale(x, (K, M), block, cols and not is_tensor, swizzled),
-        torch.empty((1, 1) if finds_amax else (0, 0), dtype=torch.float32, device=x.device),
+        new_data(x, M, K, True, dtype) if rows else None,
+        new_scale(x, (M, K), block, swizzled) if has_scale else None,
+        new_data(x, K, M, True, dtype) if cols else None,
+        new_scale(x, (K, M), block, swizzled) if has_scale_t else None,
+        torch.empty((1, 1), dtype=torch.float32, device=x.device) if finds_amax else None,
     )
 
 
-# data, data_t, scale, amax: of an op that casts what it computes, by one scale.
+@functools.lru_cache(MOST_FORMS)
+def _layouts(shape: Sequence[int], is_given: bool, *how: Any) -> list[Any]:
+    """Shape, strides and dtype of each of `empty_outputs`, or None."""
+    x = torch.empty(shape, device="meta")
+    outputs = empty_outputs(x, x if is_given else None, *how)
+    return [None if out is None else (out.shape, out.stride(), out.dtype) for out in outputs]
+
+
+# data, data_t, scale, amax: of an op that casts what it computes, by one scale. Those that are not
+# wanted have no elements.
 Fused = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool, finds_amax: bool) -> Fused:
     """Empty results of a fused cast of a matrix like x."""
-    how = TENSOR, dtype, definition.FLOAT32, False, True, cols, finds_amax
-    data, scale, data_t, _, amax = empty_outputs(x, None, *how)
-    return data, data_t, scale, amax
+    (M, K), float32 = x.shape, torch.float32
+    return (
+        new_data(x, M, K, True, dtype),
+        new_data(x, K, M, cols, dtype),
+        new_data(x, 1, 1, True, float32),
+        new_data(x, 1, 1, finds_amax, float32),
+    )
 
 
 def fused_definition(
@@ -117,9 +140,11 @@ def fused_definition(
     finds_amax: bool,
 ) -> Fused:  # fmt: skip
     """The cast of what such an op computes."""
-    how = TENSOR, dtype, definition.scale_format_of(power_of_two), False
-    data, found, data_t, _, amax = _definition(y, scale, *how, True, cols, finds_amax)
-    return data, data_t, found if scale is None else scale.clone(), amax
+    how = TENSOR, dtype, definition.scale_format_of(power_of_two), False, True, cols, finds_amax
+    data, found, data_t, _, amax = _definition(y, scale, *how)
+    outputs = data, data_t, found if scale is None else scale.clone(), amax
+    empty = fused_fake(y, dtype, False, False)
+    return tuple([e if x is None else x for x, e in zip(outputs, empty, strict=True)])  # type: ignore
 
 
 def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
@@ -133,16 +158,16 @@ def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
 
 
 def new_scale(
-    x: Tensor, shape: tuple[int, int], block: Sequence[int], wanted: bool, swizzled: bool = False
+    x: Tensor, shape: tuple[int, int], block: Sequence[int], swizzled: bool = False
 ) -> Tensor:
     """An empty scale of operands of ``shape``, as many as x has, as cuBLASLt reads it."""
     down, across = scale_shape(shape, (block[0], block[1]))
     if tuple(block) == BY_128:
-        return new_data(x, across, down, wanted, torch.float32).mT
+        return new_data(x, across, down, True, torch.float32).mT
     if tuple(block) not in (BY_32, SQUARE_32):
-        return new_data(x, down, across, wanted, torch.float32)
-    if not (swizzled and wanted):
-        return new_data(x, down, across, wanted, torch.float8_e8m0fnu)
+        return new_data(x, down, across, True, torch.float32)
+    if not swizzled:
+        return new_data(x, down, across, True, torch.float8_e8m0fnu)
     size = cublas.swizzled_size(shape[0], across)
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 

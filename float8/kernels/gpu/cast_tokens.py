@@ -60,13 +60,12 @@ def _launch(
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        found: BothOrientations = cast.cast_op(
-            x, None, block, dtype, scale_format, False, True, False, False
-        )
-        return found[:4]
+        data, its, *_ = cast.cast_op(x, None, block, dtype, scale_format, False, True, False, False)
+        return data, its, x.new_empty((0, 0), dtype=dtype), its.new_empty((0, 0))
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need
-    cast_tiles(x, outputs, block, scale_format, scale=scale, offs=offs, align=align)
+    written = [out if out.numel() else None for out in outputs]
+    cast_tiles(x, written, block, dtype, scale_format, scale=scale, offs=offs, align=align)
     return outputs
 
 
@@ -125,7 +124,7 @@ def _fake(
     elif block == BY_128:
         columns = groups.scale_columns(T, E, align, 128)
         scale_t = new_data(x, columns, K, transposed, torch.float32).t()
-        scales = cast.new_scale(x, (T, K), block, row_major), scale_t
+        scales = new_data(x, ceil_div(K, 128), T, row_major, torch.float32).t(), scale_t
     else:
         shapes = ((1, 1), (1, 1)) if block == TENSOR else ((T, 1), (E, K))
         scales = (

@@ -21,6 +21,7 @@ A program writes `_WIDTH` squares of 512 bytes. The op moves the scales and 1/32
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -33,10 +34,9 @@ from float8.kernels import cublas, definition, groups
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import (
     NO_FUSION,
+    Form,
     count_of,
     groups_constant,
-    launch,
-    pointer,
     register_op,
     strides_of,
 )
@@ -107,22 +107,25 @@ def _launch(
 ) -> Tensor:  # fmt: skip
     out = _fake(scale, block, rows, columns, offs, by_columns)
     blocks, down, P, E = ceil_div(columns, 32), ceil_div(rows, 128), 0, 0
-    lines, (stride_e, stride_row, stride_across) = down, strides_of(scale)
+    lines, (stride_e, stride_row, stride_across) = down, strides_of(scale.stride())
     if offs is not None:
         P, E = columns if by_columns else len(out), offs.numel()
         lines = (P if by_columns else rows) // 128 + E
     if by_columns and block[-2] == 1:  # (E, rows); or a column of each group's first scale
         stride_e, stride_row = scale.stride() if block[-1] == WHOLE else scale.stride()[::-1]
     tiles = ceil_div(down if by_columns else ceil_div(blocks, 4), _WIDTH)
-    launch(
-        _expand_kernel, (lines * tiles, count_of(scale)), scale, offs, pointer(out, packed=True),
-        rows, blocks, P, E, stride_e,
+    _form(groups_constant(E), by_columns).launch(
+        (lines * tiles, count_of(scale.shape)), scale, offs, out, rows, blocks, P, E, stride_e,
         {1: 128 * stride_row, 128: stride_row, WHOLE: 0}[block[-2]],
         stride_row if block[-2] == 1 else 0, 0 if block[-1] == WHOLE else stride_across,
-        WIDTH=_WIDTH, GROUPS=groups_constant(offs), BY_COLUMNS=by_columns, num_warps=4,
-        **NO_FUSION,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def _form(groups: int, by_columns: bool) -> Form:
+    constants = {"WIDTH": _WIDTH, "GROUPS": groups, "BY_COLUMNS": by_columns, "num_warps": 4}
+    return Form(_expand_kernel, {2: torch.int32}, **constants, **NO_FUSION)
 
 
 def _definition(

@@ -16,7 +16,7 @@ it may not be installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime import JITFunction, driver
 
 from float8.granularity import ceil_div
-from float8.kernels.registration import LIBRARY, define_op
+from float8.kernels.registration import LAUNCHERS, LIBRARY, define_op
 
 TRITON_FORMATS: dict[torch.dtype, Any] = {
     torch.float8_e4m3fn: tl.float8e4nv,
@@ -42,7 +42,6 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
 }
 
 DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
-LAUNCHERS: dict[str, Callable[..., Any]] = {}  # op -> the function that launches its kernels
 
 
 def register_op(
@@ -79,51 +78,90 @@ def register_kernel(
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
 NO_FUSION = {"enable_fp_fusion": False}
 
-# What a compiled kernel depends on -> the kernel and its compile-time arguments. Triton's own
-# launch works this out anew each time, which takes longer than all else that a cast does.
-_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
-_MOST_COMPILED = 4096  # remembered forms; sizes that change at every step make many
+MOST_FORMS = 4096  # that are remembered; sizes that change at every step make many
+_forms: dict[tuple[Any, ...], Form] = {}  # of `launch`
+
+
+class Form:
+    """The launches of a kernel on operands of the same sizes.
+
+    Triton's own launch works out anew each time which compiled kernel it needs, which takes longer
+    than all else that a cast does. A form remembers it, for all dtypes and alignments of tensors.
+
+    Args:
+        kernel: the ``@triton.jit`` function, without defaults.
+        read_as: the place of an argument -> the dtype as which the kernel reads its bytes.
+        numbers: the runtime arguments that come last.
+        constants: the compile-time arguments, which end the signature, and Triton's options.
+    """
+
+    def __init__(
+        self, kernel: Any, read_as: Mapping[int, torch.dtype], *numbers: Any, **constants: Any
+    ) -> None:
+        self.kernel, self.read_as = kernel, read_as
+        self.numbers, self.constants = numbers, constants
+        self.compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+    def launch(self, programs: int | tuple[int, int], *arguments: Any) -> None:
+        """Run the kernel on the device of the first argument.
+
+        ``programs`` is the size of the grid: of its only dimension, or of both. ``arguments`` are
+        the others of the signature, in its order: tensors or None; and numbers that the kernel does
+        not specialise.
+        """
+        grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        if not isinstance(self.kernel, JITFunction):  # it is interpreted
+            self.kernel[grid](*self.as_read(arguments), *self.numbers, **self.constants)
+            return
+        current, device = driver.active.get_current_device(), arguments[0].device
+        if device.type == "cuda" and device.index != current:  # Triton launches on the current one
+            with torch.cuda.device(device):
+                self.launch(programs, *arguments)
+            return
+        known = current, *[
+            None if a is None else (a.data_ptr() % 16, a.dtype) if isinstance(a, Tensor)
+            else -(2**31) <= a < 2**31 for a in arguments  # a number of 64 bits is another kernel's
+        ]  # fmt: skip
+        if found := self.compiled.get(known):
+            stream = driver.active.get_current_stream(current)
+            found[0][grid](*arguments, *found[1], stream=stream)
+            return
+        names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
+        constants = [self.constants[name] for name in names]
+        views = self.as_read(arguments)
+        compiled = self.kernel[grid](*views, *self.numbers, **self.constants)
+        self.compiled[known] = compiled, (*self.numbers, *constants)
+
+    def as_read(self, arguments: Sequence[Any]) -> list[Any]:
+        """The arguments as Triton compiles for them."""
+        views = list(arguments)
+        for place, dtype in self.read_as.items():
+            views[place] = None if views[place] is None else views[place].view(dtype)
+        return views
 
 
 def launch(
     kernel: Any, programs: int | tuple[int, int], x: Tensor, *arguments: Any, **constants: Any
 ) -> None:
-    """Run ``programs`` programs of a kernel on the device of its first argument, x.
+    """`Form.launch` of the form of these arguments, for launchers that keep none.
 
-    ``kernel`` is the ``@triton.jit`` function, without defaults. ``programs`` is the size of the
-    grid: of its only dimension, or of both. ``x`` and ``arguments`` are the runtime arguments, in
-    the order of the signature. ``constants`` are the compile-time arguments, which end the
-    signature, and Triton's options.
-
-    The first launch with these dtypes, alignments and sizes is Triton's; it compiles. Later ones
-    call the compiled kernel. Sizes are compared as they are, so that no rule of Triton's about
-    those that it compiles in (1, multiples of 16, 64 bits) is repeated here; arguments that the
-    kernel does not specialise must be integers.
+    ``x`` and ``arguments`` are all runtime arguments, in the order of the signature. Sizes are
+    compared as they are, so that no rule of Triton's about those that it compiles in (1, multiples
+    of 16, 64 bits) is repeated here; arguments that the kernel does not specialise must be
+    integers.
     """
-    grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
-    if not isinstance(kernel, JITFunction):
-        kernel[grid](x, *arguments, **constants)  # interpreted
-        return
-    with on_device_of(x):
-        device = driver.active.get_current_device()
-        forms = [
-            (a.dtype, a.data_ptr() % 16) if isinstance(a, Tensor)
-            else a if isinstance(a, int) else type(a) for a in arguments
-        ]  # fmt: skip
-        for name in kernel.do_not_specialize:  # other values of these are no other form
-            place = kernel.arg_names.index(name) - 1
-            forms[place] = -(2**31) <= arguments[place] < 2**31
-        form = (id(kernel), device, x.dtype, x.data_ptr() % 16, *forms, *constants.items())
-        found = _compiled.get(form)
-        if found is not None:
-            found[0][grid](x, *arguments, *found[2])
-            return
-        compiled = kernel[grid](x, *arguments, **constants)
-        if len(_compiled) >= _MOST_COMPILED:
-            _compiled.clear()
-        names = kernel.arg_names[1 + len(arguments) :]
-        # With the kernel itself, whose id no other object then has.
-        _compiled[form] = compiled, kernel, tuple(constants[name] for name in names)
+    kinds = [
+        a if isinstance(a, int) else None if isinstance(a, Tensor) else type(a) for a in arguments
+    ]
+    for name in getattr(kernel, "do_not_specialize", ()):  # other values are no other form
+        kinds[kernel.arg_names.index(name) - 1] = None
+    key = (id(kernel), *kinds, *constants.items())
+    if (form := _forms.get(key)) is None:
+        if len(_forms) >= MOST_FORMS:
+            _forms.clear()
+        # It keeps the kernel, whose id no other object then has.
+        form = _forms[key] = Form(kernel, {}, **constants)
+    form.launch(programs, x, *arguments)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
@@ -143,29 +181,29 @@ def check_device(op: str, x: Tensor, **others: Tensor | None) -> None:
             )
 
 
-def tiles_of(x: Tensor, tile: Mapping[str, int]) -> int:
-    """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix of x."""
+def tiles_of(shape: Sequence[int], tile: Mapping[str, int]) -> int:
+    """How many tiles, of COLS columns and of ROWS or 4 ROWS_BY_4 rows, cover a matrix."""
     rows = tile["ROWS"] if "ROWS" in tile else 4 * tile["ROWS_BY_4"]
-    return ceil_div(x.shape[-2], rows) * ceil_div(x.shape[-1], tile["COLS"])
+    return ceil_div(shape[-2], rows) * ceil_div(shape[-1], tile["COLS"])
 
 
 # Casts take a matrix (M, K), or a stack of them (E, M, K) such as the weights of experts: each is
 # cast by itself, in the same launches. The second dimension of the grid is E.
 
 
-def count_of(x: Tensor) -> int:
-    """How many matrices x has."""
-    return x.shape[0] if x.dim() == 3 else 1
+def count_of(shape: Sequence[int]) -> int:
+    """How many matrices there are."""
+    return shape[0] if len(shape) == 3 else 1
 
 
-def strides_of(x: Tensor) -> tuple[int, int, int]:
+def strides_of(strides: Sequence[int]) -> tuple[int, int, int]:
     """The strides between matrices, rows and columns."""
-    return x.stride(0) if x.dim() == 3 else 0, x.stride(-2), x.stride(-1)
+    return strides[0] if len(strides) == 3 else 0, strides[-2], strides[-1]
 
 
-def groups_constant(offs: Tensor | None) -> int:
+def groups_constant(groups: int) -> int:
     """How many ends of groups a program reads, at least 16, so that few forms are compiled."""
-    return 0 if offs is None else max(16, triton.next_power_of_2(offs.numel()))
+    return 0 if groups == 0 else max(16, triton.next_power_of_2(groups))
 
 
 # data, scale, data_t, scale_t: of a matrix and of its transpose; of no elements if not wanted.
@@ -185,7 +223,7 @@ def new_data(x: Tensor, rows: int, cols: int, wanted: bool, dtype: torch.dtype) 
 
 
 def pointer(x: Tensor | None, packed: bool = False) -> Tensor | None:
-    """What a kernel takes: float8 data as uint8, or int32 of four bytes each; None of nothing."""
+    """What `launch` takes: float8 data as uint8, or int32 of four bytes each; None of nothing."""
     if x is None or x.numel() == 0:
         return None
     codes = x.view(torch.uint8) if x.element_size() == 1 else x

@@ -37,7 +37,6 @@ from float8.granularity import ceil_div
 from float8.kernels import stochastic, update_rules
 from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
-    LAUNCHERS,
     NO_FUSION,
     check_device,
     launch,
@@ -52,7 +51,7 @@ from float8.kernels.gpu.moments import (
     store_state,
     values,
 )
-from float8.kernels.registration import LIBRARY
+from float8.kernels.registration import LAUNCHERS, LIBRARY
 from float8.kernels.update_rules import AdamWRule, LionRule, MuonMove, unpacked
 
 _ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes

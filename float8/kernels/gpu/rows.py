@@ -6,6 +6,10 @@ that do not fit are read again, from cache. A stack of matrices takes one launch
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,11 +17,11 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels.gpu.jit import convert_to_codes, magnitude_bits, reciprocal, scale_from_amax
 from float8.kernels.gpu.launch import (
+    MOST_FORMS,
     NO_FUSION,
+    Form,
     count_of,
     format_constants,
-    launch,
-    pointer,
     strides_of,
 )
 
@@ -71,13 +75,21 @@ def _rows_kernel(
 
 def cast_rows(x: Tensor, data: Tensor, scale: Tensor, power_of_two: bool) -> None:
     """Write ``data`` and ``scale``: a thread has 32 elements, or 64 of long rows."""
-    M, K = x.shape[-2:]
+    programs, form = _form(x.shape, x.stride(), data.dtype, power_of_two)
+    form.launch(programs, x, data, scale)
+
+
+@functools.lru_cache(MOST_FORMS)
+def _form(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, power_of_two: bool
+) -> tuple[tuple[int, int], Form]:
+    M, K = shape[-2:]
     whole = K <= LONGEST_ROW
     cols = max(16, triton.next_power_of_2(K)) if whole else _CHUNK
     rows = max(1, 4096 // cols)
-    launch(
-        _rows_kernel, (ceil_div(M, rows), count_of(x)), x, pointer(data), scale, M, K,
-        *strides_of(x), ROWS=rows, COLS=cols, WHOLE_ROWS=whole,
-        **format_constants(data.dtype, power_of_two), num_warps=4 if cols <= 4096 else 8,
-        **NO_FUSION,
+    form = Form(
+        _rows_kernel, {1: torch.uint8}, M, K, *strides_of(strides),
+        ROWS=rows, COLS=cols, WHOLE_ROWS=whole, **format_constants(dtype, power_of_two),
+        num_warps=4 if cols <= 4096 else 8, **NO_FUSION,
     )  # fmt: skip
+    return (ceil_div(M, rows), count_of(shape)), form

@@ -289,7 +289,7 @@ def _partial_amaxes(
     limit: float | None = None,
 ) -> Tensor:  # fmt: skip
     """int32 (P,), P a power of two: bits of amaxes whose maximum is that of y."""
-    partials = new_partials(gate, tiles_of(gate, _AMAX_TILE), most)
+    partials = new_partials(gate, tiles_of(gate.shape, _AMAX_TILE), most)
     count = partials.numel()
     launch(
         _amax_kernel, count, gate, up, partials, *gate.shape, gate.stride(0), up.stride(0),
@@ -307,7 +307,7 @@ def _launch_amaxes(
         gate, up = row_major(gate), row_major(up)
         tile = {"ROWS": _COLUMNS_TILE["ROWS"] * _STEPS, "COLS": _COLUMNS_TILE["COLS"]}
         launch(
-            _columns_kernel, tiles_of(gate, tile), gate, up, found,
+            _columns_kernel, tiles_of(gate.shape, tile), gate, up, found,
             *gate.shape, gate.stride(0), up.stride(0), limit,
             **_COLUMNS_TILE, STEPS=_STEPS, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
         )  # fmt: skip
@@ -331,7 +331,7 @@ def _launch(
     partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
     pointers, constants = one_scale_arguments(*outputs[:3], scale, partials, record, power_of_two)
     launch(
-        _cast_kernel, tiles_of(gate, _TILE), gate, up, *pointers,
+        _cast_kernel, tiles_of(gate.shape, _TILE), gate, up, *pointers,
         *gate.shape, gate.stride(0), up.stride(0), factors, limit,
         **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
@@ -345,7 +345,7 @@ def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None
         return out
     grad, gate, up = row_major(grad), row_major(gate), row_major(up)
     launch(
-        _backward_kernel, tiles_of(gate, _BACKWARD_TILE), grad, gate, up, out,
+        _backward_kernel, tiles_of(gate.shape, _BACKWARD_TILE), grad, gate, up, out,
         *gate.shape, grad.stride(0), gate.stride(0), up.stride(0), limit,
         **_BACKWARD_TILE, **_OPTIONS,
     )  # fmt: skip

@@ -35,7 +35,9 @@ not always have loads under way, so about 0.7 of a copy's bandwidth is predicted
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -62,13 +64,12 @@ from float8.kernels.gpu.jit import (
     write_codes,
 )
 from float8.kernels.gpu.launch import (
+    MOST_FORMS,
     NO_FUSION,
-    BothOrientations,
+    Form,
     count_of,
     format_constants,
     groups_constant,
-    launch,
-    pointer,
     strides_of,
 )
 from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, SQUARE_128, TENSOR
@@ -381,8 +382,9 @@ def alignment_of(block: Block) -> int:
 
 def cast_tiles(
     x: Tensor,
-    outputs: BothOrientations,
+    outputs: Sequence[Tensor | None],
     block: Block,
+    dtype: torch.dtype,
     scale_format: str,
     *,
     scale: Tensor | None = None,
@@ -391,12 +393,13 @@ def cast_tiles(
     record: Tensor | None = None,
     swizzled: bool = True,
 ) -> None:
-    """Write ``outputs``, those of them that have elements.
+    """Write ``outputs``, those of them that are not None.
 
     Args:
         x: (M, K), or a stack (E, M, K); tokens (T, K) in groups, which end at ``offs``.
         outputs: data, scale, data_t, scale_t.
         block: of `CAST_TILES`.
+        dtype: of the data.
         scale_format: of scales that are computed.
         align: of groups in the transposed operand, a multiple of `alignment_of` the block.
         scale: float32, one or one for each matrix, in place of a computed one; tensorwise alone.
@@ -404,32 +407,46 @@ def cast_tiles(
         swizzled: how E8M0 scales are written, of 32x32 blocks once for each row.
     """
     data, row_scale, data_t, scale_t = outputs
-    (M, K), (rows_by_4, warps) = x.shape[-2:], CAST_TILES[block]
-    E, P, partials = 0, M, 0
-    if offs is not None:
-        E = offs.numel()
-        P = groups.padded_tokens(M, E, align)
+    E = 0 if offs is None else offs.numel()
     amax = amax_t = None
+    partials = 0
     if block == TENSOR and scale is None:
         amax = partial_amaxes(x, offs=offs)
         partials = amax.shape[-1]
     elif block == ROW:
-        amax, amax_t = line_amaxes(x, data.numel() > 0, data_t.numel() > 0, offs)
+        amax, amax_t = line_amaxes(x, data is not None, data_t is not None, offs)
+    scales = (row_scale, scale_t) if x.dim() == 3 else (None, None)
+    programs, form = _form(
+        x.shape, x.stride(), dtype, block, scale_format,
+        0 if scale is None else scale.numel(), partials, E, align, swizzled,
+        *[0 if s is None else s.stride(0) for s in scales],
+    )  # fmt: skip
+    form.launch(programs, x, offs, scale, amax, amax_t, record, data, row_scale, data_t, scale_t)
+
+
+@functools.lru_cache(MOST_FORMS)
+def _form(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, block: Block,
+    scale_format: str, given: int, partials: int, E: int, align: int, swizzled: bool, *between: int,
+) -> tuple[tuple[int, int], Form]:  # fmt: skip
+    """``given`` scales; ``partials``: how many amaxes; ``between`` matrices, strides of scales."""
+    (M, K), (rows_by_4, warps) = shape[-2:], CAST_TILES[block]
+    P = groups.padded_tokens(M, E, align) if E else M
     rows = 4 * rows_by_4
     # Tiles cover multiples of it.
     covered = max(rows, align, 128 if block in (BY_32, SQUARE_32) and swizzled else 0)
-    tiles = (ceil_div(M, covered) if offs is None else M // covered + E) * (covered // rows)
-    launch(
-        _tiles_kernel, (tiles * ceil_div(K, 128), count_of(x)), x, offs, scale, amax, amax_t,
-        None if record is None else record.view(torch.int32),
-        pointer(data), pointer(row_scale), pointer(data_t, P % 16 == 0), pointer(scale_t),
-        M, K, P, E, *strides_of(x), int(scale is not None and scale.numel() > 1),
-        *(s.stride(0) if x.dim() == 3 and s.numel() else 0 for s in (row_scale, scale_t)),
-        ROWS_BY_4=rows_by_4, COLS=128, BLOCK=block_name(block), GROUPS=groups_constant(offs),
+    tiles = (M // covered + E if E else ceil_div(M, covered)) * (covered // rows)
+    is_e8m0, codes = block in (BY_32, SQUARE_32), torch.uint8
+    read_as = {5: torch.int32, 6: codes, 8: torch.int32 if P % 16 == 0 else codes}
+    read_as |= {7: codes, 9: codes} if is_e8m0 else {}
+    form = Form(
+        _tiles_kernel, read_as, M, K, P, E, *strides_of(strides), int(given > 1), *between,
+        ROWS_BY_4=rows_by_4, COLS=128, BLOCK=block_name(block), GROUPS=groups_constant(E),
         ALIGN=align, PARTIALS=partials, SWIZZLED=swizzled,
-        **format_constants(data.dtype, scale is None and scale_format != definition.FLOAT32),
-        **_rounding_constants(data.dtype, scale_format), num_warps=warps, **NO_FUSION,
+        **format_constants(dtype, given == 0 and scale_format != definition.FLOAT32),
+        **_rounding_constants(dtype, scale_format), num_warps=warps, **NO_FUSION,
     )  # fmt: skip
+    return (tiles * ceil_div(K, 128), count_of(shape)), form
 
 
 def _rounding_constants(dtype: torch.dtype, scale_format: str) -> dict[str, int]:

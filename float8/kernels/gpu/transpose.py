@@ -55,7 +55,7 @@ def _launch(data: Tensor) -> Tensor:
     if data.numel() == 0:
         return out
     launch(
-        _transpose_kernel, tiles_of(data, _TILE), data.view(torch.uint8),
+        _transpose_kernel, tiles_of(data.shape, _TILE), data.view(torch.uint8),
         pointer(out, M % 16 == 0), M, K, *data.stride(), **_TILE, **_OPTIONS,
     )  # fmt: skip
     return out

@@ -7,9 +7,12 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from assertions import assert_bitwise
 from triton.runtime import driver
 
 from benchmarks.measuring.stubbed_gpu import StubbedDriver
+from float8.kernels import definition
+from float8.kernels.casts import import_kernels
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
     DEFINITIONS,
@@ -18,6 +21,11 @@ from float8.kernels.gpu.launch import (
     launch,
     register_op,
 )
+from float8.kernels.gpu.tiles import cast_tiles
+from float8.kernels.registration import LAUNCHERS
+from scripts.kernel_tools.ptx.launch import compiled
+
+import_kernels(("cast",))
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
@@ -52,7 +60,7 @@ def stub(monkeypatch):
     """A driver that launches nothing; it keeps what it is asked to launch."""
     stub, outer = StubbedDriver(), driver._active
     driver.set_active(stub)
-    monkeypatch.setattr(launch_module, "_compiled", {})
+    monkeypatch.setattr(launch_module, "_forms", {})
     yield stub
     driver.set_active(outer)
 
@@ -76,7 +84,8 @@ def test_every_launch_runs_the_kernel_that_triton_would_choose(stub):
                     assert found.arguments == (*arguments, 16, adds)
                 chosen.add(expected.hash)
     assert len(chosen) > 12
-    values = [found[0].hash for found in launch_module._compiled.values()]
+    forms = launch_module._forms.values()
+    values = [kept[0].hash for form in forms for kept in form.compiled.values()]
     assert len(values) == 36
     assert set(values) == chosen
 
@@ -92,3 +101,37 @@ def test_a_later_launch_asks_triton_for_nothing_and_rates_and_seeds_are_not_comp
     assert len({found.kernel.hash for found in stub.launches}) == 1
     with pytest.raises(TypeError, match="NoneType"):  # a seed of 64 bits is another kernel's
         launch(_scale_kernel, 1, x, y, y, 16, 1, 0.3, 2**31, TILE=16, ADDS=False, **NO_FUSION)
+
+
+def test_an_operand_of_another_dtype_is_another_kernels(stub):
+    """Of the same sizes; and each finds its kernel again."""
+    outputs = torch.zeros(32, 32, dtype=torch.float8_e4m3fn), None, None, None
+    for dtype in (torch.bfloat16, torch.float32) * 2:
+        x, scale = torch.zeros(32, 32, dtype=dtype), torch.ones(1, 1)
+        cast_tiles(x, outputs, (-1, -1), torch.float8_e4m3fn, "float32", scale=scale)
+    first, second, *again = [found.kernel.hash for found in stub.launches]
+    assert first != second
+    assert again == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("block", "scale_format"),
+    [((-1, -1), "float32"), ((1, -1), "float32"), ((1, 128), "power_of_two"), ((1, 32), "e8m0")],
+)
+def test_later_launches_write_what_the_first_would(block, scale_format):
+    """By their PTX, executed: a form passes float8 data as it is, and tells alignments apart."""
+    dtype, memory = torch.float8_e4m3fn, torch.empty(16 * 48 + 1, dtype=torch.bfloat16)
+    with compiled("sm_90") as runs:
+        for start in (0, 1, 0, 1):
+            x = memory[start : start + 16 * 48].view(16, 48).normal_(std=10.0 ** (3 * start))
+            data, scale, data_t, scale_t, _ = LAUNCHERS["cast"](
+                x, None, block, dtype, scale_format, False, True, True
+            )
+            scale_t = scale if scale_t is None else scale_t
+            for source, codes, its in ((x, data, scale), (x.t(), data_t, scale_t)):
+                expected, its_scale = definition.cast_dynamic(source, block, dtype, scale_format)
+                assert_bitwise(codes, expected, f"start {start}", "data")
+                assert_bitwise(its, its_scale, f"start {start}", "scale")
+    assert len(runs) in (4, 8)
+    for run in runs:
+        run.check()
