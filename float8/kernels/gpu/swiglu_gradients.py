@@ -201,7 +201,7 @@ def _partial_amaxes(
     up_groups: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """int32 (2, P), P a power of two: bits of amaxes, whose maxima are those of the gradients."""
-    count = new_partials(gate, tiles_of(gate, _AMAX_TILE), _MAX_PARTIALS).numel()
+    count = new_partials(gate, tiles_of(gate.shape, _AMAX_TILE), _MAX_PARTIALS).numel()
     partials = torch.empty((2, count), dtype=torch.int32, device=gate.device)
     launch(
         _amax_kernel, count, grad, pointer(gate), pointer(up), gate_groups, up_groups, partials,
@@ -245,7 +245,7 @@ def _launch(
     record = out.amax.zero_().view(torch.int32) if finds_amax else None
     words = gate.shape[0] % 16 == 0
     launch(
-        _cast_kernel, tiles_of(gate, _TILE), grad, pointer(gate), pointer(up), gate_groups,
+        _cast_kernel, tiles_of(gate.shape, _TILE), grad, pointer(gate), pointer(up), gate_groups,
         up_groups, y_scale, gate_scale, up_scale, out.scale, partials, record,
         pointer(out.y_t, words), pointer(out.data), pointer(out.data_t, words),
         *gate.shape, *strides,
