@@ -88,7 +88,7 @@ def errors(run: Products, data: Path | None) -> Iterator[Row]:
         g8, g_scale = cast_dynamic(g_MN, (WHOLE, WHOLE), torch.float8_e5m2)
         x8, x_scale = cast_dynamic(x_MK, (WHOLE, WHOLE), torch.float8_e4m3fn)
         g, g8, x, x8 = (z.t()[:: max(1, z.shape[1] // SAMPLED)] for z in (g_MN, g8, x_MK, x8))
-        for terms in sorted({min(terms, run.terms) for terms in (512, 4096, 28672, 131072)}):
+        for terms in sorted({min(terms, run.terms) for terms in (512, 4096, 16384, 28672, 131072)}):
             first = slice(0, terms)
             high = g[:, first].double() @ x[:, first].double().t()
             exact = g8[:, first].double() @ x8[:, first].double().t()

@@ -34,7 +34,7 @@ from float8.kernels import Float8Matrix
 
 BITS = 13  # of the accumulator's mantissa, beside the leading one
 STEP, PROMOTED = 32, 128  # terms of an instruction, and between promotions
-LARGE = 1 << 14  # results for which compiling pays
+LARGE = 1 << 12  # results for which compiling pays
 EXPONENT, TINY = 0x7F800000, 2.0**-100  # float32's exponent bits; less than any product
 
 
