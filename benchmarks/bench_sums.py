@@ -141,7 +141,7 @@ def of_model(run: Products, data: Path | None) -> Iterator[tuple[Tensor, Tensor]
             module.register_forward_hook(keep)
     large = replace(run, batch=max(1, run.terms // run.context))
     (batch,) = large.batches(text, range(run.steps, run.steps + 1))
-    training.in_autocast(model)(*batch).backward()  # type: ignore[no-untyped-call]
+    training.in_autocast(model)(*batch).backward()
     while kept:
         g, x = kept.pop()
         yield g.flatten(0, -2).float(), x.flatten(0, -2).float()
