@@ -124,7 +124,7 @@ def make(
         else:
             made_by = {**report.commit(), "device": report.device_name(str(options.device))}
             rows.append({"run": asdict(run), **made_by, **made})
-            said = made.get("error") or format(made["loss"], ".4f")
+            said = format(made["loss"], ".4f") if "loss" in made else made.get("error", "measured")
             write()
         print(f"{time.strftime('%H:%M:%S')} {count}/{len(todo)} {run}: {said}", flush=True)
     report.show(write())

@@ -21,9 +21,10 @@ class GemmConfig:
 
     Args:
         use_fast_accum: accumulate in the tensor core's reduced-precision accumulator instead of
-            promoting partial sums to float32 (a Hopper option). Products whose scales change along
-            the contraction (blockwise) are promoted at each change, so they have no such option
-            and ignore it, as the plan shows. The reference path ignores it too.
+            promoting partial sums to float32 (a Hopper option); the error grows with the number of
+            terms (docs/quality.md). Products whose scales change along the contraction (blockwise)
+            are promoted at each change, so they have no such option and ignore it, as the plan
+            shows. The reference path ignores it too.
     """
 
     use_fast_accum: bool = False

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from linear.test_autograd import COSTS
 
-from benchmarks import bench_alarms, bench_bert, bench_quality, bench_unit_gpt
+from benchmarks import bench_alarms, bench_bert, bench_quality, bench_sums, bench_unit_gpt
 from benchmarks.bench_alarms import HEALTHY
 from benchmarks.quality.contenders import SAVING
 from float8.config import RECIPES
@@ -224,6 +224,22 @@ def quality():
     return markdown("contender | held-out loss | gap to its base, % | evaluated in bf16, %", body)
 
 
+SUMS = f"{bench_sums.OF_MODEL} after 400 steps"
+
+
+def sums_of_gradients():
+    lines = {
+        line["terms"]: line
+        for line in bench_sums.summary(result("cpu_sums")["rows"])[0]
+        if line.get("operands") == SUMS and line["terms"] not in (512, 16384)
+    }
+    body = [
+        [f"{terms:,}", *(f"{line[key]:.2f}" for key in ("cast", "precise", "fast"))]
+        for terms, line in lines.items()
+    ]
+    return markdown("tokens | casts | precise sum | fast sum", body)
+
+
 # --- memory and communication
 
 MEMORY = rows("cpu_memory", "mode", "layer")
@@ -299,7 +315,7 @@ TABLES = {
         *(layers, others, memory_of_llama3, communication),
         *(predicted_launches, published_launches),
     ),
-    "quality": (quality, bert, learning_rates),
+    "quality": (quality, bert, learning_rates, sums_of_gradients),
     "checkpoints": (rollout,),
     "memory": (memory_of_llama2,),
     "ptx": (executed_forms,),
@@ -343,6 +359,10 @@ def test_sentences_quote_the_result_files():
     )
     assert f"scale 1 ends {plain} above bf16" in quality
     assert f"ends {unit} above the unit-scaled model in bf16, which itself ends {itself}" in quality
+    lines, _ = bench_sums.summary(result("cpu_sums")["rows"])
+    gaps = {line["layer"]: line["gap"] for line in lines if "gap" in line}
+    for name in bench_sums.CONTENDERS[1:]:
+        assert gaps[name] in quality, (name, gaps[name])
     lines = bench_alarms.lines(result("cpu_alarms")["rows"])
     healthy, faults = ([x for x in lines if (x["layer"] == HEALTHY) == kind] for kind in (1, 0))
     alarms, looks, n = (sum(x[key] for x in healthy) for key in ("false_alarms", "looks", "runs"))
