@@ -22,6 +22,7 @@ from float8 import kernels
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
+from float8.kernels.registration import op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
@@ -119,7 +120,7 @@ def run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ..
     assert how is not None
     records, scale = state is not None and out.record, known_scale(how, state, x)
     cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
-    called, limit = getattr(torch.ops.float8, op).default, {}
+    called, limit = op_on(op, x), {}
     if op == SWIGLU:
         arguments, limit["limit"] = arguments[:2], arguments[2]
     if not plan.smooth_input:

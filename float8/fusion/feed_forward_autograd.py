@@ -30,6 +30,7 @@ from float8 import kernels
 from float8.formats import E4M3, ScaleFormat
 from float8.fusion.autograd import SWIGLU, Output, run_op
 from float8.kernels import CastSpec, Float8Matrix, definition
+from float8.kernels.registration import op_on
 from float8.linear.autograd import (
     Call,
     as_arguments,
@@ -251,7 +252,7 @@ def _cast_by_kernel(
     if any([scale is None for scale in scales]):  # a delayed scale without a history
         scales = [None]
     records = lead.records_amax and how.is_delayed
-    y_t, data, data_t, scale, amax = torch.ops.float8.swiglu_gradients.default(
+    y_t, data, data_t, scale, amax = op_on("swiglu_gradients", grad_y)(
         grad_y, gate_MF, up_MF, y_scale, scales[0], scales[-1], y.dtype, how.dtype,
         how.scales != ScaleFormat.FLOAT32.value, joined, needs_down, True, records,
         gate_groups, up_groups,

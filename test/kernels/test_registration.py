@@ -89,7 +89,7 @@ def test_whatever_sees_ops_sees_this_one(op):
     with Passes():
         assert run(x).tolist() == [2.0, 2.0]
     assert run(x.as_subclass(Subclass)).tolist() == [2.0, 2.0]
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         run(x)
     assert "float8::test_op_on" in [event.key for event in profile.key_averages()]
 
