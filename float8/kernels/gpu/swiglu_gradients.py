@@ -71,7 +71,7 @@ from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 64}
-_OPTIONS = {"num_warps": 4, **NO_FUSION}
+_WARPS = 2  # a thread has 8 adjacent elements of a row
 GROUPS = (1, 128)  # of float8 copies of gate and up
 
 
@@ -206,7 +206,7 @@ def _partial_amaxes(
     launch(
         _amax_kernel, count, grad, pointer(gate), pointer(up), gate_groups, up_groups, partials,
         *gate.shape, grad.stride(0), gate.stride(0), up.stride(0),
-        **_AMAX_TILE, PARTIALS=count, **_OPTIONS,
+        **_AMAX_TILE, PARTIALS=count, num_warps=4, **NO_FUSION,
     )  # fmt: skip
     return partials
 
@@ -251,7 +251,8 @@ def _launch(
         *gate.shape, *strides,
         **_TILE, JOINED=joined, PARTIALS=count,
         Y_FORMAT=TRITON_FORMATS[y_dtype], Y_FORMAT_MAX=torch.finfo(y_dtype).max,
-        **format_constants(dtype, power_of_two and gate_scale is None), **_OPTIONS,
+        **format_constants(dtype, power_of_two and gate_scale is None),
+        num_warps=_WARPS, **NO_FUSION,
     )  # fmt: skip
     return tuple(out)
 

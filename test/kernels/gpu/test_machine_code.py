@@ -36,6 +36,9 @@ CASES = [
 ]
 
 
+_BY_8_COLUMNS = ("whole rows", "swiglu_gradients")
+
+
 @pytest.mark.parametrize(("variant", "arch"), CASES)
 def test_machine_code(variant, arch):
     found = row(variant, arch)
@@ -46,13 +49,13 @@ def test_machine_code(variant, arch):
         widths = found[access]
         total = sum(width * n for width, n in widths.items())
         # Scales, a bias, partial amaxes and the like are at most 12 words; the matrices are not.
-        # Norms by whole rows have 8 columns a thread: 8 bytes of float8, 256 adjacent ones a warp.
-        wide = 8 if "whole rows" in variant.name else 16
+        # These have 8 columns a thread: 8 bytes of float8, 256 or 64 adjacent ones a warp.
+        wide = 8 if any(name in variant.name for name in _BY_8_COLUMNS) else 16
         moved = sum(width * n for width, n in widths.items() if width >= wide)
         assert moved >= 0.7 * total or total - moved <= 48, (access, widths)
     if "FORMAT" in variant.constants and "mm" not in variant.name:
-        assert sum(found["conversions"].values()) > 0
-        assert all(name.startswith("F2FP.SATFINITE") for name in found["conversions"])
+        encodes = [name for name in found["conversions"] if "UNPACK" not in name]
+        assert encodes and all(name.startswith("F2FP.SATFINITE") for name in encodes)
 
 
 @pytest.mark.parametrize("variant", FIRST, ids=lambda v: v.name)
