@@ -30,6 +30,7 @@ from float8 import kernels
 from float8.formats import E4M3, ScaleFormat
 from float8.fusion.autograd import SWIGLU, Output, run_op
 from float8.kernels import CastSpec, Float8Matrix, definition
+from float8.kernels.matrix import BY_128
 from float8.kernels.registration import op_on
 from float8.linear.autograd import (
     Call,
@@ -134,7 +135,8 @@ class FeedForwardFunction(torch.autograd.Function):
                 w8_FK, _ = reads[-1](saved[-2:], down)
                 grad_y = product(down.plan.grad_input, g8_MK, w8_FK)
             by: Any = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
-            y8_FM, gradients = by(grad_y, kept, y_scale, call, needs_down)
+            wanted = needs_down, needs_x, any(needs_first)
+            y8_FM, gradients = by(grad_y, kept, y_scale, call, wanted)
             if needs_down:
                 grad_down = product(down.plan.grad_weight, g8_KM, y8_FM)
             for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
@@ -173,8 +175,8 @@ def _halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def copies_on(device: torch.device, emulate: bool) -> CastSpec:
     """How float8 copies are cast: E4M3 in groups of 128 of a row, as `float8.saved_activations`."""
-    kernel = kernels.kernel_for(kernels.family_of(device), (1, 128), emulate)
-    return CastSpec((1, 128), E4M3.dtype, ScaleFormat.POWER_OF_TWO.value, kernel)
+    kernel = kernels.kernel_for(kernels.family_of(device), BY_128, emulate)
+    return CastSpec(BY_128, E4M3.dtype, ScaleFormat.POWER_OF_TWO.value, kernel)
 
 
 def _copies(gate_MF: Tensor, up_MF: Tensor, how: CastSpec) -> list[Tensor]:
@@ -205,13 +207,16 @@ def _swiglu(gate_MF: Tensor, up_MF: Tensor, rounds_once: bool) -> Tensor:
 # y_FM, or None, for the weight gradient of down, and both orientations of the gradient of each
 # layer before SwiGLU: of gate and up, or of the one that computes both.
 BackwardOperands = tuple[Any, list[Matrices]]
+# Whether y_FM is wanted, and each of the two orientations.
+Wanted = tuple[bool, bool, bool]
 
 
 def _cast_plainly(
     grad_y: Tensor | None, kept: Sequence[Tensor], y_scale: Tensor | None, call: FeedForwardCall,
-    needs_down: bool,
+    wanted: Wanted,
 ) -> BackwardOperands:  # fmt: skip
     down, y8_FM, gradients = call.down, None, []
+    needs_down, first, second = wanted
     if call.copies:
         pairs = kept[:2], kept[2:]
         block, dtype = call.copies.block, down.plan.dtype
@@ -232,7 +237,9 @@ def _cast_plainly(
     for its, g in zip(call.first, both, strict=True):
         found: Any = (None, None, None)
         if g is not None:
-            found = cast_operand(g, its.plan.g, its.states[2], its.records_amax)
+            found = cast_operand(
+                g, its.plan.g, its.states[2], its.records_amax, first=first, second=second
+            )
         record(its.states[2], found[2])
         gradients.append(found[:2])
     return y8_FM, gradients
@@ -240,7 +247,7 @@ def _cast_plainly(
 
 def _cast_by_kernel(
     grad_y: Tensor, kept: Sequence[Tensor], y_scale: Tensor, call: FeedForwardCall,
-    needs_down: bool,
+    wanted: Wanted,
 ) -> BackwardOperands:  # fmt: skip
     (lead, *_), y, joined = call.first, call.down.plan.x.first, len(call.first) == 1
     how, states = lead.plan.g.first, [its.states[2] for its in call.first]
@@ -251,17 +258,18 @@ def _cast_by_kernel(
     scales = [known_scale(how, state, grad_y) for state in states]
     if any([scale is None for scale in scales]):  # a delayed scale without a history
         scales = [None]
-    records = lead.records_amax and how.is_delayed
+    records, (needs_down, _, second) = lead.records_amax and how.is_delayed, wanted
     y_t, data, data_t, scale, amax = op_on("swiglu_gradients", grad_y)(
         grad_y, gate_MF, up_MF, y_scale, scales[0], scales[-1], y.dtype, how.dtype,
-        how.scales != ScaleFormat.FLOAT32.value, joined, needs_down, True, records,
+        how.scales != ScaleFormat.FLOAT32.value, joined, needs_down, second, records,
         gate_groups, up_groups,
     )  # fmt: skip
     gradients: list[Matrices] = []
     for i, state in enumerate(states):
-        its = [part if joined else part[i] for part in (data, data_t, scale)]
-        pair = [Float8Matrix(part, its[2], how.block) for part in its[:2]]
-        gradients.append((pair[0], pair[1]))
+        parts = (scale, data, data_t) if second else (scale, data)
+        own, *codes = parts if joined else [part[i] for part in parts]
+        first, *other = [Float8Matrix(each, own, how.block) for each in codes]
+        gradients.append((first, other[0] if other else None))
         if records:
             record(state, amax if joined else amax[i])
     return Float8Matrix(y_t, y_scale, y.block), gradients

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import float8
@@ -256,6 +257,28 @@ def test_what_needs_no_gradient_costs_none(kind, ops, frozen):
         assert (got is None) == (expected is None)
         if got is not None:
             assert_bitwise(got, expected, frozen)
+
+
+class Transposes(TorchDispatchMode):
+    """Whether the op writes y's transpose, and those of the gradients."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.float8.swiglu_gradients.default:
+            self.seen = args[10:12]
+        return func(*args, **(kwargs or {}))
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("frozen", ["none", "down", "first"])
+def test_a_gpu_writes_no_transpose_that_nothing_reads(kind, frozen):
+    _, fused = both(kind)
+    names = {"none": (), "down": (fused[0].layer_names.down,), "first": fused[0].layer_names.first}
+    for name in names[frozen]:
+        fused[0].get_submodule(name).weight.requires_grad_(False)
+    x, g = operands()
+    with by_ops(), Transposes() as transposes:
+        fused(x.requires_grad_()).backward(g)
+    assert transposes.seen == (frozen != "down", frozen != "first")
 
 
 @EVERY_KIND

@@ -108,14 +108,14 @@ def _lines_kernel(
         tl.atomic_max(cols_ptr + group * K + k, tl.max(bits, 0), k < K, sem="relaxed")
 
 
-def _partials(tiles: int, most: int) -> int:
+def partials_of(tiles: int, most: int) -> int:
     """A power of two: how many programs, at most ``most``, find the amaxes of tiles."""
     return min(most, triton.next_power_of_2(max(tiles, 1)))
 
 
 def new_partials(x: Tensor, tiles: int, most: int) -> Tensor:
     """int32 (P,), P a power of two: for the amaxes of at most ``most`` programs."""
-    return torch.empty(_partials(tiles, most), dtype=torch.int32, device=x.device)
+    return torch.empty(partials_of(tiles, most), dtype=torch.int32, device=x.device)
 
 
 def partial_amaxes(x: Tensor, most: int = MAX_PARTIALS, offs: Tensor | None = None) -> Tensor:
@@ -137,7 +137,7 @@ def _partials_form(
     shape: Sequence[int], strides: Sequence[int], most: int, groups: int
 ) -> tuple[tuple[int, int], Form]:
     E = count_of(shape)
-    count = _partials(tiles_of(shape, _TILE), max(1, most // triton.next_power_of_2(E)))
+    count = partials_of(tiles_of(shape, _TILE), max(1, most // triton.next_power_of_2(E)))
     sizes = *shape[-2:], *strides_of(strides), groups
     return (count, E), Form(_amax_kernel, {}, *sizes, **_TILE, PARTIALS=count, **_OPTIONS)
 

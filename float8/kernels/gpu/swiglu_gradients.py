@@ -43,7 +43,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE
 from float8.kernels import definition
-from float8.kernels.gpu.amax import new_partials
+from float8.kernels.gpu.amax import partials_of
 from float8.kernels.gpu.jit import (
     amax_bits_of,
     magnitude_bits,
@@ -68,11 +68,11 @@ from float8.kernels.gpu.launch import (
     tiles_of,
 )
 from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
+from float8.kernels.matrix import BY_128
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 64}
 _WARPS = 2  # a thread has 8 adjacent elements of a row
-GROUPS = (1, 128)  # of float8 copies of gate and up
 
 
 @triton.jit
@@ -201,7 +201,7 @@ def _partial_amaxes(
     up_groups: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """int32 (2, P), P a power of two: bits of amaxes, whose maxima are those of the gradients."""
-    count = new_partials(gate, tiles_of(gate.shape, _AMAX_TILE), _MAX_PARTIALS).numel()
+    count = partials_of(tiles_of(gate.shape, _AMAX_TILE), _MAX_PARTIALS)
     partials = torch.empty((2, count), dtype=torch.int32, device=gate.device)
     launch(
         _amax_kernel, count, grad, pointer(gate), pointer(up), gate_groups, up_groups, partials,
@@ -266,8 +266,8 @@ def _definition(
     out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
     whole = (WHOLE, WHOLE)
     if gate_groups is not None and up_groups is not None:
-        gate = definition.dequantize(gate, gate_groups, GROUPS, grad.dtype)
-        up = definition.dequantize(up, up_groups, GROUPS, grad.dtype)
+        gate = definition.dequantize(gate, gate_groups, BY_128, grad.dtype)
+        up = definition.dequantize(up, up_groups, BY_128, grad.dtype)
     if y_cols:
         y = definition.swiglu(gate, up).to(gate.dtype)
         out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, whole, y_dtype))

@@ -16,7 +16,8 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.swiglu_gradients import GROUPS, swiglu_gradients
+from float8.kernels.gpu.swiglu_gradients import swiglu_gradients
+from float8.kernels.matrix import BY_128
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -50,10 +51,10 @@ def expected(device, grad, gate, up, y_scale, scales, y_dtype, dtype, pow2, join
 
 def copy_of(x):
     """E4M3 in groups of 128 of a row."""
-    largest = definition.amax(x, GROUPS)
+    largest = definition.amax(x, BY_128)
     name = definition.scale_format_of(True)
     scale = definition.scale_from_amax(largest, torch.finfo(E4M3).max, name)
-    return definition.cast_by_scale(x, scale, GROUPS, E4M3), scale
+    return definition.cast_by_scale(x, scale, BY_128, E4M3), scale
 
 
 def check(
@@ -72,7 +73,7 @@ def check(
     if copies:  # the expected bits are those of their values
         operands, groups = zip(*[copy_of(t) for t in (gate, up)], strict=True)
         both = zip(operands, groups, strict=True)
-        gate, up = [definition.dequantize(*of, GROUPS, dtype) for of in both]
+        gate, up = [definition.dequantize(*of, BY_128, dtype) for of in both]
     out = change(launch(grad, *operands, y_scale, *scales, *how, *groups))
     y_t, parts = expected(
         device, grad, gate, up, y_scale, scales, *formats, pow2, joined
