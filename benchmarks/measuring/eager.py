@@ -6,13 +6,14 @@ whether a kernel of ours or torch's. Neither the host nor what a kernel reads tw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measuring.memory import PlainOps
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES
 from float8.estimate.roofline import Shape, gemm_seconds
 from float8.kernels.products import TENSORWISE_PRODUCT
@@ -45,26 +46,29 @@ def seconds_of(op: Any, operands: list[Any]) -> float | None:
     return None
 
 
-class Step(TorchDispatchMode):
+def finds_scale(op: Any, operands: Sequence[Any]) -> bool:
+    """Whether a float8 op reads its operands twice, the first time for the amax of a matrix."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, operands, strict=False))
+    is_missing = given.get("scale", op) is None or given.get("gate_scale", op) is None
+    return is_missing and list(given.get("block", (-1, -1))) == [-1, -1]
+
+
+class Step(PlainOps):
     """Adds up ``seconds`` of the ops that run inside."""
 
     seconds = 0.0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass runs plain ops, and those come by here
-        out = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: dict[str, Any] | None, out: Any) -> None:
+        """Price it."""
         seconds = seconds_of(func, args)
         if seconds is not None:
             self.seconds += seconds
         elif not func.is_view and func.overloadpacket.__name__ not in MOVE_NOTHING:
-            tensors = [
-                x for x in pytree.tree_leaves([(args, kwargs), out]) if isinstance(x, Tensor)
+            read, written = [
+                sum([x.nbytes for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)])
+                for tree in ((args, kwargs), out)
             ]
-            moved = sum([x.numel() * x.element_size() for x in tensors])
-            self.seconds += H100.pass_seconds(ANY_PASS, moved) if moved else 0.0
-            if func is torch.ops.float8.cast.default and args[1] is None and args[2] == [-1, -1]:
-                self.seconds += H100.pass_seconds(ANY_PASS, args[0].nbytes)  # finds the scale
-        return out
+            twice = func.namespace == "float8" and finds_scale(func, args)
+            for moved in (read + written, read if twice else 0):
+                self.seconds += H100.pass_seconds(ANY_PASS, moved) if moved else 0.0

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from benchmarks.measuring import memory
-from benchmarks.measuring.eager import H100, seconds_of
+from benchmarks.measuring.eager import H100, finds_scale, seconds_of
 from float8.estimate.devices import ANY_PASS
 
 STATIC = "static inputs"  # in the meta data of a graph: the inputs whose addresses stay
@@ -112,11 +112,7 @@ def predict(graphs: list[GraphModule]) -> Predicted:
 def passes_of(node: Node) -> list[int]:
     """The bytes that each launch of a float8 op moves: one finds a tensor's scale before."""
     read, written = (bytes_of(nodes) for nodes in (node.all_input_nodes, [node]))
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False))
-    finds_scale = None in (given.get("scale", node), given.get("gate_scale", node))
-    is_dynamic = finds_scale and list(given.get("block", (-1, -1))) == [-1, -1]
-    return [read, read + written] if is_dynamic else [read + written]
+    return [read, read + written] if finds_scale(node.target, node.args) else [read + written]
 
 
 def bytes_of(nodes: Sequence[Node]) -> int:

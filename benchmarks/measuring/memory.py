@@ -66,7 +66,24 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class Allocations(TorchDispatchMode):
+class PlainOps(TorchDispatchMode):
+    """Abstract: `saw` gets each op on plain tensors, those inside of subclasses too."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # the subclass runs plain ops, and those come by here
+        out = func(*args, **(kwargs or {}))
+        self.saw(func, args, kwargs, out)
+        return out
+
+    def saw(self, func: Any, args: Any, kwargs: dict[str, Any] | None, out: Any) -> None:
+        """An op that has run."""
+        raise NotImplementedError
+
+
+class Allocations(PlainOps):
     """Bytes of all storages that are alive, `now` and at the `peak`.
 
     Tensors made before it was entered count from when they are `add`ed.
@@ -100,14 +117,9 @@ class Allocations(TorchDispatchMode):
         del self._alive[key]
         self.now -= size
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass runs plain ops, and those come by here
-        out = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: dict[str, Any] | None, out: Any) -> None:
+        """Count what it returned."""
         self.add(x for x in pytree.tree_leaves(out) if isinstance(x, Tensor))
-        return out
 
 
 @dataclass(frozen=True)
