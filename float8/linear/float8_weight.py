@@ -136,10 +136,10 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
         return _of_float8_tensor(weight, plan)
     if cached is None or not (torch.compiler.is_compiling() or cached.source is weight):
         return None  # not cached; or the weight was replaced since
-    return fitting(cached, plan, f"{layer._name}: ")
+    return fitting(cached, plan, layer)
 
 
-def fitting(cached: Float8Weight, plan: LinearPlan, prefix: str = "") -> Float8Weight | None:
+def fitting(cached: Float8Weight, plan: LinearPlan, layer: Any = None) -> Float8Weight | None:
     """A cached weight, or None if its source was written to since or it is not for this plan.
 
     Raises ValueError if `cached_weights` cast it for another compute dtype than that of ``plan``.
@@ -150,8 +150,9 @@ def fitting(cached: Float8Weight, plan: LinearPlan, prefix: str = "") -> Float8W
         return cached
     if cached.is_gathered:
         return None  # gathered outside of the autocast in which it is used
+    name = "" if layer is None else f"{layer._name}: "
     raise ValueError(
-        f"{prefix}the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
+        f"{name}the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
         f"write `with cached_weights(model, dtype={plan.dtype})`"
     )
 

@@ -7,6 +7,7 @@ input; it then has eager's bits where it rounds as eager does (``emulate_precisi
 
 import ast
 import copy
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -33,6 +34,7 @@ from float8 import (
     Float8Linear,
     Float8LinearConfig,
     Float8Tensor,
+    cached_weights,
     convert_to_float8_training,
     float8_linear,
     sync_float8_amax_and_scale_history,
@@ -177,6 +179,22 @@ def test_steps_and_batch_sizes_do_not_recompile(recipe, dynamic, sizes, graphs):
         counts.append(counter.frame_count)
     # (Not the number itself: torch 2.11 may show its backend a graph twice.)
     assert counts[-1] == counts[graphs - 1]
+
+
+@pytest.mark.parametrize("context", [nullcontext, cached_weights])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_equal_blocks_that_are_compiled_one_by_one_share_a_graph(recipe, context):
+    """Also those of a cache; dynamo compiles a function 8 times, and then runs it eager."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in range(3)))
+    convert_to_float8_training(blocks, config=recipe)
+    counter, counts = CompileCounterWithBackend("aot_eager"), []
+    x = torch.randn(32, 64, requires_grad=True)
+    with context(blocks):
+        for block in blocks:
+            block.compile(backend=counter, fullgraph=True, dynamic=False)
+            x = block(x)
+            counts.append(counter.frame_count)
+    assert counts == [counts[0]] * 3
 
 
 # Scales of any value: a factor that is no power of two shows where operands lose bits.
