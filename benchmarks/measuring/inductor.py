@@ -95,10 +95,11 @@ def tracing(partitioner: CustomPartitionerFn | None = None) -> Iterator[list[Gra
 def predict(graphs: list[GraphModule]) -> Predicted:
     """The step of a block whose graphs these are, which are changed."""
     found = Predicted()
+    assert len(graphs) == 2, "blocks that are equal share one graph"
     for graph in graphs:
         sizes = scheduled(graph, is_backward=graph is not graphs[0])
         for node in graph.graph.nodes:
-            operands = [getattr(each, "meta", {}).get("val") for each in node.args]
+            operands = [each.meta["val"] if isinstance(each, Node) else each for each in node.args]
             if (seconds := seconds_of(node.target, operands)) is not None:
                 found.seconds += seconds
             elif getattr(node.target, "namespace", None) == "float8":

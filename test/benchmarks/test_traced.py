@@ -9,10 +9,12 @@ import torch
 
 from benchmarks import bench_model
 from benchmarks.measuring import contenders
+from benchmarks.measuring.eager import FAST_GRADIENTS, H100, TENSORWISE_PRODUCT, gemm_seconds
 from benchmarks.measuring.report import ROOT
 from benchmarks.measuring.step import moved_by_casts
 from benchmarks.models.transformer import LLAMA
 from float8.config import RECIPES
+from float8.estimate.roofline import Shape
 from float8.linear.plan import plan_for
 
 pytest.importorskip("triton")  # the casts of CUDA tensors are its kernels
@@ -28,7 +30,7 @@ BLOCKS, TOKENS = 2, 16384
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     file = tmp_path_factory.mktemp("traced") / "out.json"
-    recipes = ["tensorwise", "tensorwise+saved_activations"]
+    recipes = ["tensorwise", "tensorwise+saved_activations", "tensorwise+fast", "tensorwise+cached"]
     assert bench_model.main(["--traced", "--recipes", *recipes, "-o", str(file)]) == 0
     return {row["layer"]: row for row in json.loads(file.read_text())["rows"]}
 
@@ -70,6 +72,27 @@ def test_saved_activations_keep_their_copies_alone_and_no_second_pass_reads_them
     # A cast reads two bytes and writes one; backward then reads that one in place of two.
     more = (saved["cast_gb"] - ours["cast_gb"]) * 1e9
     assert more == pytest.approx(2 * copies, rel=0.2)  # a norm's copy is read twice
+
+
+def test_fast_sums_and_cached_weights_change_the_times_alone_and_the_bytes_of_weights(rows):
+    """Six bytes of a weight in place of eight; two products of three take another time."""
+    ours, fast, cached = (rows[f"tensorwise{part} speed"] for part in ("", "+fast", "+cached"))
+    sizes, times = LLAMA["8b"], ("predicted_ms", "layer")
+    assert {key: fast[key] for key in fast if key not in times} == {
+        key: ours[key] for key in ours if key not in times
+    }
+    with torch.device("meta"):
+        linears = [m for m in bench_model.Stack(sizes)[0].modules() if hasattr(m, "in_features")]
+    gradients = sum(
+        gemm_seconds(H100, TENSORWISE_PRODUCT, Shape(TOKENS, m.in_features, m.out_features), name)
+        for m in linears
+        for name in ("grad_input", "grad_weight")
+    )
+    less = (ours["predicted_ms"] - fast["predicted_ms"]) / 1e3
+    assert less == pytest.approx(BLOCKS * gradients * (1 - FAST_GRADIENTS), rel=1e-3)
+    weights = BLOCKS * sum(m.weight.numel() for m in linears)
+    assert (ours["cast_gb"] - cached["cast_gb"]) * 1e9 == pytest.approx(2 * weights, rel=1e-3)
+    assert cached["predicted_ms"] < ours["predicted_ms"]
 
 
 def test_casts_move_what_their_passes_do_but_for_the_amaxes_that_inductor_fuses(rows):
