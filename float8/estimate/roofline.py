@@ -4,7 +4,7 @@ A cast is a few passes over memory, each ``bytes / rate + launch``. A plain laye
 GEMMs without casts. The clock under load is part of the rates that a GEMM is said to reach. Not
 modelled: the host (eager mode waits for Python on small layers), caches, and communication; biases,
 whose gradient takes 1/16 byte per element of grad_output and two launches where the cast adds its
-columns, and another read in bfloat16; amaxes of weights that an optimizer has recorded.
+columns, and another read in bfloat16.
 
 Grouped GEMMs reach a part of the rate of dense ones (`float8.estimate.devices.GROUPED`).
 

@@ -60,6 +60,22 @@ def test_the_page_has_the_speed_up_of_float32_weights():
     assert f"float32 weights under autocast: {speedup:.2f}x" in text
 
 
+def test_the_page_has_what_was_traced_of_two_blocks():
+    rows = {row["layer"]: row for row in figures.result("traced_h100")["rows"]}
+    page = " ".join((figures.ROOT / "docs" / "speed.md").read_text(encoding="utf-8").split())
+
+    def cells(name):
+        return f"{rows[name]['saved_mib']:,.0f} | {rows[name]['predicted_ms']:.1f}"
+
+    for recipe in ("tensorwise", "delayed"):
+        for parts in ("", "+feed_forward", "+feed_forward+keep_float8"):
+            name = recipe + parts
+            assert f"| {cells(name + ' speed')} | {cells(name + ' memory')} |" in page
+    fastest = rows["delayed+feed_forward+fuse_norms+fast speed"]["predicted_ms"]
+    smallest = cells("delayed+feed_forward+keep_float8+fast memory").replace(" |", " MiB,")
+    assert f"`fuse_norms`: {fastest:.1f} ms" in page and f"{smallest} ms" in page
+
+
 def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
     shapes = [(shape.M, shape.K, shape.N) for shape in LLAMA3_8B]
     predicted = estimate(shapes, device="H100", recipes=list(RECIPES)).as_dict()
