@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -251,7 +251,7 @@ def save(
     ctx.save_for_backward(*x8, *w8, *others, *scales)
     ctx.read_weight = cast_again if call.weight is None else call.weight.read
     # Without the weight: FSDP2 may free its memory after the forward.
-    ctx.call = Call(call.plan, call.states, call.records_amax, None, call.factors)
+    ctx.call = call if call.weight is None else replace(call, weight=None)
     # Under hooks of saved tensors, as of checkpointing, torch does not compare versions.
     ctx.versions = [] if torch.compiler.is_compiling() else list(map(_VERSION, scales))
     x, w, bias = arguments

@@ -123,8 +123,12 @@ class Form:
             else -(2**31) <= a < 2**31 for a in arguments  # a number of 64 bits is another kernel's
         ]  # fmt: skip
         if found := self.compiled.get(known):
-            stream = driver.active.get_current_stream(current)
-            found[0][grid](*arguments, *found[1], stream=stream)
+            compiled, constants = found
+            # As kernel[grid](...), but without Triton's hooks, whose preparation takes as long.
+            compiled.run(
+                *grid, driver.active.get_current_stream(current), compiled.function,
+                compiled.packed_metadata, None, None, None, *arguments, *constants,
+            )  # fmt: skip
             return
         names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
         constants = [self.constants[name] for name in names]
