@@ -123,11 +123,11 @@ class Form:
             else -(2**31) <= a < 2**31 for a in arguments  # a number of 64 bits is another kernel's
         ]  # fmt: skip
         if found := self.compiled.get(known):
-            compiled, constants = found
+            compiled, last = found
             # As kernel[grid](...), but without Triton's hooks, whose preparation takes as long.
             compiled.run(
                 *grid, driver.active.get_current_stream(current), compiled.function,
-                compiled.packed_metadata, None, None, None, *arguments, *constants,
+                compiled.packed_metadata, None, None, None, *arguments, *last,
             )  # fmt: skip
             return
         names = self.kernel.arg_names[len(arguments) + len(self.numbers) :]
