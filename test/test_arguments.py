@@ -123,7 +123,7 @@ CALLS = {
         (Float8LinearConfig.from_te_recipe, {}, "-:?"),
     ],
     "Format": [(lambda v: f.Format("x", v).max, {}, "-")],
-    "GemmConfig": [(f.GemmConfig, {}, "use_fast_accum")],
+    "GemmConfig": [(f.GemmConfig, {}, "use_fast_accum:?")],
     **{
         name: [
             (getattr(f, name), {}, "-"),

@@ -44,7 +44,7 @@ class Gemm:
         a, b: the casts of the operands; both None where the product is in high precision. With
             ``emulate`` one may be: the other is dequantised to the compute dtype.
         out_dtype: the dtype of the result.
-        use_fast_accum: see `GemmConfig`.
+        use_fast_accum: see `GemmConfig`; None for experts alone.
         name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
         refusal: the reason why no GEMM of the device multiplies, or None.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
@@ -55,7 +55,7 @@ class Gemm:
     a: OperandCast | None
     b: OperandCast | None
     out_dtype: torch.dtype
-    use_fast_accum: bool = False
+    use_fast_accum: bool | None = False
     name: str = ""
     refusal: str | None = None
     align: int = 1
@@ -241,8 +241,9 @@ def plan_for(
             )
             for cast, is_weight in ((asked.a, False), (asked.b, b_is_weight))
         ]
+        is_fast = asked.use_fast_accum if grouped else bool(asked.use_fast_accum)
         if a is None or b is None:
-            return Gemm(a, b, out_dtype, asked.use_fast_accum)
+            return Gemm(a, b, out_dtype, is_fast)
         are_powers = not of_float8_operands and _scales_are_powers_of_two(a, b)
         what = family, a.block, b.block, out_dtype, emulate
         if grouped:
@@ -259,7 +260,7 @@ def plan_for(
         pad, multiple = config.pad_inner_dim, 1
         if on_gpu and not pad and (grouped or kernels.is_aligned(name)):
             multiple = multiple_of(a, grouped)
-        return Gemm(a, b, out_dtype, asked.use_fast_accum, name, refusal, align, pad, multiple)
+        return Gemm(a, b, out_dtype, is_fast, name, refusal, align, pad, multiple)
 
     output = gemm(gemms.output, dtype)
     grad_input = gemm(gemms.grad_input, grad_dtype)
