@@ -76,13 +76,12 @@ from float8.kernels.gpu.blockwise_mm import (
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import check_device, launch, register_op
-from float8.kernels.groups import padded_sizes
+from float8.kernels.groups import SHORT_SUM, padded_sizes
 from float8.kernels.matrix import BY_128, ROW, SQUARE_128, TENSOR
 from float8.kernels.products import family_of
 
 WIDE = Tile(128, 256, 8, 3)
 TORCH_TILE = Tile(0, 0, 0, 0)  # no tile: torch's kernel
-SHORT_SUM = 4096  # terms, the mean of all groups
 PAIRS = (*itertools.product((TENSOR, ROW), repeat=2), (BY_128, SQUARE_128), (BY_128, BY_128))
 
 
