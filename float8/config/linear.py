@@ -178,9 +178,8 @@ class Float8LinearConfig:
             if not self.emulate:
                 check_hardware(names, *casts)
             is_fast = getattr(self, f"gemm_config_{name}").use_fast_accum
-            if any([cast is not None and cast.block[1] != WHOLE for cast in casts]):
-                is_fast = False
-            return GemmCasts(*casts, is_fast)
+            has_blocks = any([cast is not None and cast.block[1] != WHOLE for cast in casts])
+            return GemmCasts(*casts, False if has_blocks else is_fast)
 
         def resolved(name: str) -> OperandCast | None:
             cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])
