@@ -187,7 +187,7 @@ SOURCES = (
     "published: TransformerEngine, GEMM profiling: blockwise and mx GEMMs",
     "published: torchao, pull request 940: other rowwise GEMMs, seconds to fill and drain",
     "published: torchao, roofline_utils.py and blockwise casts: launches, copies, other casts",
-    "published: this project's H100 (gemms.txt), torchao's moe_training: grouped GEMMs",
+    "published: this project's H100 (gemms.txt, steps), torchao's moe_training: grouped GEMMs",
 )
 KERNELS_SOURCE = "predicted: machine code of cast kernels, scripts.kernel_tools report --predict"
 AMD_SOURCE = (

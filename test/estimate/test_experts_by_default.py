@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fresh import facts_of
 from torch import nn
 
 import float8
@@ -65,6 +66,13 @@ def first_gain(sizes, config, device) -> int | None:
         if sum(r.bf16_s for r in found) > sum(r.recipes["own"].seconds.total for r in found):
             return rows
     return None
+
+
+def test_float8_comes_with_the_filter():
+    """Which conftest.py takes away."""
+    program = "import float8\nfrom float8.convert.filters import DEFAULT_FILTERS as made\n"
+    found = facts_of(program + 'facts["names"] = [make.__name__ for make in made]')
+    assert found == {"names": ["experts_that_gain"]}
 
 
 @pytest.mark.parametrize("sums", [FAST, PRECISE], ids=["fast", "precise"])
