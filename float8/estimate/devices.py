@@ -71,7 +71,8 @@ class Device:
         products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
         grouped: kind of GEMM, and the kind with " fast" behind it where fast sums have another
             speed -> the parts of ``rate`` that its grouped GEMMs reach: tokens by experts with
-            groups of `SMALL` and of `LARGE` tokens, then tokens by tokens with such groups.
+            groups of `SMALL` and of `LARGE` tokens, then tokens by tokens with such groups. A
+            grouped GEMM of a kind that is not listed is as fast as a dense one.
         passes: name of a pass over memory, or "any" -> bytes per second. A pass that is not listed
             runs at the bandwidth.
         sources: lines ``"kind: source: which numbers"``.

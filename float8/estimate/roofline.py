@@ -4,7 +4,8 @@ A cast is a few passes over memory, each ``bytes / rate + launch``. A plain laye
 GEMMs without casts. The clock under load is part of the rates that a GEMM is said to reach. Not
 modelled: the host (eager mode waits for Python on small layers), caches, and communication; biases,
 whose gradient takes 1/16 byte per element of grad_output and two launches where the cast adds its
-columns, and another read in bfloat16; amaxes of weights that an optimizer has recorded.
+columns, and another read in bfloat16; DeepGEMM, which ran two of three products of ``blockwise``
+experts in 0.61 to 0.86 of Triton's time (docs/compatibility.md).
 
 **GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
 
@@ -352,9 +353,8 @@ def gemm_seconds(
         launches, computing = 1, computing / busy(rows, columns, device.processors)
     else:
         launches, computing = 2, computing * shape.filled
-        parts = device.grouped[
-            f"{kind} fast" if fast and f"{kind} fast" in device.grouped else kind
-        ]
+        parts = device.grouped.get(kind, (1.0,) * 4)
+        parts = device.grouped.get(f"{kind} fast", parts) if fast else parts
         small, large = parts[2:] if name == "grad_weight" else parts[:2]
         size = min(max(shape.M / shape.E, SMALL), LARGE)
         share = (LARGE / size - 1) / (LARGE / SMALL - 1)  # of the small groups' time
