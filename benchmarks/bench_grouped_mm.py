@@ -42,7 +42,13 @@ from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
 from benchmarks.measuring.step import Step, compiled, in_turns, moved_by_casts
-from float8 import cached_weights, convert_to_float8_training, grouped_mm, register_experts
+from float8 import (
+    cached_weights,
+    convert_to_float8_training,
+    filters,
+    grouped_mm,
+    register_experts,
+)
 from float8.estimate import roofline
 from float8.estimate.roofline import Shape as LayerShape
 from float8.estimate.roofline import Use
@@ -103,7 +109,10 @@ def function(name: str, on_cpu: bool) -> Product:
 
 def cached(layer: nn.Module, name: str) -> nn.Module:
     """The layer in float8, its weight cast now."""
-    converted: Any = convert_to_float8_training(layer, config=contenders.config_of(name))
+    everything = filters.all_of()  # by default conversion leaves experts that lose
+    converted: Any = convert_to_float8_training(
+        layer, config=contenders.config_of(name), module_filter_fn=everything
+    )
     converted.scope = cached_weights(converted)  # open as long as the layer lives
     converted.scope.__enter__()
     return converted

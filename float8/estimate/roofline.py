@@ -83,7 +83,7 @@ On AMD GPUs casts run op by op in plain PyTorch, and move 43 to 94 bytes per ele
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ from float8.estimate.devices import BF16, FLOAT8_GEMMS, LARGE, SMALL, Device, Me
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_products import TORCH_MX
-from float8.kernels.groups import padded_tokens
+from float8.kernels.groups import SHORT_SUM, padded_tokens
 from float8.kernels.products import (
     BLOCKWISE_PRODUCT,
     MX_PRODUCT,
@@ -231,7 +231,10 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     g = _casts(use, plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
-        return x, convert + _casts(use, plan.output.b, plan.grad_input.b), g
+        cached = _casts(use, plan.output.b, plan.grad_input.b)
+        if plan.w.takes_largest:
+            cached = [cached[0], FILL, cached[-1]]
+        return x, convert + cached, g
     w = convert + passes_of_cast(use, plan.output.b)
     if dequantizes(plan) and use.training:  # the weight is cast again, with forward's scale
         w += [*convert, passes_of_cast(use, plan.output.b)[-1], DEQUANTIZE]
@@ -239,8 +242,8 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
         backward = passes_of_cast(use, plan.grad_input.b, 1, TRANSPOSED)
         if plan.w.shares_data:
             backward = backward[-1:]  # with forward's scale
-        elif scale_follows(plan.output.b, plan.grad_input.b):
-            backward = [FILL, *backward[1:]]
+        elif plan.w.takes_largest:
+            backward = [FILL, backward[-1]]
         w += convert + backward
     return x, w, g
 
@@ -248,13 +251,6 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
 def dequantizes(plan: LinearPlan) -> bool:
     """Whether backward multiplies what forward multiplied, dequantised."""
     return plan.output.b is not None and plan.grad_input.b is None and plan.w.second is not None
-
-
-def scale_follows(first: OperandCast | None, second: OperandCast | None) -> bool:
-    """Whether backward's scale of the whole weight is the maximum of forward's, of rows."""
-    if first is None or second is None or _kind(second) != TENSORWISE_PRODUCT:
-        return False
-    return _kind(first) == ROWWISE_PRODUCT and replace(first, block=second.block) == second
 
 
 def _casts(use: Use, first: OperandCast | None, second: OperandCast | None) -> list[MemoryPass]:
@@ -295,7 +291,6 @@ def _kind(cast: OperandCast) -> str:
 RESULT_BYTES = 2
 TILE_SHAPES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
-FAST_TERMS = 4096  # the most, on average, that a grouped product sums fast where no config says
 
 
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
@@ -315,7 +310,7 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
 def sums_fast(asked: bool | None, shape: Shape, name: str) -> bool:
     """Whether a grouped product sums fast, as `GemmConfig.use_fast_accum` asks; None has a rule."""
     terms = shape.M / (shape.E or 1) if name == "grad_weight" else gemm_sizes(shape)[name][2]
-    return terms <= FAST_TERMS if asked is None else asked
+    return terms <= SHORT_SUM if asked is None else asked
 
 
 def gemm_sizes(shape: Shape) -> dict[str, tuple[int, int, int]]:
