@@ -5,8 +5,8 @@ One step is forward and backward of one grouped GEMM, casts included:
     ratio = time(float8.grouped_mm) / time(torch.nn.functional.grouped_mm)    below 1: faster
 
 in bfloat16, for the experts of four models (`measuring/shapes.py`). All candidates of a shape
-share operands and groups, and are timed in turns. Weights of ``tensorwise+cached`` and
-``blockwise+cached`` are in float8 before the step. The router is simulated: the size of a group is
+share operands and groups, and are timed in turns. Weights of ``rowwise+cached`` and the like are
+cast before the step (`float8.cached_weights`). The router is simulated: the size of a group is
 uniform between 0 and twice the mean, and a multiple of 32, because torchao's grouped GEMMs need
 that. These (torchao.prototype.moe_training) are measured where they are importable (`--no-peer`
 leaves them out). On a CPU its MXFP8 is emulated, and its rowwise casts are refused: they are
@@ -42,7 +42,13 @@ from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
 from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
 from benchmarks.measuring.step import Step, compiled, in_turns, moved_by_casts
-from float8 import E4M3, Float8Tensor, grouped_mm
+from float8 import (
+    cached_weights,
+    convert_to_float8_training,
+    filters,
+    grouped_mm,
+    register_experts,
+)
 from float8.estimate import roofline
 from float8.estimate.roofline import Shape as LayerShape
 from float8.estimate.roofline import Use
@@ -76,6 +82,9 @@ class Grouped(nn.Module):
         return self.multiply(x_TK, self.weight.mT, self.offs)
 
 
+register_experts(Grouped)
+
+
 def ends(shape: Shape, seed: int) -> Tensor:
     """(E,) int32: where a simulated router's groups end; the last one ends at T, or just before."""
     share = torch.rand(shape.E, generator=torch.Generator().manual_seed(seed)).cumsum(0)
@@ -98,18 +107,15 @@ def function(name: str, on_cpu: bool) -> Product:
     return partial(peer, **options)
 
 
-def in_float8(weight: Tensor, name: str) -> nn.Parameter:
-    """The weight (E, N, K) as a step reads it that does not cast it; no two experts share a scale.
-
-    Only where both of its GEMMs read one scale: tensorwise and blockwise.
-    """
-    how = contenders.config_of(name).cast_config_weight.granularity
-    experts = [Float8Tensor.from_high_precision(w, E4M3, how) for w in weight.detach()]
-    data, scale = (
-        torch.stack(parts)
-        for parts in zip(*((each.float8_data, each.scale) for each in experts), strict=True)
+def cached(layer: nn.Module, name: str) -> nn.Module:
+    """The layer in float8, its weight cast now."""
+    everything = filters.all_of()  # by default conversion leaves experts that lose
+    converted: Any = convert_to_float8_training(
+        layer, config=contenders.config_of(name), module_filter_fn=everything
     )
-    return nn.Parameter(Float8Tensor(data, scale, (1, *experts[0].block), weight.dtype))
+    converted.scope = cached_weights(converted)  # open as long as the layer lives
+    converted.scope.__enter__()
+    return converted
 
 
 def moved_bytes(shape: Shape, recipe: str | None) -> float:
@@ -139,9 +145,11 @@ def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
     grad_output = random(shape.M, shape.N)
 
     def step(name: str) -> Step:
-        multiply = function(name, harness.on_cpu(options))
-        own = in_float8(weight, name) if CACHED in name.split("+") else weight
-        layer = Grouped(own, offs.to(options.device), multiply)
+        is_cached = CACHED in name.split("+")
+        multiply = function(BASELINE if is_cached else name, harness.on_cpu(options))
+        layer: nn.Module = Grouped(weight, offs.to(options.device), multiply)
+        if is_cached:
+            layer = cached(layer, name)
         return Step(layer, compiled(layer, mode), x, grad_output)
 
     names = contenders.names(options, BASELINE, PEERS)

@@ -50,7 +50,7 @@ from benchmarks.measure_device import measure
 from benchmarks.measuring.contenders import BASELINE
 from benchmarks.measuring.report import columns, table
 from benchmarks.models.transformer import LLAMA, Stack
-from float8.config import RECIPES
+from float8.config import RECIPES, GemmConfig
 from float8.estimate.devices import (
     ANY_PASS,
     BF16,
@@ -169,11 +169,11 @@ def board_of(name: str) -> Device:
     base = DEVICES[board["base"]]
     products = dict(base.products)
     for kind, rate in board["rates"].items():
-        known = products.get(kind, GemmSpeed(0, RAMP_S))[2:]
-        parts = board.get("grouped", {}).get(kind, known)
-        products[kind] = GemmSpeed(rate * 1e12, RAMP_S, *parts)
+        products[kind] = GemmSpeed(rate * 1e12, RAMP_S)
+    grouped = {**base.grouped, **board.get("grouped", {})}
     bandwidth = board["terabytes"] * 1e12 * board["bandwidth_best"]
-    changed = replace(base, name=name, bandwidth=bandwidth, products=products, passes={})
+    own: dict[str, Any] = {"products": products, "grouped": grouped, "passes": {}}
+    changed = replace(base, name=name, bandwidth=bandwidth, **own)
     return CompiledCasts(**vars(changed)) if board["compiled_casts"] else changed
 
 
@@ -197,8 +197,9 @@ class CompiledCasts(Device):
 # --- what each kind of row is predicted as
 
 
-def _plan(recipe: str, device: Device, grouped: bool = False) -> LinearPlan:
-    return plan_for(RECIPES[recipe], device.arch, torch.bfloat16, grouped)
+def _plan(recipe: str, device: Device, grouped: bool = False, **changes: Any) -> LinearPlan:
+    config = replace(RECIPES[recipe], **changes)
+    return plan_for(config, device.arch, torch.bfloat16, grouped)
 
 
 def _layer(row: Row, device: Device) -> Pair:
@@ -225,8 +226,9 @@ def _beside(row: Row, shape: Shape) -> float:
 def _gemm(row: Row, device: Device) -> Pair:
     shape, name = Shape(*row["shape"]), row.get("gemm", "output")
     flops = 2 * shape.M * shape.K * shape.N / 1e12
-    predicted = flops / gemm_seconds(device, row["kind"], shape, name)
-    what = f"{name} {shape} {row['kind']}, TFLOP/s"
+    fast = row.get("fast", False)
+    predicted = flops / gemm_seconds(device, row["kind"], shape, name, fast)
+    what = f"{name} {shape} {row['kind']}{' fast' * fast}, TFLOP/s"
     return GROUPED if shape.E else DENSE, what, predicted, flops / (row["us"] / 1e6)
 
 
@@ -301,14 +303,17 @@ def _able(device: Device, recipe: str) -> bool:
 
 def _of_linear(result: Row, device: Device) -> Iterator[Pair]:
     """Speed-ups over nn.Linear, or over bfloat16's grouped GEMM."""
+    # Until version 1.0 gradients were summed precisely.
+    is_old = result["environment"].get("float8", "").startswith("0.")
+    names = ("gemm_config_grad_input", "gemm_config_grad_weight") if is_old else ()
+    changes: dict[str, Any] = dict.fromkeys(names, GemmConfig(use_fast_accum=False))
     for row in result["rows"]:
         name, mode = row["layer"], row.get("mode", "eager")
         if name in RECIPES and "ratio" in row and _able(device, name):
             shape = Shape(*_sizes(row))
             plain = layer_seconds(device, shape, None, Use()).total
-            own = layer_seconds(
-                device, shape, _plan(name, device, shape.E is not None), Use()
-            ).total
+            plan = _plan(name, device, shape.E is not None, **changes)
+            own = layer_seconds(device, shape, plan, Use()).total
             kind = GROUPED if shape.E else LAYERS
             yield kind, f"{row['shape']} {mode} {name}, x", plain / own, 1 / row["ratio"]
 

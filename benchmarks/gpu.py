@@ -121,6 +121,8 @@ SPEED = f"{BLOCKS} --no-peak"
 BOTH = f"{SPEED} --modes eager compiled --no-peer"
 LAYERS = "bench_linear.py --repeats 10 --stop-after {seconds} --shapes"
 EXPERTS = f"bench_grouped_mm.py --shapes mixtral.gate_up qwen3-30b.gate_up {TIMED}"
+SUMS = " ".join(f"{recipe}{part}" for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+                for part in ("", "+fast", "+precise", "+cached"))
 PUBLISHED = f"bench_model.py --no-peer --no-peak --recipes tensorwise rowwise {TIMED} --size"
 SHARED = "bench_model.py --blocks 2 --repeats 5 --no-peak --recipes tensorwise"  # by all ranks
 PRODUCERS = (*LAYER, f"{GPU}/norm_cast.py", f"{GPU}/swiglu_cast.py", f"{GPU}/swiglu_gradients.py")
@@ -145,10 +147,9 @@ QUEUE = (
         f"{STEP} --compiled --ways {WAYS} tensorwise+float8_adamw torchao"),
     Experiment("memory_and_speed_eager", 110, SAVINGS, "And an eager step?",
         f"{STEP} --ways {WAYS}"),
-    Experiment("experts", 90, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
+    Experiment("experts", 150, (*LAYER, *GROUPED, f"{GPU}/deep_gemm.py"),
         "Which experts gain, with sums precise and fast, and weights cast once?",
-        f"{EXPERTS} --recipes tensorwise tensorwise+fast tensorwise+cached rowwise rowwise+fast "
-        "rowwise_with_gw_hp rowwise_with_gw_hp+fast blockwise blockwise+cached", needs=NVIDIA),
+        f"{EXPERTS} --recipes {SUMS} blockwise blockwise+cached blockwise+gw_hp", needs=NVIDIA),
     Experiment("blocks", 150, LAYER, "How much faster are two blocks of Llama-3-8B, and torchao's?",
         f"{BLOCKS} --modes eager compiled --recipes tensorwise rowwise"),
     Experiment("compiled_recipes", 75, LAYER, "What do the blocks gain in the other recipes?",

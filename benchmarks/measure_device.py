@@ -57,11 +57,11 @@ def measure(where: torch.device, sizes: Sequence[Size] = SIZES, copied: int = CO
         count = torch.cuda.get_device_properties(where).multi_processor_count
     sheet = next((own for key, own in DEVICES.items() if key in name.split()), None)
     known = dict(sheet.products) if sheet else {BF16: GemmSpeed(1.0, 0.0)}
-    device = Device(name, arch, 2 * copied / copy_s, launch_s, count, known)
+    grouped = sheet.grouped if sheet else {}  # which are not timed
+    device = Device(name, arch, 2 * copied / copy_s, launch_s, count, known, grouped)
     for kind, points in timed_gemms(device, where, sizes).items():
         if points:
-            parts = known.get(kind, known[BF16])[2:]  # of grouped GEMMs, which are not timed
-            known[kind] = GemmSpeed(*fitted(points), *parts)
+            known[kind] = GemmSpeed(*fitted(points))
     sources = [f"measured: here, torch {torch.__version__}: bandwidth, launch, dense GEMMs"]
     sources += [f"published: {sheet.name}: GEMMs that were not timed"] if sheet else []
     return replace(device, sources=tuple(sources))

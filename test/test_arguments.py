@@ -123,7 +123,7 @@ CALLS = {
         (Float8LinearConfig.from_te_recipe, {}, "-:?"),
     ],
     "Format": [(lambda v: f.Format("x", v).max, {}, "-")],
-    "GemmConfig": [(f.GemmConfig, {}, "use_fast_accum")],
+    "GemmConfig": [(f.GemmConfig, {}, "use_fast_accum:?")],
     **{
         name: [
             (getattr(f, name), {}, "-"),
@@ -209,10 +209,11 @@ CALLS = {
 }
 
 # Not functions that a user calls with values of their own: results, and rows of tables that other
-# functions make; and torch's own parallel styles, whose arguments torch checks.
+# functions make; and torch's own parallel styles and clipping, whose arguments torch checks.
 NO_CALLS = {
     *("Alarm", "ScaleFormat", "ScalingController"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
+    "clip_grad_norm_",
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
     *("FineGrained", "Float8Tensor", "all_of", "divisible_by", "min_features", "min_size"),

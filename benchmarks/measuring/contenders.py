@@ -6,6 +6,8 @@ can be. torchao is measured where it is importable; on a CPU it needs its option
 A recipe may have parts, as in ``tensorwise+fast``:
 
     fast          sums of gradients are fast, as those of the output
+    precise       no sums are fast
+    gw_hp         the weight's gradient is in high precision
     fuse_norms    norms return float8 (`float8.fuse_norms`)
     feed_forward  SwiGLU and its layers are one op of autograd (`float8.fuse_feed_forwards`)
     keep_float8   and its gate and up are kept in float8
@@ -37,11 +39,14 @@ from benchmarks.measuring.report import PEER
 from benchmarks.measuring.step import MODES, settled
 from benchmarks.models.transformer import SwiGLU
 from float8 import (
+    CastConfig,
     Float8LinearConfig,
     GemmConfig,
     ScaleFormat,
+    ScalingType,
     SwiGLUCast,
     convert_to_float8_training,
+    filters,
     fuse_feed_forwards,
     fuse_norms,
     saved_activations,
@@ -54,7 +59,7 @@ STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
 PARTS = {
-    *("fast", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
+    *("fast", "precise", "gw_hp", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
     *("cached", "recompute", "gather", "unrounded", "saved_activations"),
 }
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -80,9 +85,18 @@ def config_of(name: str) -> Float8LinearConfig:
     """The config of a recipe with parts."""
     recipe, *parts = name.split("+")
     config = settled(recipe)
-    if "fast" in parts:
-        fast = GemmConfig(use_fast_accum=True)
-        config = replace(config, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
+    if "fast" in parts or "precise" in parts:
+        sums = GemmConfig(use_fast_accum="fast" in parts)
+        config = replace(config, gemm_config_grad_input=sums, gemm_config_grad_weight=sums)
+    if "precise" in parts:
+        config = replace(config, gemm_config_output=sums)
+    if "gw_hp" in parts:
+        off = CastConfig(ScalingType.DISABLED)
+        config = replace(
+            config,
+            cast_config_input_for_grad_weight=off,
+            cast_config_grad_output_for_grad_weight=off,
+        )
     if "unrounded" in parts:
         casts = [f for f in vars(config) if f.startswith("cast_config") and getattr(config, f)]
         unrounded = partial(replace, scale_format=ScaleFormat.FLOAT32)
@@ -100,7 +114,8 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
     if recipe not in RECIPES:
         return model
     config = config_of(name)
-    convert_to_float8_training(model, config=config)
+    # A filter, so that experts are measured where they are predicted to lose.
+    convert_to_float8_training(model, config=config, module_filter_fn=filters.all_of())
     if "fuse_norms" in parts:
         fuse_norms(
             model,

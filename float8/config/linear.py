@@ -174,13 +174,12 @@ class Float8LinearConfig:
     def _resolve(self) -> ThreeGemms:
         def product(name: str, a: str, b: str) -> GemmCasts:
             names = name, f"cast_config_{a}", f"cast_config_{b}"
-            casts = cast_a, cast_b = resolved(names[1]), resolved(names[2])
+            casts = resolved(names[1]), resolved(names[2])
             if not self.emulate:
                 check_hardware(names, *casts)
             is_fast = getattr(self, f"gemm_config_{name}").use_fast_accum
-            if cast_a is not None and cast_b is not None:
-                is_fast &= cast_a.block[1] == cast_b.block[1] == WHOLE
-            return GemmCasts(*casts, is_fast)
+            has_blocks = any([cast is not None and cast.block[1] != WHOLE for cast in casts])
+            return GemmCasts(*casts, False if has_blocks else is_fast)
 
         def resolved(name: str) -> OperandCast | None:
             cast: CastConfig = getattr(self, name) or getattr(self, name.partition("_for_")[0])

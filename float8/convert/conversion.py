@@ -28,7 +28,13 @@ from float8.arguments import check_module
 from float8.config import RECIPES, Float8LinearConfig, check_config
 from float8.config.linear import recipe_of
 from float8.convert.after_step import untold
-from float8.convert.filters import ModuleFilter, all_of, unmatched_patterns, why_not
+from float8.convert.filters import (
+    ModuleFilter,
+    all_of,
+    chosen_by_default,
+    unmatched_patterns,
+    why_not,
+)
 from float8.convert.folding import folded, named
 from float8.convert.reasons import (
     NO_HISTORY,
@@ -120,12 +126,13 @@ def plan_conversion(
     """Choose the layers of a model that a conversion takes.
 
     ``config``, or its recipe's name, is for layers that are not in float8 yet. ``module_filter_fn``
-    is called with each candidate and its name; None takes every layer. ``caller`` is the public
-    function, for messages. With ``replaces_weights``, the caller replaces the high-precision
-    weights. Layers that are in float8 already are then taken, and those whose weight another module
-    reads are left. ``takes_experts=False`` leaves experts. Raises TypeError for an argument of
-    another type, and ValueError if a module of the model has a ``reason_against_conversion``, as a
-    transformed one does.
+    is called with each candidate and its name; None takes every layer, or for training what
+    `chosen_by_default` takes. ``caller`` is the public function, for messages. With
+    ``replaces_weights``, the caller replaces the high-precision weights. Layers that are in float8
+    already are then taken, and those whose weight another module reads are left.
+    ``takes_experts=False`` leaves experts. Raises TypeError for an argument of another type, and
+    ValueError if a module of the model has a ``reason_against_conversion``, as a transformed one
+    does.
     """
     check_module(model, caller)
     found = Float8LinearConfig() if config is None else check_config(config, caller)
@@ -133,7 +140,7 @@ def plan_conversion(
         if (reason := getattr(module, "reason_against_conversion", None)) is not None:
             raise ValueError(f"nothing was converted: {reason}")
     plan = ConversionPlan(caller, found, config is not None, module_filter_fn)
-    is_wanted = module_filter_fn or all_of()
+    is_wanted = module_filter_fn or (all_of() if replaces_weights else chosen_by_default(found))
     routers = routers_of(model)
     for fqn, module in model.named_modules():
         is_candidate = own_config(module) is not None or rule_of(module) is not None

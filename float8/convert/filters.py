@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from float8.arguments import check_type, did_you_mean
+from float8.config import Float8LinearConfig
 from float8.linear.module import stacked_weights
 from float8.linear.resident import contraction_last
 
@@ -32,6 +33,8 @@ ModuleFilter = Callable[[nn.Module, str], bool]
 Reason = Callable[[nn.Module, str], str | None]
 """(module, its name in the model) -> why it is not converted."""
 NO_REASON = "module_filter_fn returned False"
+# The config of a conversion -> a filter; together they choose where a user gives no filter.
+DEFAULT_FILTERS: list[Callable[[Float8LinearConfig], ModuleFilter]] = []
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,11 @@ def all_of(*filters: ModuleFilter) -> ModuleFilter:
         return next((reason for reason in reasons if reason is not None), None)
 
     return Because(reason, sum((f.patterns for f in filters if isinstance(f, Because)), ()))
+
+
+def chosen_by_default(config: Float8LinearConfig) -> ModuleFilter:
+    """What conversion for training takes where the user gives no filter."""
+    return all_of(*(make(config) for make in DEFAULT_FILTERS))
 
 
 def unmatched_patterns(module_filter_fn: object, names: Iterable[str]) -> list[str]:

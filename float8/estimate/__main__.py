@@ -7,6 +7,7 @@ backward.
 
     python -m float8.estimate 16384,8192,28672 16384,4096,4096 --device H100
     python -m float8.estimate 32768,2048,1536,128 --device B200 --recipes tensorwise mxfp8
+    python -m float8.estimate 16384,4096,28672,8 --fast-sums --weights-cached
     python -m float8.estimate 8192,4096,14336 --device here.json --recipes tensorwise rowwise
 
 From a checkout, python benchmarks/measure_device.py --save here.json measures this machine, and
@@ -19,9 +20,12 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from float8.config import RECIPES
+from float8.config import RECIPES, GemmConfig
+from float8.config.gemms import GEMM_NAMES
 from float8.estimate.devices import DEVICES
 from float8.estimate.predict import estimate
 from float8.estimate.roofline import Shape
@@ -48,15 +52,19 @@ def main(argv: Sequence[str]) -> int:
     add("--weights-cached", action="store_true", help="cast weights once per step")
     microbatches = "microbatches per step"
     add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
+    add("--fast-sums", action="store_true", help="sum all three products of experts fast")
     add("--sources", action="store_true", help="say where each figure of the device is from")
     add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
     options = parser.parse_args(argv)
+    names = [f"gemm_config_{name}" for name in GEMM_NAMES] if options.fast_sums else []
+    fast: dict[str, Any] = dict.fromkeys(names, GemmConfig(use_fast_accum=True))
+    recipes = {name: replace(RECIPES[name], **fast) for name in options.recipes}
     try:
         result = estimate(
             options.shapes,
             None,
             options.device,
-            options.recipes,
+            recipes,
             training=not options.forward,
             weights_cached=options.weights_cached,
             gradient_accumulation=options.gradient_accumulation,

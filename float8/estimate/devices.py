@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -52,16 +52,10 @@ class GemmSpeed(NamedTuple):
     Args:
         rate: operations per second (a multiplication and an addition are two) of large GEMMs.
         ramp_s: seconds of filling and draining the pipeline.
-        output: the part of ``rate`` that the grouped GEMM of the output reaches.
-        grad_input: the same of grad_input.
-        grad_weight: the same of grad_weight.
     """
 
     rate: float
     ramp_s: float
-    output: float = 1.0
-    grad_input: float = 1.0
-    grad_weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +69,10 @@ class Device:
         launch: seconds that every kernel costs in addition to its work.
         processors: that each compute one tile of a GEMM's result at a time.
         products: kind of GEMM ("bf16", "tensorwise", "rowwise", "blockwise" or "mx") -> its speed.
+        grouped: kind of GEMM, and the kind with " fast" behind it where fast sums have another
+            speed -> the parts of ``rate`` that its grouped GEMMs reach: tokens by experts with
+            groups of `SMALL` and of `LARGE` tokens, then tokens by tokens with such groups. A
+            grouped GEMM of a kind that is not listed is as fast as a dense one.
         passes: name of a pass over memory, or "any" -> bytes per second. A pass that is not listed
             runs at the bandwidth.
         sources: lines ``"kind: source: which numbers"``.
@@ -86,6 +84,7 @@ class Device:
     launch: float
     processors: int
     products: Mapping[str, GemmSpeed]
+    grouped: Mapping[str, Sequence[float]] = field(default_factory=dict)
     passes: Mapping[str, float] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
 
@@ -117,6 +116,7 @@ class Device:
         """
         fields = json.loads(Path(path).read_text())
         fields["products"] = {kind: GemmSpeed(*of) for kind, of in fields["products"].items()}
+        fields["grouped"] = {kind: tuple(of) for kind, of in fields["grouped"].items()}
         return cls(**fields | {"sources": tuple(fields["sources"])})
 
 
@@ -152,16 +152,19 @@ KERNEL_RATES = {
 # torchao pull request 940, CUTLASS of October 2024 on an H100. Blocks and MX: TransformerEngine on
 # an H200 NVL and a B300.
 RATIOS = {"sm_90": 0.99, ROWWISE_PRODUCT: 0.773, BLOCKWISE_PRODUCT: 0.803, MX_PRODUCT: 0.95}
-# The part of a dense GEMM's rate that a grouped one reaches: output, grad_input, grad_weight.
-# 8 experts of 4,096 tokens on the H100, and assumed elsewhere. Gradients sum in float32 every 128
-# of the contraction, by Triton's kernel or, rowwise, by torch's. MX, and bfloat16 on Blackwell:
-# medians of torchao's table for a B200 (torchao/prototype/moe_training/README.md).
+# The parts of `Device.grouped`, of the fastest candidate that runs each product, on the H100: 128
+# experts of 512 tokens and 8 of 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt); of bfloat16,
+# by what the steps of bench_grouped_mm*.json took. They are assumed elsewhere. MX, and bfloat16 on
+# Blackwell: medians of torchao's table for a B200 (torchao/prototype/moe_training/README.md).
+SMALL, LARGE = 512, 4096
 GROUPED = {
-    BF16: (0.80, 0.80, 0.80),
-    TENSORWISE_PRODUCT: (0.93, 0.53, 0.43),
-    ROWWISE_PRODUCT: (0.94, 0.70, 0.69),
-    BLOCKWISE_PRODUCT: (0.70, 0.70, 0.43),
-    MX_PRODUCT: (0.45, 0.45, 0.45),
+    BF16: (0.97, 0.92, 0.97, 0.92),
+    TENSORWISE_PRODUCT: (0.57, 0.56, 0.35, 0.45),
+    f"{TENSORWISE_PRODUCT} fast": (0.89, 1.04, 0.60, 0.73),
+    ROWWISE_PRODUCT: (0.57, 0.76, 0.35, 0.75),
+    f"{ROWWISE_PRODUCT} fast": (0.90, 1.05, 0.70, 0.95),
+    BLOCKWISE_PRODUCT: (0.68, 0.74, 0.37, 0.45),
+    MX_PRODUCT: (0.45,) * 4,
 }
 
 # Dense peaks from data sheets: half of what NVIDIA prints "with sparsity"; AMD prints both. NVIDIA
@@ -185,7 +188,7 @@ SOURCES = (
     "published: TransformerEngine, GEMM profiling: blockwise and mx GEMMs",
     "published: torchao, pull request 940: other rowwise GEMMs, seconds to fill and drain",
     "published: torchao, roofline_utils.py and blockwise casts: launches, copies, other casts",
-    "published: this project's H100 (gemms.txt), torchao's moe_training: grouped GEMMs",
+    "published: this project's H100 (gemms.txt, steps), torchao's moe_training: grouped GEMMs",
 )
 KERNELS_SOURCE = "predicted: machine code of cast kernels, scripts.kernel_tools report --predict"
 AMD_SOURCE = (
@@ -208,7 +211,7 @@ def _device(
     casts = {each: of[column] for each, of in KERNEL_RATES.items() if column is not None}
     return Device(
         name, arch, bandwidth * copied, LAUNCH_S, processors,
-        {kind: GemmSpeed(rate, RAMP_S, *grouped[kind]) for kind, rate in rates.items()},
+        {kind: GemmSpeed(rate, RAMP_S) for kind, rate in rates.items()}, grouped,
         {each: part * bandwidth for each, part in (casts | {ANY_PASS: CAST_RATE}).items()},
         (f"datasheet: {name}", *SOURCES, AMD_SOURCE if column is None else KERNELS_SOURCE),
     )  # fmt: skip

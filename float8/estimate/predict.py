@@ -1,5 +1,7 @@
 """Predicts which layers gain from float8: `estimate` reports it, `faster_layers` filters by it.
 
+`experts_that_gain` is the filter of conversion where the user gives none.
+
 `float8.estimate.roofline` gives the time of a layer in bfloat16 and in float8. The library's own
 checks say what a device would refuse.
 
@@ -14,6 +16,8 @@ grouped GEMM per stack of weights, and share ``tokens * experts_per_token`` rows
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,18 +28,21 @@ from torch import nn
 
 from float8.arguments import check_integer
 from float8.config import RECIPES, Float8LinearConfig, check_config
-from float8.convert.filters import Because, ModuleFilter
+from float8.convert.filters import DEFAULT_FILTERS, Because, ModuleFilter
 from float8.convert.reasons import rule_of
-from float8.estimate.devices import Device, find_device
+from float8.estimate.devices import DEVICES, Device, find_device
 from float8.estimate.roofline import Shape, Use, kinds_of_plan, layer_seconds, saved_bytes
 from float8.estimate.table import Estimate, LayerEstimate, Prediction
 from float8.experts.modules import Float8Experts
+from float8.kernels import family_of
 from float8.kernels.casts import KERNELS
 from float8.kernels.cublas import ALIGNMENT
 from float8.linear.layer import Float8Linear
 from float8.linear.module import stacked_weights
 from float8.linear.plan import LinearPlan, plan_for
 from float8.linear.refusals import reason_against_call, reason_against_layer
+
+logger = logging.getLogger("float8")
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
@@ -247,22 +254,91 @@ def faster_layers(
     Raises:
         TypeError, ValueError: as `estimate`.
     """
-    configs = {"": check_config(recipe, "faster_layers")}
+    config = check_config(recipe, "faster_layers")
     check_integer(tokens, "tokens (batch size * sequence length)", 1)
     use = Use(training, True, weights_cached, gradient_accumulation)
     found = find_device(device)
 
     def reason(module: nn.Module, fqn: str) -> str | None:
         layers = layers_in(module, fqn, tokens, experts_per_token)
-        rows = [row_of(layer, configs, found, use) for layer in layers]
-        if not rows:
+        if not layers:
             return "its weight is empty"
-        for row in rows:
-            if row.recipes[""].refused is not None:
-                return f"{found.name} refuses it: {row.recipes[''].refused}"
-        speedup = Estimate(found, use, rows).total("").speedup
+        speedup = _speedup(layers, config, found, use)
+        if isinstance(speedup, str):
+            return f"{found.name} refuses it: {speedup}"
         if speedup > min_speedup:
             return None
         return f"its predicted speed-up on {found.name} is {speedup:.2f}x"
 
     return Because(reason)
+
+
+def _speedup(
+    layers: Iterable[Layer], config: Float8LinearConfig, device: Device, use: Use
+) -> float | str:
+    """The predicted speed-up of layers together, or why the device refuses one of them."""
+    rows = [row_of(layer, {"": config}, device, use) for layer in layers]
+    refused = [why for row in rows if (why := row.recipes[""].refused) is not None]
+    return refused[0] if refused else Estimate(device, use, rows).total("").speedup
+
+
+# --- which experts conversion takes by default
+
+
+BATCH_ROWS = 16_384  # of all experts together: 8,192 tokens on a GPU, each read by two experts
+MOST_ROWS = 8_192  # per expert; the parts of `Device.grouped` are those of 4,096 from there on
+
+
+def experts_that_gain(config: Float8LinearConfig) -> ModuleFilter:
+    """The filter of `convert_to_float8_training` where a user gives none.
+
+    On Hopper (an H100, or an H200) it leaves experts in high precision that are predicted to lose.
+    Their tokens are not known: `BATCH_ROWS` are assumed, the same number for each expert, and
+    weights in bfloat16, as FSDP2 gathers them. Other layers, experts on other machines, and those
+    without a prediction are converted.
+
+    Args:
+        config: the conversion's.
+    """
+
+    def reason(module: nn.Module, fqn: str) -> str | None:
+        rule = rule_of(module)
+        if rule is None or not rule.stacked or not torch.cuda.is_available():
+            return None
+        stacks = layers_in(module, "", 1, 1)
+        if not stacks or family_of(torch.device("cuda")) != "sm_90":
+            return None
+        device = "H200" if "H200" in torch.cuda.get_device_name().split() else "H100"
+        needed = rows_to_gain(tuple(stacks), config, device)
+        assumed = BATCH_ROWS // (stacks[0].shape.E or 1)
+        if needed <= assumed:
+            return None
+        found = "gain from" if needed < MOST_ROWS else "lose with less than"
+        return (
+            f"predicted to {found} {needed:,} rows per expert on an {device}, and {assumed:,} are "
+            "assumed. A module_filter_fn that accepts it converts it; faster_layers(config, "
+            "tokens=...) decides by your tokens"
+        )
+
+    return Because(reason)
+
+
+DEFAULT_FILTERS.append(experts_that_gain)
+
+
+@functools.cache
+def rows_to_gain(stacks: tuple[Layer, ...], config: Float8LinearConfig, device: str) -> int:
+    """The rows per expert from which all stacks together gain, up to `MOST_ROWS`; 0 if unknown."""
+    for rows in range(256, MOST_ROWS, 256):
+        shapes = [replace(stack.shape, M=rows * (stack.shape.E or 1)) for stack in stacks]
+        layers = [
+            Layer("", shape, trains=of.trains) for of, shape in zip(stacks, shapes, strict=True)
+        ]
+        speedup = _speedup(layers, config, DEVICES[device], Use())
+        if isinstance(speedup, str):
+            return 0
+        if speedup > 1:
+            sizes = " and ".join(map(str, shapes))
+            logger.info("experts are predicted to gain on an %s from %s", device, sizes)
+            return rows
+    return MOST_ROWS

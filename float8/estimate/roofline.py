@@ -4,9 +4,8 @@ A cast is a few passes over memory, each ``bytes / rate + launch``. A plain laye
 GEMMs without casts. The clock under load is part of the rates that a GEMM is said to reach. Not
 modelled: the host (eager mode waits for Python on small layers), caches, and communication; biases,
 whose gradient takes 1/16 byte per element of grad_output and two launches where the cast adds its
-columns, and another read in bfloat16.
-
-Grouped GEMMs reach a part of the rate of dense ones (`float8.estimate.devices.GROUPED`).
+columns, and another read in bfloat16; DeepGEMM, which ran two of three products of ``blockwise``
+experts in 0.61 to 0.86 of Triton's time (docs/compatibility.md).
 
 **GEMMs.** For M tokens, K ``in_features``, N ``out_features``::
 
@@ -44,8 +43,11 @@ these differences, for T tokens in E groups:
   contraction of grad_weight, and in the casts of input and grad_output. They count as expected
   values (`Shape.padding`): the router is not known, so a group's size is taken to be any number
   from 0 to twice the mean, with equal probability. Waves are not counted.
-- Rowwise gradients of less than `FEW` tokens per group run as fast as tensorwise ones, on the same
-  kernel; of more, torch's kernel is faster.
+- It reaches a part of the dense rate, which was measured with groups of 512 and of 4,096 tokens
+  (`float8.estimate.devices.GROUPED`). A group of T / E tokens between costs these, and time that
+  does not depend on its size: 1 / part is linear in E / T. Smaller and larger groups have the part
+  of the nearer measured size.
+- Fast sums (`sums_fast`) have parts of their own.
 - Two launches instead of one: torch's kernels first compute the address of each group.
 
 **Casts.** Each operand enters two GEMMs, once row-major and once transposed, because tensor cores
@@ -64,7 +66,8 @@ dynamic 1x128, 128x128, mx           3          3          4
 pass that computes amaxes: the scale of a tensor, or of a column, depends on elements that no single
 thread block reads. A delayed cast finds its amax on the way, and a launch records it: where it
 reads the weight a second time, it records nothing. Forward casts the weight row-major,
-backward transposed; if both casts are equal, backward reuses forward's scale (3 bytes). With cached
+backward transposed; if both casts are equal, backward reuses forward's scale (3 bytes), and a
+tensorwise cast after a rowwise one the maximum of its scales (3 bytes and a launch). With cached
 weights the microbatches of a step share both casts.
 
 Every pass is one launch. Column amaxes are accumulated atomically into zeros that another launch
@@ -86,11 +89,11 @@ from typing import NamedTuple
 
 from float8.arguments import check_integer
 from float8.config import OperandCast, ScalingType
-from float8.estimate.devices import BF16, FLOAT8_GEMMS, Device, MemoryPass
+from float8.estimate.devices import BF16, FLOAT8_GEMMS, LARGE, SMALL, Device, MemoryPass
 from float8.granularity import WHOLE, Block, scale_shape
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.grouped_products import TORCH_MX
-from float8.kernels.groups import padded_tokens
+from float8.kernels.groups import SHORT_SUM, padded_tokens
 from float8.kernels.products import (
     BLOCKWISE_PRODUCT,
     MX_PRODUCT,
@@ -228,13 +231,20 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     g = _casts(use, plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
-        return x, convert + _casts(use, plan.output.b, plan.grad_input.b), g
+        cached = _casts(use, plan.output.b, plan.grad_input.b)
+        if plan.w.takes_largest:
+            cached = [cached[0], FILL, cached[-1]]
+        return x, convert + cached, g
     w = convert + passes_of_cast(use, plan.output.b)
     if dequantizes(plan) and use.training:  # the weight is cast again, with forward's scale
         w += [*convert, passes_of_cast(use, plan.output.b)[-1], DEQUANTIZE]
     elif use.training:
         backward = passes_of_cast(use, plan.grad_input.b, 1, TRANSPOSED)
-        w += convert + (backward[-1:] if plan.w.shares_data else backward)  # with forward's scale
+        if plan.w.shares_data:
+            backward = backward[-1:]  # with forward's scale
+        elif plan.w.takes_largest:
+            backward = [FILL, backward[-1]]
+        w += convert + backward
     return x, w, g
 
 
@@ -281,7 +291,6 @@ def _kind(cast: OperandCast) -> str:
 RESULT_BYTES = 2
 TILE_SHAPES = ((128, 256), (256, 128), (128, 128))
 MOST_PARTS = 8
-FEW = 2048  # on an H100 between 512 and 4,096 (benchmarks/results/h100_2026-11-27/gemms.txt)
 
 
 def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
@@ -296,6 +305,12 @@ def kinds_of_plan(plan: LinearPlan | None, use: Use) -> dict[str, str]:
             if needs_power_of_two_scales(gemm.name):
                 kinds[name] = MX_PRODUCT
     return kinds
+
+
+def sums_fast(asked: bool | None, shape: Shape, name: str) -> bool:
+    """Whether a grouped product sums fast, as `GemmConfig.use_fast_accum` asks; None has a rule."""
+    terms = shape.M / (shape.E or 1) if name == "grad_weight" else gemm_sizes(shape)[name][2]
+    return terms <= SHORT_SUM if asked is None else asked
 
 
 def gemm_sizes(shape: Shape) -> dict[str, tuple[int, int, int]]:
@@ -322,7 +337,9 @@ def busy(rows: int, columns: int, processors: float) -> float:
     return max(parts)
 
 
-def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") -> float:
+def gemm_seconds(
+    device: Device, kind: str, shape: Shape, name: str = "output", fast: bool = False
+) -> float:
     """Time of one GEMM, `BF16` or one of `FLOAT8_GEMMS`; grouped where the shape has E."""
     speed = device.products[kind]
     computing = 2 * shape.M * shape.K * shape.N / speed.rate
@@ -330,9 +347,13 @@ def gemm_seconds(device: Device, kind: str, shape: Shape, name: str = "output") 
         rows, columns, _ = gemm_sizes(shape)[name]
         launches, computing = 1, computing / busy(rows, columns, device.processors)
     else:
-        is_small = kind == ROWWISE_PRODUCT and shape.M < FEW * shape.E
-        parts = device.products[TENSORWISE_PRODUCT] if is_small else speed
-        launches, computing = 2, computing * shape.filled / getattr(parts, name)
+        launches, computing = 2, computing * shape.filled
+        parts = device.grouped.get(kind, (1.0,) * 4)
+        parts = device.grouped.get(f"{kind} fast", parts) if fast else parts
+        small, large = parts[2:] if name == "grad_weight" else parts[:2]
+        size = min(max(shape.M / shape.E, SMALL), LARGE)
+        share = (LARGE / size - 1) / (LARGE / SMALL - 1)  # of the small groups' time
+        computing *= share / small + (1 - share) / large
     writing = RESULT_BYTES * shape.elements[name] / device.bandwidth
     moving = gemm_bytes(kind, shape, name) / device.bandwidth
     return max(computing + speed.ramp_s + writing, moving) + launches * device.launch
@@ -355,8 +376,10 @@ class Seconds(NamedTuple):
 
 def layer_seconds(device: Device, shape: Shape, plan: LinearPlan | None, use: Use) -> Seconds:
     """Time of one layer for one batch; a plan of None is plain ``nn.Linear`` in bfloat16."""
-    kinds = kinds_of_plan(plan, use)
-    gemms = sum(gemm_seconds(device, kind, shape, name) for name, kind in kinds.items())
+    gemms = 0.0
+    for name, kind in kinds_of_plan(plan, use).items():
+        fast = plan is not None and sums_fast(getattr(plan, name).use_fast_accum, shape, name)
+        gemms += gemm_seconds(device, kind, shape, name, fast)
     return Seconds(gemms, 0.0 if plan is None else cast_seconds(device, shape, plan, use))
 
 

@@ -47,8 +47,9 @@ def grouped_mm(
             refused.
 
     Returns:
-        (T, N). Rows of no group are zero on a CPU and unspecified on a GPU, in the result and in
-        the gradient of x. The gradient of the weight of an expert without tokens is zero.
+        (T, N). Rows of no group are zero on a CPU and, as in torch, not written on a GPU, in the
+        result and in the gradient of x: mask them before arithmetic, because 0 times NaN is NaN.
+        The gradient of the weight of an expert without tokens is zero.
 
     Raises:
         TypeError: an argument has another type or dtype.

@@ -23,7 +23,7 @@ from torch.torch_version import TorchVersion
 
 from float8.config import Float8LinearConfig, check_config
 from float8.convert.convert import convert_to_float8_training
-from float8.convert.filters import ModuleFilter
+from float8.convert.filters import ModuleFilter, all_of, chosen_by_default
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module, own_config
@@ -102,7 +102,10 @@ class Adapter:
             check_optimizer(optimizer, model)
         if not is_converted(model):
             before = dict(model.named_parameters(remove_duplicate=False))
-            chosen = self.module_filter_fn or default_filter
+            chosen = self.module_filter_fn
+            if chosen is None and default_filter is not None:
+                by_default = chosen_by_default(self.config or Float8LinearConfig())
+                chosen = all_of(default_filter, by_default)
             model = convert_to_float8_training(model, config=self.config, module_filter_fn=chosen)
             after = dict(model.named_parameters(remove_duplicate=False))
             replaced = {p: after[name] for name, p in before.items() if after[name] is not p}

@@ -60,7 +60,8 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
             _counterpart({}, f.name, value)
     found: dict[str, Any] = {name: getattr(config, name) for name in SAME}
     for name in GEMM_CONFIGS:
-        found[name] = GemmConfig(use_fast_accum=getattr(config, name).use_fast_accum)
+        # torchao's False, a default, is for layers: its experts have fast sums.
+        found[name] = GemmConfig(use_fast_accum=getattr(config, name).use_fast_accum or None)
     is_pow2 = config.round_scales_to_power_of_2
     for first, second in SECOND_USES.items():
         found[first] = _cast(first, getattr(config, first), is_pow2)

@@ -166,7 +166,7 @@ def _torch_multiply_mx(
     offs: Tensor,
     out_dtype: torch.dtype,
     align: int,
-    use_fast_accum: bool,
+    use_fast_accum: bool | None,
 ) -> Tensor:
     """MX products by torch, with the scales of ``gpu/cast_tokens`` and ``gpu/cast``."""
     data, weights = a.data, b.data

@@ -31,6 +31,8 @@ from float8.kernels import cpu
 from float8.kernels.definition import scale_from_amax
 from float8.kernels.registration import define_op
 
+SHORT_SUM = 4096  # terms up to which sums of experts are fast, see `GemmConfig`
+
 
 def padded_tokens(tokens: int, experts: int, align: int) -> int:
     """``P``: columns that hold T tokens in E groups, each group padded to a multiple of align.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, GemmCasts, OperandCast
+from float8.config import Float8LinearConfig, GemmCasts, OperandCast, ScalingType
 from float8.config.linear import CONFIGS
 from float8.formats import ScaleFormat, on_family, twin_factor
 from float8.granularity import WHOLE
@@ -44,7 +44,7 @@ class Gemm:
         a, b: the casts of the operands; both None where the product is in high precision. With
             ``emulate`` one may be: the other is dequantised to the compute dtype.
         out_dtype: the dtype of the result.
-        use_fast_accum: see `GemmConfig`.
+        use_fast_accum: see `GemmConfig`; None for experts alone.
         name: the GEMM that multiplies, see `float8.kernels.gemm_for`.
         refusal: the reason why no GEMM of the device multiplies, or None.
         align: of a grouped GEMM, the multiple to which it needs groups of tokens padded.
@@ -55,7 +55,7 @@ class Gemm:
     a: OperandCast | None
     b: OperandCast | None
     out_dtype: torch.dtype
-    use_fast_accum: bool = False
+    use_fast_accum: bool | None = False
     name: str = ""
     refusal: str | None = None
     align: int = 1
@@ -84,6 +84,9 @@ class Operand:
     Attributes:
         second_is: `VIEW`, `TRANSPOSED_COPY`, `PAIR` or `OWN`.
         shares_data: whether both GEMMs read the same data and scales.
+        takes_largest: whether the second's scale is the largest of the first's: one scale of the
+            matrix beside those of its rows or blocks. Scales grow with amaxes, so it has the bits
+            of a scale that is computed from the amax of the matrix.
     """
 
     first: OperandCast | None
@@ -92,11 +95,17 @@ class Operand:
     may_view: bool = True
     second_is: str = field(init=False)
     shares_data: bool = field(init=False)
+    takes_largest: bool = field(init=False)
 
     def __post_init__(self) -> None:
         first, second = self.first, self.second
         both = first is not None and second is not None
         self.shares_data = both and first.transposed() == second  # type: ignore[union-attr]
+        self.takes_largest = False
+        if both and second.is_whole and not first.is_whole:  # type: ignore[union-attr]
+            of_matrix = replace(first, block=second.block)  # type: ignore[type-var, union-attr]
+            is_dynamic = first.scaling_type is ScalingType.DYNAMIC  # type: ignore[union-attr]
+            self.takes_largest = is_dynamic and of_matrix == second
         if self.shares_data and (self.may_view or first != second):
             self.second_is = VIEW
         elif both and first == second:
@@ -241,8 +250,9 @@ def plan_for(
             )
             for cast, is_weight in ((asked.a, False), (asked.b, b_is_weight))
         ]
+        is_fast = asked.use_fast_accum if grouped else bool(asked.use_fast_accum)
         if a is None or b is None:
-            return Gemm(a, b, out_dtype, asked.use_fast_accum)
+            return Gemm(a, b, out_dtype, is_fast)
         are_powers = not of_float8_operands and _scales_are_powers_of_two(a, b)
         what = family, a.block, b.block, out_dtype, emulate
         if grouped:
@@ -259,7 +269,7 @@ def plan_for(
         pad, multiple = config.pad_inner_dim, 1
         if on_gpu and not pad and (grouped or kernels.is_aligned(name)):
             multiple = multiple_of(a, grouped)
-        return Gemm(a, b, out_dtype, asked.use_fast_accum, name, refusal, align, pad, multiple)
+        return Gemm(a, b, out_dtype, is_fast, name, refusal, align, pad, multiple)
 
     output = gemm(gemms.output, dtype)
     grad_input = gemm(gemms.grad_input, grad_dtype)

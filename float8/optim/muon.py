@@ -4,7 +4,8 @@ A step of Muon (https://kellerjordan.github.io/posts/muon/) has three parts:
 
 1. element by element, the momentum and the direction u, which is written in bfloat16 as
    ``torch.optim.Muon`` rounds it before its iteration;
-2. u as a whole matrix becomes nearly orthogonal: `newton_schulz`, in bfloat16;
+2. u as a whole matrix becomes nearly orthogonal: `newton_schulz`, in bfloat16; of a stack (E, M, N)
+   each matrix by itself, and with ``slice_rows`` each slice of rows;
 3. element by element, the parameter moves along it.
 
 Parts 1 and 3 are steps of `float8.kernels.optimizer_step`, as those of all optimizers here, and one
@@ -14,7 +15,8 @@ what they are there.
 Under FSDP2 a rank has some rows of each matrix, and part 2 needs all of them. As many matrices as
 there are ranks go together: one all-to-all brings rank i all rows of matrix i, and a second one
 takes its result back. A matrix crosses the network twice, in bfloat16, and one rank computes it.
-Other placements (columns, or rows over two dimensions of a mesh) are gathered on every rank.
+Stacks whose matrices are whole on their ranks, as under expert parallelism, stay there. Other
+placements (columns, or rows over two dimensions of a mesh) are gathered on every rank.
 
 The matrices' part is not traced by torch.compile: GEMMs take its time. AdamW's groups are.
 """
@@ -34,7 +36,7 @@ from torch.optim.optimizer import ParamsT
 
 from float8.kernels.moments import StateMatrix
 from float8.kernels.update_rules import MuonDirection, MuonMove, UpdateRule
-from float8.optim.optimizer import QuantizedOptimizer, Work, ranks_of_rows
+from float8.optim.optimizer import QuantizedOptimizer, Work, local, ranks_of_rows
 from float8.optim.optimizers import adamw_rule
 from float8.optim.options import describe
 from float8.optim.state_dicts import like
@@ -42,6 +44,7 @@ from float8.optim.state_dicts import like
 # Of Keller Jordan's post and of torch.optim.Muon: they maximise the slope at zero.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _OF_MUON = {"ns_coefficients": COEFFICIENTS, "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None}
+_OF_MUON |= {"slice_rows": None}
 _OF_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -55,11 +58,12 @@ class Muon(QuantizedOptimizer):
 
     The momentum takes 1.03 bytes per element. Embeddings and output heads are matrices, too, but
     are usually left to AdamW, as all that is not a matrix. A NaN or inf in a gradient spoils its
-    matrix, as in ``torch.optim.Muon``.
+    matrix, as in ``torch.optim.Muon``. A parameter (E, M, N), such as a stack of experts, is E
+    matrices of M rows.
 
     Args:
-        params: see `AdamW`. Groups of ``kind`` "muon" (the default) have matrices only. Groups of
-            ``kind`` "adamw" have AdamW's hyperparameters, and its defaults.
+        params: see `AdamW`. Groups of ``kind`` "muon" (the default) have matrices and stacks of
+            them only. Groups of ``kind`` "adamw" have AdamW's hyperparameters, and its defaults.
         lr: learning rate of Muon's groups, a float or a tensor with one element.
         weight_decay: decoupled, of Muon's groups.
         momentum: of the average of gradients, in [0, 1).
@@ -67,7 +71,9 @@ class Muon(QuantizedOptimizer):
         given: of `float8.optim.options.Options`; and ``adjust_lr_fn`` ("original", the default,
             multiplies lr by ``sqrt(max(1, rows / columns))``, "match_rms_adamw" by
             ``0.2 * sqrt(max(rows, columns))``), ``ns_steps``, ``ns_coefficients`` and ``eps`` as in
-            ``torch.optim.Muon``.
+            ``torch.optim.Muon``; and ``slice_rows``: how many rows of a matrix are one matrix to
+            Muon, such as the size of a head where one weight makes all heads of q, k and v. It
+            divides the rows of all matrices of the group.
 
     Raises:
         ValueError, TypeError: for values and parameters that are not supported.
@@ -107,11 +113,14 @@ class Muon(QuantizedOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for index, p in enumerate(group["params"] if group["kind"] == "muon" else ()):
-            if p.dim() != 2:
+            if p.dim() not in (2, 3):
                 raise ValueError(
                     f"{describe(index, p, group)} is no matrix: put it into a group of its own "
                     'with "kind": "adamw"'
                 )
+            rows = group["slice_rows"]
+            if rows is not None and (rows < 1 or p.shape[-2] % rows):
+                raise ValueError(f"{describe(index, p, group)} has no whole slices of {rows} rows")
 
     def moments_of(self, group: Mapping[str, Any]) -> dict[str, str]:
         """The states of a group of this kind."""
@@ -138,7 +147,7 @@ class Muon(QuantizedOptimizer):
     @torch.compiler.disable
     def _step_matrices(self) -> None:
         given = [x for x in self._with_gradient() if x[1]["kind"] == "muon"]
-        for ranks, run in itertools.groupby(given, lambda x: ranks_of_rows(x[0])):
+        for ranks, run in itertools.groupby(given, lambda x: _ranks_of_matrix(x[0])):
             size = 1 if ranks is None else ranks.size()
             while together := list(itertools.islice(run, size)):
                 works = [self._work(*x, False) for x in together]
@@ -174,16 +183,18 @@ def newton_schulz(
 ) -> Tensor:
     """U V^T of ``u_MN = U S V^T``, nearly: (M, N) bfloat16, as ``torch.optim.Muon`` computes it.
 
-    Singular values become about 0.7 to 1.2, not exactly 1.
+    Singular values become about 0.7 to 1.2, not exactly 1. Of a stack (E, M, N) each matrix.
     """
     a, b, c = coefficients
-    x = u_MN.t() if u_MN.shape[0] > u_MN.shape[1] else u_MN
-    x = x / x.norm().clamp(min=eps)  # of singular values up to 1
+    is_tall = u_MN.shape[-2] > u_MN.shape[-1]
+    x = u_MN.mT if is_tall else u_MN
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=eps)  # of singular values up to 1
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(steps):
-        gram = x @ x.t()
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
-    return x.t() if u_MN.shape[0] > u_MN.shape[1] else x
+        gram = x @ x.mT
+        polynomial = add_product(gram, gram, gram, beta=b, alpha=c)
+        x = add_product(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x
 
 
 class _Matrix(NamedTuple):
@@ -194,29 +205,42 @@ class _Matrix(NamedTuple):
     group: dict[str, Any]
 
     def orthogonal(self, direction: Tensor) -> Tensor:
-        """The update of the whole direction."""
+        """The update of a direction that has all rows of its matrices."""
         numbers = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
-        return newton_schulz(direction, *numbers)
+        rows, columns = self.shape()
+        if direction.shape == (rows, columns):
+            return newton_schulz(direction, *numbers)
+        stack = direction.view(direction.numel() // max(rows * columns, 1), rows, columns)
+        return newton_schulz(stack, *numbers).reshape(direction.shape)
+
+    def shape(self) -> tuple[int, int]:
+        """The rows and columns of one matrix."""
+        return self.group["slice_rows"] or self.p.shape[-2], self.p.shape[-1]
 
     def ratio(self) -> float:
         """By which the learning rate of a matrix of this shape is multiplied."""
-        rows, columns = self.p.shape
+        rows, columns = self.shape()
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / max(columns, 1)))
 
 
+def _ranks_of_matrix(p: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that share the rows of a matrix, if nothing else is sharded."""
+    return ranks_of_rows(p) if p.dim() == 2 else None
+
+
 def _here(matrix: _Matrix) -> list[Tensor]:
-    """The update of one matrix; gathered on every rank, where it is sharded."""
+    """The update of one parameter; gathered on every rank, where its matrices are sharded."""
     p, direction, _ = matrix
-    if not isinstance(p, DTensor):
+    if not isinstance(p, DTensor) or all(getattr(s, "dim", 0) < p.dim() - 2 for s in p.placements):
         return [matrix.orthogonal(direction)]
-    sharded = like(p, direction, p.shape)
+    sharded = like(p, direction.view(local(p).shape), p.shape)
     assert isinstance(sharded, DTensor)
     update = matrix.orthogonal(sharded.full_tensor())
     everywhere = [Replicate()] * p.device_mesh.ndim
     whole = DTensor.from_local(update, p.device_mesh, everywhere, run_check=False)
-    return [whole.redistribute(placements=p.placements).to_local()]
+    return [whole.redistribute(placements=p.placements).to_local().reshape(direction.shape)]
 
 
 def _by_ranks(matrices: list[_Matrix], group: dist.ProcessGroup) -> list[Tensor]:

@@ -55,6 +55,7 @@ KINDS: dict[str, dict[str, str | None]] = {
 }
 # Which states there are and how they are kept: this optimizer's choice, not a checkpoint's.
 STORAGE = (*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding", "kind")
+STORAGE += ("slice_rows",)
 
 _CHOICES = {
     **KINDS,

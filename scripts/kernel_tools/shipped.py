@@ -202,7 +202,10 @@ def _grouped_mm(M: int, K: int) -> list[Variant]:
         forms += [(GEMM_TILES[0], by_tokens, (TENSOR, TENSOR), E5M2, False)]
         forms += [(GEMM_TILES[0], by_tokens, (ROW, ROW), E4M3, False)]
     for tile in (grouped_mm.WIDE, GEMM_TILES[0]):
-        forms += [(tile, False, pair, E4M3, True) for pair in ((TENSOR, TENSOR), (ROW, ROW))]
+        forms += [(tile, False, (TENSOR, TENSOR), E4M3, True)]
+        for by_tokens in (False, True):
+            forms += [(tile, by_tokens, (TENSOR, TENSOR), E5M2, True)]
+            forms += [(tile, by_tokens, (ROW, ROW), E4M3, True)]
     return [_grouped_mm_variant(*form, M, K) for form in forms]
 
 

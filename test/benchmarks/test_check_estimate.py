@@ -27,7 +27,7 @@ from float8.estimate.roofline import Shape
 PUBLISHED = json.loads(FILE.read_text())
 CHECK = predicted_against_published()
 # Median errors of predictions, without the rows that determined a rate.
-ERRORS = {"dense GEMMs": 0.09, "grouped GEMMs": 0.11, "casts": 0.03, "layers": 0.06, "models": 0.04}
+ERRORS = {"dense GEMMs": 0.09, "grouped GEMMs": 0.05, "casts": 0.03, "layers": 0.06, "models": 0.04}
 
 
 def test_every_row_has_a_source_with_a_date():
@@ -117,8 +117,8 @@ def test_a_measured_device_predicts_and_is_saved(tmp_path):
     here = measure(torch.device("cpu"), ((32, 64, 64), (32, 128, 64), (64, 128, 128)), 2**20)
     here.save(tmp_path / "here.json")
     assert [source.partition(":")[0] for source in here.sources] == ["measured"]
-    (row,) = estimate([(64, 256, 128)], device=str(tmp_path / "here.json")).rows
-    assert row.bf16_s > 0
+    shapes = [(64, 256, 128), (64, 256, 128, 4)]
+    assert all(row.bf16_s > 0 for row in estimate(shapes, device=str(tmp_path / "here.json")).rows)
 
 
 @pytest.mark.cuda

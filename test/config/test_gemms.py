@@ -74,6 +74,19 @@ def test_the_gemm_configs_reach_their_gemms():
         assert [getattr(plan, name).use_fast_accum for name in names] == [n == fast for n in names]
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_only_for_experts_sums_of_gradients_are_left_open(asked):
+    """The kernel of experts knows how many terms they have; no plan depends on tokens."""
+    own = GemmConfig(asked)
+    config = Float8LinearConfig(gemm_config_output=own, gemm_config_grad_weight=own)
+    for grouped, expected in (
+        (True, [asked, None, asked]),
+        (False, [bool(asked), False, bool(asked)]),
+    ):
+        plan = plan_for(config, "sm_90", torch.bfloat16, grouped=grouped)
+        assert [gemm.use_fast_accum for gemm in plan.gemms] == expected
+
+
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (3, 5)], ids=str)
 def test_products_of_blocks_have_no_fast_accumulation(block):
     """Torch raises for it (CUDABlas.cpp), and it is the default of the first product."""

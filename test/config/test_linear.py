@@ -17,7 +17,7 @@ MX8, MX8_2D = (cast(block, scales=E8M0) for block in (MX, (32, 32)))
 T4, T5 = cast(TENSOR), cast(TENSOR, E5M2)
 S4, S5 = (cast(TENSOR, fmt, STATIC, static="1.0") for fmt in (E4M3, E5M2))
 D4, D5 = cast(TENSOR, scaling=DELAYED), cast(TENSOR, E5M2, DELAYED)
-ALL, NONE, OUTPUT = (True,) * 3, (False,) * 3, (True, False, False)
+ALL, NONE, OUTPUT = (True,) * 3, (False,) * 3, (True, None, None)
 # recipe -> the casts of (x, w), (g, w), (g, x); which second uses share bytes; fast accumulation
 PLANS = {
     "tensorwise": ([T4, T4, T5, T4, T5, T4], ALL, OUTPUT),

@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from float8.config import RECIPES
+from float8.config import RECIPES, GemmConfig
 from float8.estimate import DEVICES, estimate
 from float8.estimate.__main__ import main
 
@@ -42,6 +43,19 @@ def test_options_reach_the_prediction(capsys):
     assert capsys.readouterr().out == f"{estimate([(8192,) * 3], weights_cached=True)}\n"
     main(["8192,8192,8192", "--forward"])
     assert "Forward of one batch" in capsys.readouterr().out
+
+
+def test_fast_sums_reach_the_prediction(capsys):
+    shape, names = (16384, 4096, 28672, 8), ("output", "grad_input", "grad_weight")
+    main(["16384,4096,28672,8", "--recipes", "rowwise", "blockwise", "--fast-sums"])
+    sums = dict.fromkeys((f"gemm_config_{name}" for name in names), GemmConfig(use_fast_accum=True))
+    configs = {name: replace(RECIPES[name], **sums) for name in ("rowwise", "blockwise")}
+    expected = estimate([shape], recipes=configs)
+    assert capsys.readouterr().out == f"{expected}\n"
+    precise = {name: GemmConfig(use_fast_accum=False) for name in sums}
+    (slow,) = estimate([shape], recipes=replace(RECIPES["rowwise"], **precise)).rows
+    (fast,) = expected.rows
+    assert fast.recipes["rowwise"].speedup > 1.1 * slow.recipes["config 1"].speedup
 
 
 def test_sources_of_the_figures_are_printed_on_request(capsys):

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
-from float8.config import RECIPES
+from float8.config import RECIPES, CastConfig, ScalingType
 from float8.tensor import Float8Tensor
 
 T, K, N, E = 100, 64, 96, 4
@@ -49,9 +49,12 @@ class Gemms(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.sums: list[bool | None] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert "local_scalar" not in func.name(), "waits for the device"
+        if func.name() == TRITON:
+            self.sums.append(args[-1])
         if func.name() in (TORCH, TRITON, PLAIN, "float8::grouped_mm"):
             self.names.append(func.name())
         return func(*args, **(kwargs or {}))
@@ -69,6 +72,7 @@ def gemms_of(config, arch, dtype=BF16, tokens=T, mode=None, expand=False, in_flo
         results = fake_cuda.step(config, x, w, g, offs=empty(E, dtype=torch.int32))
     assert {t.dtype for t in results[:3]} == {dtype}
     assert [t.shape for t in results[:3]] == [(tokens, N), (tokens, K), (E, N, K)]
+    gemms_of.sums = gemms.sums
     return tuple(gemms.names)
 
 
@@ -76,6 +80,26 @@ def gemms_of(config, arch, dtype=BF16, tokens=T, mode=None, expand=False, in_flo
 @pytest.mark.parametrize("expand", [False, True])
 def test_the_gemms_of_a_step(recipe, arch, expand):
     assert gemms_of(RECIPES[recipe], arch, expand=expand) == RUNS[recipe, arch]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sums"),
+    [
+        ("tensorwise", [True, None, None]),
+        ("rowwise", [True, None, None]),
+        ("blockwise", [False] * 3),
+    ],
+)
+def test_the_kernel_chooses_how_gradients_are_summed(recipe, sums):
+    """By sizes that are no constants of compiled code."""
+    gemms_of(RECIPES[recipe], "sm_90")
+    assert gemms_of.sums == sums
+
+
+def test_blockwise_with_grad_weight_in_high_precision():
+    off = CastConfig(ScalingType.DISABLED)
+    second = {f"cast_config_{x}_for_grad_weight": off for x in ("input", "grad_output")}
+    assert gemms_of(replace(RECIPES["blockwise"], **second), "sm_90") == (TRITON, TRITON, PLAIN)
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from assertions import assert_bitwise, assert_sqnr_at_least
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations import moe
 from transformers.models.mixtral import modeling_mixtral as mixtral
+from unwritten_rows import unwritten_rows
 
 import float8
 from float8 import Float8LinearConfig, filters
@@ -120,23 +122,6 @@ def test_float8_whatever_the_config_says(implementation):
         assert_bitwise(converted(**inputs).logits, expected)
 
 
-def test_rows_of_other_ranks_experts_are_left_out():
-    """Transformers marks them by an index beyond the experts, and their weight is 0."""
-    torch.manual_seed(0)
-    experts = model_of("gpt_oss").model.layers[0].mlp.experts
-    experts._is_expert_parallel = True
-    x = torch.randn(9, 32, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([[0, 4]] * 4 + [[4, 4]] * 2 + [[3, 1]] * 3)
-    weights = torch.full((9, 2), 0.5, dtype=torch.bfloat16).masked_fill(index == 4, 0)
-    converted = convert(torch.nn.ModuleDict({"experts": experts}))["experts"]
-    y = converted(x, index, weights)
-    y.sum().backward()
-    assert y[4:6].eq(0).all()
-    assert x.grad[4:6].eq(0).all()
-    assert x.grad.isfinite().all()
-    assert x.grad[:4].ne(0).any()
-
-
 def routed(dtype=torch.bfloat16, seed=0):
     """What a router hands to 4 experts, one without tokens: (T, D), (T, k) and (T, k)."""
     random = torch.Generator().manual_seed(seed)
@@ -187,6 +172,75 @@ def test_compiled_in_one_graph_with_products_in_float8(dtype):
                 assert_bitwise(one, other)
     (graph,) = graphs
     assert "grouped_mm" not in graph.code
+
+
+# --- rows beyond the last offset
+
+
+# The experts of each row. A rank that has the experts 0 to 3 gives rows of others the index 4, and
+# the weight 0, with which a NaN or an inf in these rows would be NaN.
+ROUTES = {
+    "some rows have no expert here": [[0, 4]] * 4 + [[4, 4]] * 2 + [[3, 1]] * 11 + [[4, 0]] * 2,
+    "no row has an expert here": [[4, 4]] * 5,
+}
+# Experts without a gate, and transposed experts without a bias.
+OTHERS = ("nemotron_h", "aria_text")
+
+
+def experts_of_a_rank(name, recipe):
+    model = published_models.mixture_of(name) if name in OTHERS else model_of(name)
+    experts = next(m for fqn, m in model.named_modules() if fqn.endswith(".experts")).bfloat16()
+    experts._is_expert_parallel = True
+    return convert(torch.nn.ModuleDict({"experts": experts}), recipe)["experts"]
+
+
+def results_of_a_rank(experts, route):
+    """The output, and the gradients of the input, of the router's weights and of parameters."""
+    index, random = torch.tensor(ROUTES[route]), torch.Generator().manual_seed(1)
+    x = torch.randn(len(index), 32, generator=random).bfloat16().requires_grad_()
+    weights = torch.rand(index.shape, generator=random).masked_fill(index == 4, 0)
+    weights = weights.bfloat16().requires_grad_()
+    y = experts(x, index, weights)
+    assert y[index.eq(4).all(1)].eq(0).all()
+    g = torch.randn(y.shape, generator=random).to(y.dtype)
+    return [y.detach(), *torch.autograd.grad(y, [x, weights, *experts.parameters()], g)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
+def test_rows_of_other_ranks_experts_change_nothing(name, recipe, route):
+    """A GPU leaves them unwritten; they are zero here."""
+    experts = experts_of_a_rank(name, recipe)
+    expected = results_of_a_rank(experts, route)
+    assert all(each.isfinite().all() for each in expected)
+    assert any(each.any() for each in expected) == (route == "some rows have no expert here")
+    for fill in (math.nan, math.inf, -math.inf):
+        with unwritten_rows(fill):
+            found = results_of_a_rank(experts, route)
+        for one, other in zip(found, expected, strict=True):
+            assert_bitwise(one, other, (name, recipe, route, fill))
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a .functools.lru_cache.")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
+def test_rows_of_other_ranks_experts_change_nothing_compiled(recipe):
+    experts, (route, _) = experts_of_a_rank("gpt_oss", recipe), ROUTES
+    expected = results_of_a_rank(experts, route)
+    with unwritten_rows(math.nan):
+        compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
+        found = results_of_a_rank(compiled, route)
+    for one, other in zip(found, expected, strict=True):
+        assert_bitwise(one, other, recipe)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_the_masks_of_transformers_unwritten_rows_are_seen(name, monkeypatch):
+    """The two tests above would find a row that is read."""
+    experts, (route, _) = experts_of_a_rank(name, "rowwise"), ROUTES
+    monkeypatch.setattr(torch.Tensor, "masked_fill", lambda x, *_: x)
+    with unwritten_rows(math.nan), pytest.raises(AssertionError):
+        results_of_a_rank(experts, route)
 
 
 class WithAForwardOfItsOwn(mixtral.MixtralExperts):

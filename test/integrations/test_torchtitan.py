@@ -29,6 +29,7 @@ CASES = {
     "delayed scaling resumes exactly": ("resumes_exactly",),
     "a Hugging Face checkpoint": ("exports_to_hugging_face",),
     "experts train in every recipe": ("experts_train_in_every_recipe",),
+    "rows beyond the last expert": ("rows_beyond_the_last_expert_change_nothing",),
     "experts become plain again": ("experts_become_plain_again",),
     "which experts a converter took": ("a_converter_says_which_experts_it_took",),
 }

@@ -252,9 +252,15 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
     ],
     "grouped_mm": [
         *(
-            (grouped, (tile, "experts", blocks, SAME, True))
+            (grouped, (tile, by, blocks, formats, True))
             for tile in (grouped_mm.WIDE, GROUPED_TILES[0])
-            for blocks in ("rowwise", "tensorwise")
+            for by, blocks, formats in (
+                ("experts", "rowwise", SAME),
+                ("experts", "tensorwise", SAME),
+                ("experts", "tensorwise", MIXED),
+                ("tokens", "rowwise", SAME),
+                ("tokens", "tensorwise", MIXED),
+            )
         ),
         (grouped, (GROUPED_TILES[0], "experts", "rowwise", SAME)),
         (grouped, (GROUPED_TILES[0], "experts", "tensorwise", MIXED)),

@@ -21,9 +21,11 @@ from float8 import sync_float8_amax_and_scale_history as sync
 from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.distributed.float8_gather import weight_cast
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
-from float8.granularity import Blockwise
-from float8.linear.casts import cast_matrix
-from float8.linear.plan import USED
+from float8.granularity import Blockwise, Rowwise
+from float8.linear.autograd import Call, weight_of_forward
+from float8.linear.casts import cast_matrix, cast_operand, sharded_state
+from float8.linear.float8_weight import cast_again
+from float8.linear.plan import USED, plan_for
 
 DELAYED = CastConfig(ScalingType.DELAYED)
 BUFFERS = ("amax_history", "scale", "current_amax")
@@ -265,3 +267,44 @@ def test_the_age_of_a_scale_survives_what_befalls_a_module():
     layer.cast_input.reset_parameters()
     for new in (layer, layer_of(device="meta", interval=3).to_empty(device="cpu")):
         assert new.cast_input.scale_age == math.inf
+
+
+@pytest.mark.parametrize("scales", [ScaleFormat.FLOAT32, ScaleFormat.POWER_OF_TWO])
+@pytest.mark.parametrize("rows", [Rowwise(), Blockwise(1, 128), Blockwise(32, 16)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_one_scale_beside_those_of_rows_is_the_largest_of_them(scales, rows, grouped):
+    """It has the bits of a scale from the amax of the matrix: the matrix is not read for it."""
+    by_rows = CastConfig(granularity=rows, scale_format=scales)
+    config = Float8LinearConfig(
+        cast_config_input=by_rows,
+        cast_config_weight=by_rows,
+        cast_config_grad_output=by_rows,
+        cast_config_weight_for_grad_input=CastConfig(scale_format=scales),
+        emulate=True,
+    )
+    plan = plan_for(config, "cpu", torch.bfloat16, grouped)
+    call = Call(plan, has_backward=True)
+    w = torch.randn(3, 40, 200, generator=torch.Generator().manual_seed(5)).bfloat16()
+    w *= torch.tensor([1e-30, 3.0, 0.0]).view(3, 1, 1)
+    for special in (None, torch.inf, torch.nan):
+        if special is not None:
+            w[1, 7, 11] = special
+        for source in [w] if grouped else w:
+            expected = cast_matrix(source.mT, plan.w.second).row_major
+            first, (_, scale), _ = weight_of_forward(source, call)
+            assert_bitwise(scale, expected.scale)
+            again, both = cast_again((source, scale), call)[0], cast_operand(source, plan.w)
+            pairs = (again, expected), (both[0], first), (both[1], expected)
+            for one, other in pairs:
+                assert_bitwise(one.data, other.data)
+                assert_bitwise(one.scale, other.scale)
+
+
+def test_a_sharded_operand_finds_its_one_scale_over_the_ranks(monkeypatch):
+    """This rank has its own rows' scales only."""
+    plan = plan_for(Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp"), "cpu", torch.float32)
+    w, largest = torch.randn(16, 32), torch.tensor([[448.0 * 64]])
+    monkeypatch.setattr("float8.linear.casts.max_over_ranks", lambda amax, group: largest)
+    call = Call(plan, (None, sharded_state(None, "ranks"), None), has_backward=True)
+    _, saved, _ = weight_of_forward(w, call)
+    assert_bitwise(cast_again(saved, call)[0].scale, torch.tensor([[64.0]]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.deepseek_v3 import model_registry as deepseek_registry  # noqa: E402
 from torchtitan.models.gpt_oss import model_registry as gpt_oss_registry  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
+from unwritten_rows import unwritten_rows  # noqa: E402
 
 import float8.integrations.torchtitan as ours  # noqa: E402
 from float8 import (  # noqa: E402
@@ -391,6 +393,37 @@ def experts_train_in_every_recipe(rank):
         assert losses == pytest.approx(expected, rel=0.02), (recipe, losses, expected)
         assert all(gradients[f"{name}.{w}"].abs().max() > 0 for w in ("w1_EFD", "w2_EDF", "w3_EFD"))
         assert gradients["layers.1.moe.router.gate.weight"].abs().max() > 0
+
+
+def rows_beyond_the_last_expert_change_nothing(rank):
+    """A dispatcher's buffer may be longer than the tokens of all experts, and no GPU writes there.
+
+    Each rank has one of the two types of experts.
+    """
+    registry = (deepseek_registry, gpt_oss_registry)[rank]
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise", "mxfp8"):
+        converter = Float8Converter.Config(recipe=recipe, filter_fqns=["lm_head"]).build()
+        model = built(converter.convert(two_blocks(registry)))
+        experts = model.get_submodule("layers.1.moe.routed_experts.inner_experts")
+        expected = results_beside(experts, 0.0)
+        with unwritten_rows(torch.nan):
+            found = results_beside(experts, torch.nan)
+        for one, other in zip(found, expected, strict=True):
+            assert other.abs().max() > 0
+            assert torch.equal(one, other), (recipe, registry)
+
+
+def results_beside(experts, fill):
+    """Output and gradients of tokens of which the last 9, in no group, are ``fill`` everywhere."""
+    counts = torch.arange(experts.num_experts) * 7 % 5
+    used, dim = int(counts.sum()), next(experts.parameters()).shape[-1]
+    torch.manual_seed(0)
+    x, g = torch.randn(2, used + 9, dim).bfloat16().unbind()
+    x[used:] = g[used:] = fill
+    y = experts(x.requires_grad_(), counts)
+    grad_x, *grads = torch.autograd.grad(y, [x, *experts.parameters()], g)
+    assert grad_x[used:].isnan().all() == math.isnan(fill)
+    return y[:used], grad_x[:used], *grads
 
 
 def experts_become_plain_again(rank):

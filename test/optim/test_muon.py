@@ -249,6 +249,93 @@ def test_the_compiled_step_is_the_eager_one():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
 
 
+# --- stacks of matrices, and slices of one
+
+STACKS = [(3, 20, 48), (4, 40, 24), (2, 16, 16)]
+
+
+def assert_moved_alike(p, q, start):
+    """Products of batches sum in an order that depends on the size of the batch."""
+    assert (p - q).norm() < 2.0**-8 * (q - start).norm()
+
+
+def stacks(shapes=STACKS):
+    generator = torch.Generator().manual_seed(4)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_each_matrix_of_a_stack_moves_as_a_parameter_of_its_own(adjust):
+    ours, theirs = stacks(), [[nn.Parameter(m.detach().clone()) for m in p] for p in stacks()]
+    alone = [p for stack in theirs for p in stack]
+    options = {"lr": 0.1, "adjust_lr_fn": adjust}
+    a, b = Muon(ours, **options, **FLOAT32), torch.optim.Muon(alone, **options)
+    for seed in range(3):
+        step((ours,), a, seed=seed)
+        gradients = [g for p in ours for g in p.grad]
+        for p, g in zip(alone, gradients, strict=True):
+            p.grad = g.clone()
+        b.step()
+    for p, stack, start in zip(ours, theirs, stacks(), strict=True):
+        assert_moved_alike(p, torch.stack(list(stack)), start)
+
+
+def test_slices_move_as_parameters_of_their_own():
+    """The heads of a weight that makes q, k and v; and of a stack."""
+    shapes = [(6 * 8, 40), (2, 2 * 8, 40)]
+    ours = stacks(shapes)
+    slices = nn.ParameterList(p.detach().reshape(-1, 8, 40).clone() for p in ours)
+    a, b = (
+        Muon([{"params": ours, "slice_rows": 8}], lr=0.1, **FLOAT32),
+        Muon(slices, lr=0.1, **FLOAT32),
+    )
+    whole = Muon(others := stacks(shapes), lr=0.1, **FLOAT32)
+    a.load_state_dict(copy.deepcopy(a.state_dict()))
+    for seed in range(3):
+        step((ours, others), a, whole, seed=seed)
+        for p, q in zip(ours, slices, strict=True):
+            q.grad = p.grad.reshape(q.shape).clone()
+        b.step()
+    for p, q, other, start in zip(ours, slices, others, stacks(shapes), strict=True):
+        assert_moved_alike(p, q.view_as(p), start)
+        with pytest.raises(AssertionError):
+            assert_moved_alike(p, other, start)
+    a.load_state_dict(whole.state_dict())  # slices are this optimizer's choice
+    assert a.param_groups[0]["slice_rows"] == 8
+
+
+@pytest.mark.parametrize("rows", [0, -8, 7, 96])
+def test_slices_that_do_not_divide_the_rows_are_refused(rows):
+    with pytest.raises(ValueError, match=f"no whole slices of {rows} rows"):
+        Muon([{"params": [nn.Parameter(torch.ones(48, 40))], "slice_rows": rows}])
+    with pytest.raises(ValueError, match=r"is no matrix"):
+        Muon([nn.Parameter(torch.ones(2, 2, 2, 2))])
+
+
+@pytest.mark.ranks(2, 4)
+def test_stacks_on_several_ranks_move_as_in_one_process(rank):
+    """Whole matrices stay on their ranks: nothing crosses the network. Others are gathered."""
+    ranks = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("a", "b"))
+    options = {"state_rounding": "nearest", "min_size": 0, "group_size": 1, "slice_rows": 4}
+    for placements, stays in (
+        ((Replicate(), Shard(0)), True),  # experts over a part of the ranks, uneven
+        ((Shard(0), Shard(0)), True),  # and their shards over the rest
+        ((Replicate(), Shard(1)), False),
+        ((Shard(0), Shard(2)), False),
+    ):
+        single = stacks()
+        params = [nn.Parameter(distribute_tensor(p.detach(), mesh, placements)) for p in single]
+        one, several = Muon(single, **options), Muon(params, **options)
+        for seed in range(2):
+            step((single, params), one, seed=seed)
+            with Wire() as wire:
+                several.step()
+            assert (not wire.sent) == stays
+        for p, q, start in zip(params, single, stacks(), strict=True):
+            assert_moved_alike(p.full_tensor(), q, start)
+
+
 # --- several ranks
 
 

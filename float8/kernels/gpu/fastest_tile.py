@@ -8,7 +8,8 @@ have as many binary digits.
 
 Every tile gives the same bits: tiles divide rows and columns, and each element is summed over the
 contraction in the same order. Torch's kernel of `grouped_mm` does so too, and DeepGEMM's
-(`deep_gemm`): tests compare their bits on a GPU. So ranks of a job may choose differently.
+(`deep_gemm`): tests compare their bits on a GPU, where torch's fast sums have not run yet. So ranks
+of a job may choose differently.
 
 Nothing is measured, and the tile is that of a rule, while a CUDA graph is captured, on FakeTensors
 (the op's fake runs instead) and on CPU tensors (which are interpreted). Under torch.compile the ops

@@ -36,13 +36,15 @@ are not read, and their rows of the result not written.
 
 The tiles are those of ``blockwise_mm.py``, chosen in the same way. ``FAST`` leaves the whole
 contraction to the tensor core; without it, its sums are added in float32 every 128. A fast product
-has one accumulator, so that a tile of 128 x 256 fits (`WIDE`).
+has one accumulator, so that a tile of 128 x 256 fits (`WIDE`). ``use_fast_accum=None`` is fast if
+a sum has at most `SHORT_SUM` terms: see `float8.GemmConfig`.
 
-``torch._scaled_grouped_mm`` is one more way to run a product that is not fast, where it can: on
-sm_90, E4M3 by E4M3 with scales of rows, written in bfloat16 (ATen/native/cuda/ScaledGroupMM.cu; on
-sm_10x it traps, pytorch#187095). Its sums are promoted every 128 too, and a group without tokens is
-a matrix of zeros. It is measured like a tile, because it is faster for few large experts and slower
-for many small ones. So is DeepGEMM, where it is installed (`deep_gemm`), for 1x128 by 128x128.
+``torch._scaled_grouped_mm`` is one more way to run a product, where it can: on sm_90, E4M3 by E4M3
+with scales of rows, written in bfloat16 (ATen/native/cuda/ScaledGroupMM.cu; on sm_10x it traps,
+pytorch#187095). Its sums are fast, or promoted every 128, too, and a group without tokens is a
+matrix of zeros. It is measured like a tile, because it is faster for few large experts, and slower
+for many small ones if sums are not fast. So is DeepGEMM, where it is installed (`deep_gemm`), for
+1x128 by 128x128.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ from float8.kernels.gpu.blockwise_mm import (
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
 from float8.kernels.gpu.launch import check_device, launch, register_op
-from float8.kernels.groups import padded_sizes
+from float8.kernels.groups import SHORT_SUM, padded_sizes
 from float8.kernels.matrix import BY_128, ROW, SQUARE_128, TENSOR
 from float8.kernels.products import family_of
 
@@ -178,7 +180,7 @@ def _scales(scale_ptr, offsets, inside, ROWS: tl.constexpr):
 
 def _launch(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
-    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool | None,
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch; a test or a benchmark may name the tile."""
@@ -189,13 +191,15 @@ def _launch(
         return _fake(*arguments)
     if blocks and b_rows == 1 and b_scale.stride(-2) != 1:
         b_scale = b_scale.mT.contiguous().mT  # as in `blockwise_mm`
-    fast = use_fast_accum and not blocks
+    # Beside its tokens, each group has up to `align` columns.
+    terms = a.shape[1] // experts - align if by_tokens else a.shape[1]
+    fast = (terms <= SHORT_SUM if use_fast_accum is None else use_fast_accum) and not blocks
     # One for all tiles that are measured. A cache alone lets each of their threads make its own.
     result, alone = functools.cache(lambda: _fake(*arguments)), threading.Lock()
 
     def run(tile: Tile) -> Tensor:
         if tile == TORCH_TILE:
-            return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align)
+            return _by_torch(a, a_scale, b, b_scale, offs, out_dtype, align, fast)
         if tile == DEEPGEMM:
             return deep_gemm.multiply_tokens(a, a_scale, b, b_scale, offs)
         with alone:
@@ -215,7 +219,7 @@ def _launch(
 
     if tile is None:
         rows = M if by_tokens else ceil_div(M, experts)
-        by_torch = not fast and _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
+        by_torch = _torch_multiplies(a, b, a_rows, b_rows, blocks, out_dtype)
         by_deep_gemm = (
             2 * deep_gemm.EXPERT_ROWS * experts < M  # else it multiplies half of the rows twice
             and not by_tokens
@@ -240,7 +244,7 @@ def _launch(
 
 def _by_torch(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, out_dtype: torch.dtype,
-    align: int,
+    align: int, use_fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     """`TORCH_TILE`. It takes scales (T,) and (E, N), or (E * M,) and (E * N,), columns padded."""
     if b.dim() == 2:
@@ -249,8 +253,9 @@ def _by_torch(
     else:
         a_scale, b_scale = a_scale.squeeze(-1), b_scale.expand(len(b), -1, -1).squeeze(-1)
     return torch._scaled_grouped_mm(
-        a, b.mT, a_scale.contiguous(), b_scale.contiguous(), offs=offs, out_dtype=out_dtype
-    )
+        a, b.mT, a_scale.contiguous(), b_scale.contiguous(), offs=offs, out_dtype=out_dtype,
+        use_fast_accum=use_fast_accum,
+    )  # fmt: skip
 
 
 def _fits(tile: Tile, device: torch.device) -> bool:
@@ -316,7 +321,7 @@ def _check(
 
 def _definition(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
-    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool | None,
 ) -> Tensor:  # fmt: skip
     _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
     # The op of ``kernels/grouped_products.py``, which imports this file.
@@ -326,7 +331,7 @@ def _definition(
 
 def _fake(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
-    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool,
+    b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool | None,
 ) -> Tensor:  # fmt: skip
     rows, N = a.shape[0], b.shape[-2]
     shape = (rows, N) if b.dim() == 3 else (offs.shape[0], rows, N)
@@ -335,7 +340,8 @@ def _fake(
 
 grouped_mm_gpu = register_op(
     "grouped_mm_gpu(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor offs, "
-    "int[] a_block, int[] b_block, ScalarType out_dtype, int align, bool use_fast_accum) -> Tensor",
+    "int[] a_block, int[] b_block, ScalarType out_dtype, int align, bool? use_fast_accum)"
+    " -> Tensor",
     kernel=_launch,
     definition=_definition,
     fake=_fake,

@@ -24,6 +24,7 @@ from torch import Tensor
 from float8.kernels import definition
 from float8.kernels.gpu import grouped_mm as module
 from float8.kernels.gpu.blockwise_mm import GEMM_TILES
+from float8.kernels.groups import padded_tokens
 from scripts.kernel_tools.forms import compile_for
 from scripts.kernel_tools.shipped import variants
 
@@ -178,9 +179,9 @@ def test_the_product(by, sizes, blocks, formats, shape, tile, how, device):
 def test_every_way_to_multiply_has_the_same_bits(by, sizes, shape, fast):
     """Ranks measure which of them is the fastest, and may choose differently."""
     product = BUILD[by](sizes, *shape, BLOCKS["rowwise"])
-    ways = [*GEMM_TILES, module.WIDE] if fast else [*GEMM_TILES, module.TORCH_TILE]
-    if not fast and torch.cuda.get_device_capability() != (9, 0):
-        ways.remove(module.TORCH_TILE)
+    ways = [*GEMM_TILES, *([module.WIDE] if fast else [])]
+    if torch.cuda.get_device_capability() == (9, 0):
+        ways.append(module.TORCH_TILE)
     results = []
     for way in ways:
         torch.full((2**22,), torch.nan, device="cuda")  # in the memory of the result
@@ -274,9 +275,45 @@ def test_empty(shape, by, device):
     assert not product.multiply(device).any()
 
 
+# --- fast sums
+
+
+@pytest.mark.parametrize("blocks", ["tensorwise", "rowwise", "1x128"])
+@pytest.mark.parametrize("E", [1, 8, 128])
+@pytest.mark.parametrize("by", BUILD)
+def test_short_sums_are_fast_unless_the_caller_says_otherwise(by, E, blocks, monkeypatch):
+    """The contraction of experts, and the mean number of tokens of a group."""
+    compiled = []
+    monkeypatch.setattr(module, "launch", lambda *_, **form: compiled.append(form["FAST"]))
+    for terms, is_short in ((16, True), (4096, True), (4128, False), (28672, False)):
+        contraction = terms if by == "experts" else padded_tokens(E * terms, E, ALIGN)
+        columns = -(-contraction // 128)
+        scales = {
+            "tensorwise": [(1, 1), (1, 1)],
+            "rowwise": [(32, 1), (1, 48, 1)] if by == "experts" else [(E, 32), (E, 48)],
+            "1x128": [(32, columns), (E, 48, columns)],
+        }[blocks]
+        if by == "tokens" and blocks == "1x128":
+            scales = [(n, contraction // 128 + E) for n in (32, 48)]
+        elif by == "experts" and blocks == "tensorwise":
+            scales[1] = (1, 1, 1)
+        a, b = (
+            torch.empty(*shape, contraction, dtype=E4M3, device="meta")
+            for shape in ((32,), (48,) if by == "tokens" else (E, 48))
+        )
+        a_scale, b_scale = (torch.empty(shape, device="meta") for shape in scales)
+        offs = torch.empty(E, dtype=torch.int32, device="meta")
+        for asked in (None, True, False):
+            arguments = a, a_scale, b, b_scale, offs, *BLOCKS[blocks], torch.bfloat16, ALIGN, asked
+            module._launch(*arguments, tile=TILE)
+            is_fast = is_short if asked is None else asked
+            assert compiled.pop() == (is_fast and blocks != "1x128"), (terms, asked)
+
+
 # --- torch's kernel
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
     ("by", "shape", "is_tried"),
     [
@@ -286,7 +323,9 @@ def test_empty(shape, by, device):
         ("tokens", (48, 20), False),
     ],
 )
-def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(by, shape, is_tried, monkeypatch):
+def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(
+    by, shape, is_tried, fast, monkeypatch
+):
     """It raises for other operands, and pads the rows of other results: not what `_fake` says."""
     seen = []
 
@@ -298,21 +337,23 @@ def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(by, shape, is_
     monkeypatch.setattr(module, "launch", lambda *_, **__: None)
     monkeypatch.setattr(module, "family_of", lambda device: "sm_90")
     product = BUILD[by]((35, 0, 19), *shape, BLOCKS["rowwise"])
-    module._launch(*product.arguments, product.offs, *product.blocks, torch.bfloat16, ALIGN, False)
+    module._launch(*product.arguments, product.offs, *product.blocks, torch.bfloat16, ALIGN, fast)
     assert seen and (module.TORCH_TILE in seen) == is_tried
 
 
-def test_torch_gets_a_scale_for_each_row_of_each_expert(monkeypatch):
-    """Where all experts share the scales of rows too."""
+@pytest.mark.parametrize("fast", [False, True])
+def test_torch_gets_a_scale_for_each_row_of_each_expert(fast, monkeypatch):
+    """Where all experts share the scales of rows too; and sums as they were asked for."""
 
-    def scales_of_b(a, b, a_scale, b_scale, **options):
+    def scales_of_b(a, b, a_scale, b_scale, *, offs, out_dtype, use_fast_accum):
+        assert use_fast_accum is fast
         return b_scale
 
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scales_of_b)
     product = BUILD["experts"]((35, 0, 19), 144, 48, BLOCKS["rowwise"])
     a, a_scale, b, b_scale = product.arguments
     arguments = a, a_scale, b, b_scale[:1], product.offs, *product.blocks, torch.bfloat16
-    found = module._launch(*arguments, ALIGN, False, tile=module.TORCH_TILE)
+    found = module._launch(*arguments, ALIGN, fast, tile=module.TORCH_TILE)
     assert_bitwise(found, b_scale[:1].expand(3, 48, 1).squeeze(-1).contiguous())
 
 
