@@ -211,7 +211,7 @@ CALLS = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles, whose arguments torch checks.
 NO_CALLS = {
-    *("Alarm", "ScaleFormat", "ScalingController"),
+    *("Alarm", "ScaleFormat"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none
     # Python reports wrong types where they are used.
