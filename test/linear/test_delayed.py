@@ -164,13 +164,6 @@ def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned
     assert [words in str(warning.message) for warning in caught] == [True] * is_warned
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("cuda", "cuda"), ("cpu cuda", "cpu")])
-def test_amaxes_are_reduced_on_a_device_of_the_backend(backend, expected):
-    group = mock.Mock(_device_types=[torch.device(kind) for kind in backend.split()])
-    devices = [torch.device("cpu"), torch.device("cuda", 0)]
-    assert sync._reducing_device(devices, group).type == expected
-
-
 def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []

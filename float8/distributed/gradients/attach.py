@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from float8.arguments import check_module
 from float8.distributed.gradients.reduction import TILE_SIZE, all_reduce_mean, reduce_scatter
 from float8.distributed.gradients.state import Float8Gradients
-from float8.distributed.rank_comparison import Facts, compare_once
+from float8.distributed.rank_comparison import compare_once
 from float8.formats import E4M3, Format
 
 
@@ -100,12 +100,9 @@ def float8_gradients(
 
 def _compare_arguments(state: Float8Gradients, group: dist.ProcessGroup) -> None:
     """Compare the settings of the ranks, once per group."""
-
-    def settings() -> dict[str, Facts]:
-        return {"float8_gradients": {"format": str(state.format), "tile": str(state.tile)}}
-
+    settings = {"float8_gradients": {"format": str(state.format), "tile": str(state.tile)}}
     remedy = "Pass float8_gradients the same arguments on all ranks"
-    compare_once(state, [group], settings, remedy, "arguments")
+    compare_once(state, [group], lambda: settings, remedy, "arguments")
 
 
 # --- DDP
