@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import Format, ScaleFormat, format_of, twin_factor
+from float8.formats import Format, format_of, twin_factor
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
@@ -255,25 +255,6 @@ class DelayedCast(Cast, Switchable):
         if self.scale.is_meta and not weight.is_meta:  # load_state_dict(assign=True) onto meta
             self.to_empty(device=weight.device)
         self.reset_parameters()
-
-    @torch.no_grad()
-    def start_from(self, scale: Tensor) -> None:
-        """Start a new history with a known scale, as if ``sync`` had computed it.
-
-        ``scale``, one element > 0, is of data in E4M3 or E5M2, the format of the cast. The format's
-        twin on AMD gfx94x gets the scale of the same amax.
-        """
-        self.reset_parameters()
-        largest, given = self.format_on_device.max, scale.to(self.scale).reshape(())
-        amax = given * self.format.max
-        known = given * (self.format.max / largest)
-        if self.config.scale_format is not ScaleFormat.FLOAT32:
-            known = kernels.scale_from_amax(amax, largest, self.config.scale_format.value)
-        self.scale.copy_(known)
-        self.amax_history[0] = amax * 2.0**-self.delayed.margin
-        if "scale_age" in self._buffers:
-            self.scale_age.zero_()
-        self.history_ready = True
 
 
 def make_cast(
