@@ -108,7 +108,7 @@ CALLS = {
         (
             f.DelayedScalingConfig,
             {},
-            "history_len amax_compute_algo margin interval remember_nonfinite",
+            "history_len amax_compute_algo margin remember_nonfinite",
         )
     ],
     "Float8Linear": [

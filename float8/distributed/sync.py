@@ -28,9 +28,7 @@ one more graph while casts have no scale yet.
 
 Call it before or after ``optimizer.step()``, never between a forward and its backward: autograd
 would raise an error, because the saved scales have changed. Without the call every cast stays
-dynamic, at its cost; an optimizer that steps twice without it warns. Also with a
-``DelayedScalingConfig.interval`` above 1, call it once per step: each call rolls the histories and
-counts the interval.
+dynamic, at its cost; an optimizer that steps twice without it warns.
 
 The collective is a maximum by position, so all ranks must list the same casts in the same order:
 alphabetically by name (`modules_by_name`). The order of registration does not matter.
@@ -73,17 +71,15 @@ def updated_history(
     config: DelayedScalingConfig,
     format_max: float,
     scale_format: str,
-    age_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling for N operands that share format and config.
 
     ``history_NH`` has the last H amaxes of each operand, newest first; ``current_amax_N`` is over
     all microbatches and ranks of this step. ``scale_N`` has the scales in use, 0 where there has
-    been none yet. ``age_N`` says how many steps ago each scale was computed, inf if never. Scales
-    younger than ``config.interval`` stay; ``age_N`` is None where the interval is 1.
+    been none yet.
 
-    Returns the new history, the new scales and their ages. Scales are finite. An operand without a
-    scale keeps 0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
+    Returns the new history and the new scales, which are finite. An operand without a scale keeps
+    0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
     """
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
@@ -96,10 +92,7 @@ def updated_history(
     # A large margin may move the scale out of float32's range.
     is_new = (amax_N > 0) & scaled.isfinite()
     is_new = is_new & ((scale_N != 0) | (history_NH[:, :DYNAMIC_STEPS][:, -1] > 0))
-    if age_N is not None:
-        is_new = is_new & (age_N + 1 >= config.interval)
-        age_N = torch.where(is_new, 0.0, age_N + 1)
-    return history_NH, torch.where(is_new, scaled, scale_N), age_N
+    return history_NH, torch.where(is_new, scaled, scale_N)
 
 
 # --- once per step
@@ -214,20 +207,16 @@ def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> No
 
 def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
     _, delayed, format_max, scale_format = key
-    aged = [c.scale_age for c in casts] if delayed.interval > 1 else []
-    histories, scales, ages = updated_history(
+    histories, scales = updated_history(
         torch.stack([c.amax_history for c in casts]),
         currents,
         torch.stack([c.scale for c in casts]),
         delayed,
         format_max,
         scale_format,
-        torch.stack(aged) if aged else None,
     )
     torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))
     torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
-    if ages is not None:
-        torch._foreach_copy_(aged, list(ages.unbind()))
 
 
 def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup]) -> list[Tensor]:

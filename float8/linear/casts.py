@@ -21,8 +21,6 @@ buffer          shape    meaning, and what writes it
 amax_history    (H,)     the last H amaxes, newest first; written by ``sync`` and by loading
 scale           ()       the scale in use, 0 before the first; written by ``sync`` and by loading
 current_amax    ()       the running maximum since the last ``sync``; written by forward, backward
-scale_age       ()       with an ``interval`` > 1 only: how many syncs ago the scale was computed,
-                         inf before the first; written by ``sync`` and by loading
 =============== ======== =======================================================================
 
 ``module.to(dtype)`` leaves the buffers in float32, and ``to_empty`` resets them. They are optional
@@ -138,7 +136,6 @@ class DelayedCast(Cast, Switchable):
     amax_history: Tensor
     scale: Tensor
     current_amax: Tensor
-    scale_age: Tensor
 
     def __init__(
         self,
@@ -159,8 +156,6 @@ class DelayedCast(Cast, Switchable):
         self.hidden = False  # whether state dicts always leave the history out
         self._add_switch()
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
-        if delayed.interval > 1:  # a tensor, so that a compiled sync counts without recompiling
-            shapes["scale_age"] = ()
         with torch.inference_mode(False):  # or a model converted inside it could not train later
             for name, shape in shapes.items():
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
@@ -181,8 +176,6 @@ class DelayedCast(Cast, Switchable):
         self.amax_history.zero_()
         self.scale.fill_(0.0 if self.amax_init else 1.0)
         self.current_amax.zero_()
-        if "scale_age" in self._buffers:
-            self.scale_age.fill_(torch.inf)
         self.history_ready = not self.amax_init
 
     @property
@@ -232,23 +225,13 @@ class DelayedCast(Cast, Switchable):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any([prefix + name in state_dict for name in self._buffers]):
             return  # a plain checkpoint; if it has a weight, the layer calls start_beside
-        self._take_age_from(state_dict, prefix)
+        state_dict.pop(prefix + "scale_age", None)  # of 1.0.0, where scales had an ``interval``
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, buffer in self._buffers.items():
             assert buffer is not None
             self._buffers[name] = buffer.float()  # assign=True keeps a checkpoint's dtype
         scale = self.scale
         self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
-
-    def _take_age_from(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load the age; a checkpoint without it makes the next sync compute the scale."""
-        key = prefix + "scale_age"
-        if "scale_age" not in self._buffers:
-            state_dict.pop(key, None)
-        elif key not in state_dict:
-            state_dict[key] = torch.full_like(
-                state_dict.get(prefix + "scale", self.scale), torch.inf
-            )
 
     def start_beside(self, weight: Tensor) -> None:
         """Start a new history: ``weight`` was loaded from a checkpoint without one."""
