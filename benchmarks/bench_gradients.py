@@ -41,7 +41,6 @@ class Error(NamedTuple):
 def simulated(
     gradients: list[Tensor],
     fmt: Format = E4M3,
-    mu: float = 1.0,
     tile: int = reduction.TILE_SIZE,
 ) -> tuple[Tensor, Tensor]:
     """The reduced gradient of N ranks.
@@ -49,7 +48,6 @@ def simulated(
     Args:
         gradients: N of shape (n,), float32, bfloat16 or float16.
         fmt: the format that is sent.
-        mu: the pre-scaling factor.
         tile: elements that share a scale.
 
     Returns:
@@ -64,13 +62,16 @@ def simulated(
         for g in gradients
     ]
     amax = torch.stack([reduction.amax_by_tile(x) for x in parts]).amax(0)
-    scale = reduction.shared_scale(amax, fmt)
+    scale = reduction.scale_by_tile(amax, fmt)
     data = [reduction.cast_by_tile(x, scale, fmt) for x in parts]
     sums = torch.stack([reduction.summed(torch.stack(own)) for own in zip(*data, strict=True)])
     half = (sums / world * scale).flatten()[:n]
-    factor = torch.tensor(mu)
-    mean_data = reduction.recast(reduction.prescaled(sums, factor, world), fmt)
-    whole = reduction.dequantize_by_tile(mean_data, scale / factor, gradients[0].dtype)
+    means = [
+        reduction.cast_mean(x.unsqueeze(0), own, fmt)
+        for x, own in zip(sums / world, scale, strict=True)
+    ]
+    mean_data, own_scale = (torch.cat(parts) for parts in zip(*means, strict=True))
+    whole = reduction.dequantize_by_tile(mean_data, own_scale, gradients[0].dtype)
     return whole.flatten()[:n], half
 
 

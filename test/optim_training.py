@@ -40,13 +40,20 @@ def train(model, optimizer, steps):
     return sum(last) / len(last)
 
 
+def values_of(state):
+    """The values of a state, in float32."""
+    return state.dequantize() if isinstance(state, Moment) else state
+
+
 def assert_same_states(a, b):
     """Two optimizers hold the same states, bit for bit."""
     for p, q in zip(a.state.values(), b.state.values(), strict=True):
         assert p.keys() == q.keys()
         for name in p:
             assert type(p[name]) is type(q[name]), name
-            pair = [x.tensors() if isinstance(x, Moment) else [x] for x in (p[name], q[name])]
+            pair = [
+                x.matrix().tensors() if isinstance(x, Moment) else [x] for x in (p[name], q[name])
+            ]
             for x, y in zip(*pair, strict=True):
                 assert_bitwise(x, y, name)
 

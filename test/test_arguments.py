@@ -108,7 +108,7 @@ CALLS = {
         (
             f.DelayedScalingConfig,
             {},
-            "history_len amax_compute_algo margin interval remember_nonfinite",
+            "history_len amax_compute_algo margin remember_nonfinite",
         )
     ],
     "Float8Linear": [
@@ -211,7 +211,7 @@ CALLS = {
 # Not functions that a user calls with values of their own: results, and rows of tables that other
 # functions make; and torch's own parallel styles and clipping, whose arguments torch checks.
 NO_CALLS = {
-    *("Alarm", "ScaleFormat", "ScalingController"),
+    *("Alarm", "ScaleFormat"),
     *("Float8ColwiseParallel", "Float8RowwiseParallel", "PrepareFloat8ModuleInput"),
     "clip_grad_norm_",
     *("ModelOpt", "Rowwise", "Tensorwise"),  # which take none

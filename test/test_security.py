@@ -21,7 +21,7 @@ SAFE = {
     "float8/tensor/tensor.py": ["Float8Tensor", "_rebuild"],
     "float8/distributed/sharded_weight.py": ["ShardedWeight", "_rebuild"],
     "float8/optim/gradients.py": ["HeldGradient"],
-    "float8/optim/moment.py": ["Moment", "_rebuild"],
+    "float8/optim/moment.py": ["_rebuild"],
     "float8/unit_scaling/parameter.py": ["_rebuild"],
 }
 

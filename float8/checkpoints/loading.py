@@ -5,8 +5,6 @@
 ============== ======================================= ==========================================
 high_precision dequantised into the model's parameters a base to train on, in any precision
 float8         `Float8Linear`, frozen float8 weights   evaluation, and adapters (LoRA) on top
-training       as high_precision; delayed casts start  float8 training
-               with the scales of the files
 ============== ======================================= ==========================================
 
 All else (norms, embeddings, biases, layers that the files have in high precision) is copied. Files
@@ -24,12 +22,11 @@ frozen, and gradients pass to the input. Experts keep a stack in float8 if the f
 so, and not as MXFP4. Inputs of experts have no scale of the file, and a scale per matrix becomes
 one per row of the stack.
 
-**The first scales of a training.** A delayed cast of a weight starts with the scale of the file,
-where that is one per tensor, and casts inputs with the file's ``input_scale``, if it has one. A
-dynamic cast finds its own scale, from the dequantised weight. With the granularity of the file it
-finds the file's scale to the rounding of the parameter's dtype, and the same float8 data, wherever
-the largest float8 value of the block is 448, as after a cast to float32 scales. With scales that
-are powers of two it finds the same scale and data where that value is above 224.
+**The first scales of a training.** Histories of delayed casts start anew, so that all first casts
+find their own scales, that of a weight from the dequantised weight. With the granularity of the
+file it is the file's scale to the rounding of the parameter's dtype, and the float8 data are the
+same, wherever the largest float8 value of the block is 448, as after a cast to float32 scales. With
+scales that are powers of two it is the same scale where that value is above 224.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ __all__ = ["load"]
 
 Box = tuple[slice, ...]  # start and stop along each dimension
 
-HIGH_PRECISION, FLOAT8, TRAINING = MODES = "high_precision", "float8", "training"
+HIGH_PRECISION, FLOAT8 = MODES = "high_precision", "float8"
 _IN_HIGH_PRECISION = "the checkpoint has its weight in high precision"
 _DEQUANTISED = (
     "its weight is dequantised: another module has it too, or not all of its parts in the files "
@@ -98,9 +95,8 @@ def load(
             with ``device="meta"``, shard, and load again.
         path: a folder of safetensors files with ``config.json``, or one file beside it.
         weights: what the layers become that the files have in float8. ``"high_precision"``: the
-            model's own layers with dequantised weights. ``"float8"``: `Float8Linear` layers and
-            experts with the files' float8 weights, frozen. ``"training"``, of a converted model:
-            dequantised weights, and delayed casts start with the scales of the files.
+            model's own layers with dequantised weights, converted for training or not.
+            ``"float8"``: `Float8Linear` layers and experts with the files' float8 weights, frozen.
         ignore: patterns of keys to leave out, such as ``"*.k_scale"``: keys that only the files or
             only the model have, and keys whose values in the model stay.
         device: where parameters on the meta device get their memory.
@@ -122,8 +118,9 @@ def load(
     if callable(tie) and any(p.is_meta and not is_sharded(p) for p in model.parameters()):
         tie()
     slots = matched(model, source, ignore)
-    stored, plan = _stored(model, source, slots), None
+    plan = None
     if weights == FLOAT8:
+        stored = _stored(model, source, slots)
         keys = slots.keys() & {name + source.weight_key for name in source.layers}
         in_float8 = {id(tensor_of(model, slots[key])) for key in keys}
         plan = _planned(model, stored, in_float8)
@@ -142,7 +139,10 @@ def load(
         # A float8 weight dequantises to this dtype on its way to a parameter.
         is_wide = parameter.dtype in HIGH_PRECISION_DTYPES
         write(slot, parameter, source.read(key, parameter.dtype if is_wide else torch.float32))
-    _start_casts(model, source, stored if weights == TRAINING else {})
+    for layer in model.modules():
+        for cast in layer.casts if isinstance(layer, Float8Linear) else ():
+            if isinstance(cast, DelayedCast):
+                cast.start_beside(layer.weight)  # type: ignore[arg-type]
     if plan is not None:
         hide_from_ddp(model)
         plan.finish(model)
@@ -156,15 +156,14 @@ def load(
 def _check_mode(model: nn.Module, weights: str) -> None:
     """Raise if the model does not fit the mode."""
     if weights not in MODES:
-        modes = ", ".join(map(repr, MODES))
-        raise ValueError(f"load: weights must be one of {modes}, got {weights!r}")
-    layers = {fqn: m for fqn, m in model.named_modules() if own_config(m) is not None}
-    for fqn, layer in layers.items():
+        modes = " or ".join(map(repr, MODES))
+        raise ValueError(f"load: weights must be {modes}, got {weights!r}")
+    for fqn, layer in model.named_modules():
+        if own_config(layer) is None:
+            continue
         if any(map(_in_float8, weights_of(layer).values())) != (weights == FLOAT8):
             remedy = "convert_from_float8_training(model) first"
             raise ValueError(f"load: {named(fqn)} is in float8 already: {remedy}")
-    if weights == TRAINING and not layers:
-        raise ValueError('load: weights="training" needs a model that trains in float8: convert it')
 
 
 # --- which tensors go where
@@ -339,27 +338,6 @@ def _make_float8(plan: ConversionPlan, device: torch.device) -> None:
 def _in_float8(weight: Any) -> bool:
     """Whether a weight, or this rank's part of it, is in float8."""
     return isinstance(getattr(weight, "_local_tensor", weight), (Float8Tensor, Float8Shard))
-
-
-# --- the first scales
-
-
-def _start_casts(model: nn.Module, source: Source, stored: Mapping[str, str]) -> None:
-    """Start the histories of delayed casts anew; with the scales of stored layers that apply."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, Float8Linear)}
-    for fqn, layer in layers.items():
-        for cast in layer.casts:
-            if isinstance(cast, DelayedCast):
-                cast.start_beside(layer.weight)
-        if fqn not in stored:
-            continue
-        weight, input_scale = source.layer(stored[fqn], torch.float32)
-        x, w, _ = layer.casts
-        if isinstance(w, DelayedCast) and weight.scale.numel() == 1:
-            w.start_from(weight.scale)
-        casts_x = not layer.config.smooth_input  # else it casts the input times factors
-        if isinstance(x, DelayedCast) and input_scale is not None and casts_x:
-            x.start_from(input_scale)
 
 
 # --- parameters: their memory, and the part of them that this rank has

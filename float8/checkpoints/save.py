@@ -33,7 +33,7 @@ from float8 import kernels
 from float8.arguments import check_bool, check_module
 from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
 from float8.checkpoints.layouts import WEIGHT, Layout
-from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.plan import SavePlan, Writing
 from float8.checkpoints.weights import planned, transformers_config
 from float8.convert.folding import pattern_of, unwrapped
 from float8.distributed.rank_comparison import compare_ranks
@@ -141,27 +141,19 @@ def save_pretrained(
     """
     check_bool(overwrite, "save_pretrained: overwrite")
     ranks, groups = sharing(model)
-    writes = not ranks or dist.get_rank() == ranks[0]
-    plan, error = None, None
+    how = (layout, input_scales, recast, max_shard_bytes)
+    writing = _agreed(groups, "calls save_pretrained", model, *how)
+    plan, left, error = writing.plan, iter(writing.keys), None
     try:
-        writing = planned(model, layout, input_scales, recast, max_shard_bytes)
-        plan = writing.plan
-        _warn_of_sizes(plan, model)
-        files = _files_beside(model, plan)
-    except Exception as caught:
-        error = caught
-    agree(groups, "calls save_pretrained", error, plan)
-    assert plan is not None
-    left = iter(writing.keys)
-    try:
-        if writes:
-            tensors = writing.tensors(left)
+        if not ranks or dist.get_rank() == ranks[0]:
+            files, tensors = _files_beside(model, plan), writing.tensors(left)
             write_shards(folder, plan.tensors, tensors, files=files, overwrite=overwrite)
     except Exception as caught:
         error = caught
     for key in left:  # all of them, or those after an error
         writing.gather(key)
     agree(groups, "has saved", error, None)
+    _warn_of_sizes(plan, model)
     return plan
 
 
@@ -198,6 +190,18 @@ def sharing(model: nn.Module) -> tuple[list[int], list[dist.ProcessGroup]]:
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     groups = {group.group_name: group for mesh in meshes for group in mesh.get_all_groups()}
     return sorted(ranks), list(groups.values())
+
+
+def _agreed(groups: list[dist.ProcessGroup], entry: str, model: nn.Module, *how: Any) -> Writing:
+    """What a model becomes, which ``how`` says, after a comparison with the other ranks."""
+    writing, error = None, None
+    try:
+        writing = planned(model, *how)
+    except Exception as caught:
+        error = caught
+    agree(groups, entry, error, None if writing is None else writing.plan)
+    assert writing is not None
+    return writing
 
 
 def agree(
@@ -251,13 +255,8 @@ def weight_updates(
             iterating: a parameter was written to since the call, so that an engine would have
             weights of two steps.
     """
-    (_, groups), plan, error = sharing(model), None, None
-    try:
-        writing = planned(model, layout, input_scales, recast)
-        plan = writing.plan
-    except Exception as caught:
-        error = caught
-    agree(groups, "calls weight_updates", error, plan)
+    _, groups = sharing(model)
+    writing = _agreed(groups, "calls weight_updates", model, layout, input_scales, recast)
     # Inference tensors have no version, and are written to under inference_mode alone.
     own = {n: (p, p._version) for n, p in model.named_parameters() if not p.is_inference()}
     return _watched(writing.tensors(iter(writing.keys)), own)

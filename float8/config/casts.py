@@ -200,8 +200,6 @@ class DelayedScalingConfig:
         history_len: how many steps are remembered.
         amax_compute_algo: ``"max"`` over the history, or its ``"most_recent"`` entry.
         margin: the amax is multiplied by ``2**margin`` before the scale is computed.
-        interval: after its first scale a cast gets a new one from the ``interval``-th ``sync``, or
-            the next one with an amax; every ``sync`` rolls the history.
         remember_nonfinite: an amax that is not finite enters the history, as infinity, and no scale
             changes for as long as it counts: ``history_len`` steps under ``"max"``, one under
             ``"most_recent"``. That is TransformerEngine's rule. False enters 0 in its place, so
@@ -214,12 +212,10 @@ class DelayedScalingConfig:
     history_len: int = 16
     amax_compute_algo: str = "max"
     margin: int = 0
-    interval: int = 1
     remember_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         check_integer(self.history_len, "history_len", 1)
-        check_integer(self.interval, "interval", 1)
         check_integer(self.margin, "margin", -MAX_MARGIN)
         if self.amax_compute_algo not in ("max", "most_recent"):
             raise ValueError(

@@ -28,9 +28,7 @@ one more graph while casts have no scale yet.
 
 Call it before or after ``optimizer.step()``, never between a forward and its backward: autograd
 would raise an error, because the saved scales have changed. Without the call every cast stays
-dynamic, at its cost; an optimizer that steps twice without it warns. Also with a
-``DelayedScalingConfig.interval`` above 1, call it once per step: each call rolls the histories and
-counts the interval.
+dynamic, at its cost; an optimizer that steps twice without it warns.
 
 The collective is a maximum by position, so all ranks must list the same casts in the same order:
 alphabetically by name (`modules_by_name`). The order of registration does not matter.
@@ -73,17 +71,15 @@ def updated_history(
     config: DelayedScalingConfig,
     format_max: float,
     scale_format: str,
-    age_N: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """One step of delayed scaling for N operands that share format and config.
 
     ``history_NH`` has the last H amaxes of each operand, newest first; ``current_amax_N`` is over
     all microbatches and ranks of this step. ``scale_N`` has the scales in use, 0 where there has
-    been none yet. ``age_N`` says how many steps ago each scale was computed, inf if never. Scales
-    younger than ``config.interval`` stay; ``age_N`` is None where the interval is 1.
+    been none yet.
 
-    Returns the new history, the new scales and their ages. Scales are finite. An operand without a
-    scale keeps 0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
+    Returns the new history and the new scales, which are finite. An operand without a scale keeps
+    0, which no cast uses, until its history is full or has `DYNAMIC_STEPS` amaxes.
     """
     nonfinite = torch.inf if config.remember_nonfinite else 0.0
     newest_N = torch.where(current_amax_N.isfinite(), current_amax_N, nonfinite)
@@ -96,10 +92,7 @@ def updated_history(
     # A large margin may move the scale out of float32's range.
     is_new = (amax_N > 0) & scaled.isfinite()
     is_new = is_new & ((scale_N != 0) | (history_NH[:, :DYNAMIC_STEPS][:, -1] > 0))
-    if age_N is not None:
-        is_new = is_new & (age_N + 1 >= config.interval)
-        age_N = torch.where(is_new, 0.0, age_N + 1)
-    return history_NH, torch.where(is_new, scaled, scale_N), age_N
+    return history_NH, torch.where(is_new, scaled, scale_N)
 
 
 # --- once per step
@@ -190,70 +183,51 @@ def has_other_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-Key = tuple[DelayedScalingConfig, float, str]  # see `updated_history`
+# What casts that are updated together have in common: device, and see `updated_history`.
+Key = tuple[torch.device, DelayedScalingConfig, float, str]
 
 
 def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> None:
-    # Casts on one device with equal keys are updated together.
-    by_device: dict[torch.device, dict[Key, list[DelayedCast]]] = {}
+    alike: dict[Key, list[DelayedCast]] = {}
     for cast in casts:
-        key = (cast.delayed, cast.format_on_device.max, cast.config.scale_format.value)
-        by_device.setdefault(cast.scale.device, {}).setdefault(key, []).append(cast)
-    ordered = [[cast for same in own.values() for cast in same] for own in by_device.values()]
-    stacked = [torch.stack([cast.current_amax for cast in own]) for own in ordered]
+        settings = (cast.delayed, cast.format_on_device.max, cast.config.scale_format.value)
+        alike.setdefault((cast.scale.device, *settings), []).append(cast)
+    stacked = [torch.stack([cast.current_amax for cast in same]) for same in alike.values()]
     reduced = _reduced_over_ranks(stacked, groups)
-    for by_key, own, currents in zip(by_device.values(), ordered, reduced, strict=True):
-        parts = currents.split([len(same) for same in by_key.values()])
-        for (key, same), part in zip(by_key.items(), parts, strict=True):
-            _update(same, part, key)
-        torch._foreach_zero_([cast.current_amax for cast in own])
-        for cast in own:
+    for (key, same), currents in zip(alike.items(), reduced, strict=True):
+        _update(same, currents, key)
+        torch._foreach_zero_([cast.current_amax for cast in same])
+        for cast in same:
             cast.synced = True
         # The scales are read from the device only while there are casts without one, usually in the
         # first `DYNAMIC_STEPS` steps. An op does that, so that a compiled sync stays one graph.
-        if new := [cast for cast in own if not cast.history_ready]:
+        if new := [cast for cast in same if not cast.history_ready]:
             torch.ops.float8.mark_ready.default([c.scale for c in new], [c.number for c in new])
 
 
 def _update(casts: list[DelayedCast], currents: Tensor, key: Key) -> None:
-    delayed, format_max, scale_format = key
-    aged = [c.scale_age for c in casts] if delayed.interval > 1 else []
-    histories, scales, ages = updated_history(
+    _, delayed, format_max, scale_format = key
+    histories, scales = updated_history(
         torch.stack([c.amax_history for c in casts]),
         currents,
         torch.stack([c.scale for c in casts]),
         delayed,
         format_max,
         scale_format,
-        torch.stack(aged) if aged else None,
     )
     torch._foreach_copy_([c.amax_history for c in casts], list(histories.unbind()))
     torch._foreach_copy_([c.scale for c in casts], list(scales.unbind()))
-    if ages is not None:
-        torch._foreach_copy_(aged, list(ages.unbind()))
 
 
 def _reduced_over_ranks(currents: list[Tensor], groups: list[dist.ProcessGroup]) -> list[Tensor]:
-    """The maximum over ranks of each device's amaxes: one collective for each group."""
+    """The maximum over ranks of all amaxes: one collective for each group."""
     if not groups or not currents:
         return currents
-    device = _reducing_device([part.device for part in currents], groups[0])
-    together = torch.cat([part.to(device) for part in currents])
+    together = torch.cat([part.to(currents[0].device) for part in currents])
     for group in groups:
         together = max_over_ranks(together, group)
     parts = together.split([len(part) for part in currents])
     return [new.to(old.device) for new, old in zip(parts, currents, strict=True)]
-
-
-def _reducing_device(devices: list[torch.device], group: Any) -> torch.device:
-    """A device on which the group's backend reduces: one that has amaxes, if there is one."""
-    if torch.compiler.is_compiling():
-        return devices[0]
-    types = [device.type for device in group._device_types]
-    for device in devices:
-        if device.type in types:
-            return device
-    return torch.device(types[0], torch.accelerator.current_device_index())
 
 
 def _mark_ready(scales: list[Tensor], numbers: list[int]) -> None:

@@ -26,14 +26,13 @@ from typing import Any, TypeVar
 
 from float8.config import CastConfig, Float8LinearConfig, GemmConfig, ScalingType
 from float8.config.linear import SECOND_USES
-from float8.formats import E4M3, ScaleFormat
-from float8.granularity import Blockwise, Granularity, Rowwise, Tensorwise
+from float8.formats import ScaleFormat
+from float8.granularity import Granularity, Rowwise, Tensorwise
 
 T = TypeVar("T")
 
 SCALING_TYPES = {"dynamic": ScalingType.DYNAMIC, "disabled": ScalingType.DISABLED}
 GRANULARITIES: dict[str, Granularity] = {"tensorwise": Tensorwise(), "axiswise": Rowwise()}
-SCALE_FORMATS = {"rceil": ScaleFormat.E8M0, "floor": ScaleFormat.E8M0_FLOOR}
 GEMM_CONFIGS = ("gemm_config_output", "gemm_config_grad_input", "gemm_config_grad_weight")
 SAME = ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate")
 # Rounding is part of each cast in float8. Backward always casts the weight again.
@@ -45,15 +44,12 @@ def from_torchao(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConf
     """The config that does what a ``torchao.float8.Float8LinearConfig`` does.
 
     Args:
-        config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``; or the
-            ``MXFP8TrainingOpConfig`` of ``torchao.prototype.moe_training.config``.
+        config: of torchao, as ``torchao.float8.Float8LinearConfig.from_recipe_name(name)``.
 
     Raises:
         TypeError: ``config`` is something else.
         ValueError: a field has a value without counterpart in float8; the message names it.
     """
-    if type(config).__name__ == "MXFP8TrainingOpConfig":
-        return _of_mx(cls, config)
     for f in fields(config):
         value = getattr(config, f.name)
         if f.name not in KNOWN and (f.default is MISSING or value != f.default):
@@ -77,25 +73,6 @@ def _counterpart(table: Mapping[str, T], name: str, value: Any) -> T:
         known = f": take {' or '.join(table)}" if table else ": leave it at its default"
         raise ValueError(f"torchao's {name}={key!r} has no counterpart in float8{known}")
     return table[key]
-
-
-def _of_mx(cls: type[Float8LinearConfig], config: Any) -> Float8LinearConfig:
-    # Results have the compute dtype, and groups any size: out_dtype and the padding say nothing.
-    mode = "scale_calculation_mode"
-    scale_format = _counterpart(SCALE_FORMATS, mode, getattr(config, mode))
-    mx = CastConfig(
-        granularity=Blockwise(1, 32), target_dtype=E4M3.dtype, scale_format=scale_format
-    )
-    off = CastConfig(ScalingType.DISABLED) if config.wgrad_with_hp else None
-    return cls(
-        mx,
-        mx,
-        mx,
-        cast_config_input_for_grad_weight=off,
-        cast_config_grad_output_for_grad_weight=off,
-        gemm_config_output=GemmConfig(),
-        emulate=config.kernel_preference.value == "emulated",
-    )
 
 
 def _cast(name: str, cast: Any, is_pow2: bool) -> CastConfig:

@@ -10,9 +10,9 @@ Where amax is 0 or not finite the factor stays; the first one is 1. Each of its 
 counterpart:
 
 ============================= ==================================================================
-margin, interval,             the fields of `DelayedScalingConfig`. TransformerEngine deprecated
-amax_history_len,             ``interval`` and never used it (its issue 805). Here it does what the
-amax_compute_algo             manual said: scales are recomputed every ``interval`` steps
+margin, amax_history_len,     the fields of `DelayedScalingConfig`
+amax_compute_algo
+interval                      does nothing, as in TransformerEngine (its issue 805)
 fp8_format                    HYBRID: E4M3, and E5M2 for grad_output; E4M3: for all three
 override_linear_precision     which of fprop, dgrad, wgrad run in high precision: any of the eight
 reduce_amax                   True: ``sync`` takes the maximum over ranks. For a scale per rank call
@@ -113,7 +113,7 @@ def from_te_recipe(
             ``MXFP8BlockScaling``, or a mapping of arguments such as the ``fp8_config`` of an
             Accelerate configuration file, whose ``use_autocast_during_eval`` is about evaluation
             (`float8.high_precision`) and no part of the config.
-        arguments: those of ``DelayedScaling`` by name: ``margin=0``, ``interval=1``,
+        arguments: those of ``DelayedScaling`` by name: ``margin=0``,
             ``fp8_format="HYBRID"`` or ``"E4M3"``, ``amax_history_len=1024``,
             ``amax_compute_algo="max"`` or ``"most_recent"``,
             ``override_linear_precision=(fprop, dgrad, wgrad)``, True for a GEMM in high precision.
@@ -158,12 +158,10 @@ def from_te_recipe(
             gemm = getattr(recipe, theirs, None)  # MXFP8BlockScaling has none
             fields[ours] = GemmConfig(gemm is not None and not gemm.use_split_accumulator)
         return cls(**fields)
-    interval = together.get("interval", 1)
     history = DelayedScalingConfig(
         history_len=together.get("amax_history_len", 1024),
         amax_compute_algo=together.get("amax_compute_algo", "max"),
         margin=together.get("margin", 0),
-        interval=1 if interval == -1 else interval,  # -1 stands for "not set" there
         remember_nonfinite=True,
     )
     casts = [cast for cast in fields.values() if isinstance(cast, CastConfig)]

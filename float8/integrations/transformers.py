@@ -27,8 +27,7 @@ The methods of the callback, which the Trainer calls:
                       trainer of TRL; continues the histories of the checkpoint that is resumed
 ``on_optimizer_step`` `float8.after_step`, once per step whatever ``gradient_accumulation_steps``
 ``on_log``            adds the number of active alarms to the Trainer's logs, with ``inspect_every``
-``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint;
-                      writes the float8 checkpoint of ``save_float8``
+``on_train_end``      with ``load_best_model_at_end``, loads the histories of that checkpoint
 ===================== ==========================================================================
 
 **Which layers.** By default `convert` takes the layers of a model's body. It leaves out:
@@ -50,10 +49,6 @@ checkpoints, and those of other modules, hold them beside the weights too.
 **Looking at casts.** With ``inspect_every=50`` alarms (`float8.numerics.Alarm`) are warnings of
 ``logging.getLogger("float8")``, and how many are active is ``float8/alarms`` in the Trainer's own
 logs. To stop the training raise in ``on_alarm``, or set ``trainer.control.should_training_stop``.
-
-With ``save_float8="trained-float8"`` the trained model is written once more, as a float8 checkpoint
-that serving engines load (`float8.checkpoints.save_pretrained`), with its tokenizer. Folder and
-layout are checked before the training.
 
 **Evaluation** and generation run in high precision, unless ``float8_in_evaluation=True``.
 
@@ -81,9 +76,6 @@ from torch import nn
 from transformers import PreTrainedModel, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from float8.checkpoints import plan_save, save_pretrained
-from float8.checkpoints.files import reason_against_folder
-from float8.checkpoints.weights import layout_for
 from float8.config import Float8LinearConfig
 from float8.convert.after_step import after_step
 from float8.convert.filters import Because, ModuleFilter
@@ -94,7 +86,6 @@ from float8.integrations.conversion import (
     refuse_fp8,
     warn_of_version,
 )
-from float8.kernels import is_sharded
 from float8.linear.module import Float8Module
 from float8.numerics import monitor
 
@@ -174,9 +165,6 @@ class Float8Callback(TrainerCallback, ExportableState):
         on_alarm: called with each alarm that starts (`float8.numerics.inspect_every`).
         writer: a ``SummaryWriter`` for the numbers of these reports. The callbacks of ``report_to``
             run before this one, and do not see what it adds to the Trainer's logs.
-        save_float8: a folder, absent or empty, for the trained model as a float8 checkpoint.
-        layout: of the float8 checkpoint, such as ``"fine_grained"`` or ``"compressed_tensors"``. By
-            default the layout that stores the scales of the recipe.
 
     Attributes:
         monitor: of ``inspect_every``; its ``report`` is the last one.
@@ -197,15 +185,12 @@ class Float8Callback(TrainerCallback, ExportableState):
         report_path: str | Path | None = None,
         on_alarm: Callable[[Any], object] | None = None,
         writer: Any = None,
-        save_float8: str | Path | None = None,
-        layout: str | None = None,
     ) -> None:
         if not inspect_every and any(x is not None for x in (report_path, on_alarm, writer)):
             raise ValueError("report_path, on_alarm and writer need inspect_every=n")
         self.adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
         self.inspect_every, self.report_path = inspect_every, report_path
         self.on_alarm, self.writer = on_alarm, writer
-        self.save_float8, self.layout = save_float8, layout
         self.monitor: Any = None
         self._model: nn.Module | None = None
 
@@ -238,14 +223,6 @@ class Float8Callback(TrainerCallback, ExportableState):
             raise ValueError(f"this Trainer has {len(stored)} Float8Callbacks: give it one")
         if state.global_step:  # of a checkpoint; otherwise these are the model's own
             self._restore(stored)
-        if self.save_float8 is not None:
-            # Raise before the training what would make saving fail after it.
-            if (
-                reason := reason_against_folder(Path(self.save_float8), overwrite=False)
-            ) is not None:
-                raise FileExistsError(f"save_float8: {reason}")
-            if not layout_for(model, self.layout).static_inputs:  # those come with the training
-                plan_save(model, self.layout)
         if self.monitor is not None:
             self.monitor.abandon_step()  # of an earlier call that ended in an error
         if self.inspect_every:
@@ -280,23 +257,13 @@ class Float8Callback(TrainerCallback, ExportableState):
                 logs["float8/alarms"] = count
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Load the histories of the best checkpoint, whose weights the Trainer has loaded.
-
-        Then write the float8 checkpoint, if one is asked for.
-        """
+        """Load the histories of the best checkpoint, whose weights the Trainer has loaded."""
         self.on_step_end(args, state, control)
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             file = Path(state.best_model_checkpoint, "trainer_state.json")
             stored = json.loads(file.read_text(encoding="utf-8"))["stateful_callbacks"]
             if type(self).__name__ in stored:  # otherwise loading the weights has started new ones
                 self._restore(stored[type(self).__name__])
-        if self.save_float8 is not None:
-            model, tokenizer = given["model"], given.get("processing_class")
-            # Sharded parameters are gathered by all processes.
-            if args.should_save or any(is_sharded(parameter) for parameter in model.parameters()):
-                save_pretrained(model, self.save_float8, self.layout)
-            if tokenizer is not None and args.should_save:
-                tokenizer.save_pretrained(self.save_float8)
 
     def _convert_reference(self, args: Any, model: nn.Module) -> None:
         """Convert the frozen model that trainers of TRL compare ``model`` with.
@@ -340,8 +307,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         casts = {} if self._model is None else delayed_casts(self._model)
         buffers = {f"{n}.{key}": b for n, cast in casts.items() for key, b in cast.named_buffers()}
         histories = safetensors.save({n: b.detach().cpu().contiguous() for n, b in buffers.items()})
-        names = ("inspect_every", "layout", "report_path", "save_float8")
-        given = {n: str(v) if isinstance(v := getattr(self, n), Path) else v for n in names}
+        path = None if self.report_path is None else str(self.report_path)
+        given = {"inspect_every": self.inspect_every, "report_path": path}
         return {
             "args": {"float8_in_evaluation": self.adapter.float8_in_evaluation, **given},
             "attributes": {"histories": base64.b64encode(histories).decode("ascii")},

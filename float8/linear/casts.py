@@ -21,8 +21,6 @@ buffer          shape    meaning, and what writes it
 amax_history    (H,)     the last H amaxes, newest first; written by ``sync`` and by loading
 scale           ()       the scale in use, 0 before the first; written by ``sync`` and by loading
 current_amax    ()       the running maximum since the last ``sync``; written by forward, backward
-scale_age       ()       with an ``interval`` > 1 only: how many syncs ago the scale was computed,
-                         inf before the first; written by ``sync`` and by loading
 =============== ======== =======================================================================
 
 ``module.to(dtype)`` leaves the buffers in float32, and ``to_empty`` resets them. They are optional
@@ -42,7 +40,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import Format, ScaleFormat, format_of, twin_factor
+from float8.formats import Format, format_of, twin_factor
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
@@ -138,7 +136,6 @@ class DelayedCast(Cast, Switchable):
     amax_history: Tensor
     scale: Tensor
     current_amax: Tensor
-    scale_age: Tensor
 
     def __init__(
         self,
@@ -159,8 +156,6 @@ class DelayedCast(Cast, Switchable):
         self.hidden = False  # whether state dicts always leave the history out
         self._add_switch()
         shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
-        if delayed.interval > 1:  # a tensor, so that a compiled sync counts without recompiling
-            shapes["scale_age"] = ()
         with torch.inference_mode(False):  # or a model converted inside it could not train later
             for name, shape in shapes.items():
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
@@ -181,8 +176,6 @@ class DelayedCast(Cast, Switchable):
         self.amax_history.zero_()
         self.scale.fill_(0.0 if self.amax_init else 1.0)
         self.current_amax.zero_()
-        if "scale_age" in self._buffers:
-            self.scale_age.fill_(torch.inf)
         self.history_ready = not self.amax_init
 
     @property
@@ -232,7 +225,7 @@ class DelayedCast(Cast, Switchable):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         if not any([prefix + name in state_dict for name in self._buffers]):
             return  # a plain checkpoint; if it has a weight, the layer calls start_beside
-        self._take_age_from(state_dict, prefix)
+        state_dict.pop(prefix + "scale_age", None)  # of 1.0.0, where scales had an ``interval``
         super()._load_from_state_dict(state_dict, prefix, *args)
         for name, buffer in self._buffers.items():
             assert buffer is not None
@@ -240,40 +233,11 @@ class DelayedCast(Cast, Switchable):
         scale = self.scale
         self.history_ready = not scale.is_meta and bool(scale.isfinite() & (scale > 0))
 
-    def _take_age_from(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Load the age; a checkpoint without it makes the next sync compute the scale."""
-        key = prefix + "scale_age"
-        if "scale_age" not in self._buffers:
-            state_dict.pop(key, None)
-        elif key not in state_dict:
-            state_dict[key] = torch.full_like(
-                state_dict.get(prefix + "scale", self.scale), torch.inf
-            )
-
     def start_beside(self, weight: Tensor) -> None:
         """Start a new history: ``weight`` was loaded from a checkpoint without one."""
         if self.scale.is_meta and not weight.is_meta:  # load_state_dict(assign=True) onto meta
             self.to_empty(device=weight.device)
         self.reset_parameters()
-
-    @torch.no_grad()
-    def start_from(self, scale: Tensor) -> None:
-        """Start a new history with a known scale, as if ``sync`` had computed it.
-
-        ``scale``, one element > 0, is of data in E4M3 or E5M2, the format of the cast. The format's
-        twin on AMD gfx94x gets the scale of the same amax.
-        """
-        self.reset_parameters()
-        largest, given = self.format_on_device.max, scale.to(self.scale).reshape(())
-        amax = given * self.format.max
-        known = given * (self.format.max / largest)
-        if self.config.scale_format is not ScaleFormat.FLOAT32:
-            known = kernels.scale_from_amax(amax, largest, self.config.scale_format.value)
-        self.scale.copy_(known)
-        self.amax_history[0] = amax * 2.0**-self.delayed.margin
-        if "scale_age" in self._buffers:
-            self.scale_age.zero_()
-        self.history_ready = True
 
 
 def make_cast(

@@ -52,7 +52,7 @@ from float8.arguments import check_function, check_integer, check_module
 from float8.distributed.sync import has_other_ranks
 from float8.numerics.alarms import Alarm, AlarmWatch, Changes
 from float8.numerics.inspection import inspect
-from float8.numerics.snapshot import Report, as_json, read_run, try_writing, write_run
+from float8.numerics.snapshot import Report, as_json, read_run, write_run
 
 logger = logging.getLogger("float8")
 OnAlarm = Callable[[Alarm], object]
@@ -75,8 +75,8 @@ class inspect_every:
             written. What it raises ends the training.
 
     Raises:
-        OSError: ``path`` cannot be written now. If a later write fails, as on a full disk, there is
-            one warning, the training goes on, and the file keeps its last content.
+        OSError: ``path`` is a folder, or lies in none. If a write fails, as on a full disk, there
+            is one warning, the training goes on, and the file keeps its last content.
         ValueError: n or keep is not positive, or the file at ``path`` is not a run. A step raises
             it if the model has no float8 layer.
         TypeError: ``model`` is no module, n or keep no integer, or ``on_alarm`` no function.
@@ -109,8 +109,8 @@ class inspect_every:
         alarms: list[Alarm] = []
         if self.path is not None:
             path = self.path = Path(self.path)
-            if _is_first_rank():
-                try_writing(path)
+            if not path.parent.is_dir():
+                raise FileNotFoundError(f"inspect_every: {path} lies in no folder that exists")
             if path.exists():
                 reports, alarms = read_run(path)
         reports = [r for r in reports if r.step is None or r.step < self.step]

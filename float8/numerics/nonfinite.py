@@ -290,7 +290,7 @@ class _Search:
 _GRAD_OUTPUT = "gradient of its output"
 _ARRIVED = "it came in: made by what reads this output in the forward, or by the loss"
 # What delayed casts record and `sync` reads: no forward multiplies by it.
-_RECORDS = "amax_history", "current_amax", "scale_age"
+_RECORDS = "amax_history", "current_amax"
 
 
 def _finding(call: _Call, what: str, phase: str, value: Tensor, remark: str) -> Finding:

@@ -285,16 +285,6 @@ def replace_file(path: Path, text: str) -> None:
             temporary.unlink()
 
 
-def try_writing(path: Path) -> None:
-    """Raise OSError if a file cannot be written now; its content stays."""
-    # A file that does not exist is not made: another rank may look for it now.
-    probe = path if path.exists() else path.with_name(f"{path.name}.{os.getpid()}.part")
-    with probe.open("ab"):
-        pass
-    if probe != path:
-        probe.unlink()
-
-
 def load_run(path: str | os.PathLike[str]) -> list[Report]:
     """The reports of a file, in the order in which they were written.
 

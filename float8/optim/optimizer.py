@@ -296,7 +296,7 @@ def _gradient(grad: Tensor) -> StateMatrix:
     return StateMatrix(data_RC, grad.scale.reshape(1, 1).expand(rows, 1), None, max(cols, 1))
 
 
-def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
+def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor | Moment:
     if kind is not None:
         return Moment.zeros(local(p).shape, kind, group_size, p.device)
     if isinstance(p, DTensor):
@@ -304,8 +304,8 @@ def _new_moment(p: Tensor, kind: str | None, group_size: int) -> Tensor:
     return torch.zeros(p.shape, dtype=torch.float32, device=p.device)
 
 
-def local(x: Tensor) -> Tensor:
-    """This rank's shard of a DTensor; a plain tensor as it is."""
+def local(x: Any) -> Any:
+    """This rank's shard of a DTensor; a plain tensor, or a moment, as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 

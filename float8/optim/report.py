@@ -16,7 +16,7 @@ from torch import Tensor
 
 from float8.arguments import check_type
 from float8.kernels import sqnr
-from float8.kernels.moments import matrix_shape
+from float8.kernels.moments import matrix_of
 from float8.optim.moment import Moment
 from float8.optim.optimizer import QuantizedOptimizer, local
 from float8.optim.state_dicts import parameters_of
@@ -82,12 +82,13 @@ def report(
     return reports
 
 
-def _count(found: StateReport, value: Tensor) -> None:
-    found.elements += value.numel()
+def _count(found: StateReport, value: Tensor | Moment) -> None:
     found.nbytes += value.nbytes
     if not isinstance(value, Moment):
+        found.elements += value.numel()
         return
-    codes = value.codes.float().abs().view(matrix_shape(value.shape))
+    codes = matrix_of(value.codes).float().abs()
+    found.elements += codes.numel()
     smallest = 2.0**-24 if value.kind == "float16" else 2.0**-9
     groups = (codes != 0).split(value.group, 1)
     alive = torch.cat([group.any(1, keepdim=True).expand_as(group) for group in groups], 1)

@@ -202,7 +202,7 @@ class _Reader(NamedTuple):
         step = torch.as_tensor(entry.get("step", float(not missing)))
         on_device = self.group["capturable"] or self.group["fused"]
         device = self.p.device if on_device else "cpu"
-        state = {"step": step.detach().to(device, torch.float32, copy=True)}
+        state: dict[str, Any] = {"step": step.detach().to(device, torch.float32, copy=True)}
         for name, kind in self.kinds.items():
             if name not in missing:
                 state[name] = self._moment(name, entry[name], kind)
@@ -219,7 +219,7 @@ class _Reader(NamedTuple):
             )
         return state
 
-    def _moment(self, name: str, value: Any, kind: str | None) -> Tensor:
+    def _moment(self, name: str, value: Any, kind: str | None) -> Tensor | Moment:
         size = self.group["group_size"]
         if isinstance(value, dict):
             groups = groups_shape(self.p.shape, self.saved_group_size)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.measuring.report import commit, device_name
-from float8.numerics.snapshot import replace_file, try_writing
+from float8.numerics.snapshot import replace_file
 from float8.version import __version__
 
 
@@ -42,7 +42,10 @@ def check_writable(path: Path, option: str) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try_writing(path)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink()
     except OSError as error:
         raise NotWritten(
             f"{path} cannot be written ({error.strerror or error}): take another {option}"

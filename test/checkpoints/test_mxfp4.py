@@ -73,7 +73,7 @@ def test_the_loaded_weights_are_those_that_were_trained(recipe, dtype, tmp_path)
     assert_bitwise(tensors["0.bias"], model[0].bias)
     plain = load(model_of(1, dtype), tmp_path / "it")
     resident = load(model_of(1, dtype), tmp_path / "it", "float8")
-    again = load(trained(model_of(1, dtype), recipe), tmp_path / "it", "training")
+    again = load(trained(model_of(1, dtype), recipe), tmp_path / "it")
     for name in ("0", "2"):
         weight = model.get_submodule(name).weight
         assert_packed(tensors, name, weight)

@@ -49,7 +49,6 @@ REFUSED = [
     ),
     *((partial(Delayed, length), ValueError, "history_len") for length in (0, -1)),
     *((partial(Delayed, length), TypeError, "history_len") for length in (1.5, True)),
-    (partial(Delayed, interval=0), ValueError, "interval"),
     (partial(Delayed, amax_compute_algo="mean"), ValueError, "most_recent"),
     *((partial(Delayed, margin=margin), ValueError, "margin") for margin in (33, -33)),
     (partial(Delayed, margin=0.5), TypeError, "margin"),

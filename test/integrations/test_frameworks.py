@@ -82,7 +82,7 @@ CASES = {
     "bfloat16 model": ("a_bfloat16_model_is_upcast",),
     "clips, saves": ("accelerate_clips_and_writes_plain_tensors",),
     "states": ("accelerate_refuses_an_optimizer_with_states",),
-    "save_float8": ("the_trainer_saves_float8",),
+    "saved in float8": ("what_the_trainer_trained_is_saved_in_float8",),
     "order": ("lightning_converts_before_it_shards",),
     "transformers resumes": ("resumes", "transformers", "gathered delayed", FSDP),
     "lightning resumes": ("resumes", "lightning", "delayed"),

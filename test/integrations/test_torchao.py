@@ -11,7 +11,7 @@ from torch import nn
 
 from float8 import Float8Linear, convert_to_float8_training
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, GemmConfig, ScalingType
-from float8.formats import E5M2, ScaleFormat
+from float8.formats import E5M2
 from float8.integrations.conversion import as_config
 from float8.integrations.torchao import KNOWN
 
@@ -111,27 +111,6 @@ def test_what_changes_nothing_there_changes_nothing_here():
 
 
 # --- what is refused
-
-
-def test_the_mx_recipes_of_its_experts():
-    config = pytest.importorskip("torchao.prototype.moe_training.config")
-    made = config.MXFP8TrainingOpConfig
-    recipes = {name: ours(made.from_recipe(each)) for name, each in _recipes_of(config).items()}
-    mx = RECIPES["mxfp8"]
-    assert recipes["mxfp8_rceil"] == mx
-    assert recipes["mxfp8_emulated_rceil"] == replace(mx, emulate=True)
-    gradient = recipes["mxfp8_rceil_wgrad_with_hp"].gemms
-    assert (gradient.output, gradient.grad_input) == (mx.gemms.output, mx.gemms.grad_input)
-    assert gradient.grad_weight.a is None and gradient.grad_weight.b is None
-    modes = type(made().scale_calculation_mode)
-    floor = ours(made(scale_calculation_mode=modes.FLOOR))
-    assert {c.scale_format for c in casts_of(floor.gemms)} == {ScaleFormat.E8M0_FLOOR}
-    with pytest.raises(ValueError, match="scale_calculation_mode='even' has no counterpart"):
-        ours(made(scale_calculation_mode=modes.EVEN))
-
-
-def _recipes_of(config):
-    return {each.value: each for each in config.MXFP8TrainingRecipe}
 
 
 def test_a_layer_of_torchao_is_left_alone():

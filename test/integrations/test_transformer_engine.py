@@ -60,8 +60,7 @@ def test_the_defaults_are_those_of_delayed_scaling():
     [
         ({"margin": 2}, {"margin": 2}),
         ({"margin": -3}, {"margin": -3}),
-        ({"interval": 16}, {"interval": 16}),
-        ({"interval": -1}, {}),  # how it says that it is not set
+        ({"interval": 16}, {}),
         ({"amax_history_len": 7}, {"history_len": 7}),
         ({"amax_compute_algo": "most_recent"}, {"amax_compute_algo": "most_recent"}),
         ({"reduce_amax": True, "fp8_dpa": False, "fp8_mha": False}, {}),
@@ -123,7 +122,7 @@ def test_an_override_that_is_switched_off_is_none():
 
 
 def test_a_mapping_and_keywords_add_up():
-    assert te({"margin": 1}, interval=3, margin=None) == te(margin=1, interval=3)
+    assert te({"margin": 1}, amax_history_len=3, margin=None) == te(margin=1, amax_history_len=3)
 
 
 # --- what is refused
@@ -149,7 +148,6 @@ REFUSED = {
     "mx": ({"use_mxfp8_block_scaling": True}, ValueError, "use_mxfp8_block_scaling=True"),
     "torchao": ({"backend": "AO"}, ValueError, "backend='AO' .*: 'TE'"),
     "text as a number": ({"margin": "1"}, TypeError, "margin"),
-    "no interval": ({"interval": 0}, ValueError, "interval must be an integer >= 1, got 0"),
     "a margin beyond all": ({"margin": 40}, ValueError, "margin .* within 32 of 0, got 40"),
     "one override": ({"override_linear_precision": True}, TypeError, "unpack"),
     "twice": (
@@ -170,8 +168,8 @@ def test_what_means_nothing_here_is_refused_by_name(case):
 
 
 def test_bad_numbers_are_refused_where_no_gemm_is_left_to_use_them_too():
-    with pytest.raises(ValueError, match="interval"):
-        te(interval=0, override_linear_precision=(True, True, True))
+    with pytest.raises(ValueError, match="history_len"):
+        te(amax_history_len=0, override_linear_precision=(True, True, True))
 
 
 # --- recipe objects

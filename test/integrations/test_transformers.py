@@ -38,7 +38,7 @@ from float8.integrations.transformers import Float8Callback, convert
 from float8.numerics import load_run
 
 GATHERING = replace(RECIPES["tensorwise"], enable_fsdp_float8_all_gather=True)
-DELAYED = DelayedScalingConfig(history_len=3, margin=1, interval=2)
+DELAYED = DelayedScalingConfig(history_len=3, margin=1)
 
 
 def losses_of(trainer):
@@ -270,8 +270,8 @@ class TestRefusals:
         trainer = trainer_of(tmp_path, llama(), Float8Callback(short))
         with pytest.raises(RuntimeError, match=r"amax_history.*16.*4"):
             trainer.train(resume_from_checkpoint=True)
-        rare = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(interval=2))
-        trainer = trainer_of(tmp_path, llama(), Float8Callback(rare), save_strategy="no")
+        other = replace(RECIPES["delayed"], delayed_scaling=DelayedScalingConfig(margin=2))
+        trainer = trainer_of(tmp_path, llama(), Float8Callback(other), save_strategy="no")
         trainer.train(resume_from_checkpoint=True)
         cast = trainer.model.model.layers[0].mlp.up_proj.cast_input
         assert int((cast.amax_history > 0).sum()) == 4

@@ -164,13 +164,6 @@ def test_a_forgotten_sync_raises_one_warning_with_the_fix(sync, rates, is_warned
     assert [words in str(warning.message) for warning in caught] == [True] * is_warned
 
 
-@pytest.mark.parametrize(("backend", "expected"), [("cuda", "cuda"), ("cpu cuda", "cpu")])
-def test_amaxes_are_reduced_on_a_device_of_the_backend(backend, expected):
-    group = mock.Mock(_device_types=[torch.device(kind) for kind in backend.split()])
-    devices = [torch.device("cpu"), torch.device("cuda", 0)]
-    assert sync._reducing_device(devices, group).type == expected
-
-
 def test_the_first_sync_of_layers_compares_ranks(monkeypatch):
     """In a group of one rank too, which may be the wrong one; and by layer, not by container."""
     asked = []
@@ -192,9 +185,9 @@ def test_a_group_that_is_none_is_refused():
         sync_history(_model(1), "nccl")
 
 
-def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale_and_counts_intervals():
+def test_a_compiled_sync_is_one_graph_while_casts_have_no_scale():
     torch.manual_seed(3)
-    eager = _model(3, history_len=4, interval=2)
+    eager = _model(3, history_len=4)
     eager[1].eval()  # records no amax, and so has no scale
     compiled = copy.deepcopy(eager)
     graphs = CompileCounterWithBackend("aot_eager")
@@ -295,7 +288,6 @@ class Published:
     def __init__(self, config: DelayedScalingConfig, format_max: float, pow2: bool) -> None:
         self.config, self.format_max, self.pow2 = config, format_max, pow2
         self.history, self.factor = [0.0] * config.history_len, 1.0
-        self.steps_left = 0  # before a scale is due
 
     def step(self, amax: float) -> None:
         nonfinite = math.inf if self.config.remember_nonfinite else 0.0
@@ -303,14 +295,12 @@ class Published:
         found = max(self.history) if self.config.amax_compute_algo == "max" else self.history[0]
         self.history = [*self.history[1:], self.history[0]]
         self.history[0] = 0.0
-        if self.steps_left > 0:
-            self.steps_left -= 1
-        elif 0 < found < math.inf:
+        if 0 < found < math.inf:
             factor = min(self.format_max / found / 2.0**self.config.margin, 1 / SMALLEST_SCALE)
             if self.pow2:  # its releases before 1.0: 2^(floor(log2(max / amax)) - margin)
                 factor = 2.0 ** (math.frexp(factor)[1] - 1)
             if 1 / factor <= FLOAT32_MAX:  # ours alone: there such a factor is 0, or nearly so
-                self.factor, self.steps_left = factor, self.config.interval - 1
+                self.factor = factor
 
     @property
     def newest_first(self) -> list[float]:
@@ -330,7 +320,6 @@ CASES = shapes.pairs(
     length=[1, 2, 5, 64],
     algo=["max", "most_recent"],
     margin=[-3, 0, 1, 12, 32],
-    interval=[1, 2, 7],
     remembers=[True, False],
     fmt=[E4M3, E5M2],
     pow2=[False, True],
@@ -383,9 +372,9 @@ def _with(**changes):
 
 
 def _one_step_late(history, current, scale, config, *rest):
-    kept, _, _ = _updated(history, current, scale, config, *rest)
+    kept, _ = _updated(history, current, scale, config, *rest)
     late = history[:, 0] if config.amax_compute_algo == "most_recent" else current
-    return kept, *_updated(history, late, scale, config, *rest)[1:]
+    return kept, _updated(history, late, scale, config, *rest)[1]
 
 
 OTHER = {"max": "most_recent", "most_recent": "max"}
@@ -393,7 +382,6 @@ FAULTS = {  # the first drops the newest of the past, not the oldest
     "the history rolls the other way": lambda h, *rest: _updated(h.roll(-1, 1), *rest),
     "the margin has the other sign": _with(margin=lambda config: -config.margin),
     "most_recent is the step before": _one_step_late,
-    "the interval is one longer": _with(interval=lambda config: config.interval + 1),
     "an infinity is forgotten": _with(remember_nonfinite=lambda config: False),
     "the other algorithm": _with(amax_compute_algo=lambda config: OTHER[config.amax_compute_algo]),
 }

@@ -234,7 +234,8 @@ def test_a_cache_in_place_does_not_write_a_delayed_scale():
     net = model("delayed")
     plain = {k: v.clone() for k, v in net.state_dict().items() if "cast_" not in k}
     with torch.no_grad():
-        net[0].cast_weight.start_from(torch.tensor(0.25))
+        net[0].cast_weight.scale.fill_(0.25)
+    net[0].cast_weight.history_ready = True
     with cached_weights(net, in_place=True):
         net.load_state_dict(plain, strict=False)
         assert net[0].cast_weight.scale == 0 and not net[0].cast_weight.history_ready

@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import Trainer, TrainingArguments
 
 import float8.optim
-from float8.checkpoints import load
+from float8.checkpoints import load, save_pretrained
 from float8.checkpoints.inspection import inspect_checkpoint
 from float8.distributed.sharded_weight import ShardedWeight
 from float8.integrations.accelerate import prepare_float8
@@ -142,7 +142,7 @@ class WithLoss(nn.Module):
         return {"loss": one.loss_of(self.model, (x, g))}
 
 
-def by_transformers(case: Case, **options: Any) -> nn.Module:
+def by_transformers(case: Case) -> nn.Module:
     start(case)
     arguments = TrainingArguments(
         case.save or case.load or tempfile.mkdtemp(),
@@ -169,7 +169,7 @@ def by_transformers(case: Case, **options: Any) -> nn.Module:
     rows = [
         {"x": x, "g": g} for each in ranks for batch in each for x, g in zip(*batch, strict=True)
     ]
-    callback = Float8Callback(case.config, **options)
+    callback = Float8Callback(case.config)
     trainer = Trainer(WithLoss(case.model()), arguments, train_dataset=rows, callbacks=[callback])
     trainer.train(resume_from_checkpoint=case.load and f"{case.load}/checkpoint-{STEPS}")
     return trainer.model.model
@@ -350,15 +350,16 @@ def accelerate_refuses_an_optimizer_with_states(rank: int) -> None:
         prepare_float8(accelerator, model, optimizer)
 
 
-def the_trainer_saves_float8(rank: int) -> None:
+def what_the_trainer_trained_is_saved_in_float8(rank: int) -> None:
     """Parameters that FSDP2 has sharded end in one folder, as the model has them."""
     folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     case = Case("blockwise", rank, 2, {})
-    model = by_transformers(case, save_float8=f"{folder[0]}/float8")
+    model = by_transformers(case)
+    save_pretrained(model, f"{folder[0]}/float8")
     dist.barrier()
     assert not inspect_checkpoint(f"{folder[0]}/float8", data=True)["problems"]
-    found = load(WithLoss(case._replace(seed=1).model()), f"{folder[0]}/float8").model
+    found = load(case._replace(seed=1).model(), f"{folder[0]}/float8")
     for name, parameter in model.named_parameters():
         trained = parameter.full_tensor().double()
         error = (found.get_parameter(name).double() - trained).norm() / trained.norm()

@@ -48,7 +48,7 @@ def check_shards(rank: int, folder: str, recipe: str) -> None:
         model = convert_to_float8_training(model, config=config)
         whole = convert_to_float8_training(whole, config=config)
     model = sharded(model)
-    load(model, folder, "high_precision" if config is None else "training")
+    load(model, folder)
     assert_same_values(model, whole)
     assert_bitwise(model(TOKENS), whole(TOKENS))
 
@@ -56,9 +56,9 @@ def check_shards(rank: int, folder: str, recipe: str) -> None:
 def check_gathered_in_float8(rank: int, folder: str) -> None:
     config = config_of("delayed", enable_fsdp_float8_all_gather=True)
     whole = convert_to_float8_training(Block(seed=2), config=config_of("delayed"))
-    load(whole, folder, "training")
+    load(whole, folder)
     model = sharded(convert_to_float8_training(Block(seed=3), config=config))
-    load(model, folder, "training")
+    load(model, folder)
     assert_same_values(model, whole)
     model(TOKENS).sum().backward()
     float8.after_step(model)
@@ -89,14 +89,14 @@ def check_expert_parallel(rank: int, folder: str, recipe: str) -> None:
     whole, model = load(model_of("qwen3_moe", seed=1), folder), model_of("qwen3_moe", seed=2)
     mesh = init_device_mesh("cpu", (2,))
     experts = "model.layers.*.mlp.experts"
-    for weights in ("high_precision", "training"):
+    for is_converted in (False, True):
         parallelize_module(model, mesh, {experts: float8.Float8ExpertParallel()})
-        if weights == "training":
+        if is_converted:
             convert(model, recipe)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(torch.nan)
-        load(model, folder, weights)
+        load(model, folder)
         for name, parameter in model.named_parameters():
             own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             expected = whole.get_parameter(name)
@@ -104,7 +104,7 @@ def check_expert_parallel(rank: int, folder: str, recipe: str) -> None:
                 assert own.shape[0] == 2  # of 4
                 assert not torch.equal(expected[:2], expected[2:])
                 expected = expected[2 * rank : 2 * rank + 2]
-            assert_bitwise(own.detach(), expected.detach(), replay=(weights, name))
+            assert_bitwise(own.detach(), expected.detach(), replay=(is_converted, name))
         model = model_of("qwen3_moe", seed=3)
 
 

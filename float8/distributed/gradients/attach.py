@@ -6,14 +6,13 @@ CUDA the casts and collectives of all buckets run in one stream of their own, wh
 continues in its stream. The future carries the event that DDP waits for; the host does not wait. On
 a CPU the hook returns when the bucket is reduced. Buckets are reduced in DDP's order, one after the
 other: all ranks then issue the same collectives in the same order, which callbacks of futures would
-not guarantee on gloo. The last bucket ends a step for the controller. Under ``no_sync`` DDP calls
-no hook.
+not guarantee on gloo. Under ``no_sync`` DDP calls no hook.
 
 **FSDP2**: a reduce-scatter for ``set_custom_reduce_scatter``. FSDP2 lays the gradients of one unit
 out as (N ranks, shard) and calls `Float8ReduceScatter` in its own reduce-scatter stream. There is
-one cast and a float32 sum. Nothing can saturate (`reduction`), so there is no mu and no controller.
-The result is rounded once, to FSDP's ``reduce_dtype``: float32 is best, and sends no more bytes
-here. Under HSDP torch all-reduces the shards between replicas afterwards, in ``reduce_dtype``.
+one cast and a float32 sum. The result is rounded once, to FSDP's ``reduce_dtype``: float32 is best,
+and sends no more bytes here. Under HSDP torch all-reduces the shards between replicas afterwards,
+in ``reduce_dtype``.
 """
 
 from __future__ import annotations
@@ -29,20 +28,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
 from float8.distributed.gradients.reduction import TILE_SIZE, all_reduce_mean, reduce_scatter
-from float8.distributed.gradients.state import Float8Gradients, ScalingController
-from float8.distributed.rank_comparison import Facts, compare_once
+from float8.distributed.gradients.state import Float8Gradients
+from float8.distributed.rank_comparison import compare_once
 from float8.formats import E4M3, Format
 
 
 def float8_gradients(
     model: nn.Module,
     fmt: Format | torch.dtype = E4M3,
-    controller: ScalingController | None = None,
     tile: int = TILE_SIZE,
 ) -> Float8Gradients:
     """Send gradients between ranks as float8 instead of in their own precision.
 
-    A reduction then sends half the bytes of bfloat16 (0.502 from 65536 elements on, 0.506 of 2048)
+    A reduction then sends half the bytes of bfloat16 (0.503 from 65536 elements on, 0.506 of 2048)
     and a quarter of float32. All ranks share one scale per tile of gradient. Sums are in float32.
     After FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
     ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
@@ -54,15 +52,15 @@ def float8_gradients(
     ====== =============== ==================== =============== ===================
     ranks  E4M3 all-reduce E4M3 reduce-scatter  E5M2 all-reduce bfloat16 all-reduce
     ====== =============== ==================== =============== ===================
-    2      28.1            31.5                 22.2            52.2
-    8      28.5            31.5                 22.5            47.9
+    2      28.5            31.5                 22.6            52.2
+    8      28.6            31.5                 22.6            47.9
     64     28.5            31.5                 22.6            40.2
-    512    28.5            31.5                 22.6            31.4
+    512    28.8            31.5                 22.8            31.4
     ====== =============== ==================== =============== ===================
 
     in dB. The error of a cast is that of three (two) mantissa bits on any number of ranks, because
     the sum is float32. A bfloat16 ring rounds at every hop, so its error grows. Where ranks agree
-    on most of the gradient, the errors of the first cast average out: 31.4 dB on 512 ranks,
+    on most of the gradient, the errors of the first cast average out: 32.0 dB on 512 ranks,
     bfloat16 11.6.
 
     A model that FSDP2 only replicates (HSDP with shards of one rank, torch's ``replicate``) has no
@@ -71,13 +69,10 @@ def float8_gradients(
     Args:
         model: a `DistributedDataParallel`, or a module with FSDP2 units in it.
         fmt: `E4M3` (three mantissa bits) or `E5M2` (two, and a wider range), or their dtypes.
-        controller: finds the pre-scaling factor mu; None is `ScalingController()`, with the numbers
-            of FP8-LM. FSDP2 needs none, and leaves it out.
         tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
     Returns:
-        The state: ``report()`` counts saturated values and values flushed to zero. Save its
-        ``state_dict()`` in the checkpoint.
+        The state: ``report()`` counts values flushed to zero.
 
     Raises:
         TypeError: ``model`` is not wrapped by DDP and has no FSDP2 units.
@@ -86,7 +81,7 @@ def float8_gradients(
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
     if isinstance(model, DistributedDataParallel):
-        state = Float8Gradients(fmt, controller or ScalingController(), tile)
+        state = Float8Gradients(fmt, tile)
         _attach_to_ddp(model, state)
         return state
     from torch.distributed.fsdp import FSDPModule
@@ -97,7 +92,7 @@ def float8_gradients(
             f"float8_gradients: wrap the {type(model).__name__} in DistributedDataParallel, or "
             "fully_shard it (FSDP2), first"
         )
-    state = Float8Gradients(fmt, None, tile)
+    state = Float8Gradients(fmt, tile)
     for unit in units:  # the protocol is enough
         unit.set_custom_reduce_scatter(Float8ReduceScatter(state))  # type: ignore[arg-type]
     return state
@@ -105,13 +100,9 @@ def float8_gradients(
 
 def _compare_arguments(state: Float8Gradients, group: dist.ProcessGroup) -> None:
     """Compare the settings of the ranks, once per group."""
-
-    def settings() -> dict[str, Facts]:
-        names = ("format", "tile", "controller")
-        return {"float8_gradients": {name: str(getattr(state, name)) for name in names}}
-
+    settings = {"float8_gradients": {"format": str(state.format), "tile": str(state.tile)}}
     remedy = "Pass float8_gradients the same arguments on all ranks"
-    compare_once(state, [group], settings, remedy, "arguments")
+    compare_once(state, [group], lambda: settings, remedy, "arguments")
 
 
 # --- DDP
@@ -121,14 +112,12 @@ def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> No
     """Register the hook; torch allows one per model, before the first backward."""
     group = model.process_group
     _compare_arguments(state, group)
-    trained = next(p for p in model.parameters() if p.requires_grad)
-    state.prepare(trained.device, group.size())
 
     # Without annotations: DDP compares them with types, and here they would be strings.
     def float8_hook(state, bucket):  # type: ignore[no-untyped-def]
         gradient = bucket.buffer()
         with torch.no_grad(), _beside_backward(gradient.device):
-            lost = all_reduce_mean(gradient, state.controller.mu, group, state.format, state.tile)
+            lost = all_reduce_mean(gradient, group, state.format, state.tile)
             state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
             devices = [gradient.device] if gradient.is_cuda else None
             future = torch.futures.Future[Tensor](devices=devices)

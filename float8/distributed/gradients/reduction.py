@@ -2,7 +2,7 @@
 
 N ranks need the mean of their gradients g_1 .. g_N. A flat gradient is cut into N shards, one per
 rank, and each shard into *tiles* of about a thousand elements. A tile has one scale, which all
-ranks share (`shared_scale`): it is computed from the largest magnitude of that tile on any rank.
+ranks share (`scale_by_tile`): it is computed from the largest magnitude of that tile on any rank.
 FP8-LM (arXiv 2310.18313, section 2.1) shares one scale per tensor, the minimum over ranks of
 ``max(format) / amax``. The shared scale is the reciprocal of that, per tile. Then
 
@@ -10,27 +10,26 @@ FP8-LM (arXiv 2310.18313, section 2.1) shares one scale per tensor, the minimum 
    from the largest element of all ranks;
 2. the rank that owns the shard receives the c_i and adds them in float32. They share one scale,
    which the sum leaves out;
-3. it casts ``cast(mu / N * sum(c_i))`` (`recast`), still in units of the shared scale;
-4. every rank gathers this data and multiplies by ``scale / mu``.
+3. it casts the mean ``sum(c_i) / N`` with a scale of its own per tile, computed from that mean;
+4. every rank gathers this data and its scales.
 
 Steps 1 and 2 are a reduce-scatter (`reduce_scatter`, FSDP2), all four an all-reduce
 (`all_reduce_mean`, DDP).
 
-**Where mu and 1/N are applied.** FP8-LM multiplies by them before the first cast, because it adds
-in float8 and the sum must not overflow. That costs range: 1/N uses up ten of E4M3's eighteen
-binades on 1024 ranks. This file sums in float32, so the first cast needs neither factor. One
-multiplication remains, after the sum and before the second cast. Only the second cast can saturate,
-and only if mu > 1. The mean of N independent gradients is smaller than one of them by sqrt(N); with
-mu > 1 it uses the format's range nevertheless.
+**No pre-scaling.** FP8-LM adds in float8, so that it multiplies by 1/N and by a factor mu before
+the first cast: the sum must not overflow. That costs range: 1/N uses up ten of E4M3's eighteen
+binades on 1024 ranks. It tunes mu during the training. This file sums in float32, so the first cast
+needs neither factor. The mean of N independent gradients is smaller than one of them by sqrt(N);
+with a scale of its own it uses the format's range nevertheless. Neither cast can saturate.
 
-A NaN or an infinity anywhere makes every scale NaN (`shared_scale`), so that the whole result is
+A NaN or an infinity anywhere makes every scale NaN (`scale_by_tile`), so that the whole result is
 NaN on every rank, and gradient scalers and clipping see it.
 
 **Communication**: an all-reduce (MAX) of one float per tile, an all-to-all of one-byte shards, and
-for `all_reduce_mean` an all-gather of one-byte shards. Data is sent as uint8, because not every
-backend has float8 types. For n elements on N ranks, a rank sends ``n (N-1)/N`` bytes and receives
-as many in each half: half of bfloat16's. With scales it is 0.502 of bfloat16's bytes for 65536
-elements and 0.506 for 2048, as counted in the tests.
+for `all_reduce_mean` an all-gather of one-byte shards with their scales. Data is sent as uint8,
+because not every backend has float8 types. For n elements on N ranks, a rank sends ``n (N-1)/N``
+bytes and receives as many in each half: half of bfloat16's. With scales it is 0.503 of bfloat16's
+bytes for 65536 elements and 0.506 for 2048 on two ranks.
 
 No function of this file waits for the device: the work is enqueued in the current stream. All ranks
 get equal bits, in every run: one rank computes each sum, and all ranks dequantise the same data.
@@ -39,8 +38,6 @@ Dimensions: N ranks (shards), C columns of a shard, T tiles of a shard, E elemen
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import torch.distributed as dist
@@ -52,7 +49,7 @@ from float8.formats import Format
 from float8.granularity import WHOLE
 from float8.kernels import cpu
 from float8.kernels.products import on_device
-from float8.linear.casts import constant, max_over_ranks
+from float8.linear.casts import max_over_ranks
 
 TILE_SIZE = 1024  # elements: 4 bytes of scale beside them are 0.4 %
 _ALIGNED = 16  # bytes: the alignment of a tile that vectorised copies need
@@ -62,11 +59,11 @@ _BY_TILE = (1, 1, WHOLE)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# What a reduction counts, int32 (4,), in this order. ``saturated``: elements of the mean, in this
-# rank's shard, that clamping changed by more than rounding could. ``flushed``: its nonzero elements
-# that became zero. ``flushed_before``: nonzero elements of this rank's own gradient, in its shard,
-# that became zero before the sum. ``nonfinite``: 1 if any rank had a NaN or an infinity.
-LOST = ("saturated", "flushed", "flushed_before", "nonfinite")
+# What a reduction counts, int32 (3,), in this order. ``flushed``: nonzero elements of the mean, in
+# this rank's shard, that became zero. ``flushed_before``: nonzero elements of this rank's own
+# gradient, in its shard, that became zero before the sum. ``nonfinite``: 1 if any rank had a NaN or
+# an infinity.
+LOST = ("flushed", "flushed_before", "nonfinite")
 
 
 # --- arithmetic: no communication
@@ -97,8 +94,8 @@ def amax_by_tile(x_NTE: Tensor) -> Tensor:
     return kernels.amax(x_NTE, _BY_TILE)
 
 
-def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
-    """The dequantisation scales (N, T, 1) of all tiles, from amaxes that were reduced over ranks.
+def scale_by_tile(amax_NT1: Tensor, fmt: Format) -> Tensor:
+    """The dequantisation scales (N, T, 1) of all tiles, from their amaxes.
 
     They are float32, and all of them are NaN if one amax is not finite.
     """
@@ -107,7 +104,7 @@ def shared_scale(amax_NT1: Tensor, fmt: Format) -> Tensor:
 
 
 def cast_by_tile(x_NTE: Tensor, scale_NT1: Tensor, fmt: Format) -> Tensor:
-    """This rank's gradient in float8, (N, T, E); nothing saturates."""
+    """A gradient, or a mean, in float8, (N, T, E); nothing saturates."""
     return kernels.cast_by_scale(x_NTE, scale_NT1, _BY_TILE, fmt.dtype)
 
 
@@ -116,16 +113,11 @@ def summed(data_NTE: Tensor) -> Tensor:
     return cpu.to_bfloat16(data_NTE).sum(0, dtype=torch.float32)
 
 
-def prescaled(sum_TE: Tensor, mu: Tensor, world: int) -> Tensor:
-    """``mu / N`` times a sum, in place: the mean, in units of the shared scale over mu."""
-    return sum_TE.div_(world).mul_(mu)  # the division first: it is exact where all ranks agree
-
-
-def recast(mean_TE: Tensor, fmt: Format) -> Tensor:
-    """The mean in float8 again, in units of the shared scale over mu; saturates."""
-    rows = mean_TE.reshape(-1, mean_TE.shape[-1])
-    data = kernels.cast_by_scale(rows, constant(1.0, rows), (WHOLE, WHOLE), fmt.dtype)
-    return data.reshape(mean_TE.shape)
+def cast_mean(mean_1TE: Tensor, scale_T1: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """A mean in units of shared scales (T, 1): its data, and its own scales (1, T, 1)."""
+    fmt = on_device(fmt, mean_1TE.device)
+    own_1T1 = scale_by_tile(amax_by_tile(mean_1TE), fmt)
+    return cast_by_tile(mean_1TE, own_1T1, fmt), own_1T1 * scale_T1
 
 
 def dequantize_by_tile(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) -> Tensor:
@@ -133,23 +125,9 @@ def dequantize_by_tile(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) 
     return kernels.dequantize(data_NTE, scale_NT1, _BY_TILE, dtype)
 
 
-def saturates_above(fmt: Format) -> float:
-    """The magnitude above which an element counts as saturated: half a step above the maximum.
-
-    From there on, rounding to nearest with an unlimited exponent would exceed the largest value.
-    """
-    step = math.ldexp(torch.finfo(fmt.dtype).eps, math.frexp(fmt.max)[1] - 1)
-    return fmt.max + step / 2
-
-
 def count_flushed(x: Tensor, data: Tensor) -> Tensor:
     """The number of nonzero elements of x whose float8 data is zero; int32."""
     return (x.ne(0) & cpu.to_bfloat16(data).eq(0)).sum(dtype=torch.int32)
-
-
-def count_saturated(mean_TE: Tensor, fmt: Format) -> Tensor:
-    """The number of elements of a mean, in units of its scale, that saturate; int32."""
-    return mean_TE.abs().gt(saturates_above(fmt)).sum(dtype=torch.int32)
 
 
 # --- collectives
@@ -164,18 +142,18 @@ def scatter(
     ``tile`` see `TILE_SIZE`.
 
     Returns the sum, (T, E) float32, in units of the scales (N, T, 1) at this rank; and `LOST`, of
-    which the counts after the sum are 0.
+    which ``flushed`` is 0.
     """
     fmt, rank = on_device(fmt, x_NC.device), group.rank()
     x_NTE = in_tiles(x_NC, tile)
-    scale = shared_scale(max_over_ranks(amax_by_tile(x_NTE), group), fmt)
+    scale = scale_by_tile(max_over_ranks(amax_by_tile(x_NTE), group), fmt)
     data = cast_by_tile(x_NTE, scale, fmt)
     received = torch.empty_like(data)
     dist.all_to_all_single(received.view(torch.uint8), data.view(torch.uint8), group=group)
-    lost_4 = torch.zeros(4, dtype=torch.int32, device=data.device)
-    lost_4[2] = count_flushed(x_NTE[rank], data[rank])
-    lost_4[3] = scale.isnan().any()
-    return summed(received), scale, lost_4
+    lost_3 = torch.zeros(3, dtype=torch.int32, device=data.device)
+    lost_3[1] = count_flushed(x_NTE[rank], data[rank])
+    lost_3[2] = scale.isnan().any()
+    return summed(received), scale, lost_3
 
 
 def reduce_scatter(
@@ -189,50 +167,47 @@ def reduce_scatter(
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
     ``output_C`` is written in its own dtype, rounded to it once. ``mean`` divides by N; for the
-    others see `scatter`. Returns what this rank's own shard lost before the sum, as `LOST`. The
-    only cast cannot saturate, so no `ScalingController` is needed.
+    others see `scatter`. Returns what this rank's own shard lost before the sum, as `LOST`.
     """
-    sum_TE, scale_NT1, lost_4 = scatter(x_NC, group, fmt, tile)
+    sum_TE, scale_NT1, lost_3 = scatter(x_NC, group, fmt, tile)
     total = sum_TE.div_(group.size()) if mean else sum_TE
     shard = total.mul_(scale_NT1[group.rank()]).flatten()
     output_C.copy_(shard[: output_C.numel()])
-    return lost_4
+    return lost_3
 
 
 def all_reduce_mean(
-    gradient: Tensor, mu: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE_SIZE
+    gradient: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE_SIZE
 ) -> Tensor:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 
-    ``gradient`` (n,) is overwritten; n need not be a multiple of the number of ranks. ``mu``,
-    float32 () and equal on all ranks, is the pre-scaling factor. Returns `LOST` over all ranks,
-    equal on all of them.
+    ``gradient`` (n,) is overwritten; n need not be a multiple of the number of ranks. Returns
+    `LOST` over all ranks, equal on all of them.
     """
     world, n = group.size(), gradient.numel()
     tiles, extent = extents(-(-n // world), tile)
     padding = world * tiles * extent - n
     padded = F.pad(gradient, (0, padding)) if padding else gradient
-    sum_TE, scale_NT1, lost_4 = scatter(padded.view(world, -1), group, fmt, extent)
-    fmt, mean_TE = on_device(fmt, gradient.device), prescaled(sum_TE, mu, world)
-    data = recast(mean_TE, fmt)
-    lost_4[0] = count_saturated(mean_TE, fmt)
-    lost_4[1] = count_flushed(mean_TE, data)
-    data_NTE, lost_4 = _gather(data, lost_4, group)
-    mean_NTE = dequantize_by_tile(data_NTE, scale_NT1 / mu, gradient.dtype)
+    sum_TE, scale_NT1, lost_3 = scatter(padded.view(world, -1), group, fmt, extent)
+    mean_1TE = sum_TE.div_(world).unsqueeze(0)
+    data_1TE, scale_1T1 = cast_mean(mean_1TE, scale_NT1[group.rank()], fmt)
+    lost_3[0] = count_flushed(mean_1TE, data_1TE)
+    data_NTE, scale_NT1, lost_N3 = _gather([data_1TE, scale_1T1, lost_3.unsqueeze(0)], group)
+    mean_NTE = dequantize_by_tile(data_NTE, scale_NT1, gradient.dtype)
     gradient.copy_(mean_NTE.flatten()[:n])
-    return lost_4
+    lost_3 = lost_N3.sum(0, dtype=torch.int32)
+    lost_3[2].clamp_(max=1)  # nonfinite: every rank counts the same 1
+    return lost_3
 
 
-def _gather(data_TE: Tensor, lost_4: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """All shards, (N, T, E), and the counts over all ranks, which are sent with the shards."""
-    bytes_of_data = data_TE.view(torch.uint8).flatten()
-    sent = torch.cat([bytes_of_data, lost_4.view(torch.uint8)])
+def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """Tensors (1, ...) of all ranks, each as one (N, ...); they are sent together."""
+    as_bytes = [part.contiguous().flatten().view(torch.uint8) for part in parts]
+    sent = torch.cat(as_bytes)
     received = sent.new_empty(group.size() * sent.numel())  # flat: gloo requires it
     _all_gather(received, sent, group=group)
-    shards, counts = received.view(group.size(), -1).split(
-        [bytes_of_data.numel(), lost_4.numel() * 4], dim=1
-    )
-    data_NTE = shards.view(data_TE.dtype).unflatten(1, tuple(data_TE.shape))
-    total = counts.contiguous().view(torch.int32).sum(0, dtype=torch.int32)
-    total[3].clamp_(max=1)  # nonfinite: every rank counts the same 1
-    return data_NTE, total
+    pieces = received.view(group.size(), -1).split([x.numel() for x in as_bytes], dim=1)
+    return [
+        piece.contiguous().view(part.dtype).view(-1, *part.shape[1:])
+        for piece, part in zip(pieces, parts, strict=True)
+    ]

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,11 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from wire import Wire
 
 from benchmarks.bench_gradients import simulated
-from float8.distributed.gradients import (
-    ScalingController,
-    float8_gradients,
-    reduction,
-)
+from float8.distributed.gradients import float8_gradients, reduction
 from float8.distributed.gradients.attach import Float8ReduceScatter
 from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3, E5M2
@@ -54,13 +49,13 @@ def tile_peaks(every, tile):
     return found.scatter_reduce(0, index, peak, "amax")[index]
 
 
-def bound(every, fmt, tile, mu=1.0, casts=2):
+def bound(every, fmt, tile, casts=2):
     """How far each element of the mean may be off, (n,) float64."""
     half_ulp = torch.finfo(fmt.dtype).eps / 2
     step = tile_peaks(every, tile) / fmt.max * fmt.smallest_subnormal / 2
     before = torch.stack([g.double().abs() * half_ulp + step for g in every]).mean(0)
     mean = torch.stack([g.double() for g in every]).mean(0).abs()
-    after = (mean + before) * half_ulp + step / mu
+    after = (mean + before) * half_ulp + step
     rounding = torch.finfo(every[0].dtype).eps * (mean + before + after)
     return before + (after if casts == 2 else 0) + rounding
 
@@ -79,9 +74,9 @@ def same_on_all_ranks(x):
 # --- the collectives
 
 
-def reduced(every, rank, fmt=E4M3, mu=1.0, tile=reduction.TILE_SIZE):
+def reduced(every, rank, fmt=E4M3, tile=reduction.TILE_SIZE):
     mine = every[rank].clone()
-    counts = reduction.all_reduce_mean(mine, torch.tensor(mu), dist.group.WORLD, fmt, tile)
+    counts = reduction.all_reduce_mean(mine, dist.group.WORLD, fmt, tile)
     return mine, dict(zip(reduction.LOST, counts.tolist(), strict=True))
 
 
@@ -98,19 +93,17 @@ def test_a_reduction_is_the_mean(rank, fmt, dtype):
         found, counts = reduced(every, rank, fmt, tile=64)
         off = (found.double() - exact_mean(every)).abs()
         assert (off <= bound(every, fmt, 64)).all(), (n, off.max())
-        assert counts["saturated"] == 0 and counts["nonfinite"] == 0
+        assert counts["nonfinite"] == 0
         assert same_on_all_ranks(found)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("n", "dtype", "mu"), [(1, torch.float32, 1.0), (999, BF16, 1.3), (70, torch.half, 4.0)]
-)
-def test_a_reduction_has_the_bits_of_the_simulation(rank, n, dtype, mu):
+@pytest.mark.parametrize(("n", "dtype"), [(1, torch.float32), (999, BF16), (70, torch.half)])
+def test_a_reduction_has_the_bits_of_the_simulation(rank, n, dtype):
     every = gradients(n, dtype, seed=n)
     for _ in range(2):
-        found, _ = reduced(every, rank, mu=mu, tile=64)
-        assert torch.equal(found, simulated(every, mu=mu, tile=64)[0])
+        found, _ = reduced(every, rank, tile=64)
+        assert torch.equal(found, simulated(every, tile=64)[0])
 
 
 @pytest.mark.ranks(2)
@@ -120,22 +113,10 @@ def test_a_bad_value_on_one_rank_makes_all_ranks_nan(rank, bad):
     every[-1][7] = bad
     found, counts = reduced(every, rank)
     assert found.isnan().all()
-    assert counts["nonfinite"] == 1 and counts["saturated"] == 0
+    assert counts["nonfinite"] == 1
     plain = lambda amax, fmt: reduction.kernels.scale_from_amax(amax, fmt.max)  # noqa: E731
-    with mock.patch.object(reduction, "shared_scale", plain):  # a planted fault
+    with mock.patch.object(reduction, "scale_by_tile", plain):  # a planted fault
         assert not reduced(every, rank)[0].isnan().all()
-
-
-@pytest.mark.ranks(2)
-def test_saturation_is_counted(rank):
-    every = [torch.linspace(-1, 1, 256)] * 2  # both agree, so the mean is as large as the parts
-    found, counts = reduced(every, rank, mu=4.0)
-    limit = reduction.saturates_above(E4M3) / E4M3.max / 4
-    edge = (every[0].abs() / limit - 1).abs() < 0.07  # rounding before the sum may cross it
-    clipped = every[0].abs() > limit
-    assert (clipped & ~edge).sum() <= counts["saturated"] <= (clipped | edge).sum()
-    assert (found.abs() <= tile_peaks(every, reduction.TILE_SIZE).float() / 4 * 1.001).all()
-    assert reduced(every, rank, mu=1.0)[1]["saturated"] == 0
 
 
 @pytest.mark.ranks(2)
@@ -173,16 +154,14 @@ def test_half_of_the_bytes_of_bfloat16_travel(rank, n, most):
 @pytest.mark.ranks(2)
 def test_no_value_moves_to_the_host(rank):
     """Between the backward and the optimizer."""
-    controller = ScalingController()
-    controller.prepare(torch.device("cpu"), 2)
-    mine = gradients(2000)[rank]
-    reduction.all_reduce_mean(mine.clone(), controller.mu, dist.group.WORLD, E4M3)
+    mine, state = gradients(2000)[rank], Float8Gradients()
+    reduction.all_reduce_mean(mine.clone(), dist.group.WORLD, E4M3)
     with contextlib.ExitStack() as stack:
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
             asked = AssertionError(f"Tensor.{name}")
             stack.enter_context(mock.patch.object(torch.Tensor, name, side_effect=asked))
-        counts = reduction.all_reduce_mean(mine, controller.mu, dist.group.WORLD, E4M3)
-        controller.update(counts[0], counts[3], 2000)
+        counts = reduction.all_reduce_mean(mine, dist.group.WORLD, E4M3)
+        state.count(counts, 2000, 2000, ends_step=True)
 
 
 def _float8_sum(data):
@@ -192,10 +171,24 @@ def _float8_sum(data):
     return total.float()
 
 
+_cast_mean = reduction.cast_mean
+
+
+def _own_data(mean, fmt):
+    return _cast_mean(mean, torch.ones(()), fmt)[0]
+
+
 FAULTS = {
     "scale not shared": ("max_over_ranks", lambda amax, group: amax),
-    "no pre-scaling": ("prescaled", lambda total, mu, world: total),
-    "no division by N": ("prescaled", lambda total, mu, world: total * mu),
+    "own scale not sent": (
+        "cast_mean",
+        lambda mean, scale, fmt: (_own_data(mean, fmt), scale[None]),
+    ),
+    "shared scale left out": (
+        "cast_mean",
+        lambda mean, scale, fmt: _cast_mean(mean, scale**0, fmt),
+    ),
+    "no division by N": ("cast_mean", lambda mean, *how: _cast_mean(mean * 2, *how)),
     "sum in float8": ("summed", _float8_sum),
     "minimum instead of maximum": (
         "max_over_ranks",
@@ -282,7 +275,6 @@ def test_ddp_reduces_every_form(rank, form):
     report = state.report()
     assert report.steps == 3
     assert report.elements == 3 * sum(p.numel() for p in model.parameters())
-    assert report.saturated == 0 or report.mu < 1
 
 
 @pytest.mark.ranks(2)
@@ -308,7 +300,7 @@ def test_fsdp2_reduces_and_accumulates(rank):
     assert [e.dtype for e in wire.sent if e.kind == "all_to_all"] == 3 * [torch.uint8]
     assert wire.count("reduce_scatter") == 0
     report = state.report()
-    assert report.steps == 3 and report.mu is None and report.saturated == 0
+    assert report.steps == 3 and report.flushed == 0
     assert report.sampled * dist.get_world_size() == report.elements
     model.set_requires_gradient_sync(False)
     loss_of(model, rank, 1).backward()
@@ -373,46 +365,18 @@ def test_fsdp2_has_the_bits_of_the_simulation(rank):
 
 
 @pytest.mark.ranks(2)
-def test_a_distributed_checkpoint_restores_mu_and_the_counts(rank, tmp_path):
-    def train(model, state, steps):
-        for step in steps:
-            model.zero_grad()
-            loss_of(model, rank, step).backward()
-        return state.state_dict()
-
-    def fresh(mu):
-        model = ddp()
-        return model, float8_gradients(model, controller=ScalingController(mu, ceiling=2.0))
-
-    model, state = fresh(1.3)
-    train(model, state, range(3))
-    saved = state.report()
-    dcp.save({"gradients": state}, checkpoint_id=tmp_path)
-    through = train(model, state, range(3, 6))
-    model, state = fresh(1.0)
-    dcp.load({"gradients": state}, checkpoint_id=tmp_path)
-    assert state.report() == saved and saved.mu not in (1.0, 1.3)
-    resumed = train(model, state, range(3, 6))
-    assert through.keys() == resumed.keys() == {"mu", "lost", "counts"}
-    assert all(torch.equal(through[key], resumed[key]) for key in through)
-    assert all(same_on_all_ranks(value) for value in through.values())
-    assert through["counts"][0] == 6
-
-
-@pytest.mark.ranks(2)
 def test_a_gradient_scaler_skips_a_bad_gradient(rank):
     model = ddp()
     state = float8_gradients(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    mu = state.report().mu
     scaler.scale(loss_of(model, rank, 0) * (INF if rank == 1 else 1.0)).backward()
     scaler.step(optimizer)
     scaler.update()
     for p, q in zip(model.parameters(), model_of().parameters(), strict=True):
         assert torch.equal(p, q) and not p.grad.isfinite().any()
     assert scaler.get_scale() == 2.0
-    assert state.report().nonfinite > 0 and state.report().mu == mu
+    assert state.report().nonfinite > 0
 
 
 # --- refusals
@@ -427,13 +391,11 @@ def another_reduction():
     comm(x[:4], x, dist.group.WORLD, dist.ReduceOp.MAX)
 
 
-MU = ScalingController(1.00001)
 REFUSALS = [
     (lambda: float8_gradients(nn.Linear(4, 4)), TypeError, "wrap the Linear in Distributed"),
     (another_reduction, ValueError, "set_force_sum_reduction_for_comms"),
     (lambda: arguments_of_rank_1(fmt=E5M2), RuntimeError, "format is e4m3 on rank 0 and e5m2"),
     (lambda: arguments_of_rank_1(tile=32), RuntimeError, "tile is 1024 on rank 0 and 32 on rank 1"),
-    (lambda: arguments_of_rank_1(controller=MU), RuntimeError, "same arguments on all"),
 ]
 
 
