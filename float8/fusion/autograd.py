@@ -26,7 +26,6 @@ from float8.kernels.registration import op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
-from float8.linear.smoothing import channel_scales, factors_of_channels, smoothed
 from float8.tensor.differentiable import differentiable
 
 RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
@@ -63,7 +62,7 @@ def produce(op: str, inputs: ProducerInputs, number: float | None, out: Output) 
     """
     carrier, data, data_t, scale = _Produce.apply(*inputs, op, number, out)
     transposed = data_t if out.by_kernel and out.transpose else None
-    return differentiable(carrier, data, transposed, scale, out.plan.smooth_input)
+    return differentiable(carrier, data, transposed, scale)
 
 
 def _arguments(op: str, inputs: ProducerInputs, number: float | None) -> tuple[Any, ...]:
@@ -123,35 +122,21 @@ def run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ..
     called, limit = op_on(op, x), {}
     if op == SWIGLU:
         arguments, limit["limit"] = arguments[:2], arguments[2]
-    if not plan.smooth_input:
-        data, data_t, scale, amax, *statistics = called(*arguments, scale, *cast, records, **limit)
-        record(state, amax if records else None)
-        return data, data_t, scale, *statistics
-    # The amax of what is cast follows from those of its columns, so no cast finds it.
-    amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype, **limit)
-    factors_1K = kernels.smoothing_factors_from_amax(amaxes_1K)
-    largest = kernels.amax(amaxes_1K * factors_1K, how.block)
-    record(state, largest if records else None)
-    if scale is None:
-        scale = kernels.scale_from_amax(largest, how.largest, how.scales)
-    data, data_t, scale, _ = called(*arguments, scale, *cast, False, factors_1K, **limit)
-    return data, data_t, channel_scales(scale, factors_1K)
+    data, data_t, scale, amax, *statistics = called(*arguments, scale, *cast, records, **limit)
+    record(state, amax if records else None)
+    return data, data_t, scale, *statistics
 
 
 def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
     """Run the op in plain PyTorch; the transpose is empty, since readers take a view."""
     y32_MK, *statistics = _DEFINITIONS[op](*arguments)
-    y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
+    how = out.plan.x.first
     assert how is not None
-    if out.plan.smooth_input:
-        factors_1K = factors_of_channels(y_MK)
-        y_MK = smoothed(y_MK, factors_1K)
-    found = cast_matrix(y_MK, how, out.state, finds_amax=out.record)
+    found = cast_matrix(y32_MK.to(out.plan.dtype), how, out.state, finds_amax=out.record)
     record(out.state, found.amax)
     data, scale, _ = found.row_major  # type: ignore[misc]
     # A delayed scale is a buffer, which sync changes.
-    scale = scale.clone() if factors_1K is None else channel_scales(scale, factors_1K)
-    return data, data.new_empty((0, 0)), scale, *statistics
+    return data, data.new_empty((0, 0)), scale.clone(), *statistics
 
 
 def _norm_backward(

@@ -25,9 +25,6 @@ which ``sync_float8_amax_and_scale_history(model)`` updates. Compile a module to
 layers that read it, in one graph: torch.compile cannot pass the gradient of a float8 result from
 one graph to another. `float8.fuse_norms` replaces the norms of a model that is converted already.
 
-With ``smooth_input=True``, a `SwiGLUCast` finds the factors of the channels and multiplies them in.
-The layer recovers them from the scales of the result.
-
 Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU a Triton
 kernel does that (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
 PyTorch. Roots, sums and exponentials may differ between the two by float32 ulps; equal float32
@@ -60,13 +57,10 @@ _OWN_ATTRIBUTES = (
 N = TypeVar("N", bound="NormCast")
 
 
-def reason_against_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
-    """The reason why the input of a layer of this config cannot be cast before it, or None.
-
-    ``by_gate`` says that a gate casts it, and not a norm.
-    """
+def reason_against_config(config: Float8LinearConfig) -> str | None:
+    """The reason why the input of a layer of this config cannot be cast before it, or None."""
     cast, second = config.gemms.output.a, config.cast_config_input_for_grad_weight
-    if config.smooth_input and not by_gate:
+    if config.smooth_input:
         return "finds no factors of channels, and the config has smooth_input=True"
     x_again = config.gemms.grad_weight.b
     reads_once = config.dequantize_in_backward or (cast is not None and cast == x_again)
@@ -92,7 +86,7 @@ class _Producer(Float8Module):
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         self.fqn = fqn
         config = check_config("tensorwise" if config is None else config, self._name)
-        reason = reason_against_config(config, isinstance(self, SwiGLUCast))
+        reason = reason_against_config(config)
         if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
             reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
         if reason is not None:
@@ -260,12 +254,6 @@ def swiglu_scale(limit: float, fmt: Format = E4M3) -> float:
 class SwiGLUCast(_Producer):
     """``silu(gate) * up`` in float8.
 
-    With ``smooth_input=True`` in the config, each channel of the result is multiplied by a power of
-    two before its cast (Smooth-SwiGLU, arXiv 2409.12517, section 4.4). The result has one scale per
-    channel, and the layer that reads it multiplies its weight by the inverse. The amaxes of the
-    channels replace that of the tensor, so that the gate costs as many bytes as with a dynamic
-    scale: two reads of gate and up.
-
     With a limit it is ``silu(min(gate, limit)) * clamp(up, -limit, limit)``, as in DeepSeek-V4
     (``swiglu_limit``). The result is then bounded, so that a static scale serves: `swiglu_scale`.
     (gpt-oss clamps alike, but multiplies a sigmoid of 1.702 times the gate by ``up + 1``.)
@@ -276,7 +264,8 @@ class SwiGLUCast(_Producer):
         limit: of the gate from above, and of up on both sides; above 0. None clamps nothing.
 
     Raises:
-        ValueError: an input cast that is not tensorwise, or a limit that is not above 0.
+        ValueError: an input cast that is not tensorwise, a config with ``smooth_input=True``, whose
+            factors the layer finds, or a limit that is not above 0.
     """
 
     op = SWIGLU

@@ -317,17 +317,12 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
         "tiles": (None, *cast_to, True),
         "a given scale, amax": (scale, *cast_to, True, True),
         "a given scale, not transposed": (scale, *cast_to, False),
-    }
-    factors = {
-        "a given scale, factors": (scale, *cast_to, True, False, meta(1, K, dtype=F32)),
-        "a given scale, clamped": (scale, *cast_to, True, False, None, 10.0),
+        "a given scale, clamped": (scale, *cast_to, True, False, 10.0),
     }
     title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
         variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
         *_forms(title, launch, forms, gate, up),
-        variant(f"{title}amaxes of columns", swiglu_cast._launch_amaxes, gate, up, BF16),
-        *_forms(title, launch, factors, gate, up),
         variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
         variant("swiglu_backward: clamped", swiglu_cast._launch_backward, gate, gate, up, 10.0),
     ]

@@ -463,10 +463,13 @@ def test_a_block_compiled_or_recomputed_has_the_bits_of_eager(recipe, how):
 
 X = torch.randn(4, K)
 TWO_CASTS = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
+SMOOTH = Float8LinearConfig(smooth_input=True)
 REFUSALS = [
     (lambda: RMSNormCast(K, config=RECIPES["rowwise"]), ValueError, "use nn.RMSNorm, and"),
     (lambda: SwiGLUCast(RECIPES["blockwise"]), ValueError, "SwiGLUCast casts once.*x128"),
     (lambda: RMSNormCast(K, config=TWO_CASTS), ValueError, "for grad_weight 'static .*0.125'"),
+    (lambda: RMSNormCast(K, config=SMOOTH), ValueError, "finds no factors.*use nn.RMSNorm"),
+    (lambda: SwiGLUCast(SMOOTH), ValueError, r"finds no factors of channels.*use F.silu\(gate\)"),
     (lambda: RMSNormCast((4, K)), ValueError, r"normalized_shape is \(4, 48\)"),
     (lambda: norm_of()(X[:, :16]), ValueError, r"RMSNormCast: input is \(4, 16\)"),
     (lambda: SwiGLUCast(limit=0.0), ValueError, "limit must be above 0, or None, got 0.0"),
