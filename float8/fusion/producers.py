@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, Format
-from float8.fusion.autograd import LAYER_NORM, RMS_NORM, SWIGLU, Output, produce, runs_producer
+from float8.fusion.autograd import NORM, SWIGLU, Options, Output, produce, runs_producer
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
@@ -76,7 +76,6 @@ def reason_against_config(config: Float8LinearConfig) -> str | None:
 class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
-    op: ClassVar[str]
     plain: ClassVar[str]  # the module to use instead if this one does not fit
     plain_type: type[nn.Module]  # the type that `to_float` returns
     added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
@@ -117,8 +116,8 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: tuple[Tensor, Any, Any], number: float | None) -> Tensor:
-        """The result in float8; ``number`` is that of `produce`."""
+    def _produce(self, op: str, inputs: tuple[Tensor, Any, Any], options: Options) -> Tensor:
+        """The result in float8; the arguments are those of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
@@ -126,7 +125,7 @@ class _Producer(Float8Module):
         by_kernel = runs_producer(x.device, self.config.emulate)
         plan = plan_of(self.config, x)
         out = Output(plan, state, self.training and grad, grad, by_kernel)
-        return produce(self.op, inputs, number, out)
+        return produce(op, inputs, options, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -139,6 +138,7 @@ class _Producer(Float8Module):
 class NormCast(_Producer):
     """Abstract: a norm over the last dimension, in float8."""
 
+    is_centred: ClassVar[bool]  # whether it subtracts the mean
     normalized_shape: tuple[int, ...]
     weight: Any
     bias: Any
@@ -186,7 +186,7 @@ class NormCast(_Producer):
             expected = f"(..., {self.normalized_shape[0]})"
             raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._produce((x, self.weight, self.bias), eps)
+        return self._produce(NORM, (x, self.weight, self.bias), (eps, self.is_centred))
 
 
 class RMSNormCast(NormCast, nn.RMSNorm):
@@ -204,7 +204,7 @@ class RMSNormCast(NormCast, nn.RMSNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
-    op = RMS_NORM
+    is_centred = False
     plain = "nn.RMSNorm"
     plain_type = nn.RMSNorm
     bias = None
@@ -225,7 +225,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
-    op = LAYER_NORM
+    is_centred = True
     plain = "nn.LayerNorm"
     plain_type = nn.LayerNorm
 
@@ -268,7 +268,6 @@ class SwiGLUCast(_Producer):
             factors the layer finds, or a limit that is not above 0.
     """
 
-    op = SWIGLU
     plain = "F.silu(gate) * up"
     plain_type = SwiGLU
 
@@ -305,4 +304,4 @@ class SwiGLUCast(_Producer):
         if (up is None and size % 2) or (other.shape, other.dtype) != (gate.shape, gate.dtype):
             found = [(t.dtype, tuple(t.shape)) for t in (gate, other)]
             raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
-        return self._produce((gate, up, None), self.limit)
+        return self._produce(SWIGLU, (gate, up, None), (self.limit,))

@@ -26,6 +26,8 @@ and y take 127 registers a thread, so that four programs are resident.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -262,17 +264,17 @@ def _partial_amaxes(
 
 
 def _launch(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, limit: float | None = None,
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool, cols: bool,
+    finds_amax: bool = False,
 ) -> Fused:  # fmt: skip
     check_shapes("swiglu_cast", gate, up=up)
     check_device("swiglu_cast", gate, scale=scale)
+    how = dtype, power_of_two, cols, finds_amax
     if gate.numel() == 0:
-        return _definition(
-            gate, up, scale, compute_dtype, dtype, power_of_two, cols, finds_amax, limit
-        )
+        return _definition(gate, up, limit, scale, compute_dtype, *how)
     gate, up = row_major(gate), row_major(up)
-    outputs = fused_fake(gate, dtype, cols, finds_amax)
+    outputs = fused_fake(gate, *how)
     record = outputs[3].zero_() if finds_amax else None
     partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
     pointers, constants = one_scale_arguments(*outputs[:3], scale, partials, record, power_of_two)
@@ -282,6 +284,21 @@ def _launch(
         **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
     return outputs
+
+
+def _definition(
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, *how: Any,
+) -> Fused:  # fmt: skip
+    y = definition.swiglu(gate, up, limit).to(compute_dtype)
+    return fused_definition(y, scale, *how)
+
+
+def _fake(
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, *how: Any,
+) -> Fused:  # fmt: skip
+    return fused_fake(gate, *how)
 
 
 def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
@@ -308,28 +325,13 @@ def check_shapes(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
-def _definition(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, limit: float | None = None,
-) -> Fused:  # fmt: skip
-    y = definition.swiglu(gate, up, limit).to(compute_dtype)
-    return fused_definition(y, scale, dtype, power_of_two, cols, finds_amax)
-
-
-def _fake(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, limit: float | None = None,
-) -> Fused:  # fmt: skip
-    return fused_fake(gate, dtype, cols, finds_amax)
-
-
 def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
 
 swiglu_cast = register_op(
-    "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
-    "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False, float? limit=None) "
+    "swiglu_cast(Tensor gate, Tensor up, float? limit, Tensor? scale, ScalarType compute_dtype, "
+    "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False) "
     "-> (Tensor data, Tensor data_t, Tensor scale_out, Tensor amax)",
     kernel=_launch,
     definition=_definition,

@@ -70,7 +70,7 @@ def run(
 ):  # fmt: skip
     scale = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, finds_amax, limit)
+    return launch(gate, up, limit, scale, compute_dtype, dtype, pow2, cols, finds_amax)
 
 
 def check_data_and_amax(
@@ -193,12 +193,12 @@ def test_the_check_of_codes_sees_faults():
     """gate and up exchanged, the sigmoid alone, one code off, no transpose."""
     cases, gate, up = make((8, 16), F16, "cpu")
     scale = torch.tensor([[0.02]])
-    good = swiglu_cast(gate, up, scale, F16, E4M3, False, True)
+    good = swiglu_cast(gate, up, None, scale, F16, E4M3, False, True)
     check(good, gate, up, F16, cases)
     off_by_one = (good[0].view(torch.uint8) ^ 1).view(E4M3)
     for bad in (
-        swiglu_cast(up, gate, scale, F16, E4M3, False, True),
-        swiglu_cast(gate, up / gate, scale, F16, E4M3, False, True),
+        swiglu_cast(up, gate, None, scale, F16, E4M3, False, True),
+        swiglu_cast(gate, up / gate, None, scale, F16, E4M3, False, True),
         (off_by_one, off_by_one.view(torch.uint8).t().contiguous().view(E4M3), scale),
         (good[0], good[1].flip(0), scale),
     ):
@@ -220,7 +220,7 @@ def test_the_definition_is_the_unfused_chain():
     for dtype in (F32, BF16, F16):
         _, gate, up = make((9, 40), dtype, "cpu")
         scale = torch.tensor([[0.02]])
-        data, data_t, found, _ = swiglu_cast(gate, up, scale, dtype, E4M3, False, True)
+        data, data_t, found, _ = swiglu_cast(gate, up, None, scale, dtype, E4M3, False, True)
         expected = definition.cast_by_scale(
             (F.silu(gate.float()) * up.float()).to(dtype), scale, WHOLE, E4M3
         )
@@ -232,9 +232,13 @@ def test_the_definition_is_the_unfused_chain():
 X = torch.ones(4, 16)
 FORWARD = (F32, E4M3, False, True, False)
 REFUSED = [
-    ("swiglu_cast", (X, X[:, :8], None, *FORWARD), r"up has shape \(4, 8\) and gate \(4, 16\)"),
+    (
+        "swiglu_cast",
+        (X, X[:, :8], None, None, *FORWARD),
+        r"up has shape \(4, 8\) and gate \(4, 16\)",
+    ),
     ("swiglu_backward", (X[:2], X, X), r"grad has shape \(2, 16\) and gate"),
-    ("swiglu_cast", (X, X, torch.ones((), device="meta"), *FORWARD), "scale is on meta"),
+    ("swiglu_cast", (X, X, None, torch.ones((), device="meta"), *FORWARD), "scale is on meta"),
 ]
 
 
@@ -250,7 +254,7 @@ def test_opcheck(shape, device):
     """Schema, fake and mutation are what the ops say, on every device."""
     _, gate, up = make(shape, BF16, device)
     scale = torch.ones(1, 1, device=device)
-    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, True))
-    torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False), {"limit": 2.0})
+    torch.library.opcheck(swiglu_cast, (gate, up, None, scale, BF16, E4M3, False, True, True))
+    torch.library.opcheck(swiglu_cast, (gate, up, 2.0, None, F32, E4M3, True, False))
     torch.library.opcheck(swiglu_backward, (gate, gate, up))
     torch.library.opcheck(swiglu_backward, (gate, gate, up, 2.0))
