@@ -302,7 +302,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         )
     ],
     "dequantize_groups": [
-        (test_dequantize_groups.test_every_code, ((80, 272), E4M3, BF16, True, "columns", "cpu"))
+        (test_dequantize_groups.test_every_code, ((80, 272), E4M3, BF16, "columns", "cpu"))
     ],
     "transpose": [(test_transpose.test_every_byte, ((80, 272), "contiguous", "cpu"))],
 }
