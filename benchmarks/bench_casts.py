@@ -129,12 +129,12 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "128x128 both": ("cast", "cast", _matrix((128, 128), "power_of_two", BOTH), 4),
     "1x32 both": ("cast", "cast", _matrix((1, 32), "e8m0", BOTH), 4),
     "1x32 tokens": (TOKENS, TOKENS, MX_TOKENS, 4, False),
-    "static rms norm": (NORM, "rms_norm_cast", (None, 1e-5, SCALE, *NORMED), 4),
-    "dynamic rms norm": (NORM, "rms_norm_cast", (None, 1e-5, None, *NORMED), 6),
-    "static layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, SCALE, *NORMED), 4),
-    "dynamic layer norm": (NORM, "layer_norm_cast", (None, None, 1e-5, None, *NORMED), 6),
-    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, *NORMED), 6),
-    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, *NORMED), 10),
+    "static rms norm": (NORM, NORM, (None, None, 1e-5, False, SCALE, *NORMED), 4),
+    "dynamic rms norm": (NORM, NORM, (None, None, 1e-5, False, None, *NORMED), 6),
+    "static layer norm": (NORM, NORM, (None, None, 1e-5, True, SCALE, *NORMED), 4),
+    "dynamic layer norm": (NORM, NORM, (None, None, 1e-5, True, None, *NORMED), 6),
+    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, SCALE, *NORMED), 6),
+    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, None, *NORMED), 10),
 }
 CASTS = {name: Cast(*row) for name, row in ROWS.items()} | {
     "static tokens": _tokens(-1, -1, 4, SCALE),

@@ -175,7 +175,7 @@ CALLS = {
         (
             f.saved_activations,
             {},
-            "model:? fmt group skip also min_size power_of_two_scale",
+            "model:? skip also min_size",
         )
     ],
     **{

@@ -64,7 +64,7 @@ class CopyOp:
             # A copy of a small input saves little, and an error in rstd is one of a whole row.
             is_exact = i in self.exact or MUCH_SMALLER * x.numel() <= largest
             if is_exact or not cache.is_worthwhile(x):
-                restorers.append(Restorer(i, None, x.shape, x.dtype))
+                restorers.append(Restorer(i, False, x.shape, x.dtype))
                 continue
             is_worthwhile = True
             restorer, its_parts = cache.save(x, i)
@@ -97,10 +97,10 @@ class _SavedCopies(torch.autograd.Function):
         out = op.forward(*inputs, **options)
         saved: list[Tensor] = []
         for restorer in restorers:
-            if restorer.fmt is None:
+            if not restorer.is_copied:
                 saved.append(inputs[restorer.position])
             elif restorer.position == OUTPUT:
-                saved += cast_copy(out, restorer.fmt)
+                saved += cast_copy(out)
             else:
                 saved += [parts.pop(0), parts.pop(0)]
         ctx.save_for_backward(*saved)

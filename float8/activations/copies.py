@@ -1,32 +1,23 @@
 """Float8 copies of the tensors that backward reads, one copy per tensor.
 
-A copy is float8 data and one scale per group. A group is ``group`` consecutive elements of the last
+A copy is float8 data and one scale per group. A group is 128 consecutive elements of the last
 dimension; the last group of a row may be shorter. A tensor whose last dimension is shorter than a
-group is one row, in its logical order. Legend: R rows, C elements per row, G = ceil(C / group)::
+group is one row, in its logical order. Legend: R rows, C elements per row, G = ceil(C / 128)::
 
-    data  = nearest(x / scale)         (R, C), E4M3 or E5M2
-    value = data * scale               scale (R, G) = amax / max(format), `kernels.scale_from_amax`
+    data  = nearest(x / scale)         (R, C), E4M3
+    value = data * scale               scale (R, G) = amax / max(format), rounded to a power of two
 
-A power-of-two scale is stored as one byte, its E8M0 code: the exponent field of the float32
-(``2^(byte - 127)``; 255 is inf and NaN). Other scales are float32:
-
-====== ================ ============== ============================
-group  scale            bytes/element  SQNR of a normal tensor, dB
-====== ================ ============== ============================
-128    power of two     1.008          31.5
-128    float32          1.031          31.8
-16     power of two     1.063          31.5
-16     float32          1.250          33.0
-====== ================ ============== ============================
-
-The default is the smallest, groups of 128 with powers of two: E4M3 covers 18 binades, so smaller
-groups help only if the magnitudes inside a group of 128 span more.
+A scale is stored as one byte, its E8M0 code: the exponent field of the float32
+(``2^(byte - 127)``; 255 is inf and NaN). That makes 1.008 bytes per element, and an SQNR of 31.5 dB
+for a normal tensor. Float32 scales (1.031 bytes) would have 31.8 dB, and groups of 16 with those
+(1.25 bytes) 33.0. E4M3 covers 18 binades, so smaller groups help only if the magnitudes inside a
+group of 128 span more.
 
 A NaN or inf makes its whole group NaN, never a plausible number. Zeros stay zeros.
 
-On CUDA Triton kernels cast groups of 128 and restore them, in one launch each (``gpu/cast``,
-``gpu/dequantize_groups``); torch.compile fuses the second with what reads the values. All else is
-plain PyTorch: several passes in eager mode, fused by torch.compile.
+On CUDA Triton kernels cast groups and restore them, in one launch each (``gpu/cast``,
+``gpu/dequantize_groups``); torch.compile fuses the second with what reads the values. Elsewhere it
+is plain PyTorch.
 """
 
 from __future__ import annotations
@@ -40,67 +31,55 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8 import kernels
-from float8.formats import E4M3, HIGH_PRECISION_DTYPES
+from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.kernels.casts import import_kernels
-from float8.kernels.definition import scale_format_of
+from float8.kernels.matrix import BY_128
 from float8.linear.float8_weight import version_of
 
 OUTPUT = -1  # as the index of a tensor: the op's result
-
-
-class CopyFormat(NamedTuple):
-    """The elements per group, the dtype of the data, and whether scales take one byte."""
-
-    group: int = 128
-    dtype: torch.dtype = E4M3.dtype
-    power_of_two_scale: bool = True
+_GROUP = 128  # elements that share a scale
 
 
 class Float8Copy(NamedTuple):
-    """data (R, C) float8; scale (R, G), uint8 exponents or float32."""
+    """data (R, C) float8; scale (R, G), uint8 exponents."""
 
     data: Tensor
     scale: Tensor
 
 
-def cast_copy(x: Tensor, fmt: CopyFormat) -> Float8Copy:
+def cast_copy(x: Tensor) -> Float8Copy:
     """The float8 copy of a float32, bfloat16 or float16 tensor of any shape and strides."""
-    one_row = x.dim() == 0 or x.shape[-1] < fmt.group
+    one_row = x.dim() == 0 or x.shape[-1] < _GROUP
     x_RC = x.reshape(1, -1) if one_row else x.reshape(-1, x.shape[-1])
-    scale_format = scale_format_of(fmt.power_of_two_scale)
-    kernel = _kernel_for(kernels.family_of(x.device), fmt.group)
-    how = kernels.CastSpec((1, fmt.group), fmt.dtype, scale_format, kernel)
+    kernel = _kernel_for(kernels.family_of(x.device))
+    how = kernels.CastSpec(BY_128, E4M3.dtype, ScaleFormat.POWER_OF_TWO.value, kernel)
     data, scale, _ = kernels.cast(x_RC, how).row_major  # type: ignore[misc]
-    if fmt.power_of_two_scale:
-        scale = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return Float8Copy(data, scale)
+    return Float8Copy(data, (scale.view(torch.int32) >> 23).to(torch.uint8))
 
 
-def restored(copy: Float8Copy, group: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def restored(copy: Float8Copy, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """The values of a copy, of ``shape``: bfloat16 if ``dtype`` is bfloat16, else float32.
 
     Data times a power of two is exact in bfloat16; in float16 it could overflow.
     """
     data, scale = copy
     dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    kernel = _kernel_for(kernels.family_of(data.device), group)
+    kernel = _kernel_for(kernels.family_of(data.device))
     if kernel is not None and not torch.compiler.is_compiling():
-        x: Tensor = torch.ops.float8.dequantize_groups.default(data, scale, group, dtype)
+        x: Tensor = torch.ops.float8.dequantize_groups.default(data, scale, _GROUP, dtype)
         return x.reshape(shape)
-    is_power_of_two = scale.dtype == torch.uint8
-    if is_power_of_two:
-        scale = (scale.to(torch.int32) << 23).view(torch.float32)
-    if kernel is not None and is_power_of_two and data.shape[1] % group == 0:
+    scale = (scale.to(torch.int32) << 23).view(torch.float32)
+    if kernel is not None and data.shape[1] % _GROUP == 0:
         # The partitioner counts what it may fuse twice, and would save the source of two bytes per
         # element instead. Of all views `unfold` is none that it may fuse.
-        blocks = data.unfold(1, group, group).to(dtype) * scale.to(dtype).unsqueeze(2)
+        blocks = data.unfold(1, _GROUP, _GROUP).to(dtype) * scale.to(dtype).unsqueeze(2)
         return blocks.reshape(shape)
-    return kernels.dequantize(data, scale, (1, group), dtype).reshape(shape)
+    return kernels.dequantize(data, scale, BY_128, dtype).reshape(shape)
 
 
-def _kernel_for(family: str, group: int) -> str | None:
-    """The kernel that casts these groups of a row; there is one to restore them, too."""
-    kernel = kernels.kernel_for(family, (1, group)) if group == 128 else None
+def _kernel_for(family: str) -> str | None:
+    """The kernel that casts groups of a row; there is one to restore them, too."""
+    kernel = kernels.kernel_for(family, BY_128)
     if kernel is not None:
         import_kernels(("dequantize_groups",))
     return kernel
@@ -114,7 +93,7 @@ class Restorer(NamedTuple):
     """The parameters by which backward restores a tensor from its saved copy."""
 
     position: int  # which of the op's inputs the tensor is, or `OUTPUT`
-    fmt: CopyFormat | None  # None: the tensor itself, an input, is saved
+    is_copied: bool  # or the tensor itself, an input, is saved
     shape: torch.Size
     dtype: torch.dtype
     # A function and its options, to recompute the tensor from the copy of that function's input.
@@ -122,10 +101,10 @@ class Restorer(NamedTuple):
 
     def restore(self, saved: list[Tensor]) -> Tensor:
         """The tensor, or the values of its copy; removes what it uses from ``saved``."""
-        if self.fmt is None:
+        if not self.is_copied:
             return saved.pop(0)
         copy = Float8Copy(saved.pop(0), saved.pop(0))
-        x = restored(copy, self.fmt.group, self.shape, self.dtype)
+        x = restored(copy, self.shape, self.dtype)
         return x if self.recompute is None else self.recompute[0](x, **self.recompute[1])
 
 
@@ -140,7 +119,7 @@ class _Entry(NamedTuple):
     restorer: Restorer
 
 
-# Base -> (format, place in the base) -> entry; of all scopes, since dynamo cannot make one.
+# Base -> place in the base -> entry; of all scopes, since dynamo cannot make one.
 _ENTRIES = WeakTensorKeyDictionary()
 
 
@@ -161,8 +140,8 @@ class CopyCache:
     saves three copies, not two.
     """
 
-    def __init__(self, fmt: CopyFormat, min_size: int) -> None:
-        self.fmt, self.min_size = fmt, min_size
+    def __init__(self, min_size: int) -> None:
+        self.min_size = min_size
         self._traced: list[tuple[Tensor, SavedCopy]] | None = None
 
     def begin(self) -> None:
@@ -195,12 +174,12 @@ class CopyCache:
     def save(self, x: Tensor, index: int) -> SavedCopy:
         """The copy of input ``index`` of an op. The `OUTPUT` has none before the op has run."""
         if index == OUTPUT:
-            return Restorer(OUTPUT, self.fmt, x.shape, torch.float32), ()
+            return Restorer(OUTPUT, True, x.shape, torch.float32), ()
         if (found := self._find(x)) is not None:
             return found[0]._replace(position=index, shape=x.shape), found[1]
         with torch.no_grad():
-            copy = cast_copy(x.detach(), self.fmt)
-        saved = Restorer(index, self.fmt, x.shape, x.dtype), tuple(copy)
+            copy = cast_copy(x.detach())
+        saved = Restorer(index, True, x.shape, x.dtype), tuple(copy)
         self.remember(x, saved)
         return saved
 
@@ -211,13 +190,13 @@ class CopyCache:
             return
         restorer, parts = saved
         entry = _Entry(version_of(x), tuple([weakref.ref(part) for part in parts]), restorer)
-        _ENTRIES.setdefault(_base(x), {})[self.fmt, _place(x)] = entry
+        _ENTRIES.setdefault(_base(x), {})[_place(x)] = entry
 
     def _find(self, x: Tensor) -> SavedCopy | None:
         if (traced := self._of_graph()) is not None:
             found = [saved for y, saved in traced if y is x]
             return found[0] if found else None
-        entry = _ENTRIES.get(_base(x), {}).get((self.fmt, _place(x)))
+        entry = _ENTRIES.get(_base(x), {}).get(_place(x))
         if entry is None or entry.version != version_of(x):
             return None
         parts = tuple([part for ref in entry.parts if (part := ref()) is not None])

@@ -11,10 +11,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from float8.activations.copies import CopyCache, CopyFormat
+from float8.activations.copies import CopyCache
 from float8.activations.ops import OPS, OPTIONAL
-from float8.arguments import check_bool, check_integer, check_module
-from float8.formats import E4M3, Format, format_of
+from float8.arguments import check_integer, check_module
 
 
 class saved_activations:
@@ -32,41 +31,31 @@ class saved_activations:
     Args:
         model: the scope covers the forward of this module. It does not cover other methods, or
             calls of a submodule alone. None covers every op in the ``with`` block.
-        group: elements that share a scale, along the last dimension: 128 (one Triton kernel per
-            tensor on CUDA) or, for example, 16 (plain PyTorch, several passes in eager mode).
-        fmt: `E4M3` or `E5M2`, or their dtypes.
-        power_of_two_scale: scales of one byte; False: float32 scales.
         skip: names of ops that save what torch saves, of "rms_norm", "layer_norm", "silu", "gelu",
             "sigmoid", "tanh", "mul", "pow", "relu", "dropout", "softmax" and "linear".
         also: names of ops that are off by default: "softmax", "linear".
         min_size: tensors of fewer elements are saved as they are.
 
     Raises:
-        TypeError: ``model`` is no module, ``fmt`` no float8 format, ``group`` no integer.
-        ValueError: a name that is no op, or a group of less than one element.
+        TypeError: ``model`` is no module, or ``min_size`` no integer.
+        ValueError: a name that is no op, or a negative ``min_size``.
     """
 
     def __init__(
         self,
         model: nn.Module | None = None,
         *,
-        group: int = 128,
-        fmt: Format | torch.dtype = E4M3.dtype,
-        power_of_two_scale: bool = True,
         skip: Sequence[str] = (),
         also: Sequence[str] = (),
         min_size: int = 4096,
     ) -> None:
         if model is not None:
             check_module(model, "saved_activations")
-        check_integer(group, "saved_activations: group", 1)
-        check_bool(power_of_two_scale, "saved_activations: power_of_two_scale")
         check_integer(min_size, "saved_activations: min_size", 0)
         if unknown := sorted({*skip, *also} - set(OPS)):  # of a string, the letters
             raise ValueError(f"skip, also: no op is called {unknown}; known: {sorted(OPS)}")
         names = [name for name in OPS if name not in OPTIONAL or name in also]
-        fmt_of_copies = CopyFormat(group, format_of(fmt).dtype, power_of_two_scale)
-        cache = CopyCache(fmt_of_copies, max(min_size, 1))
+        cache = CopyCache(max(min_size, 1))
         self.model, self._mode = model, _Mode([name for name in names if name not in skip], cache)
         self._forwards: list[_Forward] = []
 

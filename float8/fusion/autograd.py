@@ -12,7 +12,6 @@ and bias of a norm, gate and up of SwiGLU.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,17 +25,11 @@ from float8.kernels.registration import op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
-from float8.linear.smoothing import channel_scales, factors_of_channels, smoothed
 from float8.tensor.differentiable import differentiable
 
-RMS_NORM, LAYER_NORM, SWIGLU = "rms_norm_cast", "layer_norm_cast", "swiglu_cast"
-# op -> its arguments -> y in float32, and what backward needs beside the inputs
-_DEFINITIONS: dict[str, Callable[..., tuple[Tensor, ...]]] = {
-    RMS_NORM: definition.rms_norm_with_statistics,
-    LAYER_NORM: definition.layer_norm_with_statistics,
-    SWIGLU: lambda gate, up, limit: (definition.swiglu(gate, up, limit),),
-}
+NORM, SWIGLU = "norm_cast", "swiglu_cast"
 ProducerInputs = tuple[Tensor, Tensor | None, Tensor | None]
+Options = tuple[float | None, ...]
 
 
 class Output(NamedTuple):
@@ -49,31 +42,31 @@ class Output(NamedTuple):
     by_kernel: bool
 
 
-def produce(op: str, inputs: ProducerInputs, number: float | None, out: Output) -> Tensor:
+def produce(op: str, inputs: ProducerInputs, options: Options, out: Output) -> Tensor:
     """The result of a norm or gate as a `Float8Tensor`; differentiable.
 
-    ``number`` is the eps of a norm, or the limit of a gate.
-
-    ========== ==================================================================
-    RMS_NORM   ``x / sqrt(mean(x^2) + eps) * weight``
-    LAYER_NORM ``(x - mean) / sqrt(variance + eps) * weight + bias``
-    SWIGLU     ``silu(gate) * up``, both clamped if there is a limit; without up,
-               gate is (..., 2 F) and holds both
-    ========== ==================================================================
+    ====== ============== ====================================================================
+    op     options        result
+    ====== ============== ====================================================================
+    NORM   eps, centred   ``(x - mean) / sqrt(variance + eps) * weight + bias``, or not centred
+                          ``x / sqrt(mean(x^2) + eps) * weight + bias``
+    SWIGLU limit or None  ``silu(gate) * up``, both clamped if there is a limit; without up,
+                          gate is (..., 2 F) and holds both
+    ====== ============== ====================================================================
     """
-    carrier, data, data_t, scale = _Produce.apply(*inputs, op, number, out)
+    carrier, data, data_t, scale = _Produce.apply(*inputs, op, options, out)
     transposed = data_t if out.by_kernel and out.transpose else None
-    return differentiable(carrier, data, transposed, scale, out.plan.smooth_input)
+    return differentiable(carrier, data, transposed, scale)
 
 
-def _arguments(op: str, inputs: ProducerInputs, number: float | None) -> tuple[Any, ...]:
+def _arguments(op: str, inputs: ProducerInputs, options: Options) -> tuple[Any, ...]:
     """The arguments of the definition."""
     x, second, third = inputs
     x_MK = as_matrix(x)
-    if op == SWIGLU:
-        both = x_MK.chunk(2, 1) if second is None else (x_MK, as_matrix(second))
-        return *both, number
-    return (x_MK, second, number) if op == RMS_NORM else (x_MK, second, third, number)
+    if op == NORM:
+        return x_MK, second, third, *options
+    both = x_MK.chunk(2, 1) if second is None else (x_MK, as_matrix(second))
+    return *both, *options
 
 
 class _Produce(torch.autograd.Function):
@@ -84,14 +77,14 @@ class _Produce(torch.autograd.Function):
         second: Tensor | None,
         third: Tensor | None,
         op: str,
-        number: float | None,
+        options: Options,
         out: Output,
     ) -> tuple[Tensor, ...]:
-        arguments = _arguments(op, (x, second, third), number)
+        arguments = _arguments(op, (x, second, third), options)
         by = run_op if out.by_kernel else _run_plain
         data, data_t, scale, *statistics = by(op, arguments, out)
         ctx.save_for_backward(x, second, third, *statistics)
-        ctx.op, ctx.number, ctx.by_kernel = op, number, out.by_kernel
+        ctx.op, ctx.options, ctx.by_kernel = op, options, out.by_kernel
         ctx.mark_non_differentiable(data, data_t, scale)
         shape = (*x.shape[:-1], data.shape[1])
         return x.new_empty((), dtype=out.plan.dtype).expand(shape), data, data_t, scale
@@ -105,7 +98,7 @@ class _Produce(torch.autograd.Function):
             gradient = torch.ops.float8.swiglu_backward.default
         grads: tuple[Tensor | None, ...]
         if ctx.op == SWIGLU:
-            both = gradient(g_MK, *_arguments(SWIGLU, (x, second, third), ctx.number))
+            both = gradient(g_MK, *_arguments(SWIGLU, (x, second, third), ctx.options))
             grads = (both, None, None) if second is None else (*both.chunk(2, 1), None)
         else:
             grads = _norm_backward(g_MK, as_matrix(x), second, third, *statistics)
@@ -120,59 +113,43 @@ def run_op(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ..
     assert how is not None
     records, scale = state is not None and out.record, known_scale(how, state, x)
     cast = (plan.dtype, how.dtype, how.scales != ScaleFormat.FLOAT32.value, out.transpose)
-    called, limit = op_on(op, x), {}
-    if op == SWIGLU:
-        arguments, limit["limit"] = arguments[:2], arguments[2]
-    if not plan.smooth_input:
-        data, data_t, scale, amax, *statistics = called(*arguments, scale, *cast, records, **limit)
-        record(state, amax if records else None)
-        return data, data_t, scale, *statistics
-    # The amax of what is cast follows from those of its columns, so no cast finds it.
-    amaxes_1K = torch.ops.float8.swiglu_amaxes.default(*arguments, plan.dtype, **limit)
-    factors_1K = kernels.smoothing_factors_from_amax(amaxes_1K)
-    largest = kernels.amax(amaxes_1K * factors_1K, how.block)
-    record(state, largest if records else None)
-    if scale is None:
-        scale = kernels.scale_from_amax(largest, how.largest, how.scales)
-    data, data_t, scale, _ = called(*arguments, scale, *cast, False, factors_1K, **limit)
-    return data, data_t, channel_scales(scale, factors_1K)
+    data, data_t, scale, amax, *statistics = op_on(op, x)(*arguments, scale, *cast, records)
+    record(state, amax if records else None)
+    return data, data_t, scale, *statistics
 
 
 def _run_plain(op: str, arguments: tuple[Any, ...], out: Output) -> tuple[Tensor, ...]:
     """Run the op in plain PyTorch; the transpose is empty, since readers take a view."""
-    y32_MK, *statistics = _DEFINITIONS[op](*arguments)
-    y_MK, how, factors_1K = y32_MK.to(out.plan.dtype), out.plan.x.first, None
+    results: Any = definition.norm(*arguments) if op == NORM else (definition.swiglu(*arguments),)
+    y32_MK, *statistics = results
+    how = out.plan.x.first
     assert how is not None
-    if out.plan.smooth_input:
-        factors_1K = factors_of_channels(y_MK)
-        y_MK = smoothed(y_MK, factors_1K)
-    found = cast_matrix(y_MK, how, out.state, finds_amax=out.record)
+    found = cast_matrix(y32_MK.to(out.plan.dtype), how, out.state, finds_amax=out.record)
     record(out.state, found.amax)
     data, scale, _ = found.row_major  # type: ignore[misc]
     # A delayed scale is a buffer, which sync changes.
-    scale = scale.clone() if factors_1K is None else channel_scales(scale, factors_1K)
-    return data, data.new_empty((0, 0)), scale, *statistics
+    return data, data.new_empty((0, 0)), scale.clone(), *statistics
 
 
 def _norm_backward(
-    g_MK: Tensor, x_MK: Tensor, weight: Tensor | None, bias: Tensor | None, *statistics: Tensor
-) -> tuple[Tensor | None, ...]:
-    """The gradients of x, weight and bias; of an RMS norm if the statistics have no mean.
+    g_MK: Tensor, x_MK: Tensor, weight: Tensor | None, bias: Tensor | None,
+    mean: Tensor | None, rstd: Tensor,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """The gradients of x, weight and bias; of an RMS norm without a mean.
 
     On a GPU torch's own kernels compute them where all dtypes are equal.
     """
-    *mean, rstd = statistics
     one_dtype = all([t is None or t.dtype == x_MK.dtype for t in (g_MK, weight, bias)])
     if x_MK.device.type == "cuda" and one_dtype and x_MK.numel():
         aten, x_MK, g_MK = torch.ops.aten, x_MK.contiguous(), g_MK.contiguous()
         size, needs = [x_MK.shape[1]], [True, weight is not None, bias is not None]
-        if not mean:
+        if mean is None:
             rms_backward = aten._fused_rms_norm_backward.default
             return *rms_backward(g_MK, x_MK, size, rstd, weight, needs[:2]), None
         backward = aten.native_layer_norm_backward.default
-        return backward(g_MK, x_MK, size, *mean, rstd, weight, bias, needs)
+        return backward(g_MK, x_MK, size, mean, rstd, weight, bias, needs)
     g32, x32 = g_MK.to(torch.float32), x_MK.to(torch.float32)
-    normed = (x32 - mean[0] if mean else x32) * rstd
+    normed = (x32 if mean is None else x32 - mean) * rstd
     grad_w = grad_b = None
     if bias is not None:
         grad_b = g32.sum(0).to(bias.dtype)
@@ -180,7 +157,7 @@ def _norm_backward(
         grad_w = (g32 * normed).sum(0).to(weight.dtype)
         g32 = g32 * weight.to(torch.float32)
     along = (g32 * normed).mean(1, keepdim=True)
-    centred = g32 - g32.mean(1, keepdim=True) if mean else g32
+    centred = g32 if mean is None else g32 - g32.mean(1, keepdim=True)
     return (rstd * (centred - normed * along)).to(x_MK.dtype), grad_w, grad_b
 
 

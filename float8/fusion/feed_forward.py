@@ -157,7 +157,7 @@ def _reason_against(layer: Any) -> str | None:
     if layer.bias is not None:
         return "has a bias"
     if layer.config.smooth_input:
-        return "has smooth_input=True; see SwiGLUCast"
+        return "has smooth_input=True"
     return None
 
 

@@ -25,9 +25,6 @@ which ``sync_float8_amax_and_scale_history(model)`` updates. Compile a module to
 layers that read it, in one graph: torch.compile cannot pass the gradient of a float8 result from
 one graph to another. `float8.fuse_norms` replaces the norms of a model that is converted already.
 
-With ``smooth_input=True``, a `SwiGLUCast` finds the factors of the channels and multiplies them in.
-The layer recovers them from the scales of the result.
-
 Values are computed in float32, rounded once to the compute dtype and then cast. On a GPU a Triton
 kernel does that (two for a dynamic scale, or few rows); elsewhere, and with ``emulate=True``, plain
 PyTorch. Roots, sums and exponentials may differ between the two by float32 ulps; equal float32
@@ -45,7 +42,7 @@ from torch import Tensor, nn
 
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, Format
-from float8.fusion.autograd import LAYER_NORM, RMS_NORM, SWIGLU, Output, produce, runs_producer
+from float8.fusion.autograd import NORM, SWIGLU, Options, Output, produce, runs_producer
 from float8.granularity import WHOLE
 from float8.kernels.definition import clamped
 from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
@@ -60,13 +57,10 @@ _OWN_ATTRIBUTES = (
 N = TypeVar("N", bound="NormCast")
 
 
-def reason_against_config(config: Float8LinearConfig, by_gate: bool = False) -> str | None:
-    """The reason why the input of a layer of this config cannot be cast before it, or None.
-
-    ``by_gate`` says that a gate casts it, and not a norm.
-    """
+def reason_against_config(config: Float8LinearConfig) -> str | None:
+    """The reason why the input of a layer of this config cannot be cast before it, or None."""
     cast, second = config.gemms.output.a, config.cast_config_input_for_grad_weight
-    if config.smooth_input and not by_gate:
+    if config.smooth_input:
         return "finds no factors of channels, and the config has smooth_input=True"
     x_again = config.gemms.grad_weight.b
     reads_once = config.dequantize_in_backward or (cast is not None and cast == x_again)
@@ -82,7 +76,6 @@ def reason_against_config(config: Float8LinearConfig, by_gate: bool = False) -> 
 class _Producer(Float8Module):
     """Abstract: a module that casts what it computes, with ``cast_output``."""
 
-    op: ClassVar[str]
     plain: ClassVar[str]  # the module to use instead if this one does not fit
     plain_type: type[nn.Module]  # the type that `to_float` returns
     added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
@@ -92,7 +85,7 @@ class _Producer(Float8Module):
     def _set_up(self, config: Float8LinearConfig | str | None, device: Any, fqn: str = "") -> None:
         self.fqn = fqn
         config = check_config("tensorwise" if config is None else config, self._name)
-        reason = reason_against_config(config, isinstance(self, SwiGLUCast))
+        reason = reason_against_config(config)
         if isinstance(self, NormCast) and len(self.normalized_shape) != 1:
             reason = f"normalized_shape is {tuple(self.normalized_shape)}, and a GEMM reads rows"
         if reason is not None:
@@ -123,8 +116,8 @@ class _Producer(Float8Module):
         # For messages only, as of `Float8Linear`.
         return f"{self.fqn} ({type(self).__name__})" if self.fqn else type(self).__name__
 
-    def _produce(self, inputs: tuple[Tensor, Any, Any], number: float | None) -> Tensor:
-        """The result in float8; ``number`` is that of `produce`."""
+    def _produce(self, op: str, inputs: tuple[Tensor, Any, Any], options: Options) -> Tensor:
+        """The result in float8; the arguments are those of `produce`."""
         x, grad = inputs[0], torch.is_grad_enabled()
         state = self.cast_output.state
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
@@ -132,7 +125,7 @@ class _Producer(Float8Module):
         by_kernel = runs_producer(x.device, self.config.emulate)
         plan = plan_of(self.config, x)
         out = Output(plan, state, self.training and grad, grad, by_kernel)
-        return produce(self.op, inputs, number, out)
+        return produce(op, inputs, options, out)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -145,6 +138,7 @@ class _Producer(Float8Module):
 class NormCast(_Producer):
     """Abstract: a norm over the last dimension, in float8."""
 
+    is_centred: ClassVar[bool]  # whether it subtracts the mean
     normalized_shape: tuple[int, ...]
     weight: Any
     bias: Any
@@ -192,7 +186,7 @@ class NormCast(_Producer):
             expected = f"(..., {self.normalized_shape[0]})"
             raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return self._produce((x, self.weight, self.bias), eps)
+        return self._produce(NORM, (x, self.weight, self.bias), (eps, self.is_centred))
 
 
 class RMSNormCast(NormCast, nn.RMSNorm):
@@ -210,7 +204,7 @@ class RMSNormCast(NormCast, nn.RMSNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
-    op = RMS_NORM
+    is_centred = False
     plain = "nn.RMSNorm"
     plain_type = nn.RMSNorm
     bias = None
@@ -231,7 +225,7 @@ class LayerNormCast(NormCast, nn.LayerNorm):
         ValueError: more than one dimension, or an input cast that is not tensorwise.
     """
 
-    op = LAYER_NORM
+    is_centred = True
     plain = "nn.LayerNorm"
     plain_type = nn.LayerNorm
 
@@ -260,12 +254,6 @@ def swiglu_scale(limit: float, fmt: Format = E4M3) -> float:
 class SwiGLUCast(_Producer):
     """``silu(gate) * up`` in float8.
 
-    With ``smooth_input=True`` in the config, each channel of the result is multiplied by a power of
-    two before its cast (Smooth-SwiGLU, arXiv 2409.12517, section 4.4). The result has one scale per
-    channel, and the layer that reads it multiplies its weight by the inverse. The amaxes of the
-    channels replace that of the tensor, so that the gate costs as many bytes as with a dynamic
-    scale: two reads of gate and up.
-
     With a limit it is ``silu(min(gate, limit)) * clamp(up, -limit, limit)``, as in DeepSeek-V4
     (``swiglu_limit``). The result is then bounded, so that a static scale serves: `swiglu_scale`.
     (gpt-oss clamps alike, but multiplies a sigmoid of 1.702 times the gate by ``up + 1``.)
@@ -276,10 +264,10 @@ class SwiGLUCast(_Producer):
         limit: of the gate from above, and of up on both sides; above 0. None clamps nothing.
 
     Raises:
-        ValueError: an input cast that is not tensorwise, or a limit that is not above 0.
+        ValueError: an input cast that is not tensorwise, a config with ``smooth_input=True``, whose
+            factors the layer finds, or a limit that is not above 0.
     """
 
-    op = SWIGLU
     plain = "F.silu(gate) * up"
     plain_type = SwiGLU
 
@@ -316,4 +304,4 @@ class SwiGLUCast(_Producer):
         if (up is None and size % 2) or (other.shape, other.dtype) != (gate.shape, gate.dtype):
             found = [(t.dtype, tuple(t.shape)) for t in (gate, other)]
             raise ValueError(f"{self._name}: gate and up must be two halves, got {found}")
-        return self._produce((gate, up, None), self.limit)
+        return self._produce(SWIGLU, (gate, up, None), (self.limit,))

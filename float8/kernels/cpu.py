@@ -80,9 +80,7 @@ def _largest(x: Tensor, dims: list[int], keepdim: bool) -> Tensor:
     whole = x.numel() <= _PART or 0 in dims
     pieces = [bits] if whole else [bits[begin:end] for begin, end in _parts(x, 1)]
     found = [piece.bitwise_and(0x7FFF).amax(dims, keepdim) for piece in pieces]
-    return (
-        torch.cat(found).view(x.dtype).float() if len(found) > 1 else found[0].view(x.dtype).float()
-    )
+    return torch.cat(found).view(x.dtype).float()
 
 
 def _tiles(x: Tensor, block: Block) -> Tensor | None:

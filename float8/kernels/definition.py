@@ -155,35 +155,23 @@ def per_element(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     return scale
 
 
-def rms_norm_with_statistics(
-    x_MK: Tensor, weight_K: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor]:
-    """``x * rstd * weight``, ``rstd = 1 / sqrt(mean(x^2) + eps)`` per row (arXiv 1910.07467, 4).
-
-    Returns:
-        (M, K) and rstd (M, 1), both float32.
-    """
-    x32 = x_MK.to(torch.float32)
-    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
-    y32 = x32 * rstd
-    return (y32 if weight_K is None else y32 * weight_K.to(torch.float32)), rstd
-
-
-def layer_norm_with_statistics(
-    x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm(
+    x_MK: Tensor, weight_K: Tensor | None, bias_K: Tensor | None, eps: float, is_centred: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """``(x - mean) * rstd * weight + bias`` per row (arXiv 1607.06450, equation 4).
 
-    ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``.
+    ``rstd = 1 / sqrt(mean((x - mean)^2) + eps)``. Without ``is_centred`` no mean is subtracted, as
+    in an RMS norm (arXiv 1910.07467, 4).
 
     Returns:
-        (M, K), mean (M, 1) and rstd (M, 1), all float32.
+        (M, K), mean (M, 1) or None, and rstd (M, 1), all float32.
     """
-    x32 = x_MK.to(torch.float32)
-    mean = x32.mean(1, keepdim=True)
-    centred = x32 - mean
-    rstd = torch.rsqrt(centred.square().mean(1, keepdim=True) + eps)
-    y32 = centred * rstd
+    x32, mean = x_MK.to(torch.float32), None
+    if is_centred:
+        mean = x32.mean(1, keepdim=True)
+        x32 = x32 - mean
+    rstd = torch.rsqrt(x32.square().mean(1, keepdim=True) + eps)
+    y32 = x32 * rstd
     y32 = y32 if weight_K is None else y32 * weight_K.to(torch.float32)
     return (y32 if bias_K is None else y32 + bias_K.to(torch.float32)), mean, rstd
 

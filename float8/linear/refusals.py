@@ -85,18 +85,13 @@ def reason_against_float8_input(
 ) -> str | None:
     """The reason why an input that is in float8 already does not fit a plan, or None."""
     cast, dims = plan.x.first, input.dim()
-    if cast is None:
-        return "input is a Float8Tensor, but this config keeps inputs in high precision"
+    if cast is None or plan.smooth_input:
+        does = "keeps inputs in high precision" if cast is None else "has smooth_input=True"
+        return f"input is a Float8Tensor, but this config {does}; pass input.dequantize()"
     expected, block = (1,) * (dims - len(cast.block)) + cast.block, tuple(input.block)
     is_row = cast.block[0] == 1 or dims == 2  # blocks of rows do not end where a matrix does
     fits = (block == expected and is_row) or (cast.is_whole and set(block) == {WHOLE})
     how = "Cast it so, as a matrix if blocks have several rows, or pass input.dequantize()"
-    if plan.smooth_input:
-        expected = (WHOLE,) * (dims - 1) + (1,)
-        fits = cast.is_whole and block == expected
-        how = (
-            "smooth_input=True takes that of a SwiGLUCast of the same config, or input.dequantize()"
-        )
     if not fits or input.float8_data.dtype != cast.dtype:
         return (
             f"input is a Float8Tensor in {input.format} with {block_name(block)} scales; this "

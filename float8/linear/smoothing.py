@@ -16,10 +16,6 @@ multiplied. With float16, whose range is narrow, the products above are float32.
 ``s_k = 1 / p``, p the smallest power of two that is not below the amax of channel k in this call:
 channels end within (0.5, 1]. Products with powers of two are exact, so without the casts the layer
 computes what ``nn.Linear`` does. Nothing is kept between calls: recomputation finds the same s.
-
-In float8 before the call, such an input has one scale per channel, ``c_k = t / s_k``, with t the
-scale of the cast: `channel_scales`. Every c_k has the mantissa of t, so that `split` recovers
-t and s, except for one power of two that both share and that no code depends on.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ from float8.linear.autograd import (
     in_shape_of,
     product,
     products_of_backward,
-    read_float8_input,
     refuse_double_backward,
     save,
     saved_by,
@@ -46,7 +41,6 @@ from float8.linear.autograd import (
 )
 from float8.linear.casts import cast_operand, record
 from float8.linear.plan import autocasts, without_autocast
-from float8.tensor import Float8Tensor
 
 
 def factors_of_channels(x_MK: Tensor) -> Tensor:
@@ -67,26 +61,6 @@ def smoothed(x: Tensor, factors_1K: Tensor) -> Tensor:
 def inverse(factors_1K: Tensor) -> Tensor:
     """``1 / factors``, exact."""
     return (0x7F000000 - factors_1K.view(torch.int32)).view(torch.float32)
-
-
-def channel_scales(scale: Tensor, factors_1K: Tensor) -> Tensor:
-    """c (1, K) = t / s: the scales of an input whose channels were multiplied by s before its cast.
-
-    ``scale`` is t, one element; ``factors_1K`` is s.
-    """
-    return (scale.reshape(1, 1) * inverse(factors_1K)).clamp(min=kernels.MIN_SCALE)
-
-
-def split(scales_1K: Tensor) -> tuple[Tensor, Tensor]:
-    """t (1, 1) and s (1, K) of `channel_scales`, up to one power of two that they share.
-
-    t is within [2^-7, 2^-6): t, s and 1 / s are then normal numbers for all finite inputs.
-    """
-    bits = scales_1K.view(torch.int32)
-    # c = m * 2^(e - 127) for a mantissa m, and t = m * 2^(120 - 127); so s = t / c = 2^(120 - e).
-    scale = ((bits[:, :1] & 0x7FFFFF) | (120 << 23)).view(torch.float32)
-    factors = ((247 - ((bits >> 23) & 0xFF)).clamp(min=1) << 23).view(torch.float32)
-    return torch.where(scales_1K[:, :1].isfinite(), scale, torch.nan), factors
 
 
 class SmoothLinearFunction(torch.autograd.Function):
@@ -135,11 +109,6 @@ class SmoothLinearFunction(torch.autograd.Function):
 def _smooth_input(x: Tensor, call: Call, needs_w: bool) -> tuple[Any, Any, Tensor | None, Tensor]:
     """``x * s`` for the output and, transposed if needed, for grad_weight; an amax; and s."""
     operand, state = call.plan.x, call.states[0]
-    if isinstance(x, Float8Tensor):
-        x8_MK, x8_KM, _ = read_float8_input(x, call, needs_w)
-        scale, factors_1K = split(x8_MK.scale)
-        x8_MK = x8_MK._replace(scale=scale, block=operand.first.block)  # type: ignore[union-attr]
-        return x8_MK, x8_KM and x8_KM._replace(scale=scale), None, factors_1K
     x_MK = as_matrix(x).to(call.plan.dtype)
     factors_1K = factors_of_channels(x_MK)
     second = needs_w and operand.second is not None

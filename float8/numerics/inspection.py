@@ -64,7 +64,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.module import HasTransforms, name_in_model
 from float8.linear.plan import compute_dtype, without_autocast
 from float8.linear.resident import is_resident
-from float8.linear.smoothing import inverse, smoothed, split
+from float8.linear.smoothing import inverse, smoothed
 from float8.numerics.gradient_error import contracted, projected
 from float8.numerics.passes import Hook, in_forward, runs_eagerly, watched
 from float8.numerics.snapshot import Report
@@ -251,7 +251,7 @@ def _operands(
 ) -> tuple[Tensor, Tensor, States, Tensor | None]:
     """The input and the weight that a call casts, the states of its casts, and the factors.
 
-    The factors are those of a smooth input; one in float8 has its factors in its scales.
+    The factors are those of a smooth input.
     """
     x, weight, states = layer.local_operands(input)
     factors = None
@@ -260,12 +260,9 @@ def _operands(
         weight = mxfp4.project(weight) if layer.config.mxfp4_weights else weight
     x = x if isinstance(x, Float8Tensor) else as_matrix(x).to(dtype)
     if layer.config.smooth_input:  # of float16 the products are float32
-        if isinstance(x, Float8Tensor):
-            of_weight = split(as_matrix(x.scale))[1]
-        else:
-            factors, of_weight = layer.local_factors(input, x)
-            x = smoothed(whole := x, factors)
-            factors = _like(whole, factors, (1,)) if is_sharded(factors) else factors
+        factors, of_weight = layer.local_factors(input, x)
+        x = smoothed(whole := x, factors)
+        factors = _like(whole, factors, (1,)) if is_sharded(factors) else factors
         weight = smoothed(weight, inverse(of_weight))
     return x, weight, states, factors
 

@@ -25,16 +25,14 @@ class _Wrap(torch.autograd.Function):
         data: Tensor,
         data_t: Tensor | None,
         scale: Tensor,
-        by_channel: bool,
     ) -> Tensor:
         shape, dims = carrier.shape, carrier.dim()
-        block = (WHOLE,) * (dims - 1) + (1 if by_channel else WHOLE,)
-        scale = scale.reshape((1,) * (dims - 1) + (-1,))
+        scale, block = scale.reshape((1,) * dims), (WHOLE,) * dims
         return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        return g, None, None, None, None
+        return g, None, None, None
 
 
 def differentiable(
@@ -42,12 +40,10 @@ def differentiable(
     data: Tensor,
     data_t: Tensor | None,
     scale: Tensor,
-    by_channel: bool = False,
 ) -> Tensor:
     """A `Float8Tensor` of this data, whose gradient flows to the carrier.
 
     The carrier has the shape and the high-precision dtype of the result; ``data`` has as many
-    elements. ``data_t`` is its transposed copy, or None. ``scale`` has one element; with
-    ``by_channel`` it is (1, K), one for each index of the last dimension.
+    elements. ``data_t`` is its transposed copy, or None. ``scale`` has one element.
     """
-    return _Wrap.apply(carrier, data, data_t, scale, by_channel)
+    return _Wrap.apply(carrier, data, data_t, scale)

@@ -247,14 +247,14 @@ def _norm_cast(M: int, K: int) -> list[Variant]:
     statistics, launch = norm_cast._statistics, norm_cast._launch
     forms = []
     for op, bias in (("rms_norm_cast", None), ("layer_norm_cast", weight)):
-        norm = norm_cast.NormParameters(weight, bias, 1e-5, bias is not None)
-        known = (x, norm, None if bias is None else statistic, statistic, BF16)
-        whole = (x, norm, scale, *cast_to)
+        norm = weight, bias, 1e-5
+        known = (x, *norm, None if bias is None else statistic, statistic, BF16)
+        whole = (x, *norm, bias is not None, scale, *cast_to)
         sums = {"statistics and amax": (True,), "statistics": (False,)}
         given = f"{op}: a given scale"
         forms += [
             *_forms(f"{op}: ", statistics, sums, *known),
-            variant(op, launch, x, norm, None, *cast_to, True),
+            variant(op, launch, *whole[:5], None, *cast_to, True),
             variant(f"{given}, amax", launch, *whole, True, True),
             variant(f"{given}, not transposed", launch, *whole, False),
         ]
@@ -321,16 +321,12 @@ def _swiglu_cast(M: int, K: int) -> list[Variant]:
         "a given scale, amax": (scale, *cast_to, True, True),
         "a given scale, not transposed": (scale, *cast_to, False),
     }
-    factors = {
-        "a given scale, factors": (scale, *cast_to, True, False, meta(1, K, dtype=F32)),
-        "a given scale, clamped": (scale, *cast_to, True, False, None, 10.0),
-    }
+    clamped = {"a given scale, clamped": (10.0, scale, *cast_to, True)}
     title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
         variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
-        *_forms(title, launch, forms, gate, up),
-        variant(f"{title}amaxes of columns", swiglu_cast._launch_amaxes, gate, up, BF16),
-        *_forms(title, launch, factors, gate, up),
+        *_forms(title, launch, forms, gate, up, None),
+        *_forms(title, launch, clamped, gate, up),
         variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
         variant("swiglu_backward: clamped", swiglu_cast._launch_backward, gate, gate, up, 10.0),
     ]

@@ -5,7 +5,7 @@ import gc
 import oracle
 import pytest
 import torch
-from activations.copies import SCALES, copy_of, rows
+from activations.copies import copy_of, rows
 from assertions import assert_bitwise
 from meter import CastMeter, saved_bytes
 from shapes import Case, pairs
@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from float8.activations import copies, saved_activations
-from float8.activations.copies import CopyCache, CopyFormat, cast_copy, restored
+from float8.activations.copies import CopyCache, cast_copy, restored
 
 SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
 
@@ -22,36 +22,25 @@ SHAPES = ((3, 256), (2, 3, 130), (5, 123), (40, 8), (7,), (), (0, 64), (4, 0))
 @pairs(
     shape=SHAPES,
     dtype=(torch.float32, torch.bfloat16, torch.float16),
-    group=(128, 32, 16, 5),
-    fmt=(torch.float8_e4m3fn, torch.float8_e5m2),
-    power_of_two=(True, False),
     fill=("normal", "wide", "zeros"),
     layout=("contiguous", "transposed", "sliced"),
 )
-def test_data_and_scales_are_the_oracles(shape, dtype, group, fmt, power_of_two, fill, layout):
+def test_data_and_scales_are_the_oracles(shape, dtype, fill, layout):
     case = Case(shape, dtype, fill=fill, layout=layout if len(shape) > 1 else "contiguous")
     x = case.make()
-    copy = cast_copy(x, CopyFormat(group, fmt, power_of_two))
-    data, scale = oracle.quantize(rows(x, group), (1, group), fmt, SCALES[power_of_two])
+    copy = cast_copy(x)
+    data, scale = oracle.quantize(rows(x), (1, 128), torch.float8_e4m3fn, "power_of_two")
     assert_bitwise(copy.data, data, case)
-    if power_of_two:
-        assert copy.scale.dtype == torch.uint8
-        scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
-    assert_bitwise(copy.scale, scale, case)
-    found = restored(copy, group, tuple(x.shape), dtype)
-    exact = copy_of(x, group, fmt, power_of_two)
-    assert_bitwise(found, exact.float().to(found.dtype), case)
-    if power_of_two:
-        assert torch.equal(found.double(), exact), "data times a power of two is exact"
+    assert_bitwise(copy.scale, scale.to(torch.float8_e8m0fnu).view(torch.uint8), case)
+    found = restored(copy, tuple(x.shape), dtype)
+    assert torch.equal(found.double(), copy_of(x)), "data times a power of two is exact"
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
-@pytest.mark.parametrize("power_of_two", [True, False])
-def test_a_value_that_is_not_finite_makes_its_own_group_nan(special, power_of_two):
+def test_a_value_that_is_not_finite_makes_its_own_group_nan(special):
     x = torch.randn(2, 256)
     x[0, 3] = special
-    fmt = CopyFormat(128, power_of_two_scale=power_of_two)
-    found = restored(cast_copy(x, fmt), 128, (2, 256), x.dtype)
+    found = restored(cast_copy(x), (2, 256), x.dtype)
     assert found[0, :128].isnan().all()
     assert found[0, 128:].isfinite().all() and found[1].isfinite().all()
 
@@ -146,33 +135,30 @@ SAVED_THEMSELVES = {
 
 @pytest.mark.parametrize("x", SAVED_THEMSELVES.values(), ids=SAVED_THEMSELVES)
 def test_a_tensor_whose_copy_saves_no_memory_is_saved_itself(x):
-    assert not CopyCache(CopyFormat(), 4096).is_worthwhile(x)
+    assert not CopyCache(4096).is_worthwhile(x)
 
 
-@pytest.mark.parametrize("group", [128, 16])
-def test_on_cuda_a_copy_has_the_same_shapes(group):
+def test_on_cuda_a_copy_has_the_same_shapes():
     pytest.importorskip("triton")
     with FakeTensorMode():
-        copy = cast_copy(torch.empty(64, 256, device="cuda"), CopyFormat(group))
+        copy = cast_copy(torch.empty(64, 256, device="cuda"))
         with CastMeter() as meter:
-            x = restored(copy, group, (8, 8, 256), torch.bfloat16)
-    assert (copy.data.shape, copy.scale.shape) == ((64, 256), (64, 256 // group))
+            x = restored(copy, (8, 8, 256), torch.bfloat16)
+    assert (copy.data.shape, copy.scale.shape) == ((64, 256), (64, 2))
     assert (x.shape, x.dtype) == ((8, 8, 256), torch.bfloat16)
-    if group == 128:
-        assert meter.ops == ["float8::dequantize_groups"]
+    assert meter.ops == ["float8::dequantize_groups"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("width", [256, 200])
-def test_compiled_code_for_cuda_restores_the_same_values(dtype, power_of_two, width, monkeypatch):
+def test_compiled_code_for_cuda_restores_the_same_values(dtype, width, monkeypatch):
     x = torch.randn(6, width).to(dtype)
     x[1, 5] = torch.inf
-    copy = cast_copy(x, CopyFormat(power_of_two_scale=power_of_two))
-    expected = restored(copy, 128, x.shape, dtype)
-    monkeypatch.setattr(copies, "_kernel_for", lambda family, group: "cast")
+    copy = cast_copy(x)
+    expected = restored(copy, x.shape, dtype)
+    monkeypatch.setattr(copies, "_kernel_for", lambda family: "cast")
     compiled = torch.compile(restored, backend="aot_eager", fullgraph=True)
-    assert_bitwise(compiled(copy, 128, x.shape, dtype), expected)
+    assert_bitwise(compiled(copy, x.shape, dtype), expected)
 
 
 def test_compiled_code_for_cuda_saves_the_copy_and_not_its_source(monkeypatch):
@@ -183,7 +169,7 @@ def test_compiled_code_for_cuda_saves_the_copy_and_not_its_source(monkeypatch):
         with saved_activations():
             return F.gelu(x @ w) @ v
 
-    monkeypatch.setattr(copies, "_kernel_for", lambda family, group: "cast")
+    monkeypatch.setattr(copies, "_kernel_for", lambda family: "cast")
     compiled = torch.compile(forward, backend="aot_eager_decomp_partition", fullgraph=True)
     kept = saved_bytes(lambda: compiled(x), nn.Module())
     matrices = 2 * w.nbytes
@@ -193,7 +179,7 @@ def test_compiled_code_for_cuda_saves_the_copy_and_not_its_source(monkeypatch):
     assert saved_bytes(lambda: compiled(x), nn.Module()) == matrices + 2 * 64 * 256
 
 
-def with_views_that_fuse(copy, group, shape, dtype):
+def with_views_that_fuse(copy, shape, dtype):
     data, scale = copy
     scale = (scale.to(torch.int32) << 23).view(torch.float32).to(dtype)
-    return (data.to(dtype).unflatten(1, (-1, group)) * scale.unsqueeze(2)).reshape(shape)
+    return (data.to(dtype).unflatten(1, (-1, 128)) * scale.unsqueeze(2)).reshape(shape)

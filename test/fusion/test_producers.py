@@ -70,9 +70,7 @@ def torchs_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def one_order_layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Summed in the order of the library; torch's own CPU kernel sums in another one."""
-    return definition.layer_norm_with_statistics(x.flatten(0, -2), weight, bias, 1e-5)[0].reshape(
-        x.shape
-    )
+    return definition.norm(x.flatten(0, -2), weight, bias, 1e-5, True)[0].reshape(x.shape)
 
 
 def at_most(x: Tensor, limit: float) -> Tensor:
@@ -200,7 +198,7 @@ def test_gradients_of_one_tensor_that_holds_gate_and_up(dtype):
 FAULTS = {
     "no projection": (
         "rms norm",
-        lambda g, x, w, b, rstd: (rstd * (g * w), (g * x * rstd).sum(0), None),
+        lambda g, x, w, b, mean, rstd: (rstd * (g * w), (g * x * rstd).sum(0), None),
     ),
     "halves exchanged": (
         "gate",
@@ -227,7 +225,7 @@ def test_torchs_own_backward_takes_its_arguments(affine, centred):
         x, (mean, rstd) = torch.empty(6, K, device="cuda"), torch.empty(2, 6, 1, device="cuda")
         weight = torch.empty(K, device="cuda") if "weight" in affine else None
         bias = torch.empty(K, device="cuda") if "bias" in affine and centred else None
-        of = _norm_backward(x, x, weight, bias, *([mean] if centred else []), rstd)
+        of = _norm_backward(x, x, weight, bias, mean if centred else None, rstd)
         shapes = [None if grad is None else tuple(grad.shape) for grad in of]
         assert shapes == [(6, K), *(None if p is None else (K,) for p in (weight, bias))]
 
@@ -463,10 +461,13 @@ def test_a_block_compiled_or_recomputed_has_the_bits_of_eager(recipe, how):
 
 X = torch.randn(4, K)
 TWO_CASTS = Float8LinearConfig(cast_config_input_for_grad_weight=STATIC)
+SMOOTH = Float8LinearConfig(smooth_input=True)
 REFUSALS = [
     (lambda: RMSNormCast(K, config=RECIPES["rowwise"]), ValueError, "use nn.RMSNorm, and"),
     (lambda: SwiGLUCast(RECIPES["blockwise"]), ValueError, "SwiGLUCast casts once.*x128"),
     (lambda: RMSNormCast(K, config=TWO_CASTS), ValueError, "for grad_weight 'static .*0.125'"),
+    (lambda: RMSNormCast(K, config=SMOOTH), ValueError, "finds no factors.*use nn.RMSNorm"),
+    (lambda: SwiGLUCast(SMOOTH), ValueError, r"finds no factors of channels.*use F.silu\(gate\)"),
     (lambda: RMSNormCast((4, K)), ValueError, r"normalized_shape is \(4, 48\)"),
     (lambda: norm_of()(X[:, :16]), ValueError, r"RMSNormCast: input is \(4, 16\)"),
     (lambda: SwiGLUCast(limit=0.0), ValueError, "limit must be above 0, or None, got 0.0"),

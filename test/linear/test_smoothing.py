@@ -93,20 +93,6 @@ def test_factors_bring_amaxes_to_one():
     assert factors.tolist() == [1, 1, 1, 1, 2.0**60, 2.0**-60]
 
 
-def test_scales_of_channels_are_split_again():
-    """t and s are recovered but for a power of two, for all magnitudes of float32."""
-    for amax in (1e-38, 3e-3, 3e38):
-        amaxes = amax * torch.tensor([[1.0, 1e-3, 0.0, 0.7, 1e-20]])
-        factors = float8.kernels.smoothing_factors_from_amax(amaxes)
-        t = float8.kernels.scale_from_amax((amaxes * factors).max(), 448.0)
-        scales = smoothing.channel_scales(t, factors)
-        scale, found = smoothing.split(scales)
-        assert_bitwise(scale * smoothing.inverse(found), scales, amax)
-        assert (found.log2() % 1 == 0).all() and scale.shape == (1, 1)
-    scale, found = smoothing.split(smoothing.channel_scales(torch.tensor(math.nan), factors))
-    assert scale.isnan() and found.isfinite().all()
-
-
 # --- the layer
 
 
@@ -283,9 +269,9 @@ REFUSED = [
         lambda: float8.convert_to_float8_inference(nn.Sequential(nn.Linear(K, N)), config=SMOOTH),
         "smooth_input=False",
     ),
-    (lambda: layer_of(W, SMOOTH)(_x8()), "SwiGLUCast of the same config"),
-    (lambda: layer_of(W, SMOOTH)(_x8(Rowwise())), "SwiGLUCast of the same config"),
-    (lambda: float8.float8_linear(_x8(), W, config=SMOOTH), "SwiGLUCast of the same config"),
+    (lambda: layer_of(W, SMOOTH)(_x8()), "has smooth_input=True; pass input.dequantize"),
+    (lambda: layer_of(W, SMOOTH)(_x8(Rowwise())), "has smooth_input=True"),
+    (lambda: float8.float8_linear(_x8(), W, config=SMOOTH), "has smooth_input=True"),
     (
         lambda: float8.grouped_mm(X, torch.randn(2, K, N), OFFS, config=SMOOTH),
         "grouped_mm: smooth_input=True",

@@ -11,22 +11,19 @@ from float8 import E4M3
 from float8.tensor.differentiable import differentiable
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("transposes", [False, True])
-def test_it_has_the_parts_that_it_was_given_and_its_gradient_is_the_carriers(
-    by_channel, transposes
-):
+def test_it_has_the_parts_that_it_was_given_and_its_gradient_is_the_carriers(transposes):
     torch.manual_seed(0)
     data = torch.randn(6, 8).to(E4M3.dtype)
     data_t = data.t().contiguous() if transposes else None
-    scale = torch.rand(1, 8) + 0.5 if by_channel else torch.full((1, 1), 0.25)
+    scale = torch.full((1, 1), 0.25)
     x, g = torch.randn((), requires_grad=True), torch.randn(2, 3, 8)
     carrier = x.bfloat16().expand(2, 3, 8)
-    result = differentiable(carrier, data, data_t, scale, by_channel)
+    result = differentiable(carrier, data, data_t, scale)
     assert (result.shape, result.dtype) == ((2, 3, 8), torch.bfloat16)
-    assert result.block == ((-1, -1, 1) if by_channel else (-1, -1, -1))
+    assert result.block == (-1, -1, -1)
     assert result.data_t is data_t
-    rows = oracle.values(data, scale, (-1, 1) if by_channel else (-1, -1)).float()
+    rows = oracle.values(data, scale, (-1, -1)).float()
     assert_bitwise(result.dequantize(torch.float32), rows.view(2, 3, 8))
     result.dequantize(torch.float32).backward(g)
     assert_bitwise(x.grad, g.bfloat16().sum().float())

@@ -124,7 +124,9 @@ def _layouts(shape: Sequence[int], is_given: bool, *how: Any) -> list[Any]:
 Fused = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool, finds_amax: bool) -> Fused:
+def fused_fake(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False
+) -> Fused:
     """Empty results of a fused cast of a matrix like x."""
     (M, K), float32 = x.shape, torch.float32
     return (
@@ -137,13 +139,13 @@ def fused_fake(x: Tensor, dtype: torch.dtype, cols: bool, finds_amax: bool) -> F
 
 def fused_definition(
     y: Tensor, scale: Tensor | None, dtype: torch.dtype, power_of_two: bool, cols: bool,
-    finds_amax: bool,
+    finds_amax: bool = False,
 ) -> Fused:  # fmt: skip
     """The cast of what such an op computes."""
     how = TENSOR, dtype, definition.scale_format_of(power_of_two), False, True, cols, finds_amax
     data, found, data_t, _, amax = _definition(y, scale, *how)
     outputs = data, data_t, found if scale is None else scale.clone(), amax
-    empty = fused_fake(y, dtype, False, False)
+    empty = fused_fake(y, dtype, False, False)  # neither transposed nor an amax
     return tuple([e if x is None else x for x, e in zip(outputs, empty, strict=True)])  # type: ignore
 
 

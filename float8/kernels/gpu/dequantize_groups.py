@@ -1,8 +1,8 @@
 """`dequantize_groups`: float8 data in groups of a row, back in high precision, in one launch.
 
-The data (R, C) is row-major. The scale (R, ceil(C / group)) has any strides: float32, or uint8, the
-exponent field of a float32 that is a power of two, as `float8.activations` saves it. The product is
-computed in float32 and rounded once. With bfloat16, 1 + 2 bytes per element.
+The data (R, C) is row-major. The scale, uint8 (R, ceil(C / group)) of any strides, is the exponent
+field of a float32 that is a power of two, as `float8.activations` saves it. The product is computed
+in float32 and rounded once. With bfloat16, 1 + 2 bytes per element.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def _dequantize_kernel(
     col = group * GROUP + tl.arange(0, GROUP)
     at = row[:, None] * C + col[None, :]
     inside = (row < R)[:, None] & (col < C)[None, :]
-    scale = tl.load(scale_ptr + row * stride_r + group * stride_g, row < R, 0)
-    if scale.dtype == tl.uint8:
-        scale = (scale.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    exponent = tl.load(scale_ptr + row * stride_r + group * stride_g, row < R, 0).to(tl.int32)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
     x = tl.load(data_ptr + at, inside, 0.0).to(tl.float32) * scale[:, None]
     tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), inside)
 
@@ -58,8 +57,7 @@ def _launch(data: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tens
 
 
 def _definition(data: Tensor, scale: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    if scale.dtype == torch.uint8:
-        scale = (scale.to(torch.int32) << 23).view(torch.float32)
+    scale = (scale.to(torch.int32) << 23).view(torch.float32)
     return definition.dequantize(data, scale, (1, group), dtype)
 
 

@@ -1,9 +1,9 @@
-"""`rms_norm_cast`, `layer_norm_cast`: normalise rows and cast, in one op.
+"""`norm_cast`: normalise rows and cast, in one op.
 
 ``y = (x - mean) * rstd * weight + bias`` with ``rstd = 1 / sqrt(variance + eps)`` per row, in
 float32 and rounded once, to the compute dtype. An RMS norm has no mean and no bias, and its
-variance is mean(x^2). The kernels do not write y, only its float8 data, row-major and transposed,
-with the bits of ``cast.py``. From bfloat16:
+variance is mean(x^2): it is not ``is_centred``. The kernels do not write y, only its float8 data,
+row-major and transposed, with the bits of ``cast.py``. From bfloat16:
 
 ====== =================== ================= ==============================================
 scale  bytes per element   norm, then cast
@@ -26,8 +26,7 @@ summation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -62,15 +61,6 @@ _ROWS = {"ROWS": 4, "COLS": 1024}
 _TILE = {"ROWS_BY_4": 16, "COLS": 128}  # of cast.py
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 _MOST = 1024  # programs that compute statistics alone
-
-
-class NormParameters(NamedTuple):
-    """The parameters of a norm; ``is_centred`` subtracts the mean of each row."""
-
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: float
-    is_centred: bool
 
 
 # data (M, K), data_t (K, M), scale and amax (1, 1), mean (M, 1), None in an RMS norm; rstd (M, 1).
@@ -243,35 +233,41 @@ def _cast_kernel(
 
 
 def _statistics(
-    x: Tensor, norm: NormParameters, mean: Tensor | None, rstd: Tensor, dtype: torch.dtype,
-    amax: bool, most: int | None = None,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mean: Tensor | None,
+    rstd: Tensor, dtype: torch.dtype, amax: bool, most: int | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Write the statistics; return int32 (P,), P a power of two, whose maximum is y's amax bits."""
     most = most or (MAX_PARTIALS if amax else _MOST)
     partials = new_partials(x, ceil_div(x.shape[0], _ROWS["ROWS"]), most)
     found = partials if amax else None
     launch(
-        _rows_kernel, len(partials), x, norm.weight, norm.bias, mean, rstd, found, *x.shape,
-        x.stride(0), norm.eps, **_ROWS, PROGRAMS=len(partials), DTYPE=TRITON_DTYPES[dtype],
+        _rows_kernel, len(partials), x, weight, bias, mean, rstd, found, *x.shape,
+        x.stride(0), eps, **_ROWS, PROGRAMS=len(partials), DTYPE=TRITON_DTYPES[dtype],
         **_OPTIONS,
     )  # fmt: skip
     return found
 
 
 def _launch(
-    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
-    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool,
+    scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
+    cols: bool, finds_amax: bool = False,
 ) -> _Outputs:  # fmt: skip
-    _check(x, norm, scale)
+    check_device("norm_cast", x, weight=weight, bias=bias, scale=scale)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.shape != x.shape[1:]:  # it would be read past its end
+            raise ValueError(
+                f"float8::norm_cast: {name} is {tuple(tensor.shape)}, expected {tuple(x.shape[1:])}"
+            )
+    norm, how = (weight, bias, eps, is_centred), (dtype, power_of_two, cols, finds_amax)
     if x.numel() == 0:
-        return _definition(x, norm, scale, compute_dtype, dtype, power_of_two, cols, finds_amax)
-    outputs = _fake(x, norm, scale, compute_dtype, dtype, power_of_two, cols, finds_amax)
+        return _definition(x, *norm, scale, compute_dtype, *how)
+    outputs = _fake(x, *norm, scale, compute_dtype, *how)
     data, data_t, found, amax, mean, rstd = outputs
     record = amax.zero_() if finds_amax else None
     x, (M, K) = row_major(x), x.shape
-    weight, bias = (t if t is None else t.contiguous() for t in norm[:2])
-    norm = norm._replace(weight=weight, bias=bias)
-    partials = _statistics(x, norm, mean, rstd, compute_dtype, amax=scale is None)
+    weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
+    partials = _statistics(x, weight, bias, eps, mean, rstd, compute_dtype, amax=scale is None)
     pointers, constants = one_scale_arguments(
         data, data_t, found, scale, partials, record, power_of_two
     )
@@ -283,61 +279,28 @@ def _launch(
     return outputs
 
 
-def _check(x: Tensor, norm: NormParameters, scale: Tensor | None) -> None:
-    """Raise if a kernel would read past the end of a tensor, or from another device."""
-    op = "layer_norm_cast" if norm.is_centred else "rms_norm_cast"
-    check_device(op, x, weight=norm.weight, bias=norm.bias, scale=scale)
-    for name, tensor in (("weight", norm.weight), ("bias", norm.bias)):
-        if tensor is not None and tensor.shape != x.shape[1:]:
-            raise ValueError(
-                f"float8::{op}: {name} is {tuple(tensor.shape)}, expected {tuple(x.shape[1:])}"
-            )
-
-
 def _definition(
-    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
-    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool,
+    scale: Tensor | None, compute_dtype: torch.dtype, *how: Any,
 ) -> _Outputs:  # fmt: skip
-    weight, bias, eps, _ = norm
-    if norm.is_centred:
-        y32, mean, rstd = definition.layer_norm_with_statistics(x, weight, bias, eps)
-    else:
-        (y32, rstd), mean = definition.rms_norm_with_statistics(x, weight, eps), None
-    y = y32.to(compute_dtype)
-    return *fused_definition(y, scale, dtype, power_of_two, cols, finds_amax), mean, rstd
+    y32, mean, rstd = definition.norm(x, weight, bias, eps, is_centred)
+    return *fused_definition(y32.to(compute_dtype), scale, *how), mean, rstd
 
 
 def _fake(
-    x: Tensor, norm: NormParameters, scale: Tensor | None, compute_dtype: torch.dtype,
-    dtype: torch.dtype, power_of_two: bool, cols: bool, finds_amax: bool = False,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, is_centred: bool,
+    scale: Tensor | None, compute_dtype: torch.dtype, *how: Any,
 ) -> _Outputs:  # fmt: skip
     mean, rstd = (new_data(x, x.shape[0], 1, True, torch.float32) for _ in range(2))
-    written = fused_fake(x, dtype, cols, finds_amax)
-    return *written, mean if norm.is_centred else None, rstd
+    return *fused_fake(x, *how), mean if is_centred else None, rstd
 
 
-def _register(name: str, is_centred: bool) -> Any:
-    """The op of one norm; an RMS norm has no argument ``bias`` and no result ``mean``."""
-
-    def as_op(function: Callable[..., _Outputs]) -> Callable[..., Any]:
-        def called(x: Tensor, weight: Tensor | None, *arguments: Any) -> Any:
-            bias, eps, *cast = arguments if is_centred else (None, *arguments)
-            *written, mean, rstd = function(x, NormParameters(weight, bias, eps, is_centred), *cast)
-            return (*written, mean, rstd) if is_centred else (*written, rstd)
-
-        return called
-
-    bias, mean = ("Tensor? bias, ", "Tensor mean, ") if is_centred else ("", "")
-    return register_op(
-        f"{name}(Tensor x, Tensor? weight, {bias}float eps, Tensor? scale, "
-        "ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
-        "bool finds_amax=False) -> "
-        f"(Tensor data, Tensor data_t, Tensor scale_out, Tensor amax, {mean}Tensor rstd)",
-        kernel=as_op(_launch),
-        definition=as_op(_definition),
-        fake=as_op(_fake),
-    )
-
-
-rms_norm_cast = _register("rms_norm_cast", is_centred=False)
-layer_norm_cast = _register("layer_norm_cast", is_centred=True)
+norm_cast = register_op(
+    "norm_cast(Tensor x, Tensor? weight, Tensor? bias, float eps, bool is_centred, Tensor? scale, "
+    "ScalarType compute_dtype, ScalarType dtype, bool power_of_two, bool cols, "
+    "bool finds_amax=False) -> "
+    "(Tensor data, Tensor data_t, Tensor scale_out, Tensor amax, Tensor mean, Tensor rstd)",
+    kernel=_launch,
+    definition=_definition,
+    fake=_fake,
+)

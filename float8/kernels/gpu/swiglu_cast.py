@@ -9,12 +9,8 @@ op, scale            bytes               silu, product, then cast    what it doe
 ==================== =================== =========================== ============================
 cast, given          4 + 1 + 1           2+2, 4+2 and 2+1+1          static, delayed; records amax
 cast, None           4 + 4 + 1 + 1       2+2, 4+2 and 2+2+1+1        dynamic: reads twice
-amaxes               4                   2+2, 4+2 and 2              one for each column of y
 backward             6 + 4               at least 6 + 4              recomputes the sigmoid
 ==================== =================== =========================== ============================
-
-Smooth-SwiGLU (`float8.linear.smoothing`) calls ``swiglu_amaxes``, and then ``swiglu_cast`` by a
-given scale and with ``factors``, one for each column, by which y is multiplied before its cast.
 
 With a ``limit`` the gate is clamped from above and up on both sides, before all else. A gradient is
 0 where its operand is beyond the limit.
@@ -30,12 +26,13 @@ and y take 127 registers a thread, so that four programs are resident.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.kernels.gpu.amax import new_partials
 from float8.kernels.gpu.cast import Fused, fused_definition, fused_fake
@@ -64,7 +61,6 @@ from float8.kernels.gpu.launch import (
 # 1024 programs of 40 registers a thread: eight on each multiprocessor of an H100, all at once.
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 16, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 256}
-_COLUMNS_TILE, _STEPS = {"ROWS": 16, "COLS": 128}, 8
 _BACKWARD_TILE = {"ROWS": 16, "COLS": 128}
 _OPTIONS = {"num_warps": 4, **NO_FUSION}
 
@@ -143,33 +139,6 @@ def _amax_kernel(
 
 
 @triton.jit
-def _columns_kernel(
-    gate_ptr,
-    up_ptr,
-    amaxes_ptr,  # int32 bits (K,), zeros before the first program
-    M,
-    K,
-    stride_gate,
-    stride_up,
-    limit,  # float32, or None
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-    STEPS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """The amaxes of columns of y: a program reads STEPS tiles, one below the other."""
-    tiles_k = tl.cdiv(K, COLS)
-    first = (tl.program_id(0) // tiles_k).to(tl.int64) * (ROWS * STEPS)
-    k = (tl.program_id(0) % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-    bits = tl.zeros((ROWS, COLS), tl.int32)
-    for step in range(STEPS):
-        m = first + step * ROWS + tl.arange(0, ROWS)
-        y = _y(gate_ptr, up_ptr, m, k, M, K, stride_gate, stride_up, limit, DTYPE)
-        bits = tl.maximum(bits, magnitude_bits(y))
-    tl.atomic_max(amaxes_ptr + k, tl.max(bits, 0), k < K, sem="relaxed")
-
-
-@triton.jit
 def _cast_kernel(
     gate_ptr,
     up_ptr,
@@ -183,7 +152,6 @@ def _cast_kernel(
     K,
     stride_gate,
     stride_up,
-    factors_ptr,  # float32 (K,), or None
     limit,  # float32, or None
     ROWS_BY_4: tl.constexpr,
     COLS: tl.constexpr,
@@ -206,9 +174,6 @@ def _cast_kernel(
         _y(gate_ptr, up_ptr, m + 2, k, M, K, stride_gate, stride_up, limit, DTYPE),
         _y(gate_ptr, up_ptr, m + 3, k, M, K, stride_gate, stride_up, limit, DTYPE),
     )
-    if factors_ptr is not None:
-        by = tl.load(factors_ptr + k, k < K, 1.0)[None, :]
-        ys = (ys[0] * by, ys[1] * by, ys[2] * by, ys[3] * by)
     scaled = scaled_4(ys, factor, FORMAT_MAX, given_ptr is None)
     write_codes(scaled, data_ptr, data_t_ptr, first_m4, k, M, M, 0, K, M, FORMAT)
     if record_ptr is not None and given_ptr is not None:
@@ -298,44 +263,42 @@ def _partial_amaxes(
     return partials
 
 
-def _launch_amaxes(
-    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
-) -> Tensor:
-    check_shapes("swiglu_amaxes", gate, up=up)
-    found = torch.zeros((1, gate.shape[1]), dtype=torch.int32, device=gate.device)
-    if gate.numel() > 0:
-        gate, up = row_major(gate), row_major(up)
-        tile = {"ROWS": _COLUMNS_TILE["ROWS"] * _STEPS, "COLS": _COLUMNS_TILE["COLS"]}
-        launch(
-            _columns_kernel, tiles_of(gate.shape, tile), gate, up, found,
-            *gate.shape, gate.stride(0), up.stride(0), limit,
-            **_COLUMNS_TILE, STEPS=_STEPS, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
-        )  # fmt: skip
-    return found.view(torch.float32)
-
-
 def _launch(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
-    limit: float | None = None,
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool, cols: bool,
+    finds_amax: bool = False,
 ) -> Fused:  # fmt: skip
     check_shapes("swiglu_cast", gate, up=up)
-    check_device("swiglu_cast", gate, scale=scale, factors=factors)
+    check_device("swiglu_cast", gate, scale=scale)
+    how = dtype, power_of_two, cols, finds_amax
     if gate.numel() == 0:
-        return _definition(
-            gate, up, scale, compute_dtype, dtype, power_of_two, cols, finds_amax, factors, limit
-        )
+        return _definition(gate, up, limit, scale, compute_dtype, *how)
     gate, up = row_major(gate), row_major(up)
-    outputs = fused_fake(gate, dtype, cols, finds_amax)
+    outputs = fused_fake(gate, *how)
     record = outputs[3].zero_() if finds_amax else None
     partials = _partial_amaxes(gate, up, compute_dtype, limit=limit) if scale is None else None
     pointers, constants = one_scale_arguments(*outputs[:3], scale, partials, record, power_of_two)
     launch(
         _cast_kernel, tiles_of(gate.shape, _TILE), gate, up, *pointers,
-        *gate.shape, gate.stride(0), up.stride(0), factors, limit,
+        *gate.shape, gate.stride(0), up.stride(0), limit,
         **_TILE, **constants, DTYPE=TRITON_DTYPES[compute_dtype], **_OPTIONS,
     )  # fmt: skip
     return outputs
+
+
+def _definition(
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, *how: Any,
+) -> Fused:  # fmt: skip
+    y = definition.swiglu(gate, up, limit).to(compute_dtype)
+    return fused_definition(y, scale, *how)
+
+
+def _fake(
+    gate: Tensor, up: Tensor, limit: float | None, scale: Tensor | None,
+    compute_dtype: torch.dtype, *how: Any,
+) -> Fused:  # fmt: skip
+    return fused_fake(gate, *how)
 
 
 def _launch_backward(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
@@ -362,53 +325,17 @@ def check_shapes(op: str, gate: Tensor, **others: Tensor) -> None:
             )
 
 
-def _definition(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
-    limit: float | None = None,
-) -> Fused:  # fmt: skip
-    y = definition.swiglu(gate, up, limit).to(compute_dtype)
-    y = y if factors is None else y.to(torch.float32) * factors
-    return fused_definition(y, scale, dtype, power_of_two, cols, finds_amax)
-
-
-def _fake(
-    gate: Tensor, up: Tensor, scale: Tensor | None, compute_dtype: torch.dtype, dtype: torch.dtype,
-    power_of_two: bool, cols: bool, finds_amax: bool = False, factors: Tensor | None = None,
-    limit: float | None = None,
-) -> Fused:  # fmt: skip
-    return fused_fake(gate, dtype, cols, finds_amax)
-
-
-def _amaxes_definition(
-    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
-) -> Tensor:
-    return definition.amax(definition.swiglu(gate, up, limit).to(compute_dtype), (WHOLE, 1))
-
-
-def _amaxes_fake(
-    gate: Tensor, up: Tensor, compute_dtype: torch.dtype, limit: float | None = None
-) -> Tensor:
-    return gate.new_empty((1, gate.shape[1]), dtype=torch.float32)
-
-
 def _backward_fake(grad: Tensor, gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
     return gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
 
 
 swiglu_cast = register_op(
-    "swiglu_cast(Tensor gate, Tensor up, Tensor? scale, ScalarType compute_dtype, "
-    "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False, Tensor? factors=None, "
-    "float? limit=None) -> (Tensor data, Tensor data_t, Tensor scale_out, Tensor amax)",
+    "swiglu_cast(Tensor gate, Tensor up, float? limit, Tensor? scale, ScalarType compute_dtype, "
+    "ScalarType dtype, bool power_of_two, bool cols, bool finds_amax=False) "
+    "-> (Tensor data, Tensor data_t, Tensor scale_out, Tensor amax)",
     kernel=_launch,
     definition=_definition,
     fake=_fake,
-)
-swiglu_amaxes = register_op(
-    "swiglu_amaxes(Tensor gate, Tensor up, ScalarType compute_dtype, float? limit=None) -> Tensor",
-    kernel=_launch_amaxes,
-    definition=_amaxes_definition,
-    fake=_amaxes_fake,
 )
 swiglu_backward = register_op(
     "swiglu_backward(Tensor grad, Tensor gate, Tensor up, float? limit=None) -> Tensor",

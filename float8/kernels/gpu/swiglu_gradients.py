@@ -34,16 +34,16 @@ All values are computed in float32 and rounded once to the dtype of grad_y, as i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE
 from float8.kernels import definition
 from float8.kernels.gpu.amax import partials_of
+from float8.kernels.gpu.cast import fused_definition
 from float8.kernels.gpu.jit import (
     amax_bits_of,
     magnitude_bits,
@@ -68,7 +68,7 @@ from float8.kernels.gpu.launch import (
     tiles_of,
 )
 from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
-from float8.kernels.matrix import BY_128
+from float8.kernels.matrix import BY_128, TENSOR
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
 _TILE = {"ROWS_BY_4": 8, "COLS": 64}
@@ -264,26 +264,19 @@ def _definition(
     up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     out = _empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax)
-    whole = (WHOLE, WHOLE)
     if gate_groups is not None and up_groups is not None:
         gate = definition.dequantize(gate, gate_groups, BY_128, grad.dtype)
         up = definition.dequantize(up, up_groups, BY_128, grad.dtype)
     if y_cols:
         y = definition.swiglu(gate, up).to(gate.dtype)
-        out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, whole, y_dtype))
+        out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, TENSOR, y_dtype))
     both = definition.swiglu_backward(grad, gate, up)
     parts = [both] if joined else both.chunk(2, 1)
     for i, (g, given) in enumerate(zip(parts, (gate_scale, up_scale), strict=False)):
-        data, data_t, scale, amax = [t if joined or not t.numel() else t[i] for t in out[1:]]
-        largest = definition.amax(g, whole)
-        name = definition.scale_format_of(power_of_two)
-        own = definition.scale_from_amax(largest, torch.finfo(dtype).max, name)
-        scale.copy_(own if given is None else given)
-        data.copy_(definition.cast_by_scale(g, scale, whole, dtype))
-        if cols:
-            data_t.copy_(definition.cast_by_scale(g.t(), scale, whole, dtype))
-        if finds_amax:
-            amax.copy_(largest)
+        found = fused_definition(g, given, dtype, power_of_two, cols, finds_amax)
+        for t, value in zip(out[1:], found, strict=True):
+            if t.numel():
+                (t if joined else t[i]).copy_(value)
     return tuple(out)
 
 
@@ -307,10 +300,9 @@ def _empty(
 def _fake(
     grad: Tensor, gate: Tensor, up: Tensor, y_scale: Tensor, gate_scale: Tensor | None,
     up_scale: Tensor | None, y_dtype: torch.dtype, dtype: torch.dtype, power_of_two: bool,
-    joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
-    up_groups: Tensor | None = None,
+    *wanted_and_groups: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(_empty(gate, y_dtype, dtype, joined, y_cols, cols, finds_amax))
+    return tuple(_empty(gate, y_dtype, dtype, *wanted_and_groups[:4]))
 
 
 swiglu_gradients = register_op(

@@ -74,7 +74,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
             (test_casts.test_agrees, (name, (3, 32, 144), "contiguous", BF16, E4M3, 1, BOTH)),
         )
     ],
-    "dequantize_groups": [(DEQUANTIZE, ((5, 123), E5M2, F32, False, "rows"))],
+    "dequantize_groups": [(DEQUANTIZE, ((5, 123), E5M2, F32, "rows"))],
     "transpose": [(test_transpose.test_every_byte, ((5, 123), "transposed"))],
     "cast_tokens": [
         (test_cast_tokens.test_agrees, (TOKENS, block, BOTH, 37))

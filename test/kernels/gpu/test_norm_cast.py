@@ -1,6 +1,8 @@
-"""`rms_norm_cast`, `layer_norm_cast`: the oracle's data, given the statistics, bit for bit."""
+"""`norm_cast`: the oracle's data, given the statistics, bit for bit."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import oracle
 import pytest
@@ -14,7 +16,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, LAYOUTS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.norm_cast import NormParameters, layer_norm_cast, rms_norm_cast
+from float8.kernels.gpu.norm_cast import norm_cast
 
 E4M3, EPS, WHOLE = torch.float8_e4m3fn, 1e-5, (-1, -1)
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -28,7 +30,15 @@ NORMS = {
     "layer, weight and bias": (True, True, True),
 }
 BOTH = ("rms, weight", "layer, weight and bias")
-OPS = {False: rms_norm_cast, True: layer_norm_cast}
+
+
+class NormParameters(NamedTuple):
+    """The arguments of the op that follow x."""
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    eps: float
+    is_centred: bool
 
 
 def make(shape, norm, device, dtypes=(F32, F32), layout="contiguous", fill="normal", eps=EPS):
@@ -48,14 +58,12 @@ def run(x, norm, form, compute=F32, dtype=E4M3, pow2=False, cols=True, finds_ama
     scale = FORMS[form]
     scale = None if scale is None else torch.tensor([[scale]], device=x.device)
     launch = launcher("norm_cast", "_launch", x.device.type)
-    return launch(x, norm, scale, compute, dtype, pow2, cols, finds_amax)
+    return launch(x, *norm, scale, compute, dtype, pow2, cols, finds_amax)
 
 
 def op_of(x, norm, scale, compute):
     """The same results of the registered op."""
-    bias = (norm.bias,) if norm.is_centred else ()
-    got = OPS[norm.is_centred](x, norm.weight, *bias, norm.eps, scale, compute, E4M3, False, True)
-    return got if norm.is_centred else (*got[:4], None, got[4])
+    return norm_cast(x, *norm, scale, compute, E4M3, False, True)
 
 
 def y_of(x, norm, mean, rstd, compute):
@@ -171,7 +179,7 @@ def statistics(device, x, is_centred, amax=True):
     mean = torch.full((len(x), 1), torch.nan, device=device) if is_centred else None
     rstd = torch.full((len(x), 1), torch.nan, device=device)
     launch = launcher("norm_cast", "_statistics", device)
-    return launch(x, norm, mean, rstd, F32, amax, 2), mean, rstd
+    return launch(x, *norm[:3], mean, rstd, F32, amax, 2), mean, rstd
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -262,8 +270,8 @@ def test_refuses_what_a_kernel_would_read_past(change, words):
     norm = NormParameters(change.get("weight"), change.get("bias"), EPS, True)
     scale = change.get("scale")
     launch = launcher("norm_cast", "_launch", "cpu")
-    with pytest.raises(ValueError, match=f"float8::layer_norm_cast: {words}"):
-        launch(torch.ones(4, 16), norm, scale, F32, E4M3, False, True, False)
+    with pytest.raises(ValueError, match=f"float8::norm_cast: {words}"):
+        launch(torch.ones(4, 16), *norm, scale, F32, E4M3, False, True, False)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -271,13 +279,12 @@ def test_refuses_what_a_kernel_would_read_past(change, words):
 def test_opcheck(shape, norm, device):
     """Schema, fake and mutation are what the ops say, on every device."""
     _, x, norm = make(shape, norm, device, (BF16, BF16))
-    bias = (norm.bias,) if norm.is_centred else ()
     scale = torch.ones(1, 1, device=device)
     # test_fused.py compiles them, which traces them in whole.
     utils = ("test_schema", "test_autograd_registration", "test_faketensor")
     for weight, rest in (
-        (norm.weight, (EPS, scale, BF16, E4M3, False, True, True)),
-        (None, (EPS, None, F32, E4M3, True, False)),
+        (norm.weight, (scale, BF16, E4M3, False, True, True)),
+        (None, (None, F32, E4M3, True, False)),
     ):
-        arguments = (x, weight, *bias, *rest)
-        torch.library.opcheck(OPS[norm.is_centred], arguments, test_utils=utils)
+        arguments = (x, weight, *norm[1:], *rest)
+        torch.library.opcheck(norm_cast, arguments, test_utils=utils)

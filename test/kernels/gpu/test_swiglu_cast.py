@@ -18,7 +18,7 @@ from interpreter import launcher
 from shapes import DEVICES, FORMATS, LAYOUTS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.gpu.swiglu_cast import swiglu_amaxes, swiglu_backward, swiglu_cast
+from float8.kernels.gpu.swiglu_cast import swiglu_backward, swiglu_cast
 
 E4M3 = torch.float8_e4m3fn
 WHOLE = (-1, -1)
@@ -51,10 +51,10 @@ def amax_bounds(gate, up, compute_dtype, limit, dims):
     return magnitudes.amin(0).amax(dims), magnitudes.amax(0).amax(dims)
 
 
-def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0, limit=None):
+def check(got, gate, up, compute_dtype, replay, dtype=E4M3, limit=None):
     data, data_t, scale = (t.cpu() for t in got[:3])
     low, high = (
-        oracle.values(oracle.cast(y.float() * factors, scale, WHOLE, dtype), scale, WHOLE, dtype)
+        oracle.values(oracle.cast(y.float(), scale, WHOLE, dtype), scale, WHOLE, dtype)
         for y in bounds(gate, up, compute_dtype, limit)
     )
     found = oracle.values(data, scale, WHOLE)
@@ -66,11 +66,11 @@ def check(got, gate, up, compute_dtype, replay, dtype=E4M3, factors=1.0, limit=N
 
 def run(
     device, gate, up, scale, compute_dtype, dtype=E4M3, pow2=False, cols=True, finds_amax=True,
-    factors=None, limit=None,
+    limit=None,
 ):  # fmt: skip
     scale = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    return launch(gate, up, scale, compute_dtype, dtype, pow2, cols, finds_amax, factors, limit)
+    return launch(gate, up, limit, scale, compute_dtype, dtype, pow2, cols, finds_amax)
 
 
 def check_data_and_amax(
@@ -109,60 +109,6 @@ def test_data_and_amax(shape, dtypes, scale, layout, dtype, pow2, cols, limit, d
     if device == "cuda":  # the interpreter does not round to bfloat16, so it computes none
         dtypes = (dtypes[0], BF16)
     check_data_and_amax(shape, dtypes, scale, layout, device, dtype, pow2, cols, limit=limit)
-
-
-# Smooth-SwiGLU: the amaxes of columns, and a cast with a factor for each.
-@pytest.mark.parametrize("device", DEVICES)
-@pairs(
-    shape=[(80, 144), (5, 123), (150, 17)],
-    layout=[*LAYOUTS, "halves"],
-    dtype=[F32, F16],
-    limit=[None, 1.4],
-)
-def test_amaxes_of_columns_and_factors(shape, layout, dtype, limit, device):
-    dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
-    check_factors(shape, dtype, dtype, layout, device, limit=limit)
-
-
-def check_factors(
-    shape, dtype, compute, layout, device, finds_amax=True, change=lambda found: found, limit=None
-):
-    cases, gate, up = make(shape, dtype, device, layout)
-    amaxes = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, compute, limit)
-    low, high = amax_bounds(gate, up, compute, limit, 0)
-    replay = (cases, compute, limit)
-    found = change(amaxes).cpu()
-    assert found.shape == (1, shape[1]) and found.dtype == F32
-    assert ((low <= found[0]) & (found[0] <= high)).all(), f"amaxes\n  replay: {replay}"
-    factors = definition.smoothing_factors_from_amax(amaxes)
-    options = {"finds_amax": finds_amax, "factors": factors, "limit": limit}
-    got = run(device, gate, up, 0.0017, compute, **options)
-    check(got, gate, up, compute, replay, factors=factors.cpu(), limit=limit)
-    if finds_amax:
-        assert_bitwise(got[3], (amaxes * factors).max().reshape(1, 1), replay, "amax")
-
-
-@pytest.mark.parametrize(
-    "change", [lambda found: found.roll(1), lambda found: found * 0, lambda found: 2 * found]
-)
-def test_the_check_of_columns_sees_faults(change):
-    with pytest.raises(AssertionError, match="replay"):
-        check_factors((40, 24), F32, F32, "contiguous", "cpu", change=change)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_amaxes_of_columns_of_special_values(device):
-    up = torch.ones(200, 5, device=device)
-    for row, value in enumerate((torch.inf, -torch.inf, torch.nan, 3.0)):
-        up[150 + row, row] = value
-    up[:, 4] = 0
-    gate = torch.full_like(up, 100.0)
-    found = launcher("swiglu_cast", "_launch_amaxes", device)(gate, up, F32)[0].tolist()
-    assert found[:2] == [torch.inf, torch.inf] and found[2] != found[2] and found[3:] == [300, 0]
-    empty = gate[:0]
-    assert launcher("swiglu_cast", "_launch_amaxes", device)(empty, empty, F32).tolist() == [
-        [0] * 5
-    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,21 +190,15 @@ def test_the_check_of_backward_sees_faults(fault):
 
 
 def test_the_check_of_codes_sees_faults():
-    """gate and up exchanged, the sigmoid alone, one code off, no transpose, other factors."""
+    """gate and up exchanged, the sigmoid alone, one code off, no transpose."""
     cases, gate, up = make((8, 16), F16, "cpu")
     scale = torch.tensor([[0.02]])
-    good = swiglu_cast(gate, up, scale, F16, E4M3, False, True)
+    good = swiglu_cast(gate, up, None, scale, F16, E4M3, False, True)
     check(good, gate, up, F16, cases)
     off_by_one = (good[0].view(torch.uint8) ^ 1).view(E4M3)
-    factors = 2.0 ** torch.arange(-4.0, 4)[None].repeat_interleave(2, 1)
-    smooth = swiglu_cast(gate, up, scale, F16, E4M3, False, True, False, factors)
-    check(smooth, gate, up, F16, cases, factors=factors)
-    for wrong in (factors.flip(1), 1 / factors, torch.ones_like(factors)):
-        with pytest.raises(AssertionError, match="replay"):
-            check(smooth, gate, up, F16, cases, factors=wrong)
     for bad in (
-        swiglu_cast(up, gate, scale, F16, E4M3, False, True),
-        swiglu_cast(gate, up / gate, scale, F16, E4M3, False, True),
+        swiglu_cast(up, gate, None, scale, F16, E4M3, False, True),
+        swiglu_cast(gate, up / gate, None, scale, F16, E4M3, False, True),
         (off_by_one, off_by_one.view(torch.uint8).t().contiguous().view(E4M3), scale),
         (good[0], good[1].flip(0), scale),
     ):
@@ -280,7 +220,7 @@ def test_the_definition_is_the_unfused_chain():
     for dtype in (F32, BF16, F16):
         _, gate, up = make((9, 40), dtype, "cpu")
         scale = torch.tensor([[0.02]])
-        data, data_t, found, _ = swiglu_cast(gate, up, scale, dtype, E4M3, False, True)
+        data, data_t, found, _ = swiglu_cast(gate, up, None, scale, dtype, E4M3, False, True)
         expected = definition.cast_by_scale(
             (F.silu(gate.float()) * up.float()).to(dtype), scale, WHOLE, E4M3
         )
@@ -292,10 +232,13 @@ def test_the_definition_is_the_unfused_chain():
 X = torch.ones(4, 16)
 FORWARD = (F32, E4M3, False, True, False)
 REFUSED = [
-    ("swiglu_cast", (X, X[:, :8], None, *FORWARD), r"up has shape \(4, 8\) and gate \(4, 16\)"),
+    (
+        "swiglu_cast",
+        (X, X[:, :8], None, None, *FORWARD),
+        r"up has shape \(4, 8\) and gate \(4, 16\)",
+    ),
     ("swiglu_backward", (X[:2], X, X), r"grad has shape \(2, 16\) and gate"),
-    ("_launch_amaxes", (X, X[:, :8], F32), r"up has shape \(4, 8\)"),
-    ("swiglu_cast", (X, X, torch.ones((), device="meta"), *FORWARD), "scale is on meta"),
+    ("swiglu_cast", (X, X, None, torch.ones((), device="meta"), *FORWARD), "scale is on meta"),
 ]
 
 
@@ -311,10 +254,7 @@ def test_opcheck(shape, device):
     """Schema, fake and mutation are what the ops say, on every device."""
     _, gate, up = make(shape, BF16, device)
     scale = torch.ones(1, 1, device=device)
-    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, True))
-    torch.library.opcheck(swiglu_cast, (gate, up, None, F32, E4M3, True, False), {"limit": 2.0})
-    factors = torch.full((1, shape[1]), 0.5, device=device)
-    torch.library.opcheck(swiglu_cast, (gate, up, scale, BF16, E4M3, False, True, False, factors))
-    torch.library.opcheck(swiglu_amaxes, (gate, up, BF16))
+    torch.library.opcheck(swiglu_cast, (gate, up, None, scale, BF16, E4M3, False, True, True))
+    torch.library.opcheck(swiglu_cast, (gate, up, 2.0, None, F32, E4M3, True, False))
     torch.library.opcheck(swiglu_backward, (gate, gate, up))
     torch.library.opcheck(swiglu_backward, (gate, gate, up, 2.0))

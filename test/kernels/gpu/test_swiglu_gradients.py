@@ -37,7 +37,7 @@ def make(shape, dtype, layout, device):
 def expected(device, grad, gate, up, y_scale, scales, y_dtype, dtype, pow2, joined):
     """y_t, and for each operand its gradient, scale and data, from the separate ops."""
     of = [launcher("swiglu_cast", name, device) for name in ("swiglu_cast", "swiglu_backward")]
-    y_t = of[0](gate, up, y_scale, gate.dtype, y_dtype, False, True)[1]
+    y_t = of[0](gate, up, None, y_scale, gate.dtype, y_dtype, False, True)[1]
     both = of[1](grad, gate, up)
     parts = []
     for g, given in zip([both] if joined else both.chunk(2, 1), scales, strict=False):
