@@ -104,8 +104,12 @@ def install_torch_scaled_mm(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         assert not a.dtype == b.dtype == E5M2
         if scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu:
             a_block = b_block = MX
-            scale_a = out_of_squares(scale_a, M, -(-K // 32))
-            scale_b = out_of_squares(scale_b, N, -(-K // 32)).t()
+            read = out_of_squares
+            if torch.version.hip is not None:  # ScaledBlas.cpp, of torch 2.9 and of later ones
+                assert (M % 32, N % 32, K % 128) == (0, 0, 0), "hipBLASLt: M, N in 32s, K in 128s"
+                assert out_dtype in (BF16, torch.float16)
+                read = out_of_rows
+            scale_a, scale_b = read(scale_a, M, -(-K // 32)), read(scale_b, N, -(-K // 32)).t()
         else:
             assert scale_a.dtype == scale_b.dtype == torch.float32
             a_block, b_block = blocks or _blocks_of(scale_a, scale_b, M, N)
@@ -173,6 +177,17 @@ def out_of_squares(scale: Tensor, rows: int, blocks: int) -> Tensor:
     found = codes[_places(rows, blocks)]
     assert torch.equal(into_squares(found), codes), "padding that is not 0, or another size"
     return found.view(scale.dtype)
+
+
+def out_of_rows(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """The scales (rows, blocks) that hipBLASLt reads; torch wants as many as of `out_of_squares`.
+
+    Behind them it reads nothing, so what is there is not looked at.
+    """
+    assert scale.is_contiguous()
+    assert scale.numel() == -(-rows // 128) * -(-blocks // 4) * 512
+    assert scale.storage_offset() % 16 == 0, "scales start unaligned"
+    return scale.flatten()[: rows * blocks].view(rows, blocks)
 
 
 def _places(rows: int, blocks: int) -> Tensor:

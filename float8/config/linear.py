@@ -357,7 +357,7 @@ rounded up to powers of two.
 - ``"blockwise"``: one dynamic scale per 1 x 128 elements of activations and gradients, and per
   128 x 128 of weights, pow2, all in E4M3 (DeepSeek-V3, arXiv 2412.19437, section 3.3).
 - ``"mxfp8"``: one dynamic E8M0 scale per 32 elements along each contraction, all in E4M3 (OCP MX
-  1.0). On GPUs from sm_100 (B200) on, emulated elsewhere.
+  1.0). On GPUs from sm_100 (B200) on and on gfx95 (MI350), emulated elsewhere.
 - ``"mxfp8_2d"``: as mxfp8, one scale per 32 x 32 elements of weights: output and input gradient
   multiply the same float8 values of them.
 - ``"unit"``: every scale is 1; for unit-scaled models.

@@ -33,6 +33,20 @@ TransformerEngine uses a factor of 0 or nearly 0.
 ``Float8CurrentScaling``, ``Float8BlockScaling`` and ``MXFP8BlockScaling`` have dynamic scales: one
 per tensor, per block of 128 elements or 128 x 128, or per 32 elements, in E8M0. Mappings of
 Accelerate (``fp8_config``) have two names of their own (`_SPELLINGS`) and three more keys.
+
+``CustomRecipe`` is refused: it calls a function for each tensor. What the function returns is
+written as casts of `Float8LinearConfig`, ``IdentityQuantizer`` as ``ScalingType.DISABLED``:
+
+=========== ============================ ==========================================
+tensor      rowwise quantizer            columnwise quantizer
+=========== ============================ ==========================================
+input       ``cast_config_input``        ``cast_config_input_for_grad_weight``
+weight      ``cast_config_weight``       ``cast_config_weight_for_grad_input``
+grad_output ``cast_config_grad_output``  ``cast_config_grad_output_for_grad_weight``
+=========== ============================ ==========================================
+
+``columnwise_source="rowwise_dequantized"`` with ``IdentityQuantizer`` for the columnwise ones and
+for ``grad_output`` is ``dequantize_in_backward=True``; it has no other counterpart.
 """
 
 from __future__ import annotations
@@ -129,7 +143,10 @@ def from_te_recipe(
     if kind in (*ARGUMENTS, "TERecipeKwargs"):  # own names of its class begin with an underscore
         given = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
     elif not isinstance(given, Mapping):
-        raise ValueError(f"{kind} has no counterpart in float8; known: {', '.join(ARGUMENTS)}")
+        raise ValueError(
+            f"{kind} has no counterpart in float8; known: {', '.join(ARGUMENTS)}. The quantizers of "
+            "a CustomRecipe are written as the six cast_config_* of Float8LinearConfig"
+        )
     kind = kind if kind in ARGUMENTS else "DelayedScaling"
     known = ARGUMENTS[kind]
     default = "E4M3" if kind in ("Float8BlockScaling", "MXFP8BlockScaling") else "HYBRID"

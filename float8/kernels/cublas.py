@@ -26,6 +26,12 @@ them, not ``torch.nn.functional.scaled_mm``: inductor of torch 2.13 refuses the 
 the latter (torch/_inductor/kernel/mm.py, `tuned_scaled_mm_v2`). Both end in the same call of
 cuBLASLt.
 
+On AMD gfx95 ``torch._scaled_mm`` gives MX products to hipBLASLt, which reads as many scales, but
+row-major (torch's tests, same name; ``_scaled_mm_out_cuda`` of ScaledBlas.cpp). There torch wants M
+and N in multiples of 32 or, later, 16, and a contraction in multiples of 32 or, later, 128: data
+are padded to 32 and 128, which also makes a row of padded scales the row that hipBLASLt reads. A
+bias is not fused, since torch tests none there.
+
 Tensorwise, rowwise and MX products fuse a bias of the result's own 16-bit type, as torch 2.11 to
 2.13 do. Torch's tests run that on sm_90 with CUDA 12.9, where cuBLASLt scales the rows
 (pytorch#166744: test_scaled_mm_vs_emulated_row_wise), and with fast accumulation and M of 1, 3 and
@@ -64,17 +70,20 @@ def multiply_by_torch(
     rows, columns = a.data.shape[0], b.data.shape[0]
     is_mx = a.block in _MX and b.block in _MX
     is_blockwise = a.block[1] != WHOLE and not is_mx
+    is_mx_on_amd = is_mx and torch.version.hip is not None
     inner = _missing_of_contraction(b.data.shape[1], a.block)
     more_rows, more_columns = -rows % _BLOCK_ROWS if is_blockwise else 0, -columns % ALIGNMENT
+    if is_mx_on_amd:
+        inner = -b.data.shape[1] % 128
+        more_rows, more_columns = -rows % 32, -columns % 32
     if is_mx or more_rows or inner:
         a = _padded(a, more_rows, inner, is_mx)
     if is_mx or more_columns or inner:
         b = _padded(b, more_columns, inner, is_mx)
     if bias_N is not None and more_columns:
         bias_N = F.pad(bias_N, (0, more_columns))
-    fuses_bias = (
-        bias_N is not None and not is_blockwise and bias_N.dtype == out_dtype != torch.float32
-    )
+    can_fuse = not is_blockwise and not is_mx_on_amd
+    fuses_bias = bias_N is not None and can_fuse and bias_N.dtype == out_dtype != torch.float32
     a_MK, b_NK = aligned_row_major(a.data), aligned_row_major(b.data)
     if is_blockwise:
         rows_of_scales = a.block[0], b.block[0]
@@ -273,11 +282,13 @@ def swizzled(scale: Tensor) -> Tensor:
 
     (cuBLAS documentation, "1D block scaling factors layout"; SWIZZLE_32_4_4 in torch.) The scales
     are padded with zeros to squares of 128 rows and 4 blocks, stored one after the other. In its
-    512 bytes, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``.
+    512 bytes, the scale of row r and block b is at ``(r % 32) * 16 + (r // 32) * 4 + b``. On AMD
+    they are padded alike and stay row-major.
     """
     *stack, rows, blocks = scale.shape
     down, across = ceil_div(rows, 128), ceil_div(blocks, 4)
     # As bytes: torch has few operations for the dtype, and inductor no code.
     codes = F.pad(scale.view(torch.uint8), (0, across * 4 - blocks, 0, down * 128 - rows))
-    squares = codes.reshape(*stack, down, 4, 32, across, 4).movedim(-2, -4).transpose(-2, -3)
-    return squares.reshape(*stack, swizzled_size(rows, blocks)).view(scale.dtype)
+    if torch.version.hip is None:
+        codes = codes.reshape(*stack, down, 4, 32, across, 4).movedim(-2, -4).transpose(-2, -3)
+    return codes.reshape(*stack, swizzled_size(rows, blocks)).view(scale.dtype)

@@ -8,7 +8,7 @@ candidate      products                                refuses
 torch, as MX   rowwise, blockwise on sm_100, sm_103    scales that are not powers of two by format
 torch          tensorwise, rowwise; blockwise on       contraction or columns that are not
 (`cublas`)     sm_90 with CUDA 12.9; MX from sm_100    multiples of 16 (unless padded); results in
-               on                                      another dtype than `written_dtypes` says
+               on, and on gfx95                        another dtype than `written_dtypes` says
 Triton         blockwise                               AMD GPUs, on which it is untested
 (`gpu/`)
 =============  ======================================  ===========================================
@@ -76,9 +76,12 @@ _PRODUCTS: dict[tuple[str, str], str] = {
 # - blockwise: ScaledBlas.cpp, _check_deepseek_support;
 # - MX: cuBLASLt. Torch runs its tests from sm_100 on, sm_120 too (PLATFORM_SUPPORTS_MX_GEMM of
 #   torch/testing/_internal/common_cuda.py), where cuBLASLt takes the layouts of `cublas`
-#   (pytorch#198126).
+#   (pytorch#198126); and on gfx950 from ROCm 7.0 on (ScaledBlas.cpp).
 _NO_128 = "takes 1x128 and 128x128 scales on sm_90 only"
-_NO_MX = "multiplies MX formats from sm_100 (B200) on only: use the recipe blockwise"
+_NO_MX = (
+    "multiplies MX formats from sm_100 (B200) on and on gfx95 (MI350) only: use the recipe "
+    "blockwise or rowwise"
+)
 _BASIC: dict[str, str | None] = {
     TENSORWISE_PRODUCT: None,
     ROWWISE_PRODUCT: None,
@@ -93,7 +96,7 @@ SUPPORT: dict[str, dict[str, str | None]] = {
     "sm_120": {**_BASIC, MX_PRODUCT: None},
     "sm_121": {**_BASIC, MX_PRODUCT: None},
     "gfx94": {**_BASIC},
-    "gfx95": {**_BASIC},
+    "gfx95": {**_BASIC, MX_PRODUCT: None},
 }
 # Where powers of two run as MX products. TransformerEngine's check_mxfp8_support refuses sm_120.
 _AS_MX = ("sm_100", "sm_103")
@@ -149,13 +152,16 @@ def written_dtypes(arch: str, product: str) -> tuple[torch.dtype, ...]:
 
     cuBLASLt writes rowwise products (its OUTER_VEC_32F scales) in all three dtypes, as torch's
     test_scaled_mm_vs_emulated_row_wise shows. The CUTLASS kernels of torch 2.11 write bfloat16 for
-    every requested dtype (pytorch#187569), and hipBLASLt accepts only bfloat16. Torch does not
-    check the dtype of a blockwise result; its test_scaled_mm_block_wise_numerics covers two.
+    every requested dtype (pytorch#187569), and hipBLASLt accepts only bfloat16, of MX products
+    float16 too. Torch does not check the dtype of a blockwise result; its
+    test_scaled_mm_block_wise_numerics covers two.
     """
     if product == ROWWISE_PRODUCT and not _scales_rows_by_cublaslt(arch):
         return (torch.bfloat16,)
     if product == BLOCKWISE_PRODUCT:
         return (torch.bfloat16, torch.float32)
+    if product == MX_PRODUCT and arch == "gfx95":
+        return (torch.bfloat16, torch.float16)
     return (torch.bfloat16, torch.float16, torch.float32)
 
 

@@ -1,7 +1,7 @@
 """TransformerEngine's recipes: every argument arrives, in each spelling, or is refused by name.
 
 It cannot be installed without its GPU libraries, so its objects here are stand-ins with the names,
-fields and defaults of its ``common/recipe/__init__.py`` (2.20.0.dev0). ``DelayedScaling`` also has
+fields and defaults of its ``common/recipe/__init__.py`` (2.20.2). ``DelayedScaling`` also has
 ``interval`` and ``override_linear_precision``, which versions before 2.0 have.
 """
 
@@ -307,6 +307,7 @@ def named(kind: str) -> object:
 REFUSED_RECIPES = [
     (MXFP8BlockScaling(margin=1), {}, "margin=1 of MXFP8BlockScaling"),
     (named("NVFP4BlockScaling"), {}, "NVFP4BlockScaling has no counterpart"),
+    (named("CustomRecipe"), {}, r"CustomRecipe has no counterpart.*six cast_config_\*"),
     (
         Float8CurrentScaling(use_power_2_scales=True),
         {},

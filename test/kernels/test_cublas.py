@@ -157,6 +157,33 @@ def test_swizzled_scales_multiply_as_plain_ones(hardware, sizes):
     assert not hardware or hardware[0].scale_a.data_ptr() == ready[1].data_ptr()
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    # whole tiles; multiples of 32; odd; less than a block; rows and blocks beyond a tile
+    [(128, 256, 128), (160, 96, 32), (48, 272, 160), (5, 40, 123), (1, 7, 7), (257, 1056, 144)],
+    ids=str,
+)
+@pytest.mark.parametrize("out_dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("b_block", [MX, MX_SQUARE], ids=str)
+@pytest.mark.parametrize("b_dtype", [E4M3, E5M2], ids=str)
+def test_amd_reads_scales_in_rows(hardware, sizes, out_dtype, b_block, b_dtype, monkeypatch):
+    """Of MX products on gfx95, whose sizes are padded; scales of all operands differ."""
+    monkeypatch.setattr(module, "architecture", lambda index=None: "gfx95")
+    monkeypatch.setattr(torch.version, "hip", "7.1.25424")
+    M, _, N = sizes
+    parts = operands(*sizes, MX, b_block, b_dtype)
+    for part in parts[1::2]:  # by rows and by blocks
+        steps = torch.arange(part.numel()).reshape(part.shape) % 5
+        part.view(torch.uint8).add_(steps.to(torch.uint8))
+    bias = Case((N,), out_dtype, seed=3).make()
+    actual = multiply(parts, MX, b_block, bias, out_dtype, pad=True)
+    assert (actual.shape, actual.dtype) == ((M, N), out_dtype)
+    assert_product_of(actual, parts, MX, b_block, bias, (sizes, b_block))
+    assert hardware[0].bias is None
+    with pytest.raises(ValueError, match="mx product in bfloat16 or float16 only"):
+        multiply(parts, MX, b_block, out_dtype=torch.float32, pad=True)
+
+
 def test_scales_of_1x32_are_not_read_as_those_of_32x32(hardware):
     a, a_scale, b, b_scale = operands(16, 64, 48, MX, MX)
     with pytest.raises(ValueError, match=r"48 rows in blocks of 32x32 have 2 rows.*got 48"):

@@ -55,7 +55,8 @@ RUNS = {
     ("sm_90", "12.9"): "ttt ttt ttT ---",
     ("sm_90", "12.8"): "ttt t-- TTT ---",
     **{(f"sm_{n}", "13.0"): "ttt t-- TTT ttt" for n in (100, 103, 120, 121)},
-    **{(arch, None): "ttt t-- --- ---" for arch in ("gfx94", "gfx95")},
+    ("gfx94", None): "ttt t-- --- ---",
+    ("gfx95", None): "ttt t-- --- t-t",
     **{(arch, None): "--- --- --- ---" for arch in ("sm_80", "gfx90")},
 }
 

@@ -111,6 +111,7 @@ def test_it_is_a_node_of_what_is_compiled(op):
     assert [node.target for node in graphs[0].graph.find_nodes(op="call_function", target=op)]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of vmap, since torch 2.15
 def test_transforms_and_autograd_get_what_torch_says(op):
     assert torch.vmap(run)(torch.ones(2, 1)).tolist() == [[2.0], [2.0]]
     y = torch.ones(2, requires_grad=True)

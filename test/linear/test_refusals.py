@@ -43,6 +43,7 @@ SMALL = {"tokens": 3, "k": 24, "n": 7}
 
 TAKEN = [
     *((r, {"arch": "sm_100"}) for r in RECIPES),
+    *((r, {"arch": "gfx95"}) for r in RECIPES if r != "blockwise"),
     *((r, {}) for r in RECIPES if "mxfp8" not in r),
     *((r, {"dtype": F32}) for r in ("tensorwise", "rowwise", "blockwise")),
     *((r, {"dtype": F32, "arch": "sm_100"}) for r in ("tensorwise", "rowwise", "blockwise")),
@@ -53,7 +54,8 @@ TAKEN = [
     *(("blockwise", SMALL | {"arch": arch}) for arch in ("sm_89", "sm_100")),
 ]
 REFUSED_BY_DEVICES = [
-    *((r, {}, "from sm_100.*blockwise") for r in ("mxfp8", "mxfp8_2d")),
+    *((r, {}, "from sm_100.*gfx95.*blockwise") for r in ("mxfp8", "mxfp8_2d")),
+    ("mxfp8", {"arch": "gfx95", "dtype": F32}, "mx product in bfloat16 or float16 only"),
     ("tensorwise", {"k": 24}, "in_features=24.*module_filter_fn.*pad_inner_dim=True"),
     ("tensorwise", {"n": 24}, "out_features=24.*pad_inner_dim=True"),
     *((r, {"tokens": 5}, "5 tokens.*multiple of 16; pad") for r in ("tensorwise", "blockwise")),
