@@ -1,7 +1,7 @@
 """A small training run for the tests of the optimizers, and the comparison after it."""
 
 import torch
-from assertions import assert_bitwise
+from assertions import assert_bitwise, sqnr
 from torch import nn
 
 from float8.optim.moment import Moment
@@ -43,6 +43,13 @@ def train(model, optimizer, steps):
 def values_of(state):
     """The values of a state, in float32."""
     return state.dequantize() if isinstance(state, Moment) else state
+
+
+def sqnr_of_states(optimizer, twin, name):
+    """The SQNR in dB of all states of one name against those of a twin in float32."""
+    pairs = zip(optimizer.state.values(), twin.state.values(), strict=True)
+    mine, theirs = zip(*((values_of(p[name]), q[name]) for p, q in pairs), strict=True)
+    return sqnr(*(torch.cat([x.flatten() for x in side]) for side in (mine, theirs)))
 
 
 def assert_same_states(a, b):
