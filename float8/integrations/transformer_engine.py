@@ -144,8 +144,8 @@ def from_te_recipe(
         given = {name: value for name, value in vars(recipe).items() if name[0] != "_"}
     elif not isinstance(given, Mapping):
         raise ValueError(
-            f"{kind} has no counterpart in float8; known: {', '.join(ARGUMENTS)}. The quantizers of "
-            "a CustomRecipe are written as the six cast_config_* of Float8LinearConfig"
+            f"{kind} has no counterpart in float8; known: {', '.join(ARGUMENTS)}. The quantizers "
+            "of a CustomRecipe are written as the six cast_config_* of Float8LinearConfig"
         )
     kind = kind if kind in ARGUMENTS else "DelayedScaling"
     known = ARGUMENTS[kind]
