@@ -5,7 +5,7 @@
 #
 # Needs a Python >= 3.10 (PYTHON=python3.12 to choose one) and pip. A stamp per extra remembers what
 # was installed, so a second run takes no time until setup.py, version.py or constraints.txt change.
-# TORCH=torch takes the newest PyTorch, TORCH=torch==2.14.1 that one, in place of the pinned one.
+# Other versions than those have environments of their own: scripts/versions.sh.
 case " $* " in *" --help "* | *" -h "*)
     sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit 0
@@ -38,17 +38,15 @@ case $extra in
     dev) enough=(dev) ;;
     *) echo "setup_env.sh: no extra '$extra': take demo, docs, test or dev" >&2 && exit 1 ;;
 esac
-constraints=$(sed "s/^torch==.*/${TORCH:-&}/" constraints.txt)
 wanted=$("$python" -c '
 import hashlib, pathlib, sys
-names = "setup.py", "float8/version.py"
-text = "".join(pathlib.Path(name).read_text() for name in names) + sys.argv[1] + "\n"
-print(sys.version_info[:2], hashlib.sha256(text.encode()).hexdigest())' "$constraints")
+names = "setup.py", "float8/version.py", "constraints.txt"
+text = "".join(pathlib.Path(name).read_text() for name in names)
+print(sys.version_info[:2], hashlib.sha256(text.encode()).hexdigest())')
 for larger in "${enough[@]}"; do
     if [ "$(cat ".venv/installed-$larger" 2>/dev/null)" = "$wanted" ]; then exit 0; fi
 done
 echo "setup_env.sh: installing float8[$extra] into .venv"
 rm -f .venv/installed-*
-echo "$constraints" >.venv/constraints.txt
-"${pip[@]}" install --constraint .venv/constraints.txt --editable ".[$extra]" ${TORCH:+--upgrade torch}
+"${pip[@]}" install --constraint constraints.txt --editable ".[$extra]"
 echo "$wanted" >".venv/installed-$extra"

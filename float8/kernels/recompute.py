@@ -11,7 +11,7 @@ for them, take 3 % of a step (predicted: ``python benchmarks/bench_model.py --tr
 kept. The recomputed operand may have other bits where inductor fuses its ops in another way.
 
 Inductor takes the partitioner as a setting, and its caches know it. Which ops may be recomputed is
-a private table of PyTorch, seen in torch 2.11, 2.13 and 2.14.
+a private table of PyTorch, seen in torch 2.11, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
