@@ -66,7 +66,8 @@ def test_programs_are_found():
     assert {"scripts/train_gpt.py", "scripts/example_nanochat.py"} <= set(PYTHON)
     assert {"benchmarks/bench_linear.py", "float8/estimate/__main__.py"} <= set(PYTHON)
     assert [path.name for path in SHELL] == [
-        *("check.sh", "demo.sh", "docs.sh", "gpu_check.sh", "setup_env.sh", "test.sh")
+        *("check.sh", "demo.sh", "docs.sh", "gpu_check.sh", "setup_env.sh", "test.sh"),
+        "versions.sh",
     ]
 
 
