@@ -339,9 +339,11 @@ def _cast_twice(
 def largest_scale(scale: Tensor, state: DelayedState | None) -> Tensor | None:
     """The scale of a matrix by those of its rows or blocks: see `Operand.takes_largest`.
 
-    None for a sharded operand, which has a ``state``: this rank may have a part of the scales.
+    None for a sharded operand, which has a ``state``: this rank may have a part of the scales. Also
+    for no scales, and for E8M0, of which torch finds no maximum.
     """
-    if state is not None or kernels.is_sharded(scale):
+    is_sharded = state is not None or kernels.is_sharded(scale)
+    if is_sharded or scale.dtype != torch.float32 or scale.numel() == 0:
         return None
     return scale.amax((-2, -1), keepdim=True)
 

@@ -21,7 +21,7 @@ from float8 import sync_float8_amax_and_scale_history as sync
 from float8.config import CastConfig, DelayedScalingConfig, ScalingType
 from float8.distributed.float8_gather import weight_cast
 from float8.formats import E4M3, E4M3FNUZ, E5M2, ScaleFormat
-from float8.granularity import Blockwise, Rowwise
+from float8.granularity import Blockwise, Rowwise, Tensorwise
 from float8.linear.autograd import Call, weight_of_forward
 from float8.linear.casts import cast_matrix, cast_operand, sharded_state
 from float8.linear.float8_weight import cast_again
@@ -279,6 +279,29 @@ def test_one_scale_beside_those_of_rows_is_the_largest_of_them(scales, rows, gro
             for one, other in pairs:
                 assert_bitwise(one.data, other.data)
                 assert_bitwise(one.scale, other.scale)
+
+
+@pytest.mark.parametrize("scales", list(ScaleFormat))
+@pytest.mark.parametrize("shape", [(5, 32), (0, 32), (5, 0)])
+def test_one_scale_beside_those_of_rows_of_any_format_and_size(scales, shape):
+    """E8M0 scales and those of empty operands have no maximum in torch."""
+    rows, whole = (
+        CastConfig(granularity=blocks, scale_format=scales) for blocks in (Rowwise(), Tensorwise())
+    )
+    config = Float8LinearConfig(
+        *[rows] * 3,
+        cast_config_input_for_grad_weight=whole,
+        cast_config_weight_for_grad_input=whole,
+        cast_config_grad_output_for_grad_weight=whole,
+        emulate=True,
+    )
+    plan = plan_for(config, "cpu", torch.bfloat16)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    expected = cast_matrix(x.mT, plan.w.second).row_major
+    scale = weight_of_forward(x, Call(plan, has_backward=True))[1][1]
+    for found in (cast_again((x, scale), Call(plan))[0], cast_operand(x, plan.w)[1]):
+        assert_bitwise(found.data, expected.data)
+        assert_bitwise(found.scale, expected.scale)
 
 
 def test_a_sharded_operand_finds_its_one_scale_over_the_ranks(monkeypatch):
