@@ -16,6 +16,7 @@ from kernels.gpu.test_swiglu_cast import bounds, check_cast
 from shapes import DEVICES, FORMATS, Case, pairs
 
 from float8.kernels import definition
+from float8.kernels.gpu.swiglu_cast import swiglu_cast
 from float8.kernels.gpu.swiglu_gradients import swiglu_gradients
 from float8.kernels.matrix import BY_128
 
@@ -53,7 +54,7 @@ def copy_of(x):
 
 def check(
     shape, dtype, layout, joined, given, device, formats=(E4M3, E5M2), pow2=False, cols=True,
-    y_cols=True, finds_amax=True, copies=False, change=tuple,
+    y_cols=True, finds_amax=True, copies=False, change=tuple, by_definition=False,
 ):  # fmt: skip
     cases, grad, gate, up = make(shape, dtype, layout, device)
     replay = (cases, joined, given, formats, pow2)
@@ -61,7 +62,9 @@ def check(
     scales = [None, None]
     if given:
         scales = [torch.tensor([[s]], device=device) for s in (0.013, 0.0007)]
-    launch = launcher("swiglu_gradients", "swiglu_gradients", device)
+    cast, launch = swiglu_cast, swiglu_gradients
+    if not by_definition:
+        cast, launch = (launcher(op, op, device) for op in ("swiglu_cast", "swiglu_gradients"))
     how = (*formats, pow2, joined, y_cols, cols, finds_amax)
     operands, groups = (gate, up), ()
     if copies:  # the expected bits are those of their values
@@ -69,7 +72,7 @@ def check(
         both = zip(operands, groups, strict=True)
         gate, up = [definition.dequantize(*of, BY_128, dtype) for of in both]
     out = change(launch(grad, *operands, y_scale, *scales, *how, *groups))
-    y_t = launcher("swiglu_cast", "swiglu_cast", device)(gate, up, y_scale, formats[0], False)[0]
+    y_t = cast(gate, up, y_scale, formats[0], False)[0]
     y_t = y_t.view(torch.uint8).t().contiguous().view(formats[0])
     assert_bitwise(out[0], y_t if y_cols else y_t.new_empty(0, 0), replay, "y_t")
     M, F = shape
@@ -107,8 +110,18 @@ def test_gradients_and_y(
     check(shape, dtype, layout, joined, given, device, *how)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_definition(joined, given, copies):
+    for dtype in (F32, BF16, F16):
+        how = {"copies": copies, "by_definition": True}
+        check((5, 123), dtype, "contiguous", joined, given, "cpu", **how)
+
+
 FAULTS = {
     "y": lambda out: (out[0].roll(1, 0), *out[1:]),
+    "one code off": lambda out: (out[0], (out[1].view(torch.uint8) ^ 1).view(E5M2), *out[2:]),
     "gate and up exchanged": lambda out: (out[0], out[1].roll(1, 0), *out[2:]),
     "scales exchanged": lambda out: (*out[:3], out[3].roll(1, 0), out[4]),
     "transposes exchanged": lambda out: (*out[:2], out[2].roll(1, 0), *out[3:]),
