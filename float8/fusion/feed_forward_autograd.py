@@ -230,7 +230,7 @@ def _cast_plainly(
         y8_FM = cast[1]
     both: list[Any] = [None] * len(call.first)
     if grad_y is not None and call.rounds_once:
-        joined = definition.swiglu_backward(grad_y, gate_MF, up_MF)
+        joined = definition.swiglu_gradients(grad_y, gate_MF, up_MF)
         both = [joined] if len(call.first) == 1 else list(joined.chunk(2, 1))
     elif grad_y is not None:  # as autograd
         of_gate = torch.ops.aten.silu_backward.default(grad_y * up_MF, gate_MF)

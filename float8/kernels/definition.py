@@ -181,7 +181,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate.to(torch.float32)) * up.to(torch.float32)
 
 
-def swiglu_backward(grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+def swiglu_gradients(grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
     """(M, 2 F): the gradients of gate and up, in gate's dtype."""
     grad, gate, up = [x.to(torch.float32) for x in (grad_MF, gate_MF, up_MF)]
     sigmoid = gate.sigmoid()

@@ -64,7 +64,7 @@ class RoundedOnce(torch.autograd.Function):
     def backward(ctx, g):
         gate, up = ctx.saved_tensors
         size = gate.shape[-1]
-        both = definition.swiglu_backward(*[t.reshape(-1, size) for t in (g, gate, up)])
+        both = definition.swiglu_gradients(*[t.reshape(-1, size) for t in (g, gate, up)])
         return tuple(half.reshape(gate.shape) for half in both.chunk(2, 1))
 
 

@@ -304,7 +304,7 @@ def _definition(
     if y_cols:
         y = definition.swiglu(gate, up).to(gate.dtype)
         out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, TENSOR, y_dtype))
-    both = definition.swiglu_backward(grad, gate, up)
+    both = definition.swiglu_gradients(grad, gate, up)
     parts = [both] if joined else both.chunk(2, 1)
     for i, (g, given) in enumerate(zip(parts, (gate_scale, up_scale), strict=False)):
         found = fused_definition(g, given, dtype, power_of_two, cols, finds_amax)
