@@ -313,22 +313,15 @@ def _optimizer_step_variant(
 
 def _swiglu_cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
-    gate, up = meta(M, K), meta(M, K)
-    scale = meta(1, 1, dtype=F32)
-    cast_to = (BF16, E4M3, False)
-    forms: dict[str, tuple[Any, ...]] = {
-        "tiles": (None, *cast_to, True),
-        "a given scale, amax": (scale, *cast_to, True, True),
-        "a given scale, not transposed": (scale, *cast_to, False),
+    y, scale = meta(M, K), meta(1, 1, dtype=F32)
+    forms = {
+        "tiles": (None, E4M3, False),
+        "a given scale, amax": (scale, E4M3, False, True),
+        "a given scale": (scale, E4M3, False),
     }
-    clamped = {"a given scale, clamped": (10.0, scale, *cast_to, True)}
-    title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
-        variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
-        *_forms(title, launch, forms, gate, up, None),
-        *_forms(title, launch, clamped, gate, up),
-        variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
-        variant("swiglu_backward: clamped", swiglu_cast._launch_backward, gate, gate, up, 10.0),
+        variant("swiglu_cast: amax", swiglu_cast._partial_amaxes, y, y),
+        *_forms("swiglu_cast: ", swiglu_cast._launch, forms, y, y),
     ]
 
 

@@ -96,14 +96,6 @@ def norm_cast(norm: str, form: str, finds_amax: bool, cols: bool = True) -> None
     test_norm_cast.check_form(shape, norm, form, "cpu", dtypes, *rest)
 
 
-def swiglu_cast(
-    shape: tuple[int, int], scale: float | None, cols: bool = True, limit: float | None = None
-) -> None:
-    """Without the amax."""
-    rest = (scale, "contiguous", "cpu", E4M3, False, cols, False, limit)
-    test_swiglu_cast.check_data_and_amax(shape, (BF16, BF16), *rest)
-
-
 def gradients(joined: bool, given: bool, wanted: tuple[bool, bool, bool], copies: bool) -> None:
     shape = (80, 272) if given else (TALL_GATES, 16)
     how = (shape, BF16, "contiguous", joined, given, "cpu")
@@ -289,12 +281,11 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (optimizer_step, ("adamw", "e4m3", "float16", (True, False, False))),
     ],
     "swiglu_cast": [
-        (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16)),
-        (test_swiglu_cast.check_backward, ((80, 272), "contiguous", "cpu", BF16, 0.7)),
-        (swiglu_cast, ((80, 272), 0.037, False)),
-        (swiglu_cast, ((80, 272), 0.037, True, 1.4)),
-        (swiglu_cast, ((TALL_GATES, 16), None)),
-        (test_swiglu_cast.check_data_and_amax, (SHAPE, (BF16, BF16), 0.037, "contiguous", "cpu")),
+        (test_swiglu_cast.check, ((80, 272), BF16, 0.037, "contiguous", "cpu")),
+        *(
+            (test_swiglu_cast.check, (shape, BF16, scale, "contiguous", "cpu", E4M3, False, False))
+            for shape, scale in (((TALL_GATES, 16), None), ((80, 272), 0.037))
+        ),
     ],
     "swiglu_gradients": [
         (gradients, (joined, given, wanted, copies))
