@@ -116,7 +116,7 @@ def step(config, is_cached=False, microbatches=1):
 # Bytes per element of: x, g, w cast twice a step, w cast for both GEMMs at once. Launches: two per
 # dynamic tensorwise cast (amax; scale and cast), one per other; w is cast twice, the second time
 # with the scale that the first one found. Columns of one scale each take a zeroed buffer, an amax
-# pass and the cast. A product repeats a tensorwise scale beside rowwise ones for every row. A launch
+# pass and the cast. A product repeats a tensorwise scale beside rowwise ones for each row. A launch
 # of its own writes a delayed cast's amax.
 COSTS = {
     "tensorwise": (6, 6, 5 + 3, 6, 2 + 2 + 2 + 1),
