@@ -272,9 +272,8 @@ class Float8CastingLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""
         dtype = input.dtype if isinstance(input, Tensor) else None
-        if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
-            return super().forward(input)
-        if autocasts(input.device.type):
+        is_other = dtype in _HALVES and dtype != self.weight.dtype
+        if self.high_precision or not is_other or autocasts(input.device.type):
             return super().forward(input)
         if input.device.type == "meta":  # which has no autocast, and no values
             return self._plain_forward(input)
