@@ -17,7 +17,6 @@ from float8.kernels.gpu import (
     blockwise_mm,
     cast,
     cast_tokens,
-    cast_weight,
     dequantize_groups,
     expand_scales,
     grouped_mm,
@@ -166,14 +165,6 @@ def _cast_tokens(M: int, K: int) -> list[Variant]:
         variant("cast_tokens, amaxes", amax.line_amaxes, x, True, True, offs),
         *_forms("", cast_tokens._launch, forms, x, offs),
     ]
-
-
-def _cast_weight(M: int, K: int) -> list[Variant]:
-    """The form of a weight whose rows are whole groups."""
-    master, master_scale = meta(M, K, dtype=F16), meta(M, ceil_div(K, 128), dtype=F32)
-    data, scale = meta(M, K, dtype=E4M3), meta(dtype=F32)
-    arguments = master, master_scale, data, scale, 128, meta(1, dtype=F32)
-    return [variant("cast_weight", cast_weight._launch, *arguments)]
 
 
 def _dequantize_groups(M: int, K: int) -> list[Variant]:
@@ -366,7 +357,7 @@ def _transpose(M: int, K: int) -> list[Variant]:
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _dequantize_groups, _expand_scales,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _dequantize_groups, _expand_scales,
         _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast, _swiglu_gradients, _transpose,
     )
 }  # fmt: skip

@@ -18,7 +18,6 @@ from interpreter import launcher
 from kernels.gpu import (
     test_blockwise_mm,
     test_cast_tokens,
-    test_cast_weight,
     test_casts,
     test_dequantize_groups,
     test_expand_scales,
@@ -234,7 +233,6 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         ),
         *((cast_tokens, (test_cast_tokens.MX, E4M3, wanted)) for wanted in (COLS, ROWS, BOTH)),
     ],
-    "cast_weight": [(test_cast_weight.test_agrees, ((48, 256), 128, E4M3, False, "cpu"))],
     "expand_scales": [
         (test_expand_scales.check, ((130, 1264), BY_128, "cpu", True)),
         *(

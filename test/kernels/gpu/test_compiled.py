@@ -27,7 +27,6 @@ from kernel_tools.shipped_cases import CASES as SHIPPED
 from kernels.gpu import (
     test_blockwise_mm,
     test_cast_tokens,
-    test_cast_weight,
     test_casts,
     test_dequantize_groups,
     test_expand_scales,
@@ -80,7 +79,6 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
         (test_cast_tokens.test_agrees, (TOKENS, block, BOTH, 37))
         for block in ((1, 128), (-1, -1), (1, -1), (1, 32))
     ],
-    "cast_weight": [(test_cast_weight.test_agrees, ((3, 300), 128, E4M3, False))],
     "norm_cast": [
         (test_norm_cast.check_form, (shape, norm, form, "cpu", dtypes, layout, "normal"))
         for shape, norm, form, dtypes, layout in (
