@@ -133,8 +133,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "dynamic rms norm": (NORM, NORM, (None, None, 1e-5, False, None, *NORMED), 6),
     "static layer norm": (NORM, NORM, (None, None, 1e-5, True, SCALE, *NORMED), 4),
     "dynamic layer norm": (NORM, NORM, (None, None, 1e-5, True, None, *NORMED), 6),
-    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, SCALE, *NORMED), 6),
-    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, None, *NORMED), 10),
+    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, E4M3, False), 5),
+    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, E4M3, False), 9),
 }
 CASTS = {name: Cast(*row) for name, row in ROWS.items()} | {
     "static tokens": _tokens(-1, -1, 4, SCALE),

@@ -36,7 +36,6 @@ from float8.formats import E4M3, E5M2, Format, ScaleFormat
 from float8.fusion import (
     LayerNormCast,
     RMSNormCast,
-    SwiGLUCast,
     fuse_feed_forwards,
     fuse_norms,
 )
@@ -100,7 +99,6 @@ __all__ = [
     "Rowwise",
     "ScaleFormat",
     "ScalingType",
-    "SwiGLUCast",
     "Tensorwise",
     "accurate_layers",
     "after_step",

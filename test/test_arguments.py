@@ -131,7 +131,6 @@ CALLS = {
         ]
         for name in ("LayerNormCast", "RMSNormCast")
     },
-    "SwiGLUCast": [(f.SwiGLUCast, {}, "config:?")],
     "accurate_layers": [
         (f.accurate_layers, {"report": report, "min_sqnr": 20.0}, "report min_sqnr:n")
     ],

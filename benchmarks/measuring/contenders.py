@@ -11,7 +11,6 @@ A recipe may have parts, as in ``tensorwise+fast``:
     fuse_norms    norms return float8 (`float8.fuse_norms`)
     feed_forward  SwiGLU and its layers are one op of autograd (`float8.fuse_feed_forwards`)
     keep_float8   and its gate and up are kept in float8
-    swiglu_cast   gates return float8 (`float8.SwiGLUCast`)
     cached        weights are cast once per step (`float8.cached_weights`), or of experts before it
     recompute     backward casts again (`float8.kernels.recompute`), in compiled blocks
     gather        FSDP2 gathers weights in float8
@@ -44,7 +43,6 @@ from float8 import (
     GemmConfig,
     ScaleFormat,
     ScalingType,
-    SwiGLUCast,
     convert_to_float8_training,
     filters,
     fuse_feed_forwards,
@@ -59,7 +57,7 @@ STATIC = "static"
 # Recipe "unit" is static scaling that only a unit-scaled model gives fair numbers to.
 SCALED = tuple(recipe for recipe in RECIPES if recipe != "unit")
 PARTS = {
-    *("fast", "precise", "gw_hp", "fuse_norms", "feed_forward", "keep_float8", "swiglu_cast"),
+    *("fast", "precise", "gw_hp", "fuse_norms", "feed_forward", "keep_float8"),
     *("cached", "recompute", "gather", "unrounded", "saved_activations"),
 }
 PEER_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -126,9 +124,6 @@ def model_of(name: str, plain: nn.Module) -> nn.Module:
         )
     if "feed_forward" in parts:
         fuse_feed_forwards(model, keeps_float8="keep_float8" in parts)
-    for module in model.modules() if "swiglu_cast" in parts else ():
-        if isinstance(module, SwiGLU):
-            module.gate = SwiGLUCast(config, module.down.weight.device)
     for block in model.children() if "saved_activations" in parts else ():
         saved_activations(block).__enter__()
     return model

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,21 +108,15 @@ class Attention(nn.Module):
         return out
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up``: (..., 2 F) -> (..., F)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
 class SwiGLU(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.gate_up = nn.Linear(sizes.width, 2 * sizes.hidden, bias=False)
         self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
-        self.gate: Callable[[Tensor], Tensor] = gated  # or a `float8.SwiGLUCast`
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.down(self.gate(self.gate_up(x_BTC)))
+        gate, up = self.gate_up(x_BTC).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
         return out
 
 

@@ -19,10 +19,10 @@ gain nothing: E4M3's 18 binades hold outliers. Float32 scales would gain up to 1
 of a LLaMA block, for 2 % more bytes.
 
 *What the scope does not reach* saves what torch saves: calls inside torch's own Python functions
-(``nn.MultiheadAttention``) and autograd functions (``RMSNormCast``, ``LayerNormCast``,
-``SwiGLUCast`` save their inputs in high precision), scripted modules, threads that forward starts,
-generators that run after forward returned, DTensor, nested tensors, functorch, and activation
-checkpoints, which recompute their ops just before backward.
+(``nn.MultiheadAttention``) and autograd functions (``RMSNormCast`` and ``LayerNormCast`` save their
+inputs in high precision), scripted modules, threads that forward starts, generators that run after
+forward returned, DTensor, nested tensors, functorch, and activation checkpoints, which recompute
+their ops just before backward.
 
 *Where no memory is saved.* Ops that are not in the table (batch_norm, divisions, losses,
 ``nn.LSTM``) and in-place ops (``nn.SiLU(inplace=True)``) save what torch saves. torch saves the

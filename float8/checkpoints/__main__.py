@@ -87,7 +87,7 @@ def _convert(options: argparse.Namespace) -> Result:
 
 def _as_json(plan: SavePlan) -> dict[str, Any]:
     """A plan for JSON."""
-    names = ("layers", "skipped", "files", "nbytes", "quantization_config")
+    names = ("layers", "skipped", "files", "nbytes", "quantization_config", "tensor_parallel_sizes")
     return {"layout": repr(plan.layout), **{name: getattr(plan, name) for name in names}}
 
 

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from float8.checkpoints.files import table
 from float8.checkpoints.layouts import WEIGHT
-from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.plan import SavePlan, tensor_parallel_sizes
+from float8.checkpoints.rewriting import model_config_of
 from float8.checkpoints.source import Source
 from float8.convert.folding import pattern_of
 from float8.granularity import block_name
@@ -73,7 +74,8 @@ def inspect_checkpoint(path: str | Path, *, data: bool = False) -> CheckpointRep
             )
     how = {k: f"scales {min(x):.3g} to {max(x):.3g}" if x else "?" for k, x in scales.items()}
     layers = {name: how[pattern_of(name)] for name in source.layers}
-    plan = SavePlan(source.layout, layers, {}, source.specs, {})
+    sizes = tensor_parallel_sizes(source.layout, layers, source.specs, model_config_of(source))
+    plan = SavePlan(source.layout, layers, {}, source.specs, {}, sizes)
     return {"plan": plan, "problems": problems}
 
 

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from textwrap import fill
 from typing import Any
 
@@ -37,6 +38,13 @@ FUSED_NAMES = (
     ("w1", "w3"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
 )
+# The last part of a name -> which dimension vLLM shards, 0 or 1.
+_SHARDED: dict[str, int | None] = {
+    **{name: 0 for fused in FUSED_NAMES[:-1] for name in fused},
+    **{name: None for name in FUSED_NAMES[-1]},
+    **{"q_b_proj": 0, "kv_b_proj": 0, "o_proj": 1, "down_proj": 1, "w2": 1},
+}
+_TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,7 @@ class SavePlan:
         skipped: the linear layers that stay in high precision -> why.
         tensors: key -> dtype, shape and file of every tensor.
         quantization_config: what ``config.json`` says to readers.
+        tensor_parallel_sizes: see `tensor_parallel_sizes`.
     """
 
     layout: Layout | None
@@ -58,6 +67,7 @@ class SavePlan:
     skipped: dict[str, str]
     tensors: dict[str, Spec]
     quantization_config: dict[str, Any]
+    tensor_parallel_sizes: tuple[int, ...] | None = None
 
     @property
     def files(self) -> dict[str, int]:
@@ -91,6 +101,11 @@ class SavePlan:
             f"{title}\n{len(self.layers)} layers in float8, {self.nbytes / 1e9:.3g} GB in {files}",
             table(["layers", "count", "weight", "MB", "float8 by"], rows, "lrrrl"),
         ]
+        if (ranks := self.tensor_parallel_sizes) is not None:
+            of = f"{', '.join(map(str, ranks)) or 'none'} of {_TENSOR_PARALLEL_SIZES}"
+            parts.append(f"loads in vLLM 0.33 with tensor-parallel sizes {of}")
+            if len(ranks) < 2 or ranks[0] > 1:
+                parts[-1] += ";\nlayout CompressedTensors(Rowwise()) has no blocks that ranks cut"
         if self.skipped:
             kinds = Counter((pattern_of(name), why) for name, why in self.skipped.items())
             left = [[name, count, fill(why, 60)] for (name, why), count in kinds.items()]
@@ -98,14 +113,58 @@ class SavePlan:
         return "\n\n".join(parts)
 
 
+def tensor_parallel_sizes(
+    layout: Layout | None,
+    layers: Collection[str],
+    tensors: Mapping[str, Spec],
+    model_config: Mapping[str, Any],
+) -> tuple[int, ...] | None:
+    """With which numbers of ranks, of 1, 2, 4, 8 and 16, vLLM 0.33 reads a checkpoint in blocks.
+
+    A rank's part of a weight must end between blocks, and so must each fused part but the last.
+    Of other dense weights vLLM takes wrong scales, or raises an error. It splits the blocks of the
+    experts of ``fine_grained`` down to 32. Ranks share heads of keys and values that are fewer.
+    (``validate_fp8_block_shape`` and ``refine_fp8_moe_block_shape``.) None if the layout has no
+    such blocks, or if names and the model's ``config.json`` do not say how weights are sharded.
+    """
+    own = model_config.get("text_config") or model_config
+    heads = own.get("num_attention_heads")
+    kv_heads = own.get("num_key_value_heads") or heads
+    is_known = {name.rpartition(".")[2] for name in layers} <= _SHARDED.keys()
+    if not (is_known and isinstance(heads, int) and isinstance(kv_heads, int)):
+        return None
+    if layout is None or min(layout.block) <= 1:
+        return None
+
+    def fits(name: str, size: int) -> bool:
+        last, shape = name.rpartition(".")[2], tensors[name + WEIGHT].shape
+        dim, is_expert = _SHARDED[last], ".experts." in name
+        size = 1 if dim is None else size
+        ranks = min(size, kv_heads) if last in ("k_proj", "v_proj") else size
+        part, rest = divmod(shape[dim or 0], ranks)
+        if not rest and part % layout.block[dim or 0] == 0:
+            return True
+        if is_expert and layout.name == "fine_grained":
+            return not rest and gcd(*layout.block, *shape, part) >= 32
+        return size == 1 and not any(last in x[:-1] for x in FUSED_NAMES)
+
+    return tuple(
+        size
+        for size in _TENSOR_PARALLEL_SIZES
+        if heads % size == max(size, kv_heads) % min(size, kv_heads) == 0
+        and all(fits(name, size) for name in layers)
+    )
+
+
 class Writing:
     """A checkpoint that is planned, and can be made tensor by tensor.
 
     ``specs`` has the keys of the model or of the source, and how tensors are stored that are in
     high precision; ``layers`` the layers in float8, or the reason why one cannot be stored.
-    ``read(key)`` returns a whole tensor; of sharded models, all ranks call it. ``left`` has other
-    names of modules in high precision. Raises ValueError with all these reasons, or if readers
-    would take a name of ``skipped`` or ``left`` for one of ``layers``.
+    ``read(key)`` returns a whole tensor; of sharded models, all ranks call it. ``model_config`` is
+    the content of ``config.json``, empty if there is none. ``left`` has other names of modules in
+    high precision. Raises ValueError with all these reasons, or if readers would take a name of
+    ``skipped`` or ``left`` for one of ``layers``.
 
     Attributes:
         plan: what the result will be.
@@ -120,6 +179,7 @@ class Writing:
         skipped: dict[str, str],
         max_shard_bytes: float,
         read: Callable[[str], Tensor],
+        model_config: Mapping[str, Any],
         left: Collection[str] = (),
     ) -> None:
         if problems := [(name, why) for name, why in layers.items() if isinstance(why, str)]:
@@ -140,7 +200,8 @@ class Writing:
         tensors = in_files(stored, max_shard_bytes)
         config = {} if layout is None else layout.quantization_config(own, [*skipped, *left])
         how = {name: self._how(layer) for name, layer in own.items()}
-        self.plan = SavePlan(layout, how, skipped, tensors, config)
+        sizes = tensor_parallel_sizes(layout, how, tensors, model_config)
+        self.plan = SavePlan(layout, how, skipped, tensors, config, sizes)
 
     def _how(self, layer: StoredLayer) -> str:
         """How a layer's weight is cast, in words."""

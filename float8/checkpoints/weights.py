@@ -127,7 +127,8 @@ def planned(
         for its, module, _ in readers[id(tensor_of(model, slot))]
         if module not in stored and not isinstance(module, nn.Embedding)
     }
-    return Writing(layout, specs, layers, skipped, max_shard_bytes, read, left)
+    model_config: dict[str, Any] = getattr(transformers_config(model), "to_dict", dict)()
+    return Writing(layout, specs, layers, skipped, max_shard_bytes, read, model_config, left)
 
 
 def layout_for(model: nn.Module, layout: Layout | str | None) -> Layout:

@@ -47,8 +47,8 @@ class Float8LinearConfig:
             brings the amax of the channel, in this call, into (0.5, 1]. For layers that read a
             gate, such as ``down_proj``. Input and weight are cast by tensor or row. The weight's
             cast is dynamic, because its columns change with each input. In bfloat16 on a GPU, a
-            step moves more bytes per element: 6 of the input (none behind a `SwiGLUCast`), 4 of
-            the input's gradient, 8 of the weight and 4 of the weight's gradient.
+            step moves more bytes per element: 6 of the input, 4 of the input's gradient, 8 of the
+            weight and 4 of the weight's gradient.
         dequantize_in_backward: backward multiplies in high precision: grad_output, which is not
             cast, by the input and the weight that the output's GEMM multiplied, dequantised to the
             compute dtype. ``cast_config_grad_output`` is not used. The input is saved in float8.

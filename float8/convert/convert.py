@@ -119,8 +119,8 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
     """Replace every `Float8Linear` of ``module`` by a plain ``nn.Linear``, in place; experts too.
 
     The inverse of `convert_to_float8_training`: parameters, mode and hooks are shared, and the
-    state dict has plain keys. Weights that are in float8 are dequantised. Norms and gates that
-    return float8 become plain too.
+    state dict has plain keys. Weights that are in float8 are dequantised. Fused norms and
+    feed-forwards become plain too.
 
     Args:
         module: a converted model.

@@ -73,8 +73,8 @@ def convert_to_float8_inference(
     Args:
         model: the model; it may itself be an ``nn.Linear``.
         static_scales: layer name -> scale of its input (``value = data * scale``), for all layers
-            that are converted, experts excepted; norms and gates that returned float8 with another
-            scale become plain, and `float8.fuse_norms` may fuse them again. None casts inputs with
+            that are converted, experts excepted; norms that returned float8 with another scale
+            become plain, and `float8.fuse_norms` may fuse them again. None casts inputs with
             dynamic scales, or as a converted layer does.
         config: of layers that are no Float8Linear yet, or its recipe's name; dynamic tensorwise by
             default.
@@ -99,8 +99,8 @@ def convert_to_float8_inference(
     plan.warn_of_fixed_scales()
     if static_scales is not None:
         modules: list[Any] = [m for m in model.modules() if isinstance(m, Float8Module)]
-        producers = [m for m in modules if not isinstance(m, Float8Linear)]  # norms and gates
-        model = replace_children(model, {m: m.to_float() for m in producers})
+        fused = [m for m in modules if not isinstance(m, Float8Linear)]  # norms, feed-forwards
+        model = replace_children(model, {m: m.to_float() for m in fused})
     model = plan.convert(model)
     _keep_float8_only(plan)
     hide_from_ddp(model)

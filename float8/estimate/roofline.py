@@ -231,10 +231,7 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
     g = _casts(use, plan.grad_input.a, second_g) if use.training else []
     convert = [CONVERT] if use.converts_weight else []
     if use.caches_weight(plan):
-        cached = _casts(use, plan.output.b, plan.grad_input.b)
-        if plan.w.takes_largest:
-            cached = [cached[0], FILL, cached[-1]]
-        return x, convert + cached, g
+        return x, convert + _casts(use, plan.output.b, plan.grad_input.b), g
     w = convert + passes_of_cast(use, plan.output.b)
     if dequantizes(plan) and use.training:  # the weight is cast again, with forward's scale
         w += [*convert, passes_of_cast(use, plan.output.b)[-1], DEQUANTIZE]
@@ -242,8 +239,6 @@ def passes_of_layer(plan: LinearPlan, use: Use) -> tuple[list[MemoryPass], ...]:
         backward = passes_of_cast(use, plan.grad_input.b, 1, TRANSPOSED)
         if plan.w.shares_data:
             backward = backward[-1:]  # with forward's scale
-        elif plan.w.takes_largest:
-            backward = [FILL, backward[-1]]
         w += convert + backward
     return x, w, g
 

@@ -40,13 +40,7 @@ from float8.linear.kept_weight import CastsWeights
 from float8.linear.layer import with_state_of
 from float8.linear.module import ModuleRule, stacked_weights
 from float8.linear.refusals import reason_against_layer
-from float8.linear.resident import (
-    contraction_last,
-    gatherable_weights,
-    join_loaded,
-    split_saved,
-    stay_gatherable,
-)
+from float8.linear.resident import contraction_last
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -165,19 +159,6 @@ class Float8Experts(CastsWeights):
         """Copies and pickles hold the plain type, from which this one is made again."""
         state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
         return _new, (self.plain_type,), state | {"cached_weights": {}}
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            split_saved(self, destination, prefix)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        gatherable = gatherable_weights(self)
-        join_loaded(self, state_dict, prefix, errors=args[-1])
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        stay_gatherable(self, gatherable)
 
 
 class _GroupedProducts(TorchFunctionMode):

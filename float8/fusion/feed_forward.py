@@ -35,13 +35,13 @@ from torch import Tensor, nn
 
 from float8.arguments import check_module
 from float8.convert.reasons import runs_something_else
-from float8.fusion.autograd import runs_producer
 from float8.fusion.feed_forward_autograd import (
     FeedForwardCall,
     FeedForwardFunction,
     cast_by_one_scale,
     copies_on,
 )
+from float8.fusion.norm_autograd import runs_kernels
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, Call
@@ -117,7 +117,7 @@ class SwiGLUFeedForward(Float8Module):
         calls = tuple([_call_of(layer, x) for layer in first])
         last = _call_of(down, hidden)
         is_once = cast_by_one_scale(last.plan)
-        by_kernel = is_once and runs_producer(x.device, down.config.emulate)
+        by_kernel = is_once and runs_kernels(x.device, down.config.emulate)
         keeps = self.keeps_float8 and torch.is_grad_enabled()
         copies = copies_on(x.device, down.config.emulate) if keeps else None
         call = FeedForwardCall(calls, last, is_once, by_kernel, copies)

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.formats import E4M3, ScaleFormat
-from float8.fusion.autograd import SWIGLU, Output, run_op
 from float8.kernels import CastSpec, Float8Matrix, definition
 from float8.kernels.matrix import BY_128
 from float8.kernels.registration import op_on
@@ -189,9 +188,12 @@ def _cast_y(gate_MF: Tensor, up_MF: Tensor, call: FeedForwardCall) -> Any:
     """y_MF, cast for the product with the weight of down."""
     down, state = call.down, call.down.states[0]
     if call.by_kernel:
-        out = Output(down.plan, state, down.records_amax, transpose=False, by_kernel=True)
-        data, _, scale = run_op(SWIGLU, (gate_MF, up_MF, None), out)
-        return Float8Matrix(data, scale, down.plan.x.first.block)  # type: ignore[union-attr]
+        how, records = down.plan.x.first, state is not None and down.records_amax
+        assert how is not None
+        cast = known_scale(how, state, gate_MF), how.dtype, how.scales != ScaleFormat.FLOAT32.value
+        data, scale, amax = op_on("swiglu_cast", gate_MF)(gate_MF, up_MF, *cast, records)
+        record(state, amax if records else None)
+        return Float8Matrix(data, scale, how.block)
     y_MF = _swiglu(gate_MF, up_MF, call.rounds_once)
     y8_MF, _, amax = cast_operand(y_MF, down.plan.x, state, down.records_amax, second=False)
     record(state, amax)
@@ -228,7 +230,7 @@ def _cast_plainly(
         y8_FM = cast[1]
     both: list[Any] = [None] * len(call.first)
     if grad_y is not None and call.rounds_once:
-        joined = definition.swiglu_backward(grad_y, gate_MF, up_MF)
+        joined = definition.swiglu_gradients(grad_y, gate_MF, up_MF)
         both = [joined] if len(call.first) == 1 else list(joined.chunk(2, 1))
     elif grad_y is not None:  # as autograd
         of_gate = torch.ops.aten.silu_backward.default(grad_y * up_MF, gate_MF)

@@ -52,8 +52,8 @@ from float8.arguments import check_module, check_type
 from float8.convert.conversion import replace_children
 from float8.convert.inference import hide_from_ddp
 from float8.convert.reasons import runs_something_else
+from float8.fusion.norm_casts import LayerNormCast, NormCast, RMSNormCast, reason_against_config
 from float8.fusion.norm_readers import Pairs, readers_of_norms
-from float8.fusion.producers import LayerNormCast, NormCast, RMSNormCast, reason_against_config
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 

@@ -176,30 +176,17 @@ def norm(
     return (y32 if bias_K is None else y32 + bias_K.to(torch.float32)), mean, rstd
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float | None = None) -> Tensor:
-    """``silu(gate) * up`` in float32 (arXiv 2002.05202, equation 5), of `clamped` gate and up."""
-    gate32, up32 = clamped(gate.to(torch.float32), up.to(torch.float32), limit)
-    return F.silu(gate32) * up32
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` in float32 (arXiv 2002.05202, equation 5)."""
+    return F.silu(gate.to(torch.float32)) * up.to(torch.float32)
 
 
-def clamped(gate: Tensor, up: Tensor, limit: float | None) -> tuple[Tensor, Tensor]:
-    """The gate, at most ``limit``, and up between ``-limit`` and ``limit``; NaN stays NaN."""
-    return (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
-
-
-def swiglu_backward(
-    grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor, limit: float | None = None
-) -> Tensor:
-    """(M, 2 F): the gradients of gate and up, in gate's dtype; 0 beyond the limit."""
-    grad32, gate32, up32 = [x.to(torch.float32) for x in (grad_MF, gate_MF, up_MF)]
-    gate, up = clamped(gate32, up32, limit)
+def swiglu_gradients(grad_MF: Tensor, gate_MF: Tensor, up_MF: Tensor) -> Tensor:
+    """(M, 2 F): the gradients of gate and up, in gate's dtype."""
+    grad, gate, up = [x.to(torch.float32) for x in (grad_MF, gate_MF, up_MF)]
     sigmoid = gate.sigmoid()
-    grad_gate = grad32 * up * (sigmoid * (1 + gate * (1 - sigmoid)))
-    grad_up = grad32 * (gate * sigmoid)
-    if limit is not None:
-        grad_gate = torch.where(gate32 > limit, 0.0, grad_gate)
-        grad_up = torch.where(up32.abs() > limit, 0.0, grad_up)
-    return torch.cat([grad_gate, grad_up], dim=1).to(gate_MF.dtype)
+    grad_gate = grad * up * (sigmoid * (1 + gate * (1 - sigmoid)))
+    return torch.cat([grad_gate, grad * (gate * sigmoid)], dim=1).to(gate_MF.dtype)
 
 
 def scaled_mm(

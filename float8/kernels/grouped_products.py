@@ -298,12 +298,6 @@ def multiply_groups(a: Float8Matrix, b: Float8Matrix, gemm: Any, offs: Tensor) -
         return _empty(a_data, b_data, offs, gemm.out_dtype)
     if gemm.refusal is not None:
         raise ValueError(f"grouped_mm: {gemm.refusal}")
-    for name, scale, block in (("a", a_scale, a_block), ("b", b_scale, b_block)):
-        if block[-2:] == BY_32 and scale.dtype != torch.float8_e8m0fnu:
-            raise ValueError(
-                f"grouped_mm: the scales of {name} are {scale.dtype}, but those of blocks of 1x32 "
-                "are torch.float8_e8m0fnu; cast it with ScaleFormat.E8M0, which rounds them up"
-            )
     if b_block[-1] == BY_32[-1] and b_scale.dim() == 3:  # not those that are swizzled
         b_scale = mx_scales(b_scale, b_block, b_data.shape[-2])
     if b_data.dim() == 3 and b_scale.shape == (1, 1):

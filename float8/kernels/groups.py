@@ -55,20 +55,11 @@ def ends_of(offs: Tensor, tokens: int) -> list[int]:
     Raises ValueError if they do not ascend from 0 to at most ``tokens``.
     """
     ends: list[int] = offs.tolist()
-    previous = 0
-    for expert, end in enumerate(ends):
-        if end < previous or end > tokens:
-            what = f"offs[{expert}]={end}"
-            wrong = (
-                f"is beyond the {tokens} rows of x"
-                if end > tokens
-                else (f"is less than offs[{expert - 1}]={previous}" if expert else "is negative")
-            )
-            raise ValueError(
-                f"grouped_mm: {what} {wrong}; offs are the cumulative ends of the groups, such as "
-                "counts.cumsum(0, dtype=torch.int32)"
-            )
-        previous = end
+    if sorted([0, *ends, tokens]) != [0, *ends, tokens]:
+        raise ValueError(
+            f"grouped_mm: offs={ends} must ascend from 0 to at most {tokens}, the rows of x: they "
+            "are the cumulative ends of the groups, such as counts.cumsum(0, dtype=torch.int32)"
+        )
     return ends
 
 

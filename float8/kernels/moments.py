@@ -81,7 +81,7 @@ def groups_shape(shape: Sequence[int], group: int) -> tuple[int, int]:
     return rows, -(-cols // group)
 
 
-def tiles(shape: Sequence[int], group: int) -> list[tuple[slice, slice]]:
+def tiles(shape: Sequence[int], group: int, size: int | None = None) -> list[tuple[slice, slice]]:
     """The rows and columns of every tile of a matrix (R, C): how much is in float32 at once.
 
     All of an embedding in float32 would cost more than the moments save. A tile is whole rows or,
@@ -91,7 +91,7 @@ def tiles(shape: Sequence[int], group: int) -> list[tuple[slice, slice]]:
     of the whole.
     """
     rows, cols = shape
-    size = max(rows * cols, 1) if torch.compiler.is_compiling() else TILE_ELEMENTS
+    size = max(rows * cols, 1) if torch.compiler.is_compiling() else size or TILE_ELEMENTS
     if rows * cols == 0:
         return []
     width = cols if cols <= size else max(size // group, 1) * group

@@ -29,14 +29,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.granularity import WHOLE
 from float8.kernels import definition, plain, stochastic, update_rules
+from float8.kernels.casts import CastSpec, cast
+from float8.kernels.matrix import TENSOR
 from float8.kernels.moments import StateMatrix, part, tiles
 from float8.kernels.products import SUPPORT, architecture
 from float8.kernels.registration import define_op
 from float8.kernels.update_rules import Number, UpdateRule
 
 LARGEST_GROUP = 2048
+LARGE_TILE = 2**24  # elements of a master that are in float32 at once on a GPU: 64 MB
 
 
 class OptimizerStep(NamedTuple):
@@ -105,10 +107,9 @@ def advance(
     amax = None if weight is None else torch.zeros(1, dtype=torch.float32, device=device)
     fused_step(step, grad_scale, found_inf, amax)
     if weight is not None:
-        assert amax is not None
-        cast_master_by_kernel(step.p, weight, amax, found_inf)
-    if not torch.compiler.is_compiling():  # the kernel's write does not increase it
-        torch.autograd.graph.increment_version(step.p.codes if weight is None else weight.data)
+        cast_master(step.p, weight, amax, found_inf)
+    elif not torch.compiler.is_compiling():  # the kernel's write does not increase it
+        torch.autograd.graph.increment_version(step.p.codes)
 
 
 def plain_step(step: OptimizerStep) -> None:
@@ -128,22 +129,40 @@ def plain_step(step: OptimizerStep) -> None:
             state.write(x, stochastic.chances(x, key, offset, first))
 
 
-def cast_master(master: StateMatrix, weight: WeightOfMaster) -> None:
-    """Write a tensorwise float8 weight from its master, in plain PyTorch, tile by tile."""
-    places = tiles(weight.data.shape, master.group)
+def cast_master(
+    master: StateMatrix,
+    weight: WeightOfMaster,
+    amax: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Write a tensorwise float8 weight from its master, tile by tile.
+
+    ``amax`` is what `fused_step` recorded, where it wrote the master. With a ``found_inf`` that is
+    not 0 it wrote nothing: the weight keeps its scale, by which the master gives the same data.
+    """
+    dtype, is_fused = weight.data.dtype, amax is not None
+    places = tiles(weight.data.shape, master.group, LARGE_TILE if is_fused else None)
     if not places:
         return
-    amaxes = []
+    if amax is None:
+        amaxes = []
+        for place in places:
+            value = master.tile(*place).decode()
+            # A NaN in the scale would spoil every element.
+            finite = torch.where(value.isfinite(), value, 0.0)
+            amaxes.append(plain.amax(finite, TENSOR))
+        amax = torch.stack(amaxes).amax(0)
+    scale = definition.scale_from_amax(amax.view(1, 1), torch.finfo(dtype).max)
+    if found_inf is not None:
+        scale = torch.where(found_inf.view(1, 1) == 0, scale, weight.scale.view(1, 1))
+    how = CastSpec(TENSOR, dtype, kernel="cast")
     for place in places:
         value = master.tile(*place).decode()
-        # A NaN in the scale would spoil every element.
-        finite = torch.where(value.isfinite(), value, 0.0)
-        amaxes.append(plain.amax(finite, (WHOLE, WHOLE)))
-    dtype = weight.data.dtype
-    scale = definition.scale_from_amax(torch.stack(amaxes).amax(0), torch.finfo(dtype).max)
-    for place in places:
-        value = master.tile(*place).decode()
-        part(weight.data, *place).copy_(plain.cast_by_scale(value, scale, (WHOLE, WHOLE), dtype))
+        if is_fused:
+            data = cast(value, how, scale).row_major.data  # type: ignore[union-attr]
+        else:
+            data = plain.cast_by_scale(value, scale, TENSOR, dtype)
+        part(weight.data, *place).copy_(data)
     weight.scale.copy_(scale.view(weight.scale.shape))
 
 
@@ -168,7 +187,7 @@ def _no_kernel(device_index: int | None) -> str | None:
     if (arch := architecture(device_index)) not in SUPPORT:
         return f"{arch} is not known to convert float8 ({', '.join(SUPPORT)} are); use fused=False"
     try:
-        for name in ("optimizer_step", "cast_weight"):
+        for name in ("optimizer_step", "cast"):
             importlib.import_module(f"float8.kernels.gpu.{name}")
     except ModuleNotFoundError:
         return "triton is not installed; `pip install triton`, or use fused=False"
@@ -213,7 +232,7 @@ def fused_step(
             and stays as it is (``torch.amp.GradScaler``'s protocol for fused optimizers).
         found_inf: float32 of one element on the device; where it is not 0 nothing is written.
         amax: float32 of one element that holds 0 before. It records the largest finite magnitude
-            of the new master, for `cast_master_by_kernel`; None where the parameter is no master.
+            of the new master, for `cast_master`; None where the parameter is no master.
     """
     name, numbers, lr = update_rules.packed(step.rule)
     number, tensor = (0.0, step.number) if isinstance(step.number, Tensor) else (step.number, None)
@@ -223,19 +242,6 @@ def fused_step(
         name, numbers, lr, float(number), tensor, *step.p[:2], *step.g[:2], *m, *v, step.group,
         list(step.at_random), step.seed, step.first, grad_scale, found_inf, amax,
     )  # fmt: skip
-
-
-def cast_master_by_kernel(
-    master: StateMatrix, weight: WeightOfMaster, amax: Tensor, found_inf: Tensor | None = None
-) -> None:
-    """`cast_master` by the Triton kernel, of data with any strides.
-
-    ``amax`` is what `fused_step` recorded. Where ``found_inf`` is not 0 nothing is written.
-    """
-    assert master.scale is not None
-    torch.ops.float8.cast_weight.default(
-        master.codes, master.scale, *weight, master.group, amax, found_inf
-    )
 
 
 def reference(

@@ -376,13 +376,6 @@ def first_candidate(
     return "", "; ".join(reasons)
 
 
-def _reason_against_devices(device: torch.device, **others: Tensor | None) -> str | None:
-    for name, x in others.items():
-        if x is not None and x.device != device:
-            return f"{name} is on {x.device} and a on {device}; move it with .to({str(device)!r})"
-    return None
-
-
 # --- the product
 
 
@@ -444,8 +437,8 @@ def multiply(a: Float8Matrix, b: Float8Matrix, gemm: Any, bias_N: Tensor | None 
         return out if bias_N is None else out + bias_N.to(out_dtype)
     device, bias = a_MK.device, a_MK if bias_N is None else bias_N
     if not (a_scale.device == b_NK.device == b_scale.device == bias.device == device):
-        others = {"a_scale": a_scale, "b": b_NK, "b_scale": b_scale, "bias": bias_N}
-        raise ValueError(f"scaled_mm: {_reason_against_devices(device, **others)}")
+        places = ", ".join([str(x.device) for x in (a_MK, a_scale, b_NK, b_scale, bias)])
+        raise ValueError(f"scaled_mm: a, its scale, b, its scale and bias are on {places}")
     if gemm.name == PLAIN_PYTORCH:
         is_sharded = hasattr(a_MK, "device_mesh")  # the op has no rules for DTensors: aten has
         run = definition.scaled_mm if is_sharded else torch.ops.float8.scaled_mm.default

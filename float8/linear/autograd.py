@@ -37,13 +37,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
-from float8.linear.casts import (
-    DelayedState,
-    cast_matrix,
-    cast_operand,
-    largest_scale,
-    record,
-)
+from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
 from float8.linear.float8_weight import Float8Weight, Saved, cast_again
 from float8.linear.plan import ROUND, Gemm, LinearPlan
 from float8.tensor import Float8Tensor
@@ -213,10 +207,7 @@ def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | No
         return source, (w_NK, None), None
     w8_NK: Any
     w8_NK, _, amax = cast_matrix(source, plan.w.first, call.states[1], finds_amax=call.records_amax)
-    scale = w8_NK.scale if plan.w.shares_data else None
-    if plan.w.takes_largest and call.has_backward:
-        scale = largest_scale(w8_NK.scale, call.states[1])
-    return w8_NK, (w_NK, scale), amax
+    return w8_NK, (w_NK, w8_NK.scale if plan.w.shares_data else None), amax
 
 
 def dequantized(x: Any, dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from float8 import kernels
 from float8.config import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
-from float8.formats import Format, format_of, twin_factor
+from float8.formats import Format, format_of
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
@@ -92,24 +92,6 @@ class Cast:
     def state(self) -> DelayedState | None:
         """The buffers that a delayed cast reads and records in, or None."""
         return None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Cast ``x`` of any shape, recording nothing; gradients pass straight through.
-
-        Returns a `Float8Tensor` of x's shape and dtype; x where the config disables the cast.
-        """
-        config = self.config
-        if config.scaling_type is ScalingType.DISABLED:
-            return x
-        fmt = on_device(self.format, x.device)
-        return Float8Tensor.from_high_precision(
-            x, fmt, config.granularity, self._scale(fmt), config.scale_format
-        )
-
-    def _scale(self, fmt: Format) -> Tensor | float | None:
-        """The scale of data in ``fmt``, this format or its twin; None computes it from x."""
-        scale = self.config.static_scale
-        return None if scale is None else scale * twin_factor(self.format, fmt)
 
     def extra_repr(self) -> str:
         """The summary of the config, with the format's name."""
@@ -195,9 +177,6 @@ class DelayedCast(Cast, Switchable):
     def format_on_device(self) -> Format:
         """The format that the device of the buffers multiplies."""
         return on_device(self.format, self.scale.device)
-
-    def _scale(self, fmt: Format) -> Tensor | None:
-        return self.scale if self.history_ready else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:
         before = dict(self._buffers)
@@ -328,24 +307,10 @@ def _cast_twice(
     if first and operand.first is not None:
         one, _, amax = cast_matrix(x, operand.first, state, finds_amax=records)
         records = False  # an amax is found once
-        if second and operand.takes_largest:
-            scale = largest_scale(one.scale, state)
     if second and operand.second is not None:
         other, _, found = cast_matrix(x.mT, operand.second, state, scale, finds_amax=records)
         amax = found if amax is None else amax
     return one, other, amax
-
-
-def largest_scale(scale: Tensor, state: DelayedState | None) -> Tensor | None:
-    """The scale of a matrix by those of its rows or blocks: see `Operand.takes_largest`.
-
-    None for a sharded operand, which has a ``state``: this rank may have a part of the scales. Also
-    for no scales, and for E8M0, of which torch finds no maximum.
-    """
-    is_sharded = state is not None or kernels.is_sharded(scale)
-    if is_sharded or scale.dtype != torch.float32 or scale.numel() == 0:
-        return None
-    return scale.amax((-2, -1), keepdim=True)
 
 
 def cast_matrix(

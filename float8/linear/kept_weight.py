@@ -31,6 +31,7 @@ from float8.kernels import is_sharded
 from float8.linear.float8_weight import Float8Weight, cast_of
 from float8.linear.module import Float8Module, weights_of
 from float8.linear.plan import compute_dtype
+from float8.linear.resident import gatherable_weights, join_loaded, split_saved, stay_gatherable
 
 
 class CastsWeights(Float8Module):
@@ -55,6 +56,19 @@ class CastsWeights(Float8Module):
         self.cached_weights.pop(name, None)
         if is_sharded(old) and (cast := cast_at_gather(self, name, old, value)) is not None:
             self.cached_weights[name] = cast
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            split_saved(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        gatherable = gatherable_weights(self)
+        join_loaded(self, state_dict, prefix, errors=args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        stay_gatherable(self, gatherable)
 
 
 class Passes:

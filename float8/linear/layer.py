@@ -30,14 +30,7 @@ from float8.linear.kept_weight import CastsWeights
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
-from float8.linear.resident import (
-    gatherable_weights,
-    input_scale_of,
-    is_resident,
-    join_loaded,
-    split_saved,
-    stay_gatherable,
-)
+from float8.linear.resident import input_scale_of, is_resident
 from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
 from float8.tensor import Float8Tensor
 
@@ -222,10 +215,7 @@ class Float8Linear(CastsWeights, nn.Linear):
                 raise type(error)(f"{self._name}: {error}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        gatherable = gatherable_weights(self)
-        join_loaded(self, state_dict, prefix, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        stay_gatherable(self, gatherable)
         weight = state_dict.get(prefix + "weight")
         if weight is None:
             return  # a partial checkpoint, such as adapters: the state of the casts stays
@@ -234,13 +224,6 @@ class Float8Linear(CastsWeights, nn.Linear):
                 continue
             if not any([key.startswith(f"{prefix}{name}.") for key in state_dict]):
                 cast.start_beside(weight)
-
-    def _save_to_state_dict(
-        self, destination: dict[str, Any], prefix: str, keep_vars: bool
-    ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not keep_vars:
-            split_saved(self, destination, prefix)
 
     @property
     def weight_scale(self) -> Tensor | None:
@@ -257,21 +240,13 @@ class Float8Linear(CastsWeights, nn.Linear):
         return self.__dict__ | {"cached_weights": {}}
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear``, and the casts that are not printed below it, as children."""
+        """As ``nn.Linear``, and the casts of the config."""
         flags = ("smooth_input", "dequantize_in_backward", "mxfp4_weights")
         parts = [super().extra_repr(), *[f"{n}=True" for n in flags if getattr(self.config, n)]]
-        for name, cast, fmt in zip(_CAST_NAMES, self.casts, _FORMATS, strict=True):
-            operand = name.removeprefix("cast_")
-            first = getattr(self.config, f"cast_config_{operand}")
-            if not isinstance(cast, DelayedCast):
-                parts.append(f"{operand}={cast.extra_repr()}")
-            # A child's state may belong to the operand's second GEMM, which has another cast.
-            elif cast.config != first:
-                parts.append(f"{operand}={Cast(first, fmt).extra_repr()}")
-        for name, fmt in zip(_OVERRIDES, _FORMATS, strict=True):
-            override = getattr(self.config, f"cast_config_{name}")
-            if override is not None:
-                parts.append(f"{name}={Cast(override, fmt).extra_repr()}")
+        shown = _OPERANDS[:2] if self.config.dequantize_in_backward else _OPERANDS
+        for name, fmt in zip(shown, (*_FORMATS, *_FORMATS), strict=False):
+            if (cast := getattr(self.config, f"cast_config_{name}")) is not None:
+                parts.append(f"{name}={Cast(cast, fmt).extra_repr()}")
         return ", ".join(parts)
 
 
@@ -297,9 +272,8 @@ class Float8CastingLinear(Float8Linear):
     def forward(self, input: Tensor) -> Tensor:
         """As `Float8Linear`, in the dtype of ``input``: that of the weight, bfloat16 or float16."""
         dtype = input.dtype if isinstance(input, Tensor) else None
-        if self.high_precision or dtype == self.weight.dtype or dtype not in _HALVES:
-            return super().forward(input)
-        if autocasts(input.device.type):
+        is_other = dtype in _HALVES and dtype != self.weight.dtype
+        if self.high_precision or not is_other or autocasts(input.device.type):
             return super().forward(input)
         if input.device.type == "meta":  # which has no autocast, and no values
             return self._plain_forward(input)
@@ -312,7 +286,10 @@ class Float8CastingLinear(Float8Linear):
 
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
-_OVERRIDES = ("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight")
+_OPERANDS = (
+    *("input", "weight", "grad_output"),
+    *("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"),
+)
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
 _OWN_ATTRIBUTES = (
     *("config", "function", "fqn", "switch"),

@@ -85,8 +85,8 @@ def weight_in_onnx(weight: Float8Tensor) -> Tensor:
     """
     if weight.scale.dtype != torch.float32:
         raise ValueError(
-            f"torch.onnx.export takes no float8 weights with scales of {weight.scale.dtype}; "
-            "export what float8.convert_from_float8_training(model) returns"
+            f"torch.onnx.export takes no scales of {weight.scale.dtype}: export what "
+            "float8.convert_from_float8_training(model) returns"
         )
     return _dequantize(weight.float8_data, weight.scale, weight.block).to(weight.dtype)
 
@@ -95,25 +95,19 @@ def _reason_against(weight: Tensor, input: Tensor, cast: OperandCast | None) -> 
     """The reason why a layer cannot be part of an ONNX file, or None."""
     if not isinstance(weight, Float8Tensor):
         return (
-            "torch.onnx.export stores float8 weights, and this layer's is in high precision; call "
-            "float8.convert_to_float8_inference(model) first, or export in "
-            "`with float8.high_precision(model):`, without float8"
+            "torch.onnx.export stores float8 weights: call float8.convert_to_float8_inference "
+            "first, or export in `with float8.high_precision(model):`"
         )
     if isinstance(input, Float8Tensor):
-        return (
-            "torch.onnx.export does not take inputs that a norm or gate returns in float8; export "
-            "the model without float8.fuse_norms"
-        )
+        return "torch.onnx.export takes no inputs in float8: leave float8.fuse_norms out"
     formats = (weight.float8_data.dtype, None if cast is None else cast.dtype)
     has_rows = cast is not None and cast.block[0] in (1, WHOLE)
     is_float32 = weight.scale.dtype == torch.float32
     if not (is_float32 and has_rows) or formats != (E4M3.dtype, E4M3.dtype):
         return (
-            f"torch.onnx.export takes weights and inputs in {E4M3.dtype} with scales of float32 "
-            "(of inputs, by tensor, row or part of a row), "
-            f"and this layer's are {formats[0]} and {formats[1]} with scales of "
-            f"{weight.scale.dtype}; convert the plain model with another recipe, such as "
-            '"rowwise", or export what float8.convert_from_float8_training(model) returns'
+            f"torch.onnx.export takes {E4M3.dtype} with scales of float32 (of inputs, by tensor, "
+            f"row or part of it), not {formats[0]} and {formats[1]} with scales of "
+            f"{weight.scale.dtype}: take a recipe such as rowwise, or convert_from_float8_training"
         )
     return None
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.config import Float8LinearConfig, GemmCasts, OperandCast, ScalingType
+from float8.config import Float8LinearConfig, GemmCasts, OperandCast
 from float8.config.linear import CONFIGS
 from float8.formats import ScaleFormat, on_family, twin_factor
 from float8.granularity import WHOLE
@@ -84,9 +84,6 @@ class Operand:
     Attributes:
         second_is: `VIEW`, `TRANSPOSED_COPY`, `PAIR` or `OWN`.
         shares_data: whether both GEMMs read the same data and scales.
-        takes_largest: whether the second's scale is the largest of the first's: one scale of the
-            matrix beside those of its rows or blocks. Scales grow with amaxes, so it has the bits
-            of a scale that is computed from the amax of the matrix.
     """
 
     first: OperandCast | None
@@ -95,17 +92,11 @@ class Operand:
     may_view: bool = True
     second_is: str = field(init=False)
     shares_data: bool = field(init=False)
-    takes_largest: bool = field(init=False)
 
     def __post_init__(self) -> None:
         first, second = self.first, self.second
         both = first is not None and second is not None
         self.shares_data = both and first.transposed() == second  # type: ignore[union-attr]
-        self.takes_largest = False
-        if both and second.is_whole and not first.is_whole:  # type: ignore[union-attr]
-            of_matrix = replace(first, block=second.block)  # type: ignore[type-var, union-attr]
-            is_dynamic = first.scaling_type is ScalingType.DYNAMIC  # type: ignore[union-attr]
-            self.takes_largest = is_dynamic and of_matrix == second
         if self.shares_data and (self.may_view or first != second):
             self.second_is = VIEW
         elif both and first == second:

@@ -60,8 +60,6 @@ def error_of_call(input: Tensor, weight: Tensor, plan: LinearPlan) -> TypeError 
             f"input is {input.dtype} and weight {weight.dtype}; convert one of them or use "
             "torch.autocast"
         )
-    if input.device != weight.device:
-        return ValueError(f"input is on {input.device} and weight on {weight.device}; move one")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         return ValueError(
             f"input has shape {tuple(input.shape)}, expected (..., {weight.shape[1]})"

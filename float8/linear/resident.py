@@ -236,11 +236,22 @@ def _parts(weight: Any) -> tuple[Tensor, Tensor] | None:
 
 @torch.no_grad()
 def _loads(weight: Any, loaded: tuple[Any, Any]) -> bool:
-    """Whether loaded data and scales are sharded as a weight, into which they are then copied."""
-    local, (data, scale) = weight._local_tensor, (getattr(x, "_local_tensor", x) for x in loaded)
-    parts = ((local.float8_data.unsqueeze(-1), data), (local.scale, scale))
-    fits = scale is not None and all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in parts)
-    for mine, its in parts if fits else ():
+    """Whether loaded data and scales fit a sharded weight, into which they are then copied.
+
+    They are sharded as the weight is, or whole.
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    def part(x: Any, shape: torch.Size) -> Any:
+        if x is not None and not is_sharded(x) and x.shape != shape:
+            x = distribute_tensor(x, weight.device_mesh, weight.placements, src_data_rank=None)
+        return getattr(x, "_local_tensor", x)
+
+    local = weight._local_tensor
+    own = local.float8_data.unsqueeze(-1), local.scale
+    pairs = [(mine, part(x, mine.shape)) for mine, x in zip(own, loaded, strict=True)]
+    fits = all(b is not None and (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
+    for mine, its in pairs if fits else ():
         mine.copy_(its)
     return fits
 
@@ -260,7 +271,10 @@ def join_loaded(layer: Any, state_dict: dict[str, Any], prefix: str, errors: lis
             continue
         if is_sharded(weight) and _parts(weight) is not None:
             if not _loads(weight, (loaded, state_dict.pop(key + SCALE_SUFFIX, None))):
-                errors.append(f"{key}: it is sharded, and the checkpoint has no such parts of it")
+                errors.append(
+                    f"{key}: it is sharded, and the checkpoint of this rank has neither such parts "
+                    "of it nor the whole, float8 data and scales"
+                )
             state_dict[key] = weight  # loads into itself
             continue
         if loaded.dtype in FORMATS and loaded.shape == (*weight.shape, 1):

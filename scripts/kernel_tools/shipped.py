@@ -17,7 +17,6 @@ from float8.kernels.gpu import (
     blockwise_mm,
     cast,
     cast_tokens,
-    cast_weight,
     dequantize_groups,
     expand_scales,
     grouped_mm,
@@ -168,14 +167,6 @@ def _cast_tokens(M: int, K: int) -> list[Variant]:
     ]
 
 
-def _cast_weight(M: int, K: int) -> list[Variant]:
-    """The form of a weight whose rows are whole groups."""
-    master, master_scale = meta(M, K, dtype=F16), meta(M, ceil_div(K, 128), dtype=F32)
-    data, scale = meta(M, K, dtype=E4M3), meta(dtype=F32)
-    arguments = master, master_scale, data, scale, 128, meta(1, dtype=F32)
-    return [variant("cast_weight", cast_weight._launch, *arguments)]
-
-
 def _dequantize_groups(M: int, K: int) -> list[Variant]:
     """The form that restores a copy of `saved_activations`."""
     scale = meta(ceil_div(K, 128), M, dtype=torch.uint8).t()
@@ -313,22 +304,15 @@ def _optimizer_step_variant(
 
 def _swiglu_cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16."""
-    gate, up = meta(M, K), meta(M, K)
-    scale = meta(1, 1, dtype=F32)
-    cast_to = (BF16, E4M3, False)
-    forms: dict[str, tuple[Any, ...]] = {
-        "tiles": (None, *cast_to, True),
-        "a given scale, amax": (scale, *cast_to, True, True),
-        "a given scale, not transposed": (scale, *cast_to, False),
+    y, scale = meta(M, K), meta(1, 1, dtype=F32)
+    forms = {
+        "tiles": (None, E4M3, False),
+        "a given scale, amax": (scale, E4M3, False, True),
+        "a given scale": (scale, E4M3, False),
     }
-    clamped = {"a given scale, clamped": (10.0, scale, *cast_to, True)}
-    title, launch = "swiglu_cast: ", swiglu_cast._launch
     return [
-        variant(f"{title}amax", swiglu_cast._partial_amaxes, gate, up, BF16),
-        *_forms(title, launch, forms, gate, up, None),
-        *_forms(title, launch, clamped, gate, up),
-        variant("swiglu_backward", swiglu_cast._launch_backward, gate, gate, up),
-        variant("swiglu_backward: clamped", swiglu_cast._launch_backward, gate, gate, up, 10.0),
+        variant("swiglu_cast: amax", swiglu_cast._partial_amaxes, y, y),
+        *_forms("swiglu_cast: ", swiglu_cast._launch, forms, y, y),
     ]
 
 
@@ -373,7 +357,7 @@ def _transpose(M: int, K: int) -> list[Variant]:
 SHIPPED: dict[str, Callable[[int, int], list[Variant]]] = {
     function.__name__[1:]: function
     for function in (
-        _amax, _blockwise_mm, _cast, _cast_tokens, _cast_weight, _dequantize_groups, _expand_scales,
+        _amax, _blockwise_mm, _cast, _cast_tokens, _dequantize_groups, _expand_scales,
         _grouped_mm, _norm_cast, _optimizer_step, _swiglu_cast, _swiglu_gradients, _transpose,
     )
 }  # fmt: skip

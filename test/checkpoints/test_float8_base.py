@@ -21,6 +21,7 @@ pytest.importorskip("transformers")
 
 from published_models import convert, model_of
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from wire import Wire
 
 import float8
@@ -350,8 +351,59 @@ def test_a_sharded_state_dict_is_saved_and_loaded(rank, published, tmp_path):
     third = poisoned(sharded(load(make(4), published, "float8")))
     third.load_state_dict(state)
     assert_bitwise(third(TOKENS).logits, expected)
-    with pytest.raises(RuntimeError, match="no such parts"):
-        third.load_state_dict(load(make(5), published, "float8").state_dict())
+    unscaled = {key: x for key, x in state.items() if not key.endswith("_scale")}
+    with pytest.raises(RuntimeError, match="neither such parts of it nor the whole"):
+        third.load_state_dict(unscaled, strict=False)
+
+
+def layers_in_float8(seed: int, recipe: str) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(128, 384), nn.LayerNorm(384), nn.Linear(384, 128))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    layers = layers.bfloat16().requires_grad_(False)
+    return float8.convert_to_float8_inference(layers, config=config)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_whole_state_dict_is_gathered_and_loaded(rank, recipe):
+    """As bytes, for gloo sends no float8; and as ``set_model_state_dict`` hands it over."""
+    whole = layers_in_float8(1, recipe)
+    expected, x = whole.state_dict(), torch.randn(16, 128, dtype=torch.bfloat16)
+    torch.distributed.broadcast(x, 0)
+    for key, its in sharded_layers(whole).state_dict().items():
+        as_bytes = its.view(torch.uint8)
+        found = as_bytes.full_tensor() if isinstance(its, DTensor) else as_bytes
+        assert_bitwise(found.view(its.dtype), expected[key], key)
+
+    def part(key: str, like: torch.Tensor) -> torch.Tensor:
+        mesh, placements = like.device_mesh, like.placements
+        return distribute_tensor(expected[key], mesh, placements, src_data_rank=None)
+
+    in_parts = {
+        "all": lambda key: True,
+        "parameters": lambda key: not key.endswith("_scale"),  # set_model_state_dict does so
+        "others": lambda key: key[0] == "1" or key.endswith("bias"),
+    }
+    for those in in_parts.values():
+        model = sharded_layers(layers_in_float8(2, recipe))
+        assert not torch.equal(model(x), layers_in_float8(1, recipe)(x))
+        own = model.state_dict()
+        cut = {key for key, y in own.items() if isinstance(y, DTensor) and those(key)}
+        model.load_state_dict(
+            {key: part(key, own[key]) if key in cut else y for key, y in expected.items()}
+        )
+        assert_bitwise(model(x), layers_in_float8(1, recipe)(x), recipe)
+    other = layers_in_float8(1, "rowwise" if recipe == "tensorwise" else "tensorwise").state_dict()
+    with pytest.raises(RuntimeError, match="neither such parts of it nor the whole"):
+        model[0].load_state_dict({k[2:]: y for k, y in other.items() if k[:3] == "0.w"}, False)
+    assert_bitwise(model(x), layers_in_float8(1, recipe)(x), recipe)  # nothing has changed
+
+
+def sharded_layers(model: nn.Module) -> nn.Module:
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 @pytest.mark.ranks(2)

@@ -5,6 +5,8 @@ Two processes: ``live_program.py``.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import oracle
 import pytest
 
@@ -14,11 +16,13 @@ import torch
 from assertions import assert_bitwise
 from processes import failures
 from published_models import convert, model_of
+from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
 import float8
-from float8 import Tensorwise
-from float8.checkpoints import CompressedTensors, weight_updates
+from float8 import Tensorwise, kernels
+from float8.checkpoints import CompressedTensors, plan_save, save_pretrained, weight_updates
+from float8.checkpoints.casts import TRAINING_CAST
 from float8.checkpoints.names import published
 
 
@@ -121,3 +125,76 @@ def test_sharded_models_push_the_bits_of_one_process():
         ("a_step_in_between_is_an_error",),
     ]
     assert failures("live_program", checks, 2) == {}
+
+
+def multiplied_by(model, tokens):
+    """Name of a layer -> the weight that its next forward multiplies: data, and scale."""
+    names, found, running = {m: n for n, m in model.named_modules()}, {}, []
+    multiply = kernels.multiply
+
+    def seen(a, b, *rest):
+        found[running[-1]] = b.data.clone(), b.scale.clone()
+        return multiply(a, b, *rest)
+
+    handles = [
+        handle
+        for m in model.modules()
+        if isinstance(m, float8.Float8Linear)
+        for handle in (
+            m.register_forward_pre_hook(lambda m, _: running.append(names[m])),
+            m.register_forward_hook(lambda *_: running.pop() and None),
+        )
+    ]
+    with mock.patch.object(kernels, "multiply", seen), torch.no_grad():
+        model(tokens)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "delayed"])
+def test_the_next_forward_multiplies_what_a_file_and_an_engine_have(recipe, tmp_path):
+    """Data and scales, bit for bit; but for layers that the plan says are cast anew."""
+    model, tokens = convert(model_of("llama"), recipe), torch.randint(64, (2, 16))
+    for _ in range(2):
+        model(tokens).logits.sum().backward()
+        float8.after_step(model)
+    plan = plan_save(model)
+    save_pretrained(model, tmp_path / "it")
+    files, live = load_file(tmp_path / "it/model.safetensors"), dict(weight_updates(model))
+    scale = "weight_scale_inv" if recipe == "blockwise" else "weight_scale"
+    multiplied = multiplied_by(model, tokens)
+    assert multiplied.keys() == plan.layers.keys()
+    kept = {name for name, how in plan.layers.items() if how.startswith(TRAINING_CAST)}
+    fused = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # engines have one scale of them
+    anew = {n for n in plan.layers if n.endswith(fused) and plan.layout.block == (-1, -1)}
+    assert kept == plan.layers.keys() - anew
+    for name in kept:
+        data, its = multiplied[name]
+        for found in (files, live):
+            assert_bitwise(found[f"{name}.weight"], data, (recipe, name))
+            assert found[f"{name}.{scale}"].float().flatten().tolist() == its.flatten().tolist()
+
+
+def test_the_next_forward_multiplies_the_experts_that_an_engine_has():
+    model, stacks = convert(model_of("mixtral"), "rowwise"), []
+    multiply = kernels.multiply_groups
+
+    def seen(a, b, *rest):
+        stacks.append((b.data.clone(), b.scale.clone()))
+        return multiply(a, b, *rest)
+
+    with mock.patch.object(kernels, "multiply_groups", seen), torch.no_grad():
+        model(torch.randint(64, (2, 16)))
+    live = dict(weight_updates(model))
+    layers = len(model.model.layers)
+    assert len(stacks) == 2 * layers
+    for i in range(layers):
+        (gate_up, its), (down, of_down) = stacks[2 * i : 2 * i + 2]
+        for expert in range(len(gate_up)):
+            w1, w3 = zip(gate_up[expert].chunk(2), its[expert].chunk(2), strict=True)
+            w2 = down[expert], of_down[expert]
+            for name, (data, scale) in {"w1": w1, "w2": w2, "w3": w3}.items():
+                key = f"model.layers.{i}.block_sparse_moe.experts.{expert}.{name}.weight"
+                assert_bitwise(live[key], data, key)
+                assert live[f"{key}_scale"].flatten().tolist() == scale.flatten().tolist()

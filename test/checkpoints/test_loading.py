@@ -24,6 +24,7 @@ from torch import nn
 import float8
 from float8 import Float8Linear, Float8LinearConfig, ScalingType, convert_to_float8_training
 from float8.checkpoints.loading import load
+from float8.linear.resident import to_resident
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
@@ -236,7 +237,7 @@ def test_delayed_casts_start_anew(tmp_path, has_trained):
     up = load(model, folder).up
     for cast in (up.cast_input, up.cast_weight, up.cast_grad_output):
         assert not cast.history_ready and not cast.scale.any() and not cast.amax_history.any()
-    cast = up.cast_weight(up.weight.detach())
+    cast = to_resident(up.weight, up.config, up.cast_weight.state)
     assert_bitwise(cast.float8_data, tensors["up.weight"])
     model(TOKENS).sum().backward()
     float8.after_step(model)
@@ -275,7 +276,7 @@ def test_the_first_dynamic_cast_finds_the_data_and_the_scale_of_the_file(tmp_pat
         model = load(trainable(replace(recipe, **own)), folder)
         for name in LAYERS:
             layer = model.get_submodule(name)
-            found = layer.cast_weight(layer.weight.detach())
+            found = to_resident(layer.weight, layer.config)
             data, scale = tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"]
             if form == "float32":
                 assert_bitwise(found.float8_data, data)

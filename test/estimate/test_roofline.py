@@ -255,7 +255,7 @@ FUSED = {
     "delayed": (2 + 1 + 1, (2 + 1) + (2 + 1), 2 + 1 + 1),
     "unit": (2 + 1 + 1, (2 + 1) + (2 + 1), 2 + 1 + 1),
     "rowwise": (2 + 1 + 2 + 1, (2 + 1) + (2 + 2 + 1), 2 + 1 + 2 + 1),
-    "rowwise_with_gw_hp": (2 + 1, (2 + 1) + (2 + 1), 2 + 1),  # the maximum of w's scales of rows
+    "rowwise_with_gw_hp": (2 + 1, (2 + 1) + (2 + 2 + 1), 2 + 1),
     "blockwise": (2 + 1 + 1 + 2 * S, (2 + 1) + (2 + 1), 2 + 1 + 1 + 2 * S),
     "mxfp8": (2 + 1 + 1 + 2 * S, (2 + 1 + S) + (2 + 1 + S), 2 + 1 + 1 + 2 * S),
     "mxfp8_2d": (2 + 1 + 1 + 2 * S, (2 + 1) + (2 + 1), 2 + 1 + 1 + 2 * S),
@@ -265,7 +265,7 @@ CACHED_WEIGHT = {
     "delayed": 2 + 1 + 1,
     "unit": 2 + 1 + 1,
     "rowwise": 2 + 1 + 2 + 1,
-    "rowwise_with_gw_hp": (2 + 1) + (2 + 1),  # two kinds of scales
+    "rowwise_with_gw_hp": (2 + 1) + (2 + 2 + 1),  # two kinds of scales
     "blockwise": 2 + 1 + 1,
     "mxfp8": 2 + 1 + 1 + 2 * S,
     "mxfp8_2d": 2 + 1 + 1,

@@ -36,8 +36,7 @@ from float8 import (
     sync_float8_amax_and_scale_history,
 )
 from float8.config import RECIPES
-from float8.fusion import autograd as fusion_autograd
-from float8.fusion import feed_forward, register_feed_forward
+from float8.fusion import feed_forward, norm_autograd, register_feed_forward
 from float8.fusion.feed_forward import FEED_FORWARDS, SwiGLUFeedForward
 from float8.kernels import definition
 from float8.numerics.passes import local_part
@@ -65,7 +64,7 @@ class RoundedOnce(torch.autograd.Function):
     def backward(ctx, g):
         gate, up = ctx.saved_tensors
         size = gate.shape[-1]
-        both = definition.swiglu_backward(*[t.reshape(-1, size) for t in (g, gate, up)])
+        both = definition.swiglu_gradients(*[t.reshape(-1, size) for t in (g, gate, up)])
         return tuple(half.reshape(gate.shape) for half in both.chunk(2, 1))
 
 
@@ -119,8 +118,8 @@ def always(*how):
 def by_ops():
     """Take the path of a GPU on the CPU: the ops, which run their definitions here."""
     pytest.importorskip("triton")
-    fusion_autograd._load()
-    return mock.patch.object(feed_forward, "runs_producer", always)
+    norm_autograd._load()
+    return mock.patch.object(feed_forward, "runs_kernels", always)
 
 
 def both(kind=Two, config=TENSORWISE, dtype=torch.float32, keeps_float8=False):

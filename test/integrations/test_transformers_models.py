@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from assertions import assert_bitwise, assert_sqnr_at_least
 from safetensors.torch import load_file
 from torch import nn
 from trainers import (  # noqa: F401
@@ -120,3 +122,49 @@ def test_adapters_that_read_the_weight_of_their_base_name_the_remedy(options):
     tokens = data_of(2)[1]["input_ids"][None]
     model(tokens, labels=tokens).loss.backward()
     assert all(p.grad.any() for n, p in model.named_parameters() if "lora_B" in n)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_several_adapters_share_a_base_that_refuses_to_be_merged(recipe):
+    peft = pytest.importorskip("peft")
+    tokens = data_of(2)[1]["input_ids"][None]
+
+    def logits(model, **options):
+        with torch.no_grad():
+            return model(tokens, **options).logits
+
+    base = float8.convert_to_float8_inference(llama(), config=recipe).eval()
+    options = {"r": 4, "target_modules": ["up_proj", "q_proj"], "init_lora_weights": False}
+    found = {"none": logits(base)}
+    model = peft.get_peft_model(base, peft.LoraConfig(**options), "first").eval()
+    model.add_adapter("second", peft.LoraConfig(**options, use_rslora=True))
+    for name in ("first", "second"):
+        model.set_adapter(name)
+        found[name] = logits(model)
+    assert not torch.equal(found["first"], found["second"])
+    model.set_adapter("first")
+
+    def is_unchanged():
+        with model.disable_adapter():
+            assert_bitwise(logits(model), found["none"])
+        assert_bitwise(logits(model), found["first"])
+        assert_bitwise(logits(model, adapter_names=["second"]), found["second"])
+
+    is_unchanged()
+    for change in (
+        model.merge_adapter,
+        lambda: model.merge_adapter(safe_merge=True),
+        model.merge_and_unload,
+        lambda: model.add_adapter("third", peft.LoraConfig(**options, use_dora=True)),
+    ):
+        with pytest.raises(NotImplementedError, match="convert_from_float8_training"):
+            change()
+        is_unchanged()
+    plain = float8.convert_from_float8_training(model)
+    before, weights = logits(plain), copy.deepcopy(plain.state_dict())
+    plain.merge_adapter()
+    assert_sqnr_at_least(logits(plain), before, 90)
+    plain.unmerge_adapter()
+    for key, x in plain.state_dict().items():
+        assert_sqnr_at_least(x, weights[key], 90)

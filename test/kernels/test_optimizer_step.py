@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
     assert not takes_kernel(None, on_cpu)
 
 
-def test_fused_step_on_a_cpu_is_the_plain_step():
+def test_fused_step_on_a_cpu_is_the_plain_step(monkeypatch):
     """The op of each rule reaches its definition, a master and its weight included."""
     pytest.importorskip("triton")
     assert optimizer_step._no_kernel(None) is None  # registers the ops
@@ -90,9 +91,17 @@ def test_fused_step_on_a_cpu_is_the_plain_step():
         assert amax == value.abs().max()
         assert not torch.equal(value, x)
     weight = WeightOfMaster(torch.zeros(3, 70).to(torch.float8_e4m3fn), torch.zeros(()))
-    optimizer_step.cast_master_by_kernel(master, weight, amax)
+    monkeypatch.setattr(optimizer_step, "LARGE_TILE", 64)  # several tiles
+    optimizer_step.cast_master(master, weight, amax, torch.zeros(1))
     twin = WeightOfMaster(torch.zeros_like(weight.data), torch.zeros(()))
     optimizer_step.cast_master(master, twin)
     assert_bitwise(weight.data, twin.data)
     assert_bitwise(weight.scale, twin.scale)
     assert (weight.data.float() * weight.scale - value).abs().max() <= amax / 28
+    # A skipped step leaves the master and records no amax: the weight stays.
+    optimizer_step.cast_master(master, weight, torch.zeros(1), torch.ones(1))
+    assert_bitwise(weight.data, twin.data)
+    assert_bitwise(weight.scale, twin.scale)
+    master.codes[1, 3] = math.nan
+    optimizer_step.cast_master(master, weight, amax)
+    assert weight.data.float().isnan().nonzero().tolist() == [[1, 3]]

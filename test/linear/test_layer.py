@@ -23,7 +23,6 @@ from float8 import (
     LayerNormCast,
     RMSNormCast,
     ScalingType,
-    SwiGLUCast,
     float8_linear,
     high_precision,
     sync_float8_amax_and_scale_history,
@@ -253,8 +252,8 @@ def test_backward_saves_one_byte_per_input_element_and_its_scales(recipe, shape)
     x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
     layer = Float8Linear.from_float(plain, RECIPES[recipe])
     found = saved_bytes(lambda: layer(x * 1), layer)
-    if recipe == "rowwise_with_gw_hp":  # the input as it came, and one scale of the weight
-        assert found == 2 * m * k + 4
+    if recipe == "rowwise_with_gw_hp":  # the input as it came
+        assert found == 2 * m * k
     else:
         assert m * k <= found <= 1.04 * m * k
     layer.weight.requires_grad_(False)
@@ -341,14 +340,14 @@ def test_an_operand_in_float8_is_multiplied_as_it_is(operand):
     [
         *((Float8Linear, (16, 32)), (Float8CastingLinear, (16, 32))),
         *((Float8UnitLinear, (16, 32)), (Float8UnitLinearReadout, (16, 32))),
-        *((RMSNormCast, (16,)), (LayerNormCast, (16,)), (SwiGLUCast, ())),
+        *((RMSNormCast, (16,)), (LayerNormCast, (16,))),
     ],
 )
 def test_a_module_that_was_not_converted_runs_and_becomes_plain(kind, sizes):
     module, x = kind(*sizes), torch.randn(5, 16)
     plain = copy.deepcopy(module).to_float()
     assert type(plain) is kind.plain_type
-    assert vars(plain).keys() - {"limit"} == vars(kind.plain_type(*sizes)).keys()
+    assert vars(plain).keys() == vars(kind.plain_type(*sizes)).keys()
     assert module(x).shape == plain(x).shape
     with high_precision(module):
         assert_bitwise(plain(x), module(x))

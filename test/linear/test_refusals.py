@@ -165,12 +165,12 @@ REFUSED = [
     (lambda: _unchecked("rowwise")(_x8(E4M3, Rowwise())), ValueError, "freeze the weight"),
     (lambda: _layer(SQUARE)(_x8_of_batches()), ValueError, "up.w1: .*as a matrix"),
     # tensors on several devices, of which an op would return memory that nothing has written
-    (lambda: _layer()(X.to("meta")), ValueError, "up.w1: input is on meta and weight on cpu"),
-    (lambda: _unchecked("tensorwise")(X.to("meta")), ValueError, "on cpu and a on meta"),
+    (lambda: _layer()(X.to("meta")), ValueError, "are on meta, meta, cpu"),
+    (lambda: _unchecked("tensorwise")(X.to("meta")), ValueError, "are on meta, meta, cpu"),
     (
         lambda: float8_linear(X, W, torch.ones(32, device="meta")),
         ValueError,
-        "bias is on meta and a on cpu",
+        "are on cpu, cpu, cpu, cpu, meta",
     ),
     # the functional form
     (lambda: float8_linear(X, W, None, "delayed"), ValueError, "no amax history"),

@@ -17,7 +17,7 @@ from float8.config import Float8LinearConfig
 from float8.convert.convert import convert_to_float8_training
 from float8.convert.filters import skip_names
 from float8.distributed.sync import sync_float8_amax_and_scale_history
-from float8.fusion.producers import RMSNormCast
+from float8.fusion.norm_casts import RMSNormCast
 from float8.numerics.comparison import (
     Comparison,
     LayerComparison,

@@ -212,9 +212,7 @@ def test_the_op_of_a_gpu_gives_the_same_bits(lr, monkeypatch):
         with monkeypatch.context() as patch:
             if by_op:
                 patch.setattr(optimizer_step, "takes_kernel", lambda *_: True)
-                patch.setattr(
-                    optimizer_step, "cast_master_by_kernel", lambda p, w, *_: cast_master(p, w)
-                )
+                patch.setattr(optimizer_step, "cast_master", lambda p, w, *_: cast_master(p, w))
             for seed in range(2):
                 step((params,), optimizer, seed=seed)
         found.append([params[0].dequantize().detach(), *params[1:]])

@@ -17,8 +17,8 @@ passed by value. The learning rate and the step may also be passed by pointer, s
 replays with new ones. Each program then computes the bias corrections in float64, as the definition
 does. Random bits are a hash of seed, step and element.
 
-If the parameter is a master, `cast_weight` is a second launch. The first launch writes the amax of
-the new master by an atomic maximum, which does not depend on the order. A step that GradScaler's
+If the parameter is a master, the kernel also writes the amax of the new one, by an atomic maximum,
+which does not depend on the order: the weight is cast by it. A step that GradScaler's
 ``found_inf`` skips reads and writes nothing.
 """
 

@@ -7,7 +7,7 @@ cast again here, by the scale of forward: gate and up are read anyway, and nothi
 between forward and backward. Bytes per element of y, from bfloat16:
 
 ========== ==================== ============================ ===================================
-scales     bytes                ``swiglu_backward``, casts   what it does
+scales     bytes                gradients, then casts        what it does
 ========== ==================== ============================ ===================================
 given      6 + 4 + 1            6 + 4, 4 + 4                 static, delayed; finds the amaxes
 None       6 + 6 + 4 + 1        6 + 4, 4, 4 + 4              dynamic: reads twice
@@ -67,7 +67,7 @@ from float8.kernels.gpu.launch import (
     row_major,
     tiles_of,
 )
-from float8.kernels.gpu.swiglu_cast import check_shapes, gradients_of_tile
+from float8.kernels.gpu.swiglu_cast import check_shapes, sigmoid
 from float8.kernels.matrix import BY_128, TENSOR
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
@@ -76,11 +76,47 @@ _WARPS = 2  # a thread has 8 adjacent elements of a row
 
 
 @triton.jit
+def _in_float32(ptr, scale_ptr, m, k, M, K, stride):
+    """A tile of gate or up, 0 outside: of a matrix, or of float8 copies in groups of 128 of a row.
+
+    A tile of copies is inside one column of groups. ``scale_ptr`` is float32 (M, groups), strides
+    (1, M), or None.
+    """
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    x = tl.load(ptr + m[:, None] * stride + k[None, :], inside, 0)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr + (tl.min(k, 0) // 128) * M.to(tl.int64) + m, m < M, 0.0)
+        x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _gradients_of_tile(
+    grad_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, m, k, M, K,
+    stride_grad, stride_gate, stride_up,
+):  # fmt: skip
+    """Tiles of y and of the gradients of gate and up, rounded, in float32; 0 outside."""
+    grad = _in_float32(grad_ptr, None, m, k, M, K, stride_grad)
+    gate = _in_float32(gate_ptr, gate_scale_ptr, m, k, M, K, stride_gate)
+    up = _in_float32(up_ptr, up_scale_ptr, m, k, M, K, stride_up)
+    s = sigmoid(gate)
+    y = gate * s * up
+    grad_gate = grad * up * (s * (1.0 + gate * (1.0 - s)))
+    grad_up = grad * (gate * s)
+    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    return (
+        y.to(DTYPE).to(tl.float32),
+        grad_gate.to(DTYPE).to(tl.float32),
+        grad_up.to(DTYPE).to(tl.float32),
+    )
+
+
+@triton.jit
 def _amax_kernel(
     grad_ptr,
     gate_ptr,
     up_ptr,
-    gate_groups_ptr,  # the scales of copies, see `_in_float32` of ``swiglu_cast.py``; or None
+    gate_groups_ptr,  # the scales of copies, see `_in_float32`; or None
     up_groups_ptr,
     partials_ptr,  # those of gate, then those of up
     M,
@@ -93,7 +129,6 @@ def _amax_kernel(
     PARTIALS: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
-    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
     tiles_k = tl.cdiv(K, COLS)
     tiles = tl.cdiv(M, ROWS) * tiles_k
     gate_bits = tl.zeros((ROWS, COLS), tl.int32)
@@ -101,9 +136,9 @@ def _amax_kernel(
     for tile in range(tl.program_id(0), tiles, PARTIALS):
         m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-        _, gate, up = gradients_of_tile(
+        _, gate, up = _gradients_of_tile(
             grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
-            stride_grad, stride_gate, stride_up, None, DTYPE,
+            stride_grad, stride_gate, stride_up,
         )  # fmt: skip
         gate_bits = tl.maximum(gate_bits, magnitude_bits(gate))
         up_bits = tl.maximum(up_bits, magnitude_bits(up))
@@ -142,7 +177,6 @@ def _cast_kernel(
     FORMAT_MAX: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
     tile, _ = tile_of_program()
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     gate_scale = scale_of_tensor(
@@ -160,21 +194,21 @@ def _cast_kernel(
             FORMAT_MAX, POWER_OF_TWO, PARTIALS,
         )  # fmt: skip
     # All loads before the first store, which none of them may overtake.
-    y0, gate0, up0 = gradients_of_tile(
+    y0, gate0, up0 = _gradients_of_tile(
         grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
-        stride_grad, stride_gate, stride_up, None, DTYPE,
+        stride_grad, stride_gate, stride_up,
     )  # fmt: skip
-    y1, gate1, up1 = gradients_of_tile(
+    y1, gate1, up1 = _gradients_of_tile(
         grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 1, k, M, K,
-        stride_grad, stride_gate, stride_up, None, DTYPE,
+        stride_grad, stride_gate, stride_up,
     )  # fmt: skip
-    y2, gate2, up2 = gradients_of_tile(
+    y2, gate2, up2 = _gradients_of_tile(
         grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 2, k, M, K,
-        stride_grad, stride_gate, stride_up, None, DTYPE,
+        stride_grad, stride_gate, stride_up,
     )  # fmt: skip
-    y3, gate3, up3 = gradients_of_tile(
+    y3, gate3, up3 = _gradients_of_tile(
         grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 3, k, M, K,
-        stride_grad, stride_gate, stride_up, None, DTYPE,
+        stride_grad, stride_gate, stride_up,
     )  # fmt: skip
     if y_t_ptr is not None:
         factor = reciprocal(tl.load(y_scale_ptr))
@@ -270,7 +304,7 @@ def _definition(
     if y_cols:
         y = definition.swiglu(gate, up).to(gate.dtype)
         out.y_t.copy_(definition.cast_by_scale(y.t(), y_scale, TENSOR, y_dtype))
-    both = definition.swiglu_backward(grad, gate, up)
+    both = definition.swiglu_gradients(grad, gate, up)
     parts = [both] if joined else both.chunk(2, 1)
     for i, (g, given) in enumerate(zip(parts, (gate_scale, up_scale), strict=False)):
         found = fused_definition(g, given, dtype, power_of_two, cols, finds_amax)

@@ -11,7 +11,7 @@ an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,21 +59,10 @@ def _norm(func: Any, x: Float8Tensor, ord: float = 2, *args: Any, **kwargs: Any)
     return func(data, ord, *args, **kwargs, dtype=dtype) * x.scale.abs().reshape(())
 
 
-# Of lists, which may hold plain tensors too -> what happens to each.
-_EACH: dict[Any, Callable[..., Any]] = {
-    aten._foreach_norm.Scalar: torch.linalg.vector_norm,
-    aten._foreach_mul_.Tensor: Tensor.mul_,
-    aten._foreach_mul_.Scalar: Tensor.mul_,
-    aten._foreach_clamp_min_.Scalar: lambda x, least: x.clamp_(min=least),
-    aten._foreach_clamp_max_.Scalar: lambda x, most: x.clamp_(max=most),
-    aten._foreach_zero_.default: Tensor.zero_,
-}
-
-
-@implements(*_EACH)
-def _each(func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    results = [_EACH[func](x, *args, **kwargs) for x in tensors]
-    return None if func._schema.is_mutable else results
+@implements(aten._foreach_zero_.default)  # of fused optimizers; torch clips such lists one by one
+def _zero_each(func: Any, tensors: Sequence[Tensor]) -> None:
+    for x in tensors:
+        x.zero_()
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default)

@@ -1,7 +1,6 @@
-"""`swiglu_gradients` has the bits of the ops that it joins: the gradients, and the three casts.
+"""`swiglu_gradients`: as close to float64 as float32 can be, and cast to the bit.
 
-The gradients of `swiglu_backward`, and the y of `swiglu_cast`, are held to float64 elsewhere. Here
-they are cast by the definition.
+y has the bits of `swiglu_cast`. Gradients may have the codes that ``test_swiglu_cast.py`` explains.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ pytest.importorskip("triton")
 
 from assertions import assert_bitwise
 from interpreter import launcher
+from kernels.gpu.test_swiglu_cast import bounds, check_cast
 from shapes import DEVICES, FORMATS, Case, pairs
 
 from float8.kernels import definition
+from float8.kernels.gpu.swiglu_cast import swiglu_cast
 from float8.kernels.gpu.swiglu_gradients import swiglu_gradients
 from float8.kernels.matrix import BY_128
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-WHOLE = (-1, -1)
 
 
 def make(shape, dtype, layout, device):
@@ -34,19 +34,14 @@ def make(shape, dtype, layout, device):
     return cases, *(case.make(device) for case in cases)
 
 
-def expected(device, grad, gate, up, y_scale, scales, y_dtype, dtype, pow2, joined):
-    """y_t, and for each operand its gradient, scale and data, from the separate ops."""
-    of = [launcher("swiglu_cast", name, device) for name in ("swiglu_cast", "swiglu_backward")]
-    y_t = of[0](gate, up, None, y_scale, gate.dtype, y_dtype, False, True)[1]
-    both = of[1](grad, gate, up)
-    parts = []
-    for g, given in zip([both] if joined else both.chunk(2, 1), scales, strict=False):
-        largest = definition.amax(g, WHOLE)
-        name = definition.scale_format_of(pow2)
-        own = definition.scale_from_amax(largest, torch.finfo(dtype).max, name)
-        scale = own if given is None else given
-        parts.append((largest, scale, definition.cast_by_scale(g, scale, WHOLE, dtype)))
-    return y_t, parts
+def bounds_of_gradients(grad, gate, up):
+    """For the gradients of gate and of up."""
+    grad64, gate64, up64 = (t.cpu().double() for t in (grad, gate, up))
+    s = gate64.sigmoid()
+    of_gate, of_up = grad64 * up64 * s, grad64 * gate64 * s
+    exact = of_gate * (1 + gate64 * (1 - s))
+    gates = bounds(exact, of_gate * (1 + gate64.abs()), grad.dtype)
+    return gates, bounds(of_up, of_up, grad.dtype)
 
 
 def copy_of(x):
@@ -59,7 +54,7 @@ def copy_of(x):
 
 def check(
     shape, dtype, layout, joined, given, device, formats=(E4M3, E5M2), pow2=False, cols=True,
-    y_cols=True, finds_amax=True, copies=False, change=tuple,
+    y_cols=True, finds_amax=True, copies=False, change=tuple, by_definition=False,
 ):  # fmt: skip
     cases, grad, gate, up = make(shape, dtype, layout, device)
     replay = (cases, joined, given, formats, pow2)
@@ -67,7 +62,9 @@ def check(
     scales = [None, None]
     if given:
         scales = [torch.tensor([[s]], device=device) for s in (0.013, 0.0007)]
-    launch = launcher("swiglu_gradients", "swiglu_gradients", device)
+    cast, launch = swiglu_cast, swiglu_gradients
+    if not by_definition:
+        cast, launch = (launcher(op, op, device) for op in ("swiglu_cast", "swiglu_gradients"))
     how = (*formats, pow2, joined, y_cols, cols, finds_amax)
     operands, groups = (gate, up), ()
     if copies:  # the expected bits are those of their values
@@ -75,25 +72,20 @@ def check(
         both = zip(operands, groups, strict=True)
         gate, up = [definition.dequantize(*of, BY_128, dtype) for of in both]
     out = change(launch(grad, *operands, y_scale, *scales, *how, *groups))
-    y_t, parts = expected(
-        device, grad, gate, up, y_scale, scales, *formats, pow2, joined
-    )  # fmt: skip
+    y_t = cast(gate, up, y_scale, formats[0], False)[0]
+    y_t = y_t.view(torch.uint8).t().contiguous().view(formats[0])
+    assert_bitwise(out[0], y_t if y_cols else y_t.new_empty(0, 0), replay, "y_t")
     M, F = shape
     assert out[1].shape == ((M, 2 * F) if joined else (2, M, F))
-    assert_bitwise(out[0], y_t if y_cols else y_t.new_empty(0, 0), replay, "y_t")
-    for i, (amax, scale, data) in enumerate(parts):
-        got = [t if joined or not t.numel() else t[i] for t in out[1:]]
-        assert_bitwise(got[2], scale, replay, f"scale {i}")
-        assert_bitwise(got[0], data, replay, f"data {i}")
-        assert got[0].is_contiguous()
-        if cols:
-            assert_bitwise(got[1], data.view(torch.uint8).t().contiguous(), replay, f"data_t {i}")
-        else:
-            assert out[2].numel() == 0
-        if finds_amax:
-            assert_bitwise(got[3], amax, replay, f"amax {i}")
-        else:
-            assert out[4].numel() == 0
+    between = bounds_of_gradients(grad, gate, up)
+    between = [[torch.cat(sides, 1) for sides in zip(*between, strict=True)]] if joined else between
+    for i, (part, given) in enumerate(zip(between, scales, strict=False)):
+        data, data_t, scale, amax = (t if joined or not t.numel() else t[i] for t in out[1:])
+        check_cast(data, scale, amax, part, given, pow2, replay, f"part {i}")
+        data_t = data_t.view(torch.uint8)
+        want = data.view(torch.uint8).t().contiguous() if cols else data_t.new_empty(0, 0)
+        assert_bitwise(data_t, want, replay, f"data_t {i}")
+        assert amax.numel() == finds_amax
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,15 +102,26 @@ def check(
     finds_amax=[False, True],
     copies=[False, True],
 )
-def test_the_bits_of_separate_ops(
+def test_gradients_and_y(
     shape, dtype, layout, joined, given, formats, pow2, cols, y_cols, finds_amax, copies, device
 ):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
-    check(shape, dtype, layout, joined, given, device, formats, pow2, cols, y_cols, finds_amax)
+    how = (formats, pow2, cols, y_cols, finds_amax, copies)
+    check(shape, dtype, layout, joined, given, device, *how)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_definition(joined, given, copies):
+    for dtype in (F32, BF16, F16):
+        how = {"copies": copies, "by_definition": True}
+        check((5, 123), dtype, "contiguous", joined, given, "cpu", **how)
 
 
 FAULTS = {
     "y": lambda out: (out[0].roll(1, 0), *out[1:]),
+    "one code off": lambda out: (out[0], (out[1].view(torch.uint8) ^ 1).view(E5M2), *out[2:]),
     "gate and up exchanged": lambda out: (out[0], out[1].roll(1, 0), *out[2:]),
     "scales exchanged": lambda out: (*out[:3], out[3].roll(1, 0), out[4]),
     "transposes exchanged": lambda out: (*out[:2], out[2].roll(1, 0), *out[3:]),
