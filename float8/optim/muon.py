@@ -44,7 +44,6 @@ from float8.optim.state_dicts import like
 # Of Keller Jordan's post and of torch.optim.Muon: they maximise the slope at zero.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _OF_MUON = {"ns_coefficients": COEFFICIENTS, "eps": 1e-7, "ns_steps": 5, "adjust_lr_fn": None}
-_OF_MUON |= {"slice_rows": None}
 _OF_ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 
 
@@ -97,6 +96,10 @@ class Muon(QuantizedOptimizer):
     ) -> None:
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         chosen = {name: given.pop(name, value) for name, value in _OF_MUON.items()}
+        if (
+            "slice_rows" in given
+        ):  # not None by default: sharded checkpoints of 1.0.0 have no such key
+            chosen["slice_rows"] = given.pop("slice_rows")
         super().__init__(params, {**numbers, "nesterov": nesterov, **chosen, "kind": "muon"}, given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -118,7 +121,7 @@ class Muon(QuantizedOptimizer):
                     f"{describe(index, p, group)} is no matrix: put it into a group of its own "
                     'with "kind": "adamw"'
                 )
-            rows = group["slice_rows"]
+            rows = group.get("slice_rows")
             if rows is not None and (rows < 1 or p.shape[-2] % rows):
                 raise ValueError(f"{describe(index, p, group)} has no whole slices of {rows} rows")
 
@@ -215,7 +218,7 @@ class _Matrix(NamedTuple):
 
     def shape(self) -> tuple[int, int]:
         """The rows and columns of one matrix."""
-        return self.group["slice_rows"] or self.p.shape[-2], self.p.shape[-1]
+        return self.group.get("slice_rows") or self.p.shape[-2], self.p.shape[-1]
 
     def ratio(self) -> float:
         """By which the learning rate of a matrix of this shape is multiplied."""

@@ -303,6 +303,19 @@ def test_slices_move_as_parameters_of_their_own():
     assert a.param_groups[0]["slice_rows"] == 8
 
 
+def test_a_sharded_checkpoint_of_1_0_0_has_all_that_a_group_asks_for():
+    """`torch.distributed.checkpoint` raises an error for a key that the files do not have."""
+    of_1_0_0 = (
+        "adjust_lr_fn capturable eps first_moment fused group_size kind lr maximize min_size "
+        "momentum nesterov ns_coefficients ns_steps params second_moment state_rounding "
+        "stochastic_rounding weight_decay"
+    )
+    weights = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))]
+    plain, sliced = Muon([weights[0]]), Muon([weights[1]], slice_rows=2)
+    assert plain.state_dict()["param_groups"][0].keys() == set(of_1_0_0.split())
+    assert sliced.state_dict()["param_groups"][0]["slice_rows"] == 2
+
+
 @pytest.mark.parametrize("rows", [0, -8, 7, 96])
 def test_slices_that_do_not_divide_the_rows_are_refused(rows):
     with pytest.raises(ValueError, match=f"no whole slices of {rows} rows"):
