@@ -96,9 +96,7 @@ class Muon(QuantizedOptimizer):
     ) -> None:
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         chosen = {name: given.pop(name, value) for name, value in _OF_MUON.items()}
-        if (
-            "slice_rows" in given
-        ):  # not None by default: sharded checkpoints of 1.0.0 have no such key
+        if "slice_rows" in given:  # no default: sharded checkpoints of 1.0.0 have no such key
             chosen["slice_rows"] = given.pop("slice_rows")
         super().__init__(params, {**numbers, "nesterov": nesterov, **chosen, "kind": "muon"}, given)
 
