@@ -109,7 +109,7 @@ class inspect_every:
         alarms: list[Alarm] = []
         if self.path is not None:
             path = self.path = Path(self.path)
-            if not path.parent.is_dir():
+            if _is_first_rank() and not path.parent.is_dir():  # others have no file
                 raise FileNotFoundError(f"inspect_every: {path} lies in no folder that exists")
             if path.exists():
                 reports, alarms = read_run(path)

@@ -154,6 +154,15 @@ def test_a_monitor_writes_on_one_rank_what_all_have_seen(rank, tmp_path):
         assert [report.step for report in load_run(path)] == [0, 2]
 
 
+def test_the_folder_of_a_run_may_be_on_one_machine_alone(rank, tmp_path):
+    folder = tmp_path / str(rank)
+    (tmp_path / "0").mkdir(exist_ok=True)
+    monitor = inspect_every(layers := model(), 1, path=folder / "run.json")
+    with monitor:
+        layers(batch(rank)[0]).square().sum().backward()
+    assert (folder / "run.json").exists() == (rank == 0)
+
+
 def test_an_alarm_of_one_rank_is_on_all(rank, tmp_path):
     """Rank 1 alone meets inf; the file is on rank 0 alone."""
     path, seen, layers = tmp_path / "run.json", [], model()
