@@ -88,12 +88,13 @@ def layers_of(
 
 
 def layers_in(module: Any, name: str, tokens: int, experts_per_token: int) -> list[Layer]:
-    """A linear layer, none if it is empty; or one layer per stack of weights of experts."""
+    """A linear layer, or one layer per stack of weights of experts; none for empty weights."""
     rule, found = rule_of(module), []
     if isinstance(module, Float8Experts) or (rule is not None and rule.stacked):
         for own, w in stacked_weights(module).items():
             E, N, K = (w.mT if getattr(module, "is_transposed", False) else w).shape
-            found.append((f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w))
+            if w.numel():
+                found.append((f"{name}.{own}", Shape(tokens * experts_per_token, K, N, E), w))
     elif (rule is not None or isinstance(module, Float8Linear)) and module.weight.numel():
         shape = Shape(tokens, module.in_features, module.out_features)
         found.append((name, shape, module.weight))

@@ -118,6 +118,13 @@ def test_a_cpu_converts_all_experts(gpu, monkeypatch):
     assert converted(QWEN3, RECIPES["rowwise"]) == (True, "")
 
 
+@pytest.mark.parametrize("sizes", [(64, 32, 0), (0, 32, 2), (64, 0, 2)], ids=["E", "D", "H"])
+def test_empty_experts_are_converted(gpu, sizes):
+    """As of a rank that has none."""
+    gpu("sm_90", "NVIDIA H100 80GB HBM3")
+    assert converted(sizes, RECIPES["rowwise"]) == (True, "")
+
+
 @pytest.mark.parametrize(
     "config",
     [Float8LinearConfig(emulate=True), replace(RECIPES["mxfp8"], mxfp4_weights=True)],
