@@ -51,6 +51,7 @@ from float8.arguments import check_module, described
 from float8.config import DelayedScalingConfig
 from float8.distributed.rank_comparison import compare_before_sync
 from float8.distributed.replaced_parameters import install_hook
+from float8.kernels.products import on_device
 from float8.linear.casts import DELAYED_CASTS, DelayedCast, max_over_ranks
 from float8.linear.module import Switchable, modules_by_name
 from float8.linear.weight_cache import cast_delayed
@@ -190,7 +191,8 @@ Key = tuple[torch.device, DelayedScalingConfig, float, str]
 def _update_all(casts: list[DelayedCast], groups: list[dist.ProcessGroup]) -> None:
     alike: dict[Key, list[DelayedCast]] = {}
     for cast in casts:
-        settings = (cast.delayed, cast.format_on_device.max, cast.config.scale_format.value)
+        largest = on_device(cast.format, cast.scale.device).max
+        settings = (cast.delayed, largest, cast.config.scale_format.value)
         alike.setdefault((cast.scale.device, *settings), []).append(cast)
     stacked = [torch.stack([cast.current_amax for cast in same]) for same in alike.values()]
     reduced = _reduced_over_ranks(stacked, groups)

@@ -105,7 +105,7 @@ def cast_groups_definition(
     used = x_TK[: ends[-1]] if ends else x_TK[:0]
     out = _empty(x_TK, offs, block, dtype, scale_format, align, row_major, transposed)
     data, scales, data_t, scales_t = out
-    fits = scale is None and _fits(scale_format)
+    fits = scale is None and not ScaleFormat(scale_format).is_e8m0
     if block == (WHOLE, WHOLE):
         scale = _scale(used, block, dtype, scale_format) if scale is None else scale
     if row_major:
@@ -127,10 +127,6 @@ def cast_groups_definition(
             )
             _write(where, found)
     return out
-
-
-def _fits(scale_format: str) -> bool:
-    return not ScaleFormat(scale_format).is_e8m0
 
 
 def _scale(x: Tensor, block: Block, dtype: torch.dtype, scale_format: str) -> Tensor:
@@ -159,8 +155,6 @@ def _empty(
     """The results of `cast_groups_definition`, zeros with scales of 1, in the strides of the op."""
     (T, K), E = x_TK.shape, offs.shape[0]
     P = padded_tokens(T, E, align)
-    is_e8m0 = not _fits(scale_format)
-    nothing = x_TK.new_empty(0)
     data = x_TK.new_zeros((T, K) if row_major else (0, 0), dtype=torch.uint8).view(dtype)
     data_t = x_TK.new_zeros((P, K) if transposed else (0, 0), dtype=torch.uint8).view(dtype).t()
     shape: tuple[int, ...] = scale_shape((T, K), block) if row_major else (0, 0)
@@ -169,14 +163,11 @@ def _empty(
         shape_t = (1, 1) if block[0] == WHOLE else (E, K)
     elif transposed:
         shape_t = (K, scale_columns(T, E, align, block[1]))
-    scales = []
-    for each in (shape, shape_t):
-        if is_e8m0:
-            full = nothing.new_full(each, 127, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        else:
-            full = nothing.new_full(each, 1.0, dtype=torch.float32)
-        scales.append(full)
-    return data, scales[0], data_t, scales[1]
+    kind = ScaleFormat(scale_format).dtype
+    scale, scale_t = [
+        x_TK.new_ones(size, dtype=torch.float32).to(kind) for size in (shape, shape_t)
+    ]
+    return data, scale, data_t, scale_t
 
 
 # Of `cast_groups_definition`, and of each kernel in its place.

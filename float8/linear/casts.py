@@ -44,7 +44,6 @@ from float8.formats import Format, format_of
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
-from float8.kernels.products import on_device
 from float8.linear.module import Switchable
 from float8.linear.plan import OWN, VIEW, Operand, cast_on
 from float8.tensor import Float8Tensor
@@ -96,10 +95,6 @@ class Cast:
     def extra_repr(self) -> str:
         """The summary of the config, with the format's name."""
         return self.config.summary.replace("default", self.format.name)
-
-    def __repr__(self) -> str:
-        """As that of a module."""
-        return f"{type(self).__name__}({self.extra_repr()})"
 
 
 # Number -> cast, for the op by which `sync_float8_amax_and_scale_history` marks casts as ready.
@@ -172,11 +167,6 @@ class DelayedCast(Cast, Switchable):
                 "with FullyShardedDataParallel leave buffer_dtype of MixedPrecision at None"
             )
         return DelayedState(self.scale, self.current_amax, self.history_ready)
-
-    @property
-    def format_on_device(self) -> Format:
-        """The format that the device of the buffers multiplies."""
-        return on_device(self.format, self.scale.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DelayedCast:
         before = dict(self._buffers)

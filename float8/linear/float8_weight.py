@@ -215,20 +215,17 @@ def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | No
     is_stack = weight.dim() == 3
     plan = plan_of(layer.float8_config, weight, dtype=dtype, grouped=is_stack)
     state = None if is_stack else layer.casts[1].state
-    cast = cast_for_cache(contraction_last(layer, weight), plan, state)
-    if cast is not None:
-        cast.source = weight
-    return cast
+    return cast_for_cache(contraction_last(layer, weight), plan, state, weight)
 
 
 def cast_for_cache(
-    weight: Tensor, plan: LinearPlan, state: DelayedState | None
+    weight: Tensor, plan: LinearPlan, state: DelayedState | None, parameter: Tensor | None = None
 ) -> Float8Weight | None:
     """A high-precision weight (N, K), or (E, N, K), cast for both GEMMs that read it.
 
     It is rounded to the compute dtype first. The amax is not recorded in ``state``, that of a
-    delayed cast: each forward records it. Returns None if a GEMM that reads the weight does not
-    read it in float8.
+    delayed cast: each forward records it. ``parameter`` is the weight, or what it is a view of.
+    Returns None if a GEMM that reads the weight does not read it in float8.
     """
     if plan.w.first is None or plan.w.second is None:
         return None
@@ -241,4 +238,4 @@ def cast_for_cache(
             w_NK = w_NK._replace(scale=w_NK.scale.clone())
             w_KN = w_KN._replace(scale=w_KN.scale.clone())
             amax = None if amax is None else amax.reshape(())
-    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, weight)
+    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, parameter)

@@ -95,8 +95,9 @@ def _reason_against(weight: Tensor, input: Tensor, cast: OperandCast | None) -> 
     """The reason why a layer cannot be part of an ONNX file, or None."""
     if not isinstance(weight, Float8Tensor):
         return (
-            "torch.onnx.export stores float8 weights: call float8.convert_to_float8_inference "
-            "first, or export in `with float8.high_precision(model):`"
+            "torch.onnx.export stores float8 weights: call "
+            "float8.convert_to_float8_inference(model) first, or export in "
+            "`with float8.high_precision(model):`"
         )
     if isinstance(input, Float8Tensor):
         return "torch.onnx.export takes no inputs in float8: leave float8.fuse_norms out"

@@ -51,7 +51,7 @@ TRACED = {
     "activations": ("*",),
     "distributed": ("sync",),
     "experts": ("grouped_mm",),
-    "fusion": ("autograd",),
+    "fusion": ("norm_autograd", "feed_forward_autograd"),
     "kernels": (
         *("cublas", "definition", "grouped_products", "moments", "optimizer_step", "products"),
     ),
