@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.measuring.memory import PlainOps
 from float8.kernels.cublas import cublas_blockwise_mm
 
 
@@ -72,7 +73,7 @@ class GemmCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class CastMeter(TorchDispatchMode):
+class CastMeter(PlainOps):
     """Device-memory bytes that casts move, per element of the matrix they read, and launches.
 
     Of each op that runs, in eager mode on CUDA: a float8 op of ours moves its matrix as often as
@@ -87,12 +88,8 @@ class CastMeter(TorchDispatchMode):
         self.launches = 0
         self.ops: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the subclass runs plain ops, and those come by here
-        out = func(*args, **(kwargs or {}))
+    def saw(self, func: Any, args: Any, kwargs: dict[str, Any] | None, out: Any) -> None:
+        """Count it."""
         name = func.name().partition(".")[0]
         if func in GemmCounter.OPS or name == "float8::grouped_mm_gpu":
             self.launches += 1
@@ -105,7 +102,6 @@ class CastMeter(TorchDispatchMode):
             moved = sum(map(_nbytes, read)) * self._reads(name, args) + sum(map(_nbytes, written))
             seen = self.bytes_by_numel.get(matrix.numel(), 0)
             self.bytes_by_numel[matrix.numel()] = seen + moved
-        return out
 
     def _is_free(self, func: Any, name: str) -> bool:
         is_question = name.startswith(("prim::", "profiler::"))
