@@ -331,15 +331,15 @@ DEFAULT_FILTERS.append(experts_that_gain)
 def rows_to_gain(stacks: tuple[Layer, ...], config: Float8LinearConfig, device: str) -> int:
     """The rows per expert from which all stacks together gain, up to `MOST_ROWS`; 0 if unknown."""
     for rows in range(256, MOST_ROWS, 256):
-        shapes = [replace(stack.shape, M=rows * (stack.shape.E or 1)) for stack in stacks]
         layers = [
-            Layer("", shape, trains=of.trains) for of, shape in zip(stacks, shapes, strict=True)
+            Layer("", replace(of.shape, M=rows * (of.shape.E or 1)), trains=of.trains)
+            for of in stacks
         ]
         speedup = _speedup(layers, config, DEVICES[device], Use())
         if isinstance(speedup, str):
             return 0
         if speedup > 1:
-            sizes = " and ".join(map(str, shapes))
+            sizes = " and ".join([str(layer.shape) for layer in layers])
             logger.info("experts are predicted to gain on an %s from %s", device, sizes)
             return rows
     return MOST_ROWS

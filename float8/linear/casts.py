@@ -249,8 +249,7 @@ def cast_operand(
 
     ``x`` has any strides. A `Float8Tensor` is not cast again: both GEMMs read its data. ``first``
     and ``second`` say whether each of the two is needed; ``records`` whether a delayed cast finds
-    the amax. ``scale`` is that of the first, if an earlier call computed it for this x, else None;
-    where the second has a cast of its own, it is that of the second.
+    the amax. ``scale`` is that of the first, if an earlier call computed it for this x, else None.
 
     Returns the operand of each GEMM, x or x.mT where that is in high precision, and the amax.
     """
@@ -258,7 +257,7 @@ def cast_operand(
         matrix = Float8Matrix(x.float8_data, x.scale, x.block)
         return matrix, matrix.t(), None
     if operand.second_is == OWN:
-        return _cast_twice(x, operand, state, records, first, second, scale)
+        return _cast_twice(x, operand, state, records, first, second)
     how, again = operand.first, operand.second
     assert how is not None
     assert again is not None
@@ -288,7 +287,6 @@ def _cast_twice(
     records: bool,
     first: bool,
     second: bool,
-    scale: Tensor | None,
 ) -> Operands:
     """`cast_operand` by two casts, either of which may be none."""
     one: Any = x if first else None
@@ -298,7 +296,7 @@ def _cast_twice(
         one, _, amax = cast_matrix(x, operand.first, state, finds_amax=records)
         records = False  # an amax is found once
     if second and operand.second is not None:
-        other, _, found = cast_matrix(x.mT, operand.second, state, scale, finds_amax=records)
+        other, _, found = cast_matrix(x.mT, operand.second, state, finds_amax=records)
         amax = found if amax is None else amax
     return one, other, amax
 

@@ -40,7 +40,7 @@ Reads = Callable[[Saved, Any], Read]
 
 
 def cast_again(saved: Saved, call: Any) -> Read:
-    """Casts w_NK in high precision, by the scale that forward knew of it if there is one."""
+    """Casts w_NK in high precision, by forward's scale of it if both casts share one."""
     (w_NK, scale), plan, operand = saved, call.plan, call.plan.w
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.

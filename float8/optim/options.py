@@ -54,8 +54,10 @@ KINDS: dict[str, dict[str, str | None]] = {
     "second_moment": {"float8": "float8_expanded", "float16": "float16", "float32": None},
 }
 # Which states there are and how they are kept: this optimizer's choice, not a checkpoint's.
-STORAGE = (*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding", "kind")
-STORAGE += ("slice_rows",)
+STORAGE = (
+    *(*KINDS, "group_size", "min_size", "stochastic_rounding", "state_rounding"),
+    *("kind", "slice_rows"),
+)
 
 _CHOICES = {
     **KINDS,
