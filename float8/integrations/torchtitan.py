@@ -37,9 +37,12 @@ initialisers, declared shardings. From that follows:
 Tested with torchtitan 0.3.0 on torch 2.13, where its default backend runs on one rank only, with or
 without float8; on more ranks, ``--parallelism.spmd_backend partial_dtensor`` was tested (FSDP2,
 tensor parallel; not pipelines). Its trainer does not import on torch 2.11. Earlier versions of
-torchtitan swapped modules instead of configs and are not supported.
+torchtitan swapped modules instead of configs and are not supported. Neither is torchtitan's main
+branch since September 2026, whose layers own their collectives and whose converters are
+transforms: the import fails there, after a warning that names the version.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import functools
@@ -52,6 +55,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from float8.integrations.conversion import warn_of_version
+
+warn_of_version("torchtitan", "0.3", "0.4")  # before the imports that other versions lack
+
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.config import derive, override
@@ -70,11 +78,8 @@ from float8.distributed.gathered_weights import wrap_weights
 from float8.distributed.replaced_parameters import install_hook
 from float8.estimate import faster_layers
 from float8.experts.modules import float8_type
-from float8.integrations.conversion import warn_of_version
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-
-warn_of_version("torchtitan", "0.3", "0.4")
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
