@@ -157,7 +157,7 @@ CALLS = {
     ],
     "Float8ExpertParallel": [(f.Float8ExpertParallel, {}, "config:?")],
     "fuse_feed_forwards": [(f.fuse_feed_forwards, {"model": model}, "model")],
-    "fuse_norms": [(f.fuse_norms, {"model": model}, "model pairs:?")],
+    "fuse_norms": [(f.fuse_norms, {"model": model, "pairs": {}}, "model pairs")],
     "high_precision": [(f.high_precision, {}, "-")],
     "inspect": [(f.inspect, {}, "-")],
     "inspect_every": [(f.inspect_every, {"model": converted}, "model n on_alarm:?c")],
