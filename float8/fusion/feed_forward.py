@@ -107,7 +107,8 @@ class SwiGLUFeedForward(Float8Module):
         Raises what the layers raise for an input that does not fit.
         """
         layers: list[Any] = [getattr(self, name) for name in self.layer_names.all]
-        if not self._runs_fused(layers):
+        is_apart = _reason_against(self, self.layer_names) is not None
+        if is_apart or any([layer.high_precision for layer in layers]):
             out: Tensor = self.plain_type.forward(self, x)
             return out
         *first, down = layers
@@ -125,18 +126,6 @@ class SwiGLUFeedForward(Float8Module):
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
 
-    def _runs_fused(self, layers: list[Any]) -> bool:
-        """Whether the module's own forward would compute the same, in float8, and call no hook."""
-        others = [child for child in self.children() if child not in layers]
-        return (
-            all([_reason_against(layer) is None for layer in layers])
-            and all([_is_silu(child) for child in others])
-            and not any([_calls_more(child) for child in (*layers, *others)])
-            and not any([layer.high_precision for layer in layers])
-            and not any([is_sharded(layer.weight) or is_resident(layer.weight) for layer in layers])
-            and len(_configs(layers)) == 1
-        )
-
 
 @cache
 def _fused_type(plain_type: Any, names: Names) -> type[SwiGLUFeedForward]:
@@ -149,24 +138,27 @@ def _without_state(plain_type: Any, names: Names) -> SwiGLUFeedForward:
     return fused_type.__new__(fused_type)
 
 
-def _reason_against(layer: Any) -> str | None:
-    """Why a feed-forward with this layer runs layer by layer, or None."""
-    kind = type(layer)
-    if kind is not Float8Linear:
-        return f"is a {kind.__name__}, not a Float8Linear"
-    if layer.bias is not None:
-        return "has a bias"
-    if layer.config.smooth_input:
-        return "has smooth_input=True"
+def _reason_against(module: nn.Module, names: Names) -> str | None:
+    """Why a feed-forward runs layer by layer, or None: its own forward would do something else."""
+    layers: list[Any] = [getattr(module, name, None) for name in names.all]
+    for name, layer in zip(names.all, layers, strict=True):
+        if type(layer) is not Float8Linear:
+            return f"its {name} is a {type(layer).__name__}, not a Float8Linear"
+        if layer.bias is not None:
+            return f"its {name} has a bias"
+        if layer.config.smooth_input:
+            return f"its {name} has smooth_input=True"
+        if is_sharded(layer.weight) or is_resident(layer.weight):
+            return f"its {name} has a weight that is sharded, or stored in float8"
+    for name, child in module.named_children():
+        kind = type(child).__name__
+        if child not in layers and "SiLU" not in kind:
+            return f"its {name} is a {kind}, neither one of its layers nor SiLU"
+        if _calls_more(child):
+            return f"its {name} has hooks, or a forward of its own"
+    if len({layer.config.key for layer in layers}) > 1:
+        return "its layers have different configs"
     return None
-
-
-def _configs(layers: list[Any]) -> set[str]:
-    return {layer.config.key for layer in layers}
-
-
-def _is_silu(module: nn.Module) -> bool:
-    return "SiLU" in type(module).__name__
 
 
 def _calls_more(module: nn.Module) -> bool:
@@ -221,18 +213,11 @@ def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusio
 def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]:
     """The reasons why a module cannot be fused; what follows one may fail."""
     yield runs_something_else(module, fqn)
-    layers: list[Any] = [getattr(module, name, None) for name in names.all]
-    for name, layer in zip(names.all, layers, strict=True):
-        if (reason := _reason_against(layer)) is not None:
-            yield f"its {name} {reason}"
-    for name, child in module.named_children():
-        if name not in names.all and not _is_silu(child):
-            yield f"its {name} is a {type(child).__name__}, neither one of its layers nor SiLU"
+    yield _reason_against(module, names)
+    layers: list[Any] = [getattr(module, name) for name in names.all]
     *first, down = layers
     sizes = {layer.out_features for layer in first}
     if sizes != {down.in_features * (1 if len(first) > 1 else 2)}:
         yield f"{' and '.join(names.first)} compute {sizes}, {names.down} reads {down.in_features}"
-    if len(_configs(layers)) > 1:
-        yield "its layers have different configs"
     if len({layer.weight.dtype for layer in layers}) > 1:
         yield "its weights have different dtypes"
