@@ -138,18 +138,24 @@ def _without_state(plain_type: Any, names: Names) -> SwiGLUFeedForward:
     return fused_type.__new__(fused_type)
 
 
+def _reason_of(layer: Any) -> str | None:
+    if type(layer) is not Float8Linear:
+        return f"is a {type(layer).__name__}, not a Float8Linear"
+    if layer.bias is not None:
+        return "has a bias"
+    if layer.config.smooth_input:
+        return "has smooth_input=True"
+    if is_sharded(layer.weight) or is_resident(layer.weight):
+        return "has a weight that is sharded, or stored in float8"
+    return None
+
+
 def _reason_against(module: nn.Module, names: Names) -> str | None:
     """Why a feed-forward runs layer by layer, or None: its own forward would do something else."""
     layers: list[Any] = [getattr(module, name, None) for name in names.all]
     for name, layer in zip(names.all, layers, strict=True):
-        if type(layer) is not Float8Linear:
-            return f"its {name} is a {type(layer).__name__}, not a Float8Linear"
-        if layer.bias is not None:
-            return f"its {name} has a bias"
-        if layer.config.smooth_input:
-            return f"its {name} has smooth_input=True"
-        if is_sharded(layer.weight) or is_resident(layer.weight):
-            return f"its {name} has a weight that is sharded, or stored in float8"
+        if (reason := _reason_of(layer)) is not None:
+            return f"its {name} {reason}"
     for name, child in module.named_children():
         kind = type(child).__name__
         if child not in layers and "SiLU" not in kind:

@@ -206,13 +206,8 @@ class Float8Linear(CastsWeights, nn.Linear):
             self.switch.note_call(traced=True)
         else:
             self.switch.was_on = True
-        # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
-        # multiplied by scales of other elements.
-        is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
-        if self.config.enable_pre_and_post_forward or is_risky:
-            error = error_of_call(input, weight, plan)
-            if error is not None:
-                raise type(error)(f"{self._name}: {error}")
+        if (error := error_of_call(input, weight, plan)) is not None:
+            raise type(error)(f"{self._name}: {error}")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
