@@ -279,7 +279,7 @@ class Float8ParallelLinear(Float8Linear):
         ``input`` and ``grad_output`` say whether this rank casts only a part of each. Of the weight
         it always does.
         """
-        x, w, g = self._states()
+        x, w, g = self.states
         group = self.layout.group
         return (
             sharded_state(x, group if input else None),
@@ -300,7 +300,7 @@ class Float8ParallelLinear(Float8Linear):
             x = x if x.dtype == plan.dtype else x.to(plan.dtype)
             if layout.is_colwise and x.placements[0].is_shard() and sends_in_float8(plan):
                 record = self.training and torch.is_grad_enabled()
-                return gather_in_float8(x, plan.x, self._states()[0], record)
+                return gather_in_float8(x, plan.x, self.states[0], record)
         grads = [Partial() if layout.is_colwise else wanted]
         return x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
 

@@ -46,7 +46,7 @@ from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
 from float8.linear.autograd import STATELESS, Call
 from float8.linear.float8_weight import float8_weight
-from float8.linear.layer import Float8Linear, with_state_of
+from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module
 from float8.linear.plan import plan_of
 from float8.linear.resident import is_resident
@@ -85,16 +85,9 @@ def register_feed_forward(
 class SwiGLUFeedForward(Float8Module):
     """Abstract: a feed-forward of a declared type; `_fused_type` makes the subclass of both."""
 
-    plain_type: ClassVar[type[nn.Module]]
+    own_names = ("keeps_float8",)
     layer_names: ClassVar[Names]
     keeps_float8: bool
-
-    def to_float(self) -> nn.Module:
-        """The module as it was before, its children shared."""
-        plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("switch", "keeps_float8", "evaluates_in_high_precision"):
-            plain.__dict__.pop(name, None)
-        return plain
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For copies and pickles, which do not find the subclass by its name."""
@@ -139,8 +132,9 @@ def _without_state(plain_type: Any, names: Names) -> SwiGLUFeedForward:
 
 
 def _reason_of(layer: Any) -> str | None:
-    if type(layer) is not Float8Linear:
-        return f"is a {type(layer).__name__}, not a Float8Linear"
+    kind = type(layer)
+    if kind is not Float8Linear:
+        return f"is a {kind.__name__}, not a Float8Linear"
     if layer.bias is not None:
         return "has a bias"
     if layer.config.smooth_input:
@@ -178,7 +172,7 @@ def _call_of(layer: Any, input: Tensor) -> Call:
     grad = torch.is_grad_enabled()
     plan = plan_of(layer.config, input, layer.weight)
     layer._begin_call(input, layer.weight, plan)
-    states = layer._states() if plan.has_delayed else STATELESS
+    states = layer.states if plan.has_delayed else STATELESS
     return Call(
         plan, states, layer.training and grad, float8_weight(layer, plan), has_backward=grad
     )

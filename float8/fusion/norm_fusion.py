@@ -127,9 +127,9 @@ def fuse_norms(model: nn.Module, pairs: Pairs) -> Fusion:
     modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: fqn for fqn, module in model.named_modules()}
     readers: dict[nn.Module, dict[nn.Module, None]] = {}
-    for fqn, layers in resolved(modules, pairs).items():
-        known = readers.setdefault(modules[fqn], {})  # a norm may have two names
-        known |= dict.fromkeys(modules[name] for name in layers)
+    for norm_name, layer_names in resolved(modules, pairs).items():
+        known = readers.setdefault(modules[norm_name], {})  # a norm may have two names
+        known |= dict.fromkeys(modules[name] for name in layer_names)
     fusion = Fusion("norms")
     for norm, fqn in names.items():
         if not _may_be_norm(norm) and norm not in readers:
@@ -227,7 +227,7 @@ def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> Non
     cast = cast_type.from_float(norm, layers[0].config, fqn, given)
     cast.evaluates_in_high_precision = layers[0].evaluates_in_high_precision
     replace_children(model, {norm: cast})
-    if isinstance(cast.cast_output, DelayedCast):
+    if cast.cast_output is not None:
         _share(model, cast, [layer.cast_input for layer in layers])
 
 

@@ -214,7 +214,7 @@ def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | No
     """
     is_stack = weight.dim() == 3
     plan = plan_of(layer.float8_config, weight, dtype=dtype, grouped=is_stack)
-    state = None if is_stack else layer.casts[1].state
+    state = None if is_stack else layer.states[1]
     return cast_for_cache(contraction_last(layer, weight), plan, state, weight)
 
 

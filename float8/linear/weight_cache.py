@@ -232,7 +232,7 @@ def cast_delayed(model: nn.Module) -> None:
     Casts of weights that FSDP2 keeps gathered are discarded.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
-    delayed = [layer for layer in layers if layer.casts[1].state is not None]
+    delayed = [layer for layer in layers if layer.states[1] is not None]
     for layer in delayed:
         if any([cast.is_gathered for cast in layer.cached_weights.values()]):
             layer.cached_weights.clear()
