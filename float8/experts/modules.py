@@ -36,10 +36,10 @@ from float8.experts.grouped_mm import product_of_groups
 from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_library
 from float8.kernels import is_sharded
 from float8.linear.float8_weight import Float8Weight
-from float8.linear.kept_weight import CastsWeights
 from float8.linear.module import ModuleRule, stacked_weights, with_state_of
 from float8.linear.refusals import reason_against_layer
 from float8.linear.resident import contraction_last
+from float8.linear.weight_cache import CastsWeights
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")

@@ -2,8 +2,7 @@
 
 `float8_weight` obtains it. A weight may be in float8 for three reasons:
 
-- *cached*: `float8.cached_weights` cast it when it changed (`cast_of`), or FSDP2 keeps it
-  gathered for several microbatches (`float8.linear.kept_weight`);
+- *cached*: `float8.cached_weights` cast it when it changed (`cast_of`);
 - *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
 - *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter (`float8.linear.resident`).
 """
@@ -87,7 +86,6 @@ class Float8Weight:
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         source: the high-precision weight that was cast, or None.
-        is_gathered: whether it lives as long as FSDP2 keeps its source gathered.
 
     Attributes:
         version: the version counter of ``source`` at its cast.
@@ -99,7 +97,6 @@ class Float8Weight:
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
     source: Tensor | None = None
-    is_gathered: bool = False
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,8 +145,6 @@ def fitting(cached: Float8Weight, plan: LinearPlan, layer: Any = None) -> Float8
         return None
     if cached.dtype == plan.dtype:
         return cached
-    if cached.is_gathered:
-        return None  # gathered outside of the autocast in which it is used
     name = "" if layer is None else f"{layer._name}: "
     raise ValueError(
         f"{name}the weight was cached in {cached.dtype} and is used in {plan.dtype}: "

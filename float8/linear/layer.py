@@ -26,13 +26,13 @@ from float8.linear.autograd import (
 )
 from float8.linear.casts import DelayedCast, set_cast, start_histories
 from float8.linear.float8_weight import float8_weight
-from float8.linear.kept_weight import CastsWeights
 from float8.linear.module import with_state_of
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
 from float8.linear.plan import LinearPlan, autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.linear.resident import input_scale_of, is_resident
 from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
+from float8.linear.weight_cache import CastsWeights
 from float8.tensor import Float8Tensor
 
 _CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")

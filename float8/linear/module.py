@@ -213,6 +213,12 @@ def weights_of(layer: nn.Module) -> dict[str, Any]:
     return stacked_weights(layer) or ({} if weight is None else {"weight": weight})
 
 
+def modules_under_fsdp(model: nn.Module) -> set[nn.Module]:
+    """The modules whose parameters ``fully_shard`` (FSDP2) shards and gathers."""
+    units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
+    return {module for unit in units for module in unit.modules()}
+
+
 def own_config(module: nn.Module) -> Float8LinearConfig | None:
     """The config of a converted layer or of converted experts, or None for other modules."""
     return module.float8_config if isinstance(module, Float8Module) else None
