@@ -58,7 +58,7 @@ from float8.linear.layer import Float8Linear
 from float8.linear.module import own_config, weights_of
 from float8.linear.resident import as_parameter, contraction_last, to_resident
 from float8.tensor import Float8Shard, Float8Tensor
-from float8.tensor.parts import is_e8m0
+from float8.tensor.tensor import is_e8m0
 
 __all__ = ["load"]
 

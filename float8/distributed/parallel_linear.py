@@ -36,7 +36,7 @@ from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
 from float8.linear.refusals import reason_against_layer
 from float8.tensor import Float8Tensor
-from float8.tensor.differentiable import differentiable
+from float8.tensor.differentiable import Differentiable
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def gather_in_float8(
     shard: Any = x.placements[0]
     how = (operand.first, state, record, x.device_mesh, shard, x.shape[shard.dim])
     carrier, data, scale = _CastAndGather.apply(x.to_local(), *how)
-    return differentiable(carrier, data, None, scale)
+    return Differentiable.apply(carrier, data, None, scale)
 
 
 class _AsReplicated(torch.autograd.Function):

@@ -22,7 +22,7 @@ from float8.kernels.registration import op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
-from float8.tensor.differentiable import differentiable
+from float8.tensor.differentiable import Differentiable
 
 
 class NormCall(NamedTuple):
@@ -44,7 +44,7 @@ def cast_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: NormC
     """
     carrier, data, data_t, scale = _CastNorm.apply(x, weight, bias, call)
     transposed = data_t if call.by_kernel and call.transpose else None
-    return differentiable(carrier, data, transposed, scale)
+    return Differentiable.apply(carrier, data, transposed, scale)
 
 
 class _CastNorm(torch.autograd.Function):

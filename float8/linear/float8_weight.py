@@ -20,7 +20,7 @@ from float8 import kernels
 from float8.granularity import scale_shape
 from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
-from float8.linear.casts import DelayedState, cast_operand, record
+from float8.linear.casts import cast_operand, record
 from float8.linear.plan import ROUND, VIEW, LinearPlan, plan_of
 from float8.linear.resident import (
     KEEPS_FACTORS_OUT,
@@ -203,34 +203,24 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
 
 
 def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | None:
-    """A weight of a layer, or a stack of experts, cast by `cast_for_cache` for a compute dtype.
+    """A high-precision weight of a layer, or a stack of experts, cast for both GEMMs that read it.
 
-    ``weight`` is a Parameter of the `Float8Linear`, or of the experts, ``layer``.
+    ``weight`` is a Parameter of the `Float8Linear`, or of the experts, ``layer``. It is rounded to
+    the compute dtype ``dtype`` first. The amax of a delayed cast is not recorded: each forward
+    records it. Returns None if a GEMM that reads the weight does not read it in float8.
     """
     is_stack = weight.dim() == 3
     plan = plan_of(layer.float8_config, weight, dtype=dtype, grouped=is_stack)
-    state = None if is_stack else layer.states[1]
-    return cast_for_cache(contraction_last(layer, weight), plan, state, weight)
-
-
-def cast_for_cache(
-    weight: Tensor, plan: LinearPlan, state: DelayedState | None, parameter: Tensor | None = None
-) -> Float8Weight | None:
-    """A high-precision weight (N, K), or (E, N, K), cast for both GEMMs that read it.
-
-    It is rounded to the compute dtype first. The amax is not recorded in ``state``, that of a
-    delayed cast: each forward records it. ``parameter`` is the weight, or what it is a view of.
-    Returns None if a GEMM that reads the weight does not read it in float8.
-    """
     if plan.w.first is None or plan.w.second is None:
         return None
+    state = None if is_stack else layer.states[1]
     # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
-        source = weight.clone() if weight.is_inference() else weight.detach()
-        source = ROUND[plan.rounding](source, plan.dtype)
+        source = contraction_last(layer, weight.clone() if weight.is_inference() else weight)
+        source = ROUND[plan.rounding](source.detach(), plan.dtype)
         w_NK, w_KN, amax = cast_operand(source, plan.w, state, state is not None)
         if state is not None:  # a delayed scale is a buffer, and a cache in place writes its own
             w_NK = w_NK._replace(scale=w_NK.scale.clone())
             w_KN = w_KN._replace(scale=w_KN.scale.clone())
             amax = None if amax is None else amax.reshape(())
-    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, parameter)
+    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, weight)

@@ -78,13 +78,13 @@ def step(model, optimizer, number=0, count=3, between=lambda model: None, run=No
 
 
 def train(model, cached=True, dtype=None, **options):
-    """Four steps, every second one with the ``options``."""
+    """Four steps, every second one with the ``options``; a cache has one ``dtype``, in all."""
     optimizer, model.shards = one.adamw(model), [*model.parameters()]
     with cached_weights(model, dtype=dtype) if cached else nullcontext():
         return [
             t
             for number in range(4)
-            for t in step(model, optimizer, number, **(options if number % 2 else {}))
+            for t in step(model, optimizer, number, **(options if number % 2 or dtype else {}))
         ]
 
 
