@@ -39,7 +39,7 @@ from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
 from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
 from float8.linear.float8_weight import Float8Weight, Reads, Saved, cast_again
-from float8.linear.plan import ROUND, Gemm, LinearPlan
+from float8.linear.plan import Gemm, LinearPlan, rounded
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -210,7 +210,7 @@ def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | No
     if weight is not None:
         amax = weight.amax if call.records_amax else None
         return weight.row_major, weight.transposed[:2], amax
-    source = ROUND[plan.rounding](w_NK, plan.dtype)
+    source = rounded(w_NK, plan)
     if plan.w.first is None:
         return source, (w_NK, None), None
     w8_NK: Any

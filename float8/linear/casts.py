@@ -259,8 +259,10 @@ def cast_operand(
         return None, other, amax
     found, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
     assert found is not None
-    data, its, _ = found
-    return found, Float8Matrix(data.mT, _turned(its), again.block) if second else None, amax
+    if not second:
+        return found, None, amax
+    its = found.scale if how.is_whole else _turned(found.scale)
+    return found, Float8Matrix(found.data.mT, its, again.block), amax
 
 
 def _turned(scale: Any) -> Any:

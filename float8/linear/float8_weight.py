@@ -21,7 +21,7 @@ from float8.granularity import scale_shape
 from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
 from float8.linear.casts import cast_operand, record
-from float8.linear.plan import ROUND, VIEW, LinearPlan, plan_of
+from float8.linear.plan import VIEW, LinearPlan, plan_of, rounded
 from float8.linear.resident import (
     KEEPS_FACTORS_OUT,
     contraction_last,
@@ -44,7 +44,7 @@ def cast_again(saved: Saved, call: Any) -> Read:
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     records, state = call.records_amax and not operand.shares_data, call.states[1]
-    source = ROUND[plan.rounding](w_NK, plan.dtype)
+    source = rounded(w_NK, plan)
     _, w8_KN, amax = cast_operand(source, operand, state, records, first=False, scale=scale)
     if amax is not None:
         record(state, amax)
@@ -217,7 +217,7 @@ def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | No
     # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
         source = contraction_last(layer, weight.clone() if weight.is_inference() else weight)
-        source = ROUND[plan.rounding](source.detach(), plan.dtype)
+        source = rounded(source.detach(), plan)
         w_NK, w_KN, amax = cast_operand(source, plan.w, state, state is not None)
         if state is not None:  # a delayed scale is a buffer, and a cache in place writes its own
             w_NK = w_NK._replace(scale=w_NK.scale.clone())

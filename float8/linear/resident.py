@@ -361,16 +361,11 @@ def without_gather(weight: Any) -> Tensor:
     return _with_local(weight, lambda local: local.plain.detach())
 
 
-def gatherable_weights(layer: Any) -> dict[str, Any]:
-    """The gatherable weights of a layer, by name."""
-    return {name: weight for name, weight in weights_of(layer).items() if is_gatherable(weight)}
-
-
 def stay_gatherable(layer: Any, before: dict[str, Any]) -> None:
     """Make the weights gatherable again that ``load_state_dict(assign=True)`` has replaced."""
     for name, old in before.items():
         new: Any = layer._parameters[name]
-        if not is_gatherable(new):
+        if is_gatherable(old) and not is_gatherable(new):
             kind: Any = type(getattr(old, "_local_tensor", old))
             like = _with_local(new, lambda plain, kind=kind: kind(plain.detach()))
             layer._parameters[name] = nn.Parameter(like, new.requires_grad)

@@ -73,7 +73,7 @@ from float8.kernels import is_sharded
 from float8.linear.float8_weight import Float8Weight, cast_of
 from float8.linear.module import Float8Module, modules_under_fsdp, weights_of
 from float8.linear.plan import autocasts, compute_dtype
-from float8.linear.resident import gatherable_weights, join_loaded, split_saved, stay_gatherable
+from float8.linear.resident import join_loaded, split_saved, stay_gatherable
 from float8.tensor import Float8Tensor
 
 
@@ -109,10 +109,10 @@ class CastsWeights(Float8Module):
             split_saved(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        gatherable = gatherable_weights(self)
+        before = weights_of(self)
         join_loaded(self, state_dict, prefix, errors=args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
-        stay_gatherable(self, gatherable)
+        stay_gatherable(self, before)
 
 
 class WeightCache:
@@ -154,15 +154,6 @@ class WeightCache:
             new = replace(old, source=weight)
         if new is not None:
             layer.cached_weights[name] = new
-
-    def holds(self, optimizer: Optimizer) -> list[CastsWeights]:
-        """The layers of which this optimizer steps a weight."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [
-            layer
-            for layer in self.dtypes
-            if any([id(weight) in stepped for weight in _whole_weights(layer).values()])
-        ]
 
 
 def _weights(layer: CastsWeights) -> dict[str, Tensor]:
@@ -267,9 +258,12 @@ def _install_hooks() -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
+    """Cast the weights that this optimizer has stepped."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for cache in list(_open):
-        if layers := cache.holds(optimizer):
-            cache.cast(layers)
+        for layer in cache.dtypes:
+            if any([id(weight) in stepped for weight in _whole_weights(layer).values()]):
+                cache.cast([layer])
 
 
 def _after_load(layer: Any, incompatible_keys: Any) -> None:
