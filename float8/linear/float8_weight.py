@@ -102,10 +102,6 @@ class Float8Weight:
     def __post_init__(self) -> None:
         self.version = 0 if self.source is None else version_of(self.source)
 
-    def is_current(self) -> bool:
-        """Whether the version counter of the source is unchanged."""
-        return self.source is not None and version_of(self.source) == self.version
-
     def tensors(self) -> list[Tensor]:
         """All tensors that it stores."""
         stored = (*self.row_major[:2], *self.transposed[:2], self.amax)
@@ -131,17 +127,18 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
         ) is not None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
-    if cached is None or not (torch.compiler.is_compiling() or cached.source is weight):
-        return None  # not cached; or the weight was replaced since
-    return fitting(cached, plan, layer)
+    return None if cached is None else fitting(cached, weight, plan, layer)
 
 
-def fitting(cached: Float8Weight, plan: LinearPlan, layer: Any = None) -> Float8Weight | None:
-    """A cached weight, or None if its source was written to since or it is not for this plan.
+def fitting(
+    cached: Float8Weight, weight: Any, plan: LinearPlan, layer: Any = None
+) -> Float8Weight | None:
+    """A cached weight, or None if the weight was replaced or written to since.
 
     Raises ValueError if `cached_weights` cast it for another compute dtype than that of ``plan``.
     """
-    if not (torch.compiler.is_compiling() or cached.is_current()):
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and (cached.source is not weight or cached.version != version_of(weight)):
         return None
     if cached.dtype == plan.dtype:
         return cached
