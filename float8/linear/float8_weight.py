@@ -96,7 +96,7 @@ class Float8Weight:
     read: Reads = as_it_is
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
-    source: Tensor | None = None
+    source: Any = None
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
