@@ -246,13 +246,10 @@ class Float8ParallelLinear(Float8Linear):
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
         x, weight, wanted = self._read(input), shard_of(self.weight), layout.output
-        plan = plan_of(self.config, x, weight)
-        self._begin_call(x, weight, plan)
+        call = self.begin_call(x, weight)
+        call.states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
-        states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
-        grad = torch.is_grad_enabled()
-        call = Call(plan, states, self.training and grad, has_backward=grad)
         multiply = self.function.apply
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:

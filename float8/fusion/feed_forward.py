@@ -44,11 +44,8 @@ from float8.fusion.feed_forward_autograd import (
 from float8.fusion.norm_autograd import runs_kernels
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
-from float8.linear.autograd import STATELESS, Call
-from float8.linear.float8_weight import float8_weight
 from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module
-from float8.linear.plan import plan_of
 from float8.linear.resident import is_resident
 
 logger = logging.getLogger("float8")
@@ -108,8 +105,8 @@ class SwiGLUFeedForward(Float8Module):
         # Of the shape and dtype of down's input, without memory.
         empty = torch.empty((), dtype=x.dtype, device=x.device)
         hidden = empty.expand(*x.shape[:-1], down.in_features)
-        calls = tuple([_call_of(layer, x) for layer in first])
-        last = _call_of(down, hidden)
+        calls = tuple([layer.begin_call(x, layer.weight) for layer in first])
+        last = down.begin_call(hidden, down.weight)
         is_once = cast_by_one_scale(last.plan)
         by_kernel = is_once and runs_kernels(x.device, down.config.emulate)
         keeps = self.keeps_float8 and torch.is_grad_enabled()
@@ -165,17 +162,6 @@ def _calls_more(module: nn.Module) -> bool:
     """Whether a call of the module runs hooks, or another forward than its type's."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in module.__dict__ or any([getattr(module, name) for name in hooks])
-
-
-def _call_of(layer: Any, input: Tensor) -> Call:
-    """The call that the forward of a `Float8Linear` makes."""
-    grad = torch.is_grad_enabled()
-    plan = plan_of(layer.config, input, layer.weight)
-    layer._begin_call(input, layer.weight, plan)
-    states = layer.states if plan.has_delayed else STATELESS
-    return Call(
-        plan, states, layer.training and grad, float8_weight(layer, plan), has_backward=grad
-    )
 
 
 def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusion:

@@ -28,7 +28,7 @@ from float8.linear.casts import DelayedCast, set_cast, start_histories
 from float8.linear.float8_weight import float8_weight
 from float8.linear.module import with_state_of
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import LinearPlan, autocasts, plan_of
+from float8.linear.plan import autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.linear.resident import input_scale_of, is_resident
 from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
@@ -138,8 +138,9 @@ class Float8Linear(CastsWeights, nn.Linear):
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
         """
-        grad, training = torch.is_grad_enabled(), self.training
-        is_evaluated = self.evaluates_in_high_precision and not (training or grad)
+        is_evaluated = self.evaluates_in_high_precision and not (
+            self.training or torch.is_grad_enabled()
+        )
         if self.switch.is_off or is_evaluated:  # `high_precision`, without a call
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
@@ -147,14 +148,9 @@ class Float8Linear(CastsWeights, nn.Linear):
         if not isinstance(input, Tensor):
             raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
         weight = self.weight
-        plan = plan_of(self.config, input, weight)
-        self._begin_call(input, weight, plan)
+        call = self.begin_call(input, weight)
         if torch.compiler.is_exporting() and to_onnx():
-            return linear_in_onnx(self, input, plan)
-        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
-        cast = float8_weight(self, plan) if is_cast else None
-        states = self.states if plan.has_delayed else STATELESS
-        call = Call(plan, states, training and grad, cast, self.factors(input), grad)
+            return linear_in_onnx(self, input, call.plan)
         return self.function.apply(input, weight, self.bias, call)
 
     def factors(self, input: Tensor) -> Factors:
@@ -202,14 +198,22 @@ class Float8Linear(CastsWeights, nn.Linear):
         # name would keep layers from sharing a graph.
         return self.fqn or type(self).__name__
 
-    def _begin_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
-        """Note that the layer runs in float8; raise if this call cannot."""
+    def begin_call(self, input: Tensor, weight: Tensor) -> Call:
+        """The parameters of a call with this input and weight, which are noted to run in float8.
+
+        Raises what `forward` does for an input that does not fit.
+        """
+        plan, grad = plan_of(self.config, input, weight), torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             self.switch.note_call(traced=True)
         else:
             self.switch.was_on = True
         if (error := error_of_call(input, weight, plan)) is not None:
             raise type(error)(f"{self._name}: {error}")
+        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
+        cast = float8_weight(self, plan) if is_cast else None
+        states = self.states if plan.has_delayed else STATELESS
+        return Call(plan, states, self.training and grad, cast, self.factors(input), grad)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
