@@ -36,7 +36,7 @@ from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
 from float8.linear.refusals import reason_against_layer
 from float8.tensor import Float8Tensor
-from float8.tensor.differentiable import Differentiable
+from float8.tensor.tensor import Differentiable
 
 
 @dataclass(frozen=True)

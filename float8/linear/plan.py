@@ -64,7 +64,7 @@ class Gemm:
 
 # How the second orientation of an operand comes to be:
 VIEW = "a view of the first, with the same scales"
-COPY = "a second output of the first's cast"
+PAIR = "a second output of the first's cast"
 OWN = "a cast of its own, or none"
 
 
@@ -80,7 +80,7 @@ class Operand:
             kernel writes a transposed copy, or where it dequantises its operands.
 
     Attributes:
-        second_is: `VIEW`, `COPY` or `OWN`.
+        second_is: `VIEW`, `PAIR` or `OWN`.
         shares_data: whether both GEMMs read the same data and scales.
     """
 
@@ -98,7 +98,7 @@ class Operand:
         if self.shares_data and (self.may_view or first != second):
             self.second_is = VIEW
         else:
-            self.second_is = COPY if both and first == second else OWN
+            self.second_is = PAIR if both and first == second else OWN
 
 
 @dataclass(slots=True, unsafe_hash=True)

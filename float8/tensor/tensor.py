@@ -24,7 +24,7 @@ from torch import Tensor
 from float8 import kernels
 from float8.arguments import described
 from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
-from float8.granularity import Block, Granularity, Tensorwise, scale_shape
+from float8.granularity import WHOLE, Block, Granularity, Tensorwise, scale_shape
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
@@ -258,6 +258,31 @@ class Float8Tensor(Tensor):
         if func._schema.is_mutable:
             message += " and write into it with x.copy_(values), which casts them"
         raise NotImplementedError(message + REMEDY_OF_WEIGHTS)
+
+
+class Differentiable(torch.autograd.Function):
+    """``apply(carrier, data, data_t, scale)``: the result of an op that computes float8 data.
+
+    Its gradient is that of the carrier, a tensor of one element expanded to the shape of the
+    result, in its high-precision dtype. ``data`` has as many elements. ``data_t`` is its transposed
+    copy, or None. ``scale`` has one element. The op's own function computes the data, and receives
+    the gradient by the carrier. A single function would not do: torch.compile traces a backward
+    with gradients of the type of the forward's output, a Float8Tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        """See the class."""
+        shape, dims = carrier.shape, carrier.dim()
+        scale, block = scale.reshape((1,) * dims), (WHOLE,) * dims
+        return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient as it is."""
+        return g, None, None, None
 
 
 # --- checks of the parts

@@ -8,7 +8,7 @@ import torch
 from assertions import assert_bitwise
 
 from float8 import E4M3
-from float8.tensor.differentiable import Differentiable
+from float8.tensor.tensor import Differentiable
 
 
 @pytest.mark.parametrize("transposes", [False, True])
