@@ -215,7 +215,9 @@ def weights_of(layer: nn.Module) -> dict[str, Any]:
 
 def modules_under_fsdp(model: nn.Module) -> set[nn.Module]:
     """The modules whose parameters ``fully_shard`` (FSDP2) shards and gathers."""
-    units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
+    units = [
+        m for m in model.modules() if any([b.__name__ == "FSDPModule" for b in type(m).__mro__])
+    ]
     return {module for unit in units for module in unit.modules()}
 
 
