@@ -39,12 +39,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import (
-    CastConfig,
-    Float8LinearConfig,
-    OperandCast,
-    ScalingType,
-)
+from float8.config import CastConfig, Float8LinearConfig, OperandCast, ScalingType
 from float8.formats import Format, format_of
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
@@ -208,7 +203,8 @@ def start_histories(owner: nn.Module, state_dict: dict[str, Any], prefix: str) -
     A part of a checkpoint without the module's weight, such as adapters, leaves them as they are.
     """
     key = prefix + "weight"
-    if owner.weight is not None and key not in state_dict:
+    has_weight = owner._parameters.get("weight", key) is not None  # or a wrapper has taken it
+    if has_weight and key not in state_dict:
         return
     for name, cast in owner.named_children():
         has_history = any([known.startswith(f"{prefix}{name}.") for known in state_dict])
