@@ -315,7 +315,8 @@ def test_compiled_layers_read_the_casts(rank, recipe):
         return model
 
     found = train(compiled(make(recipe)))
-    assert not casts and len(graphs) == 4
+    # Forward and backward of two layers; once more where delayed casts have their first scales.
+    assert not casts and len(graphs) == (8 if recipe == "delayed" else 4)
     torch.compiler.reset()
     assert_all_bitwise(found, train(compiled(make(recipe)), cached=False), recipe)
     assert casts
