@@ -283,6 +283,14 @@ def test_results_have_the_bits_of_casts_in_every_call(rank, recipe, name):
     assert casts != most, "no weight was cached"
 
 
+@pytest.mark.ranks(2)
+def test_weights_that_are_gathered_in_float8_need_no_cache(rank):
+    found, casts = casts_of(lambda: train(make("gathered delayed")))
+    expected, same = casts_of(lambda: train(make("gathered delayed"), cached=False))
+    assert_all_bitwise(found, expected, "gathered in float8")
+    assert casts == same
+
+
 @pytest.mark.ranks(4)
 def test_replicas_of_sharded_models(rank):
     found, casts = casts_of(lambda: train(make(over=mesh())))
