@@ -45,7 +45,7 @@ from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
 from float8.linear.module import Switchable
-from float8.linear.plan import OWN, VIEW, Operand, cast_on
+from float8.linear.plan import PAIR, VIEW, Operand, cast_on
 from float8.tensor import Float8Tensor
 
 
@@ -240,51 +240,35 @@ def cast_operand(
     if isinstance(x, Float8Tensor):
         matrix = Float8Matrix(x.float8_data, x.scale, x.block)
         return matrix, matrix.t(), None
-    if operand.second_is == OWN:
-        return _cast_twice(x, operand, state, records, first, second)
-    how, again = operand.first, operand.second
-    assert how is not None
-    assert again is not None
-    if operand.second_is != VIEW:
+    how, again, is_view = operand.first, operand.second, operand.second_is == VIEW
+    if operand.second_is == PAIR:
+        assert how is not None
         return cast_matrix(
             x, how, state, scale, row_major=first, transposed=second, finds_amax=records
         )
-    if not first and how.kernel is None:
-        # Another op than the cast for the first: compilers would save its result.
-        other, _, amax = cast_matrix(x.mT, again, state, _turned(scale), finds_amax=records)
-        return None, other, amax
-    found, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
-    assert found is not None
-    if not second:
-        return found, None, amax
-    its = found.scale if how.is_whole else _turned(found.scale)
-    return found, Float8Matrix(found.data.mT, its, again.block), amax
+    one: Any = x if first else None
+    other: Any = None
+    amax = None
+    # Without a kernel another op casts the second alone: compilers would save the first's result.
+    if how is not None and (first or (is_view and how.kernel is not None)):
+        one, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
+        records = False  # an amax is found once
+    if second and is_view and one is not None:
+        assert again is not None
+        its = one.scale if one.scale.numel() == 1 else _turned(one.scale)
+        other = Float8Matrix(one.data.mT, its, again.block)
+    elif second:
+        other = x.mT
+        if again is not None:
+            known = _turned(scale) if is_view else None
+            other, _, found = cast_matrix(other, again, state, known, finds_amax=records)
+            amax = found if amax is None else amax
+    return one, other, amax
 
 
 def _turned(scale: Any) -> Any:
     """A scale, or None, stated for the transpose: one of a whole tensor or swizzled stays."""
     return scale if scale is None or scale.dim() == 1 or scale.numel() == 1 else scale.mT
-
-
-def _cast_twice(
-    x: Tensor,
-    operand: Operand,
-    state: DelayedState | None,
-    records: bool,
-    first: bool,
-    second: bool,
-) -> Operands:
-    """`cast_operand` by two casts, either of which may be none."""
-    one: Any = x if first else None
-    other: Any = x.mT if second else None
-    amax = None
-    if first and operand.first is not None:
-        one, _, amax = cast_matrix(x, operand.first, state, finds_amax=records)
-        records = False  # an amax is found once
-    if second and operand.second is not None:
-        other, _, found = cast_matrix(x.mT, operand.second, state, finds_amax=records)
-        amax = found if amax is None else amax
-    return one, other, amax
 
 
 def cast_matrix(
