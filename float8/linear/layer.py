@@ -17,10 +17,8 @@ from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.linear.autograd import (
-    NO_FACTORS,
     STATELESS,
     Call,
-    Factors,
     Float8LinearFunction,
     States,
 )
@@ -150,12 +148,8 @@ class Float8Linear(CastsWeights, nn.Linear):
         weight = self.weight
         call = self.begin_call(input, weight)
         if torch.compiler.is_exporting() and to_onnx():
-            return linear_in_onnx(self, input, call.plan)
+            return linear_in_onnx(self, input, call)
         return self.function.apply(input, weight, self.bias, call)
-
-    def factors(self, input: Tensor) -> Factors:
-        """What multiplies the three products: those of unit scaling."""
-        return NO_FACTORS
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -213,7 +207,7 @@ class Float8Linear(CastsWeights, nn.Linear):
         is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
         cast = float8_weight(self, plan) if is_cast else None
         states = self.states if plan.has_delayed else STATELESS
-        return Call(plan, states, self.training and grad, cast, self.factors(input), grad)
+        return Call(plan, states, self.training and grad, cast, has_backward=grad)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -42,8 +42,8 @@ from float8.config import OperandCast
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block
 from float8.kernels import definition
+from float8.linear.autograd import Call
 from float8.linear.casts import DelayedState, known_scale
-from float8.linear.plan import LinearPlan
 from float8.tensor import Float8Tensor
 
 OPSET = 21  # the first one with blocks, and with an output_dtype
@@ -58,19 +58,18 @@ def to_onnx() -> bool:
 to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo takes it for False
 
 
-def linear_in_onnx(layer: Any, input: Tensor, plan: LinearPlan) -> Tensor:
+def linear_in_onnx(layer: Any, input: Tensor, call: Call) -> Tensor:
     """The output of a `Float8Linear`, as nodes of the ONNX graph that is being traced.
 
     ``input`` is (..., K); the result is (..., N) in the compute dtype. Raises ValueError if the
     layer cannot be part of an ONNX file.
     """
-    weight, cast = layer.weight, plan.output.a
-    factor = layer.factors(input)[0]
+    plan, factor, weight, cast = call.plan, call.factors[0], layer.weight, call.plan.output.a
     if (reason := _reason_against(weight, input, cast)) is not None:
         raise ValueError(f"{layer._name}: {reason}")
     assert cast is not None
     x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
-    scale = _scale(x_MK, cast, layer.states[0])
+    scale = _scale(x_MK, cast, call.states[0])
     x8_MK = _quantize(x_MK, scale, cast.block)
     w_NK = _dequantize(weight.float8_data, weight.scale, weight.block)
     out = F.linear(_dequantize(x8_MK, scale, cast.block), w_NK)
