@@ -128,7 +128,7 @@ def stored_layer(
         or not _holds(layout.scale_format, trained.scale_format)
     ):
         return anew
-    known, state = None, module.casts[1].state if isinstance(module, Float8Linear) else None
+    known, state = None, module.states[1] if isinstance(module, Float8Linear) else None
     if trained.static_scale is not None:
         known = torch.full((1, 1), float(trained.static_scale))
     elif trained.scaling_type is ScalingType.DELAYED and state is not None and state.ready:

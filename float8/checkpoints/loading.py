@@ -54,12 +54,11 @@ from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
 from float8.granularity import WHOLE, Blockwise, Rowwise, Tensorwise, ceil_div, scale_shape
 from float8.kernels import e8m0, is_sharded
 from float8.kernels.matrix import ROW, TENSOR
-from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 from float8.linear.module import own_config, weights_of
 from float8.linear.resident import as_parameter, contraction_last, to_resident
 from float8.tensor import Float8Shard, Float8Tensor
-from float8.tensor.parts import is_e8m0
+from float8.tensor.tensor import is_e8m0
 
 __all__ = ["load"]
 
@@ -141,8 +140,7 @@ def load(
         write(slot, parameter, source.read(key, parameter.dtype if is_wide else torch.float32))
     for layer in model.modules():
         for cast in layer.casts if isinstance(layer, Float8Linear) else ():
-            if isinstance(cast, DelayedCast):
-                cast.start_beside(layer.weight)  # type: ignore[arg-type]
+            cast.start_beside(layer.weight)  # type: ignore[arg-type]
     if plan is not None:
         hide_from_ddp(model)
         plan.finish(model)

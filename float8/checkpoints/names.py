@@ -41,7 +41,7 @@ from float8.checkpoints.layouts import COMPRESSED_TENSORS
 from float8.convert.folding import inside_of
 from float8.granularity import WHOLE, Block, ceil_div
 from float8.linear.casts import DelayedCast
-from float8.linear.layer import with_state_of
+from float8.linear.module import with_state_of
 
 Index = tuple[int | slice, ...]
 Owners = dict[int, list[tuple[str, nn.Module, str]]]

@@ -267,7 +267,7 @@ def _input_scale(module: nn.Module, given: float | None) -> Tensor | None:
     cast = None if config is None or config.smooth_input else config.gemms.output.a
     if given is None and cast is not None and cast.format == E4M3 and set(cast.block) == {WHOLE}:
         given = None if cast.static_scale is None else float(cast.static_scale)
-        state: Any = module.casts[0].state  # type: ignore[union-attr, index]
+        state: Any = module.states[0]  # type: ignore[index]
         if given is None and state is not None and (state.ready or state.scale.is_meta):
             return state.scale.detach()
     return None if given is None else torch.tensor(given, dtype=torch.float32)

@@ -179,7 +179,7 @@ def _keep_float8_only(plan: ConversionPlan) -> None:
     for fqn, layer in plan.layers.items():
         config, state = plan.configs[fqn], None
         if isinstance(layer, Float8Linear):
-            state = layer.casts[1].state
+            state = layer.states[1]
             if config != layer.config:
                 set_input_cast(layer, config)
         for name, old in weights_of(layer).items():

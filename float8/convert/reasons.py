@@ -18,7 +18,14 @@ from float8.convert.filters import divisible_by, why_not
 from float8.experts.modules import rule_of_experts
 from float8.kernels import is_sharded
 from float8.linear.layer import Float8Linear
-from float8.linear.module import MODULE_RULES, ModuleRule, own_config, stacked_weights, weights_of
+from float8.linear.module import (
+    MODULE_RULES,
+    ModuleRule,
+    modules_under_fsdp,
+    own_config,
+    stacked_weights,
+    weights_of,
+)
 from float8.linear.refusals import multiple_of_features
 
 NO_HISTORY = (
@@ -139,8 +146,7 @@ def sharded_before(model: nn.Module, layers: dict[str, Any]) -> list[tuple[str, 
 
     FSDP2 gathers parameters into the modules that it was given. A new layer would keep the shard.
     """
-    units = [m for m in model.modules() if any(b.__name__ == "FSDPModule" for b in type(m).__mro__)]
-    inside = {module for unit in units for module in unit.modules()}
+    inside = modules_under_fsdp(model)
     reason = "fully_shard (FSDP2) has sharded its weight: convert the model first"
     return [
         (fqn, reason)

@@ -98,7 +98,7 @@ def weight_cast(layer: Any, weight: Tensor) -> tuple[OperandCast, DelayedState |
     cast = cast_on(cast, kernels.family_of(weight.device))
     if weight.dim() == 3:  # experts share no scale
         return replace(cast, block=(1, *cast.block)), None
-    return cast, layer.casts[1].state
+    return cast, layer.states[1]
 
 
 class Part(NamedTuple):

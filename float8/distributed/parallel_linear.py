@@ -36,7 +36,7 @@ from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.plan import LinearPlan, Operand, plan_of, without_autocast
 from float8.linear.refusals import reason_against_layer
 from float8.tensor import Float8Tensor
-from float8.tensor.differentiable import differentiable
+from float8.tensor.tensor import Differentiable
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def gather_in_float8(
     shard: Any = x.placements[0]
     how = (operand.first, state, record, x.device_mesh, shard, x.shape[shard.dim])
     carrier, data, scale = _CastAndGather.apply(x.to_local(), *how)
-    return differentiable(carrier, data, None, scale)
+    return Differentiable.apply(carrier, data, None, scale)
 
 
 class _AsReplicated(torch.autograd.Function):
@@ -246,13 +246,10 @@ class Float8ParallelLinear(Float8Linear):
             compare_layer(self, self.layout.mesh.get_group())
         layout, is_colwise = self.layout, self.layout.is_colwise
         x, weight, wanted = self._read(input), shard_of(self.weight), layout.output
-        plan = plan_of(self.config, x, weight)
-        self._begin_call(x, weight, plan)
+        call = self.begin_call(x, weight)
+        call.states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
         if isinstance(wanted, Shard):
             wanted = Shard(wanted.dim % x.dim())
-        states = self._states_of_parts(input=not is_colwise, grad_output=is_colwise)
-        grad = torch.is_grad_enabled()
-        call = Call(plan, states, self.training and grad, has_backward=grad)
         multiply = self.function.apply
         mesh, last = layout.mesh, x.dim() - 1
         if is_colwise:
@@ -279,7 +276,7 @@ class Float8ParallelLinear(Float8Linear):
         ``input`` and ``grad_output`` say whether this rank casts only a part of each. Of the weight
         it always does.
         """
-        x, w, g = self._states()
+        x, w, g = self.states
         group = self.layout.group
         return (
             sharded_state(x, group if input else None),
@@ -300,7 +297,7 @@ class Float8ParallelLinear(Float8Linear):
             x = x if x.dtype == plan.dtype else x.to(plan.dtype)
             if layout.is_colwise and x.placements[0].is_shard() and sends_in_float8(plan):
                 record = self.training and torch.is_grad_enabled()
-                return gather_in_float8(x, plan.x, self._states()[0], record)
+                return gather_in_float8(x, plan.x, self.states[0], record)
         grads = [Partial() if layout.is_colwise else wanted]
         return x.redistribute(placements=[wanted]).to_local(grad_placements=grads)
 

@@ -30,8 +30,8 @@ from float8.config import CastConfig, Float8LinearConfig
 from float8.experts.modules import Float8Experts
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
-from float8.linear.module import modules_by_name, own_config, stacked_weights
-from float8.linear.resident import gatherable_weights, is_gatherable
+from float8.linear.module import modules_by_name, own_config, stacked_weights, weights_of
+from float8.linear.resident import is_gatherable
 
 LAYERS = (Float8Linear, Float8Experts)
 Facts = dict[str, str]  # of one layer: name of a property -> its value
@@ -166,7 +166,7 @@ def _facts(module: Any) -> Facts:
         **config_facts(config),
         **{name: str(getattr(module, name)) for name in names},
         **{name: str(tuple(w.shape)) for name, w in stacked_weights(module).items()},
-        "gathered in float8": str(bool(gatherable_weights(module))),
+        "gathered in float8": str(any(map(is_gatherable, weights_of(module).values()))),
     }
 
 

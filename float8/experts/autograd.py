@@ -61,7 +61,7 @@ class GroupedLinearFunction(torch.autograd.Function):
             grad_x = grad_w = w8_EKN = None
             g_scaled = g
             if needs_x:
-                w8_EKN, scale = ctx.read_weight((w, w_scale), call)
+                w8_EKN, scale = call.read_weight((w, w_scale), call)
                 g_scaled = g if scale is None else g * _of_tokens(scale, offs, g.shape[0])
             if needs_x or needs_w:
                 g8_TN, g8_NT, _ = cast_groups_of(g_scaled, plan.g, offs, needs_x, needs_w)

@@ -74,7 +74,7 @@ def product_of_groups(
     if (error := error or error_of_call(x, w, plan)) is not None:
         raise type(error)(f"grouped_mm: {error}")
     w_ENK = w.mT
-    weight = None if cached is None else fitting(cached, plan)
+    weight = None if cached is None else fitting(cached, cached.source, plan)
     if isinstance(w_ENK, Float8Tensor):
         weight = of_experts(w_ENK, plan)
     call = Call(plan, weight=weight, has_backward=grad)

@@ -23,7 +23,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +36,10 @@ from float8.experts.grouped_mm import product_of_groups
 from float8.experts.other_libraries import GROUPED_MM, Forward, forward_of_library
 from float8.kernels import is_sharded
 from float8.linear.float8_weight import Float8Weight
-from float8.linear.kept_weight import CastsWeights
-from float8.linear.layer import with_state_of
-from float8.linear.module import ModuleRule, stacked_weights
+from float8.linear.module import ModuleRule, stacked_weights, with_state_of
 from float8.linear.refusals import reason_against_layer
 from float8.linear.resident import contraction_last
+from float8.linear.weight_cache import CastsWeights
 from float8.tensor import Float8Tensor
 
 logger = logging.getLogger("float8")
@@ -91,7 +90,7 @@ class Float8Experts(CastsWeights):
         float8_name: the module's name in its model, for messages.
     """
 
-    plain_type: ClassVar[type[nn.Module]]
+    own_names = ("float8_config", "float8_name", "cached_weights")
     float8_forward: Forward
     float8_name: str
 
@@ -133,23 +132,6 @@ class Float8Experts(CastsWeights):
             for name in plain:
                 del self.__dict__[name]
             self.__dict__.update(hidden)
-
-    def to_float(self) -> nn.Module:
-        """The plain module, of its own type, parameters shared.
-
-        Raises ValueError if something has wrapped ``forward``, which would still run in float8.
-        """
-        if "forward" in self.__dict__:
-            raise ValueError(
-                f"{self._name}: its forward was replaced after the conversion, by what would still "
-                "run in float8: evaluate under float8.high_precision(model), or load a checkpoint "
-                "into the plain model"
-            )
-        plain: nn.Module = with_state_of(self, self.plain_type)
-        own = ("float8_config", "float8_name", "switch", "evaluates_in_high_precision")
-        for name in (*own, "cached_weights"):
-            plain.__dict__.pop(name, None)
-        return plain
 
     @property
     def _name(self) -> str:

@@ -44,11 +44,8 @@ from float8.fusion.feed_forward_autograd import (
 from float8.fusion.norm_autograd import runs_kernels
 from float8.fusion.norm_fusion import Fusion
 from float8.kernels import is_sharded
-from float8.linear.autograd import STATELESS, Call
-from float8.linear.float8_weight import float8_weight
-from float8.linear.layer import Float8Linear, with_state_of
+from float8.linear.layer import Float8Linear
 from float8.linear.module import Float8Module
-from float8.linear.plan import plan_of
 from float8.linear.resident import is_resident
 
 logger = logging.getLogger("float8")
@@ -85,16 +82,9 @@ def register_feed_forward(
 class SwiGLUFeedForward(Float8Module):
     """Abstract: a feed-forward of a declared type; `_fused_type` makes the subclass of both."""
 
-    plain_type: ClassVar[type[nn.Module]]
+    own_names = ("keeps_float8",)
     layer_names: ClassVar[Names]
     keeps_float8: bool
-
-    def to_float(self) -> nn.Module:
-        """The module as it was before, its children shared."""
-        plain: nn.Module = with_state_of(self, self.plain_type)
-        for name in ("switch", "keeps_float8", "evaluates_in_high_precision"):
-            plain.__dict__.pop(name, None)
-        return plain
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """For copies and pickles, which do not find the subclass by its name."""
@@ -107,15 +97,16 @@ class SwiGLUFeedForward(Float8Module):
         Raises what the layers raise for an input that does not fit.
         """
         layers: list[Any] = [getattr(self, name) for name in self.layer_names.all]
-        if not self._runs_fused(layers):
+        is_apart = _reason_against(self, self.layer_names) is not None
+        if is_apart or any([layer.high_precision for layer in layers]):
             out: Tensor = self.plain_type.forward(self, x)
             return out
         *first, down = layers
         # Of the shape and dtype of down's input, without memory.
         empty = torch.empty((), dtype=x.dtype, device=x.device)
         hidden = empty.expand(*x.shape[:-1], down.in_features)
-        calls = tuple([_call_of(layer, x) for layer in first])
-        last = _call_of(down, hidden)
+        calls = tuple([layer.begin_call(x, layer.weight) for layer in first])
+        last = down.begin_call(hidden, down.weight)
         is_once = cast_by_one_scale(last.plan)
         by_kernel = is_once and runs_kernels(x.device, down.config.emulate)
         keeps = self.keeps_float8 and torch.is_grad_enabled()
@@ -124,18 +115,6 @@ class SwiGLUFeedForward(Float8Module):
         weights = [layer.weight for layer in first]
         result: Tensor = FeedForwardFunction.apply(call, x, down.weight, *weights)
         return result
-
-    def _runs_fused(self, layers: list[Any]) -> bool:
-        """Whether the module's own forward would compute the same, in float8, and call no hook."""
-        others = [child for child in self.children() if child not in layers]
-        return (
-            all([_reason_against(layer) is None for layer in layers])
-            and all([_is_silu(child) for child in others])
-            and not any([_calls_more(child) for child in (*layers, *others)])
-            and not any([layer.high_precision for layer in layers])
-            and not any([is_sharded(layer.weight) or is_resident(layer.weight) for layer in layers])
-            and len(_configs(layers)) == 1
-        )
 
 
 @cache
@@ -149,8 +128,7 @@ def _without_state(plain_type: Any, names: Names) -> SwiGLUFeedForward:
     return fused_type.__new__(fused_type)
 
 
-def _reason_against(layer: Any) -> str | None:
-    """Why a feed-forward with this layer runs layer by layer, or None."""
+def _reason_of(layer: Any) -> str | None:
     kind = type(layer)
     if kind is not Float8Linear:
         return f"is a {kind.__name__}, not a Float8Linear"
@@ -158,32 +136,32 @@ def _reason_against(layer: Any) -> str | None:
         return "has a bias"
     if layer.config.smooth_input:
         return "has smooth_input=True"
+    if is_sharded(layer.weight) or is_resident(layer.weight):
+        return "has a weight that is sharded, or stored in float8"
     return None
 
 
-def _configs(layers: list[Any]) -> set[str]:
-    return {layer.config.key for layer in layers}
-
-
-def _is_silu(module: nn.Module) -> bool:
-    return "SiLU" in type(module).__name__
+def _reason_against(module: nn.Module, names: Names) -> str | None:
+    """Why a feed-forward runs layer by layer, or None: its own forward would do something else."""
+    layers: list[Any] = [getattr(module, name, None) for name in names.all]
+    for name, layer in zip(names.all, layers, strict=True):
+        if (reason := _reason_of(layer)) is not None:
+            return f"its {name} {reason}"
+    for name, child in module.named_children():
+        kind = type(child).__name__
+        if child not in layers and "SiLU" not in kind:
+            return f"its {name} is a {kind}, neither one of its layers nor SiLU"
+        if _calls_more(child):
+            return f"its {name} has hooks, or a forward of its own"
+    if len({layer.config.key for layer in layers}) > 1:
+        return "its layers have different configs"
+    return None
 
 
 def _calls_more(module: nn.Module) -> bool:
     """Whether a call of the module runs hooks, or another forward than its type's."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in module.__dict__ or any([getattr(module, name) for name in hooks])
-
-
-def _call_of(layer: Any, input: Tensor) -> Call:
-    """The call that the forward of a `Float8Linear` makes."""
-    grad = torch.is_grad_enabled()
-    plan = plan_of(layer.config, input, layer.weight)
-    layer._begin_call(input, layer.weight, plan)
-    states = layer._states() if plan.has_delayed else STATELESS
-    return Call(
-        plan, states, layer.training and grad, float8_weight(layer, plan), has_backward=grad
-    )
 
 
 def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusion:
@@ -221,18 +199,11 @@ def fuse_feed_forwards(model: nn.Module, *, keeps_float8: bool = False) -> Fusio
 def _problems(module: nn.Module, fqn: str, names: Names) -> Iterator[str | None]:
     """The reasons why a module cannot be fused; what follows one may fail."""
     yield runs_something_else(module, fqn)
-    layers: list[Any] = [getattr(module, name, None) for name in names.all]
-    for name, layer in zip(names.all, layers, strict=True):
-        if (reason := _reason_against(layer)) is not None:
-            yield f"its {name} {reason}"
-    for name, child in module.named_children():
-        if name not in names.all and not _is_silu(child):
-            yield f"its {name} is a {type(child).__name__}, neither one of its layers nor SiLU"
+    yield _reason_against(module, names)
+    layers: list[Any] = [getattr(module, name) for name in names.all]
     *first, down = layers
     sizes = {layer.out_features for layer in first}
     if sizes != {down.in_features * (1 if len(first) > 1 else 2)}:
         yield f"{' and '.join(names.first)} compute {sizes}, {names.down} reads {down.in_features}"
-    if len(_configs(layers)) > 1:
-        yield "its layers have different configs"
     if len({layer.weight.dtype for layer in layers}) > 1:
         yield "its weights have different dtypes"

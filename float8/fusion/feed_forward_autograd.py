@@ -19,7 +19,7 @@ ops compute it, with the bits of ``F.silu(gate) * up``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,6 @@ from float8.linear.autograd import (
     weight_of_forward,
 )
 from float8.linear.casts import cast_operand, known_scale, record
-from float8.linear.float8_weight import cast_again
 from float8.linear.plan import LinearPlan, without_autocast
 from float8.tensor import Float8Tensor
 
@@ -89,13 +88,11 @@ class FeedForwardFunction(torch.autograd.Function):
             x8_MK, x8_KM = _operands_of_x(x, call, lead.has_backward and any(needs_first))
             outputs: list[Tensor] = []
             saved: list[Tensor | None] = []
-            reads: list[Any] = []
             for its, w in zip(call.first, w_first, strict=True):
                 w8_FK, w_saved, w_amax = weight_of_forward(w, its)
                 outputs.append(product(its.plan.output, x8_MK, w8_FK))
                 record(its.states[1], w_amax)
                 saved += w_saved if needs_x else (None, None)
-                reads.append(_reader(its))
             gate_MF, up_MF = _halves(outputs)
             y8_MF = _cast_y(gate_MF, up_MF, call)
             w8_KF, w_saved, w_amax = weight_of_forward(w_down, down)
@@ -105,17 +102,15 @@ class FeedForwardFunction(torch.autograd.Function):
         y_scale = y8_MF.scale if down.plan.x.shares_data else None
         kept = _copies(gate_MF, up_MF, call.copies) if call.copies else outputs
         save(ctx, lead, (x, w_first[0], None), x8_KM, (None, None), y_scale, *kept, *saved)
-        first = tuple([_without_weight(its) for its in call.first])
-        how = call.rounds_once, call.by_kernel, call.copies
-        ctx.feed_forward = FeedForwardCall(first, _without_weight(down), *how)
-        ctx.reads = (*reads, _reader(down))
+        first = tuple([its.for_backward() for its in call.first])
+        ctx.feed_forward = replace(call, first=first, down=down.for_backward())
         return in_shape_of(x, out_MK)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Any, ...]:
         """The gradients of forward's tensors, each None if it is not needed."""
         refuse_double_backward("a fused feed-forward")
-        call, reads = ctx.feed_forward, ctx.reads
+        call = ctx.feed_forward
         down, count = call.down, len(call.first)
         _, needs_x, needs_down, *needs_first = ctx.needs_input_grad
         x, x_scale, _, _, y_scale, *rest = saved_by(ctx)
@@ -131,7 +126,7 @@ class FeedForwardFunction(torch.autograd.Function):
             )  # fmt: skip
             record(down.states[2], amax)
             if needs_y:
-                w8_FK, _ = reads[-1](saved[-2:], down)
+                w8_FK, _ = down.read_weight(saved[-2:], down)
                 grad_y = product(down.plan.grad_input, g8_MK, w8_FK)
             by: Any = _cast_by_kernel if call.by_kernel and needs_y else _cast_plainly
             wanted = needs_down, needs_x, any(needs_first)
@@ -140,7 +135,7 @@ class FeedForwardFunction(torch.autograd.Function):
                 grad_down = product(down.plan.grad_weight, g8_KM, y8_FM)
             for i, (its, (g8_MF, g8_FM)) in enumerate(zip(call.first, gradients, strict=True)):
                 if needs_x:
-                    w8_KF, _ = reads[i](saved[2 * i : 2 * i + 2], its)
+                    w8_KF, _ = its.read_weight(saved[2 * i : 2 * i + 2], its)
                     part: Any = product(its.plan.grad_input, g8_MF, w8_KF)
                     part, *_ = as_arguments(ctx, part, None, None)  # autograd adds in x's dtype
                     grad_x = part if grad_x is None else grad_x + part
@@ -275,13 +270,3 @@ def _cast_by_kernel(
         if records:
             record(state, amax if joined else amax[i])
     return Float8Matrix(y_t, y_scale, y.block), gradients
-
-
-def _reader(call: Call) -> Any:
-    """How backward reads the weight; see `float8.linear.float8_weight`."""
-    return cast_again if call.weight is None else call.weight.read
-
-
-def _without_weight(call: Call) -> Call:
-    """For backward: FSDP2 may free the memory of a weight after forward."""
-    return Call(call.plan, call.states, call.records_amax)

@@ -3,7 +3,7 @@
 A norm computes in float32, rounds once to the compute dtype and casts by the plan of the layers
 that read the result. A GPU does that in one kernel; elsewhere plain PyTorch does. The function's
 results are a carrier, which has the shape and the gradient of the result but no memory, and the
-parts of the float8 tensor; `float8.tensor.differentiable` joins them.
+parts of the float8 tensor; `Differentiable` joins them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from float8.kernels.registration import op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
-from float8.tensor.differentiable import differentiable
+from float8.tensor.tensor import Differentiable
 
 
 class NormCall(NamedTuple):
@@ -44,7 +44,7 @@ def cast_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, call: NormC
     """
     carrier, data, data_t, scale = _CastNorm.apply(x, weight, bias, call)
     transposed = data_t if call.by_kernel and call.transpose else None
-    return differentiable(carrier, data, transposed, scale)
+    return Differentiable.apply(carrier, data, transposed, scale)
 
 
 class _CastNorm(torch.autograd.Function):

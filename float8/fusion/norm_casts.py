@@ -40,15 +40,10 @@ from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3
 from float8.fusion.norm_autograd import NormCall, cast_norm, runs_kernels
 from float8.granularity import WHOLE
-from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
-from float8.linear.layer import with_state_of
-from float8.linear.module import Float8Module
+from float8.linear.casts import DelayedCast, set_cast, start_histories
+from float8.linear.module import Float8Module, with_state_of
 from float8.linear.plan import plan_of
 
-_OWN_ATTRIBUTES = (
-    *("config", "fqn", "switch", "evaluates_in_high_precision", "cast_output"),
-    *("plain_type", "added"),
-)
 N = TypeVar("N", bound="NormCast")
 
 
@@ -72,9 +67,8 @@ class NormCast(Float8Module):
     """Abstract: a norm over the last dimension, cast with ``cast_output``."""
 
     is_centred: ClassVar[bool]  # whether it subtracts the mean
-    plain_type: type[nn.Module]  # the type that `to_float` returns
-    added: tuple[str, ...] = ()  # attributes that `from_float` gave a norm of another type
-    cast_output: Cast
+    own_names: tuple[str, ...] = ("config", "fqn", "cast_output")
+    cast_output: DelayedCast | None  # None of a cast without state
     fqn: str
     normalized_shape: tuple[int, ...]
     weight: Any
@@ -109,7 +103,8 @@ class NormCast(Float8Module):
             raise TypeError(f"{fqn or cls.__name__}: a {type(norm).__name__} is not nn.{plain}")
         self: N = with_state_of(norm, cls)
         if attributes is not None:
-            self.__dict__ |= attributes | {"plain_type": type(norm), "added": tuple(attributes)}
+            self.__dict__ |= attributes
+            self.plain_type, self.own_names = type(norm), (*cls.own_names, *attributes)
         self._set_up(config, None if self.weight is None else self.weight.device, fqn)
         return self
 
@@ -126,22 +121,12 @@ class NormCast(Float8Module):
             )
         self.config = config
         self._add_switch()
-        delayed, amax_init = config.delayed_scaling, config.enable_amax_init
-        cast = make_cast(config.cast_config_input, E4M3, delayed, amax_init, device)
-        set_cast(self, "cast_output", cast)
+        set_cast(self, "cast_output", config.cast_config_input, E4M3, config, device)
 
-    def share_cast(self, cast: Cast) -> None:
+    def share_cast(self, cast: DelayedCast) -> None:
         """Cast with the ``cast_input`` of a layer, which saves, loads and moves it."""
         self._modules.pop("cast_output", None)
         self.__dict__["cast_output"] = cast  # no child of this module
-
-    def to_float(self) -> Any:
-        """The plain module, of its own type; parameters, hooks and attributes are shared."""
-        plain = with_state_of(self, self.plain_type)
-        plain._modules.pop("cast_output", None)
-        for name in (*_OWN_ATTRIBUTES, *self.added):
-            plain.__dict__.pop(name, None)
-        return plain
 
     @property
     def _name(self) -> str:
@@ -158,7 +143,8 @@ class NormCast(Float8Module):
         if x.shape[-1:] != self.normalized_shape:
             expected = f"(..., {self.normalized_shape[0]})"
             raise ValueError(f"{self._name}: input is {tuple(x.shape)}, expected {expected}")
-        state, grad = self.cast_output.state, torch.is_grad_enabled()
+        state = None if self.cast_output is None else self.cast_output.state
+        grad = torch.is_grad_enabled()
         if state is not None and state.scale.device != x.device:  # it would stay dynamic
             raise ValueError(f"{self._name}: input is on {x.device}, cast_output is not: move it")
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
@@ -168,10 +154,7 @@ class NormCast(Float8Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        cast = self._modules.get("cast_output")
-        has_history = any(key.startswith(f"{prefix}cast_output.") for key in state_dict)
-        if isinstance(cast, DelayedCast) and not has_history:
-            cast.start_beside(state_dict.get(prefix + "weight", cast.scale))
+        start_histories(self, state_dict, prefix)
 
 
 class RMSNormCast(NormCast, nn.RMSNorm):

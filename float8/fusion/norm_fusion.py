@@ -5,24 +5,22 @@ copy: q, k and v three. A fused norm casts its result itself, and the layers mul
 tensor, of which one copy is kept::
 
     convert_to_float8_training(model, config=config)
-    print(fuse_norms(model))          # the norms that were fused, and why others were not
-
-Which layers read a norm is declared, never guessed: by ``pairs``, or once for all blocks of a type.
-Only the modules of an ``nn.Sequential`` need no declaration. For Hugging Face's Llama, whose norms
-have a type of their own::
-
+    pairs = {
+        "model.layers.*.input_layernorm": [
+            f"model.layers.*.self_attn.{name}_proj" for name in ("q", "k", "v")
+        ],
+        "model.layers.*.post_attention_layernorm": [
+            f"model.layers.*.mlp.{name}_proj" for name in ("gate", "up")
+        ],
+    }
     register_norm(LlamaRMSNorm, RMSNormCast, eps=lambda norm: norm.variance_epsilon)
-    register_norm_pairs(
-        LlamaDecoderLayer,
-        {
-            "input_layernorm": [f"self_attn.{name}_proj" for name in ("q", "k", "v")],
-            "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj"],
-        },
-    )
+    print(fuse_norms(model, pairs))  # the norms that were fused, and why others were not
 
-Qwen2, Qwen3 and Mistral have the same names. Types, sizes and configs of declared layers are
-checked. Anything else that reads the result raises an error at the first forward, except a float8
-layer with the same input cast, and sums and copies into plain tensors, which read its values.
+This is Hugging Face's Llama, whose norms have a type of their own; Qwen2, Qwen3 and Mistral have
+the same names. Which layers read a norm is declared, never guessed. Types, sizes and configs of
+declared layers are checked. Anything else that reads the result raises an error at the first
+forward, except a float8 layer with the same input cast, and sums and copies into plain tensors,
+which read its values.
 
 Every reader has to be a `Float8Linear`, all with one tensorwise input cast. Fused are modules whose
 type is exactly ``nn.RMSNorm`` or ``nn.LayerNorm``, or was registered (`register_norm`).
@@ -40,8 +38,10 @@ readers in one graph.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,12 +53,12 @@ from float8.convert.conversion import replace_children
 from float8.convert.inference import hide_from_ddp
 from float8.convert.reasons import runs_something_else
 from float8.fusion.norm_casts import LayerNormCast, NormCast, RMSNormCast, reason_against_config
-from float8.fusion.norm_readers import Pairs, readers_of_norms
 from float8.linear.casts import DelayedCast
 from float8.linear.layer import Float8Linear
 
 logger = logging.getLogger("float8")
 Attributes = Callable[[nn.Module], dict[str, Any]]
+Pairs = Mapping[str, str | Sequence[str]]
 
 # A norm's type -> the type that it becomes, and the attributes of torch's norm that it lacks.
 NORM_RULES: dict[type[nn.Module], tuple[type[NormCast], Attributes | None]] = {
@@ -108,14 +108,13 @@ class Fusion:
         return "\n".join(lines)
 
 
-def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> Fusion:
+def fuse_norms(model: nn.Module, pairs: Pairs) -> Fusion:
     """Have norms return float8 where converted layers alone read them, in place.
 
     Args:
         model: converted. Fusing again fuses the norms that were left.
         pairs: norm -> the layer or all layers that read it: names in the model, in which ``*``
-            stands for one part, the same one on both sides. They replace those that
-            `register_norm_pairs` declares.
+            stands for one part, the same one on both sides.
 
     Returns:
         the fused norms, and the reasons why the others were not fused; both are logged too.
@@ -124,15 +123,19 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> Fusion:
         ValueError: pairs that name no module; nothing has been changed then.
     """
     check_module(model, "fuse_norms")
-    check_type(pairs or {}, Mapping, "fuse_norms", "pairs", "a mapping of norms to their readers")
+    check_type(pairs, Mapping, "fuse_norms", "pairs", "a mapping of norms to their readers")
+    modules = dict(model.named_modules(remove_duplicate=False))
     names = {module: fqn for fqn, module in model.named_modules()}
-    readers, problems = readers_of_norms(model, pairs or {}, _may_be_norm)
-    fusion = Fusion("norms", skipped={names[block]: reason for block, reason in problems.items()})
+    readers: dict[nn.Module, dict[nn.Module, None]] = {}
+    for norm_name, layer_names in resolved(modules, pairs).items():
+        known = readers.setdefault(modules[norm_name], {})  # a norm may have two names
+        known |= dict.fromkeys(modules[name] for name in layer_names)
+    fusion = Fusion("norms")
     for norm, fqn in names.items():
         if not _may_be_norm(norm) and norm not in readers:
             continue
         layers: dict[str, Any] = {names[layer]: layer for layer in readers.get(norm, ())}
-        problem = next(filter(None, _problems(model, fqn, norm, layers)), None)
+        problem = next(filter(None, _problems(fqn, norm, layers)), None)
         if problem is not None:
             fusion.skipped[fqn] = problem
         else:
@@ -141,6 +144,35 @@ def fuse_norms(model: nn.Module, pairs: Pairs | None = None) -> Fusion:
     hide_from_ddp(model)
     logger.info("%s", fusion)
     return fusion
+
+
+def resolved(names: Iterable[str], pairs: Pairs) -> dict[str, list[str]]:
+    """Norm -> layers, for every name that a pattern of ``pairs`` matches.
+
+    ``names`` are those of all modules of the model. A star in a layer's pattern stands for what the
+    norm's star stands for. Raises ValueError for a pattern that matches nothing.
+    """
+    known, found = dict.fromkeys(names), dict[str, list[str]]()
+    for pattern, value in pairs.items():
+        layers = [value] if isinstance(value, str) else value
+        expression = re.compile(re.escape(pattern).replace(r"\*", "([^.]*)"))
+        matches = [match for name in known if (match := expression.fullmatch(name))]
+        # A star that has no star of the norm to stand for stays, and is in no layer's name.
+        by_norm = {
+            match[0]: [functools.reduce(_filled, match.groups(), name) for name in layers]
+            for match in matches
+        }
+        readers = [name for names in by_norm.values() for name in names]
+        missing = [name for name in readers if name not in known]
+        if missing or not matches:
+            what = f"layer {missing[0]!r}" if missing else f"norm {pattern!r}"
+            raise ValueError(f"norm pair {pattern!r}: the model has no {what}")
+        found |= by_norm
+    return found
+
+
+def _filled(layer: str, star: str) -> str:
+    return layer.replace("*", star, 1)
 
 
 def _may_be_norm(module: nn.Module) -> bool:
@@ -152,9 +184,7 @@ def _may_be_norm(module: nn.Module) -> bool:
     )
 
 
-def _problems(
-    model: nn.Module, fqn: str, norm: nn.Module, layers: dict[str, Any]
-) -> Iterator[str | None]:
+def _problems(fqn: str, norm: nn.Module, layers: dict[str, Any]) -> Iterator[str | None]:
     """The reasons why the norm cannot return float8 to these layers; what follows one may fail."""
     if isinstance(norm, NormCast):
         yield "it writes float8 already"
@@ -173,11 +203,9 @@ def _problems(
         yield f"its weight is a {type(weight).__name__}; fuse before sharding the model"
     yield runs_something_else(norm, fqn)
     if not layers:
-        block, _, name = fqn.rpartition(".")
         yield (
-            f"the layers that read it are not declared: pass pairs={{{fqn!r}: [names of layers]}}, "
-            "or call float8.fusion.register_norm_pairs("
-            f"{type(model.get_submodule(block)).__name__}, {{{name!r}: [names in the block]}})"
+            "the layers that read it are not declared: pass "
+            f"pairs={{{fqn!r}: [names of layers]}}, with * for a part that differs between blocks"
         )
     for name, layer in layers.items():
         if type(layer) is not Float8Linear:
@@ -199,7 +227,7 @@ def _fuse(model: nn.Module, fqn: str, norm: nn.Module, layers: list[Any]) -> Non
     cast = cast_type.from_float(norm, layers[0].config, fqn, given)
     cast.evaluates_in_high_precision = layers[0].evaluates_in_high_precision
     replace_children(model, {norm: cast})
-    if isinstance(cast.cast_output, DelayedCast):
+    if cast.cast_output is not None:
         _share(model, cast, [layer.cast_input for layer in layers])
 
 

@@ -122,9 +122,8 @@ class Float8TitanLinear(Float8Linear, Linear):
         float8 = check_config(config._float8 or config.recipe)
         self._set_up(float8, config._fqn)
         for cast in self.casts:
-            if isinstance(cast, DelayedCast):
-                cast.__class__ = _DelayedCast
-                cast.hidden = config.plain_checkpoint
+            cast.__class__ = _DelayedCast
+            cast.hidden = config.plain_checkpoint
         if float8.enable_fsdp_float8_all_gather:
             wrap_weights(self, {config._fqn: self})
         if _needs_after_step(float8):
@@ -151,19 +150,6 @@ class Float8TitanLinear(Float8Linear, Linear):
                 "spmd_types, or a dynamic recipe without enable_fsdp_float8_all_gather"
             )
         super().parallelize(parallel_dims)
-
-    def to_float(self) -> nn.Linear:
-        """The plain layer, parameters shared.
-
-        Raises:
-            ValueError: torchtitan has wrapped ``forward``, which would still run in float8.
-        """
-        if "forward" in self.__dict__:
-            raise ValueError(
-                f"{self._name}: torchtitan has wrapped its forward, which would still run in "
-                "float8: evaluate under float8.high_precision(model)"
-            )
-        return super().to_float()
 
 
 @functools.cache

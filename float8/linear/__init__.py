@@ -6,7 +6,7 @@
 ``autograd.py``   forward and backward, as one autograd function
 ``casts.py``      the casts of operands, and their state
 ``smoothing.py``  the autograd function of smooth inputs
-``*weight*.py``   weights that are in float8 before the call: cached, gathered
+``*weight*.py``   weights that are in float8 before the call; `cached_weights`
 ``resident.py``   weights that are stored in float8
 ``refusals.py``   what cannot run, and why
 ``module.py``     `Float8Module`: modules that convert, leave float8, and become plain again

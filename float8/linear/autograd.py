@@ -38,8 +38,8 @@ from float8 import kernels
 from float8.kernels import Float8Matrix
 from float8.kernels.products import needs_power_of_two_scales
 from float8.linear.casts import DelayedState, cast_matrix, cast_operand, record
-from float8.linear.float8_weight import Float8Weight, Saved, cast_again
-from float8.linear.plan import ROUND, Gemm, LinearPlan
+from float8.linear.float8_weight import Float8Weight, Reads, Saved, cast_again
+from float8.linear.plan import Gemm, LinearPlan, rounded
 from float8.tensor import Float8Tensor
 
 # The factors of output, grad_input and grad_weight. They are independent, so the gradients need not
@@ -65,6 +65,7 @@ class Call:
         weight: the weight in float8 if it was cast before this call, else None.
         factors: what unit scaling multiplies the three products by.
         has_backward: whether gradients are enabled, so that a backward may follow.
+        read_weight: how backward reads the weight, see `float8.linear.float8_weight`.
     """
 
     plan: LinearPlan
@@ -73,6 +74,13 @@ class Call:
     weight: Float8Weight | None = None
     factors: Factors = NO_FACTORS
     has_backward: bool = False
+    read_weight: Reads = cast_again
+
+    def for_backward(self) -> Call:
+        """The call without its weight: FSDP2 may free the memory after the forward."""
+        if self.weight is None:
+            return self
+        return replace(self, weight=None, read_weight=self.weight.read)
 
 
 class Float8LinearFunction(torch.autograd.Function):
@@ -142,7 +150,7 @@ def products_of_backward(
     g_MN = g_scaled = g if g.dim() == 2 else as_matrix(g)
     if needs_x:
         # A weight that is stored with scales of rows has them along the contraction.
-        w8_KN, scale_1N = ctx.read_weight(w_saved, call)
+        w8_KN, scale_1N = call.read_weight(w_saved, call)
         g_scaled = g_MN if scale_1N is None else g_MN * scale_1N
     if needs_x or needs_w:
         g8_MN, g8_NM, amax = cast_operand(
@@ -202,7 +210,7 @@ def weight_of_forward(w_NK: Tensor, call: Call) -> tuple[Any, Saved, Tensor | No
     if weight is not None:
         amax = weight.amax if call.records_amax else None
         return weight.row_major, weight.transposed[:2], amax
-    source = ROUND[plan.rounding](w_NK, plan.dtype)
+    source = rounded(w_NK, plan)
     if plan.w.first is None:
         return source, (w_NK, None), None
     w8_NK: Any
@@ -249,9 +257,7 @@ def save(
     x8 = x_saved[:2] if isinstance(x_saved, Float8Matrix) else (x_saved, None)
     w8 = w_saved if call.has_backward and ctx.needs_input_grad[0] else (None, None)
     ctx.save_for_backward(*x8, *w8, *others, *scales)
-    ctx.read_weight = cast_again if call.weight is None else call.weight.read
-    # Without the weight: FSDP2 may free its memory after the forward.
-    ctx.call = call if call.weight is None else replace(call, weight=None)
+    ctx.call = call if call.weight is None else call.for_backward()
     # Under hooks of saved tensors, as of checkpointing, torch does not compare versions.
     ctx.versions = [] if torch.compiler.is_compiling() else list(map(_VERSION, scales))
     x, w, bias = arguments

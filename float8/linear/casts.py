@@ -1,4 +1,4 @@
-"""The casts of a layer: functions that cast one operand, and `Cast`, which keeps the state.
+"""The casts of a layer: functions that cast one operand, and `DelayedCast`, which keeps the state.
 
 `cast_operand` casts a matrix for the two GEMMs that contract its two dimensions, and reads it only
 once where a kernel does both. `cast_matrix` casts it as one `OperandCast` says. The scaling type
@@ -13,7 +13,7 @@ decides where the scale comes from:
 A tensorwise dynamic scale of a tensor whose parts lie on several ranks needs the amax over those
 ranks: `max_over_ranks`.
 
-A layer has three casts. `DelayedCast` owns the state of one, all of it in float32 buffers:
+`DelayedCast` owns the state of a delayed cast, all of it in float32 buffers:
 
 =============== ======== =======================================================================
 buffer          shape    meaning, and what writes it
@@ -39,13 +39,13 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.config import CastConfig, DelayedScalingConfig, OperandCast, ScalingType
+from float8.config import CastConfig, Float8LinearConfig, OperandCast, ScalingType
 from float8.formats import Format, format_of
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
 from float8.kernels.casts import import_kernels
 from float8.linear.module import Switchable
-from float8.linear.plan import OWN, VIEW, Operand, cast_on
+from float8.linear.plan import PAIR, VIEW, Operand, cast_on
 from float8.tensor import Float8Tensor
 
 
@@ -77,37 +77,17 @@ def sharded_state(state: DelayedState | None, group: str | None) -> DelayedState
     return state._replace(group=group)
 
 
-class Cast:
-    """The cast of one operand of a layer: its config, and its format; `DelayedCast` has state too.
-
-    ``default_format`` is the format where ``config.target_dtype`` is None.
-    """
-
-    def __init__(self, config: CastConfig, default_format: Format) -> None:
-        self.config = config
-        self.format = format_of(config.target_dtype or default_format)
-
-    @property
-    def state(self) -> DelayedState | None:
-        """The buffers that a delayed cast reads and records in, or None."""
-        return None
-
-    def extra_repr(self) -> str:
-        """The summary of the config, with the format's name."""
-        return self.config.summary.replace("default", self.format.name)
-
-
 # Number -> cast, for the op by which `sync_float8_amax_and_scale_history` marks casts as ready.
 DELAYED_CASTS: weakref.WeakValueDictionary[int, DelayedCast] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-class DelayedCast(Cast, Switchable):
+class DelayedCast(Switchable):
     """A cast with delayed scaling: its scale is computed from the amaxes of past steps.
 
-    ``delayed`` says how scales are computed from the history. ``amax_init`` uses the dynamic scale
-    in the first steps; if False, they start with scale 1. The buffers live on ``device``. For the
-    other arguments see `Cast`.
+    ``default_format`` is the format where ``cast.target_dtype`` is None. ``config`` is the layer's:
+    it says how scales are computed from the history, and whether the first steps use dynamic ones
+    or start with scale 1. The buffers live on ``device``.
     """
 
     amax_history: Tensor
@@ -115,29 +95,27 @@ class DelayedCast(Cast, Switchable):
     current_amax: Tensor
 
     def __init__(
-        self,
-        config: CastConfig,
-        default_format: Format,
-        delayed: DelayedScalingConfig,
-        amax_init: bool,
-        device: torch.device | str | None,
+        self, cast: CastConfig, default_format: Format, config: Float8LinearConfig, device: Any
     ) -> None:
-        Switchable.__init__(self)
-        Cast.__init__(self, config, default_format)
-        self.delayed = delayed
-        self.amax_init = amax_init
+        super().__init__()
+        self.config, self.format = cast, format_of(cast.target_dtype or default_format)
+        self.delayed, self.amax_init = config.delayed_scaling, config.enable_amax_init
         # Written only by sync and by loading, because recomputation and CUDA graphs replay forward
         # and backward. Compiled code is specialised on it: it is compiled again when it changes.
-        self.history_ready = not amax_init
+        self.history_ready = not self.amax_init
         self.synced = False  # whether sync has ever been called
         self.hidden = False  # whether state dicts always leave the history out
         self._add_switch()
-        shapes = {"amax_history": (delayed.history_len,), "scale": (), "current_amax": ()}
+        shapes = {"amax_history": (self.delayed.history_len,), "scale": (), "current_amax": ()}
         with torch.inference_mode(False):  # or a model converted inside it could not train later
             for name, shape in shapes.items():
                 self.register_buffer(name, torch.zeros(shape, dtype=torch.float32, device=device))
         self.reset_parameters()
         self._enrol()
+
+    def extra_repr(self) -> str:
+        """The summary of the config, with the format's name."""
+        return self.config.summary.replace("default", self.format.name)
 
     def _enrol(self) -> None:
         self.number = next(_numbers)  # unique in this process
@@ -209,23 +187,29 @@ class DelayedCast(Cast, Switchable):
         self.reset_parameters()
 
 
-def make_cast(
-    config: CastConfig,
-    default_format: Format,
-    delayed: DelayedScalingConfig,
-    amax_init: bool = True,
-    device: torch.device | str | None = None,
-) -> Cast:
-    """The cast that ``config.scaling_type`` names."""
-    if config.scaling_type is ScalingType.DELAYED:
-        return DelayedCast(config, default_format, delayed, amax_init, device)
-    return Cast(config, default_format)
+def set_cast(owner: nn.Module, name: str, cast: CastConfig, *of: Any) -> None:
+    """Give a module the `DelayedCast` of an operand, or None for a cast without state.
 
-
-def set_cast(owner: nn.Module, name: str, cast: Cast) -> None:
-    """Give a module a cast under a name: a child where it has state, else an attribute."""
+    ``of`` are the other arguments of `DelayedCast`.
+    """
     owner._modules.pop(name, None)
-    setattr(owner, name, cast.train(owner.training) if isinstance(cast, DelayedCast) else cast)
+    is_delayed = cast.scaling_type is ScalingType.DELAYED
+    setattr(owner, name, DelayedCast(cast, *of).train(owner.training) if is_delayed else None)
+
+
+def start_histories(owner: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Start new histories of a module's casts where the state dict that was loaded has none.
+
+    A part of a checkpoint without the module's weight, such as adapters, leaves them as they are.
+    """
+    key = prefix + "weight"
+    has_weight = owner._parameters.get("weight", key) is not None  # or a wrapper has taken it
+    if has_weight and key not in state_dict:
+        return
+    for name, cast in owner.named_children():
+        has_history = any([known.startswith(f"{prefix}{name}.") for known in state_dict])
+        if isinstance(cast, DelayedCast) and not has_history:
+            cast.start_beside(state_dict.get(key, cast.scale))
 
 
 # --- casts of operands
@@ -256,49 +240,35 @@ def cast_operand(
     if isinstance(x, Float8Tensor):
         matrix = Float8Matrix(x.float8_data, x.scale, x.block)
         return matrix, matrix.t(), None
-    if operand.second_is == OWN:
-        return _cast_twice(x, operand, state, records, first, second)
-    how, again = operand.first, operand.second
-    assert how is not None
-    assert again is not None
-    if operand.second_is != VIEW:
+    how, again, is_view = operand.first, operand.second, operand.second_is == VIEW
+    if operand.second_is == PAIR:
+        assert how is not None
         return cast_matrix(
             x, how, state, scale, row_major=first, transposed=second, finds_amax=records
         )
-    if not first and how.kernel is None:
-        # Another op than the cast for the first: compilers would save its result.
-        other, _, amax = cast_matrix(x.mT, again, state, _turned(scale), finds_amax=records)
-        return None, other, amax
-    found, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
-    assert found is not None
-    data, its, _ = found
-    return found, Float8Matrix(data.mT, _turned(its), again.block) if second else None, amax
+    one: Any = x if first else None
+    other: Any = None
+    amax = None
+    # Without a kernel another op casts the second alone: compilers would save the first's result.
+    if how is not None and (first or (is_view and how.kernel is not None)):
+        one, _, amax = cast_matrix(x, how, state, scale, finds_amax=records)
+        records = False  # an amax is found once
+    if second and is_view and one is not None:
+        assert again is not None
+        its = one.scale if one.scale.numel() == 1 else _turned(one.scale)
+        other = Float8Matrix(one.data.mT, its, again.block)
+    elif second:
+        other = x.mT
+        if again is not None:
+            known = _turned(scale) if is_view else None
+            other, _, found = cast_matrix(other, again, state, known, finds_amax=records)
+            amax = found if amax is None else amax
+    return one, other, amax
 
 
 def _turned(scale: Any) -> Any:
     """A scale, or None, stated for the transpose: one of a whole tensor or swizzled stays."""
     return scale if scale is None or scale.dim() == 1 or scale.numel() == 1 else scale.mT
-
-
-def _cast_twice(
-    x: Tensor,
-    operand: Operand,
-    state: DelayedState | None,
-    records: bool,
-    first: bool,
-    second: bool,
-) -> Operands:
-    """`cast_operand` by two casts, either of which may be none."""
-    one: Any = x if first else None
-    other: Any = x.mT if second else None
-    amax = None
-    if first and operand.first is not None:
-        one, _, amax = cast_matrix(x, operand.first, state, finds_amax=records)
-        records = False  # an amax is found once
-    if second and operand.second is not None:
-        other, _, found = cast_matrix(x.mT, operand.second, state, finds_amax=records)
-        amax = found if amax is None else amax
-    return one, other, amax
 
 
 def cast_matrix(

@@ -2,8 +2,7 @@
 
 `float8_weight` obtains it. A weight may be in float8 for three reasons:
 
-- *cached*: `float8.cached_weights` cast it when it changed (`cast_of`), or FSDP2 keeps it
-  gathered for several microbatches (`float8.linear.kept_weight`);
+- *cached*: `float8.cached_weights` cast it when it changed (`cast_of`);
 - *gathered*: FSDP2 gathered its shards in float8 (`float8.distributed.gathered_weights`);
 - *resident*: the layer's ``.weight`` is a `Float8Tensor` Parameter (`float8.linear.resident`).
 """
@@ -21,8 +20,8 @@ from float8 import kernels
 from float8.granularity import scale_shape
 from float8.kernels import Float8Matrix
 from float8.kernels.matrix import ROW, TENSOR
-from float8.linear.casts import DelayedState, cast_operand, record
-from float8.linear.plan import ROUND, VIEW, LinearPlan, plan_of
+from float8.linear.casts import cast_operand, record
+from float8.linear.plan import VIEW, LinearPlan, plan_of, rounded
 from float8.linear.resident import (
     KEEPS_FACTORS_OUT,
     contraction_last,
@@ -45,7 +44,7 @@ def cast_again(saved: Saved, call: Any) -> Read:
     # A shared cast was recorded in forward. A delayed second cast that differs from the first is
     # refused by the config, so any other is the only cast of the weight.
     records, state = call.records_amax and not operand.shares_data, call.states[1]
-    source = ROUND[plan.rounding](w_NK, plan.dtype)
+    source = rounded(w_NK, plan)
     _, w8_KN, amax = cast_operand(source, operand, state, records, first=False, scale=scale)
     if amax is not None:
         record(state, amax)
@@ -87,7 +86,6 @@ class Float8Weight:
             depend on it.
         amax: for a delayed cast, the amax that each forward records.
         source: the high-precision weight that was cast, or None.
-        is_gathered: whether it lives as long as FSDP2 keeps its source gathered.
 
     Attributes:
         version: the version counter of ``source`` at its cast.
@@ -98,16 +96,11 @@ class Float8Weight:
     read: Reads = as_it_is
     dtype: torch.dtype | None = None
     amax: Tensor | None = None
-    source: Tensor | None = None
-    is_gathered: bool = False
+    source: Any = None
     version: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.version = 0 if self.source is None else version_of(self.source)
-
-    def is_current(self) -> bool:
-        """Whether the version counter of the source is unchanged."""
-        return self.source is not None and version_of(self.source) == self.version
 
     def tensors(self) -> list[Tensor]:
         """All tensors that it stores."""
@@ -134,22 +127,21 @@ def float8_weight(layer: Any, plan: LinearPlan) -> Float8Weight | None:
         ) is not None:
             raise ValueError(f"{layer._name}: {reason}")
         return _of_float8_tensor(weight, plan)
-    if cached is None or not (torch.compiler.is_compiling() or cached.source is weight):
-        return None  # not cached; or the weight was replaced since
-    return fitting(cached, plan, layer)
+    return None if cached is None else fitting(cached, weight, plan, layer)
 
 
-def fitting(cached: Float8Weight, plan: LinearPlan, layer: Any = None) -> Float8Weight | None:
-    """A cached weight, or None if its source was written to since or it is not for this plan.
+def fitting(
+    cached: Float8Weight, weight: Any, plan: LinearPlan, layer: Any = None
+) -> Float8Weight | None:
+    """A cached weight, or None if the weight was replaced or written to since.
 
     Raises ValueError if `cached_weights` cast it for another compute dtype than that of ``plan``.
     """
-    if not (torch.compiler.is_compiling() or cached.is_current()):
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and (cached.source is not weight or cached.version != version_of(weight)):
         return None
     if cached.dtype == plan.dtype:
         return cached
-    if cached.is_gathered:
-        return None  # gathered outside of the autocast in which it is used
     name = "" if layer is None else f"{layer._name}: "
     raise ValueError(
         f"{name}the weight was cached in {cached.dtype} and is used in {plan.dtype}: "
@@ -208,34 +200,24 @@ def of_experts(weight: Float8Tensor, plan: LinearPlan) -> Float8Weight:
 
 
 def cast_of(layer: Any, weight: Tensor, dtype: torch.dtype) -> Float8Weight | None:
-    """A weight of a layer, or a stack of experts, cast by `cast_for_cache` for a compute dtype.
+    """A high-precision weight of a layer, or a stack of experts, cast for both GEMMs that read it.
 
-    ``weight`` is a Parameter of the `Float8Linear`, or of the experts, ``layer``.
+    ``weight`` is a Parameter of the `Float8Linear`, or of the experts, ``layer``. It is rounded to
+    the compute dtype ``dtype`` first. The amax of a delayed cast is not recorded: each forward
+    records it. Returns None if a GEMM that reads the weight does not read it in float8.
     """
     is_stack = weight.dim() == 3
     plan = plan_of(layer.float8_config, weight, dtype=dtype, grouped=is_stack)
-    state = None if is_stack else layer.casts[1].state
-    return cast_for_cache(contraction_last(layer, weight), plan, state, weight)
-
-
-def cast_for_cache(
-    weight: Tensor, plan: LinearPlan, state: DelayedState | None, parameter: Tensor | None = None
-) -> Float8Weight | None:
-    """A high-precision weight (N, K), or (E, N, K), cast for both GEMMs that read it.
-
-    It is rounded to the compute dtype first. The amax is not recorded in ``state``, that of a
-    delayed cast: each forward records it. ``parameter`` is the weight, or what it is a view of.
-    Returns None if a GEMM that reads the weight does not read it in float8.
-    """
     if plan.w.first is None or plan.w.second is None:
         return None
+    state = None if is_stack else layer.states[1]
     # A backward cannot save tensors that were made in inference mode.
     with torch.no_grad(), torch.inference_mode(False):
-        source = weight.clone() if weight.is_inference() else weight.detach()
-        source = ROUND[plan.rounding](source, plan.dtype)
+        source = contraction_last(layer, weight.clone() if weight.is_inference() else weight)
+        source = rounded(source.detach(), plan)
         w_NK, w_KN, amax = cast_operand(source, plan.w, state, state is not None)
         if state is not None:  # a delayed scale is a buffer, and a cache in place writes its own
             w_NK = w_NK._replace(scale=w_NK.scale.clone())
             w_KN = w_KN._replace(scale=w_KN.scale.clone())
             amax = None if amax is None else amax.reshape(())
-    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, parameter)
+    return Float8Weight(w_NK, w_KN, as_it_is, plan.dtype, amax, weight)

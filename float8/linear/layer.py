@@ -7,7 +7,7 @@ state.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,22 +17,23 @@ from float8.arguments import check_tensors, check_type, described
 from float8.config import Float8LinearConfig, check_config
 from float8.formats import E4M3, E5M2
 from float8.linear.autograd import (
-    NO_FACTORS,
     STATELESS,
     Call,
-    Factors,
     Float8LinearFunction,
     States,
 )
-from float8.linear.casts import Cast, DelayedCast, make_cast, set_cast
+from float8.linear.casts import DelayedCast, set_cast, start_histories
 from float8.linear.float8_weight import float8_weight
-from float8.linear.kept_weight import CastsWeights
+from float8.linear.module import with_state_of
 from float8.linear.onnx_graph import linear_in_onnx, to_onnx, weight_in_onnx
-from float8.linear.plan import LinearPlan, autocasts, plan_of
+from float8.linear.plan import autocasts, plan_of
 from float8.linear.refusals import error_of_call, reason_against_layer
 from float8.linear.resident import input_scale_of, is_resident
 from float8.linear.smoothing import SmoothLinearFunction, factors_of_channels
+from float8.linear.weight_cache import CastsWeights
 from float8.tensor import Float8Tensor
+
+_CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 
 
 class Float8Linear(CastsWeights, nn.Linear):
@@ -52,11 +53,12 @@ class Float8Linear(CastsWeights, nn.Linear):
             ``emulate`` is False.
     """
 
-    plain_type: ClassVar[type[nn.Linear]] = nn.Linear  # the type that `to_float` returns
+    plain_type: type[nn.Linear] = nn.Linear
+    own_names = (*_CAST_NAMES, "config", "function", "fqn", "cached_weights")
     function: Any = Float8LinearFunction  # forward, and ``gradients``, those of its backward
-    cast_input: Cast
-    cast_weight: Cast
-    cast_grad_output: Cast
+    cast_input: DelayedCast | None  # None of a cast without state
+    cast_weight: DelayedCast | None
+    cast_grad_output: DelayedCast | None
 
     def __init__(
         self,
@@ -77,6 +79,8 @@ class Float8Linear(CastsWeights, nn.Linear):
     ) -> Float8Linear:
         """A Float8Linear that shares the parameters and hooks of ``linear``, in the same mode.
 
+        The inverse is ``to_float``, which gives a plain ``nn.Linear``.
+
         Args:
             linear: the layer, an ``nn.Linear`` of any sizes; it stays usable.
             config: a config or the name of a recipe; dynamic tensorwise by default.
@@ -86,14 +90,6 @@ class Float8Linear(CastsWeights, nn.Linear):
         self = with_state_of(linear, cls)
         self._set_up(config, fqn)
         return self
-
-    def to_float(self) -> nn.Linear:
-        """The plain ``nn.Linear``; the inverse of `from_float`, parameters shared."""
-        plain: nn.Linear = with_state_of(self, self.plain_type)
-        for name in (*_CAST_NAMES, *_OWN_ATTRIBUTES, "plain_type"):
-            plain._modules.pop(name, None)
-            plain.__dict__.pop(name, None)
-        return plain
 
     def _set_up(self, config: Float8LinearConfig | str | None, fqn: str = "") -> None:
         config = "tensorwise" if config is None else config
@@ -106,8 +102,7 @@ class Float8Linear(CastsWeights, nn.Linear):
         self._add_switch()
         self.cached_weights = {}
         for name, cast, fmt in zip(_CAST_NAMES, config.operand_casts, _FORMATS, strict=True):
-            delayed, amax_init = config.delayed_scaling, config.enable_amax_init
-            set_cast(self, name, make_cast(cast, fmt, delayed, amax_init, self.weight.device))
+            set_cast(self, name, cast, fmt, config, self.weight.device)
 
     @property
     def float8_config(self) -> Float8LinearConfig:  # type: ignore[override]
@@ -115,9 +110,20 @@ class Float8Linear(CastsWeights, nn.Linear):
         return self.config
 
     @property
-    def casts(self) -> tuple[Cast, Cast, Cast]:
-        """The casts of input, weight and grad_output."""
-        return self.cast_input, self.cast_weight, self.cast_grad_output
+    def casts(self) -> list[DelayedCast]:
+        """The casts that have a state, in the order of input, weight and grad_output."""
+        casts = self.cast_input, self.cast_weight, self.cast_grad_output
+        return [cast for cast in casts if cast is not None]
+
+    @property
+    def states(self) -> States:
+        """The states of the casts of input, weight and grad_output, None of one without state."""
+        x, w, g = self.cast_input, self.cast_weight, self.cast_grad_output
+        return (
+            None if x is None else x.state,
+            None if w is None else w.state,
+            None if g is None else g.state,
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """``input @ weight.T + bias``: (..., in_features) -> (..., out_features).
@@ -130,8 +136,9 @@ class Float8Linear(CastsWeights, nn.Linear):
             ValueError: wrong last dimension, or a product that the device does not run; the
                 message names the layer and the fix.
         """
-        grad, training = torch.is_grad_enabled(), self.training
-        is_evaluated = self.evaluates_in_high_precision and not (training or grad)
+        is_evaluated = self.evaluates_in_high_precision and not (
+            self.training or torch.is_grad_enabled()
+        )
         if self.switch.is_off or is_evaluated:  # `high_precision`, without a call
             return self._plain_forward(
                 input.dequantize() if isinstance(input, Float8Tensor) else input
@@ -139,19 +146,10 @@ class Float8Linear(CastsWeights, nn.Linear):
         if not isinstance(input, Tensor):
             raise TypeError(f"{self._name}: input must be a torch.Tensor, got {described(input)}")
         weight = self.weight
-        plan = plan_of(self.config, input, weight)
-        self._begin_call(input, weight, plan)
+        call = self.begin_call(input, weight)
         if torch.compiler.is_exporting() and to_onnx():
-            return linear_in_onnx(self, input, plan)
-        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
-        cast = float8_weight(self, plan) if is_cast else None
-        states = self._states() if plan.has_delayed else STATELESS
-        call = Call(plan, states, training and grad, cast, self.factors(input), grad)
+            return linear_in_onnx(self, input, call)
         return self.function.apply(input, weight, self.bias, call)
-
-    def factors(self, input: Tensor) -> Factors:
-        """What multiplies the three products: those of unit scaling."""
-        return NO_FACTORS
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self._plain_weight(), self.bias)
@@ -163,12 +161,6 @@ class Float8Linear(CastsWeights, nn.Linear):
             return weight
         return weight_in_onnx(weight) if to_onnx() else weight.dequantize()
 
-    def _states(self) -> States:
-        """The states of the three casts."""
-        if not self.config.uses_delayed_scaling:
-            return None, None, None
-        return self.cast_input.state, self.cast_weight.state, self.cast_grad_output.state
-
     # --- for `float8.numerics`; tensor-parallel layers have others
 
     def local_operands(self, input: Tensor) -> tuple[Tensor, Tensor, States]:
@@ -176,7 +168,7 @@ class Float8Linear(CastsWeights, nn.Linear):
 
         With ``smooth_input`` a call casts their products with `local_factors`.
         """
-        return input, self.weight, self._states()
+        return input, self.weight, self.states
 
     def local_factors(self, input: Tensor, x_MK: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of a smooth input: those of this rank's part, and those of all its columns.
@@ -200,30 +192,26 @@ class Float8Linear(CastsWeights, nn.Linear):
         # name would keep layers from sharing a graph.
         return self.fqn or type(self).__name__
 
-    def _begin_call(self, input: Tensor, weight: Tensor, plan: LinearPlan) -> None:
-        """Note that the layer runs in float8; raise if this call cannot."""
+    def begin_call(self, input: Tensor, weight: Tensor) -> Call:
+        """The parameters of a call with this input and weight, which are noted to run in float8.
+
+        Raises what `forward` does for an input that does not fit.
+        """
+        plan, grad = plan_of(self.config, input, weight), torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             self.switch.note_call(traced=True)
         else:
             self.switch.was_on = True
-        # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
-        # multiplied by scales of other elements.
-        is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
-        if self.config.enable_pre_and_post_forward or is_risky:
-            error = error_of_call(input, weight, plan)
-            if error is not None:
-                raise type(error)(f"{self._name}: {error}")
+        if (error := error_of_call(input, weight, plan)) is not None:
+            raise type(error)(f"{self._name}: {error}")
+        is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
+        cast = float8_weight(self, plan) if is_cast else None
+        states = self.states if plan.has_delayed else STATELESS
+        return Call(plan, states, self.training and grad, cast, has_backward=grad)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
-        weight = state_dict.get(prefix + "weight")
-        if weight is None:
-            return  # a partial checkpoint, such as adapters: the state of the casts stays
-        for name, cast in zip(_CAST_NAMES, self.casts, strict=True):
-            if not isinstance(cast, DelayedCast):
-                continue
-            if not any([key.startswith(f"{prefix}{name}.") for key in state_dict]):
-                cast.start_beside(weight)
+        start_histories(self, state_dict, prefix)
 
     @property
     def weight_scale(self) -> Tensor | None:
@@ -246,7 +234,7 @@ class Float8Linear(CastsWeights, nn.Linear):
         shown = _OPERANDS[:2] if self.config.dequantize_in_backward else _OPERANDS
         for name, fmt in zip(shown, (*_FORMATS, *_FORMATS), strict=False):
             if (cast := getattr(self.config, f"cast_config_{name}")) is not None:
-                parts.append(f"{name}={Cast(cast, fmt).extra_repr()}")
+                parts.append(f"{name}={cast.summary.replace('default', fmt.name)}")
         return ", ".join(parts)
 
 
@@ -266,7 +254,7 @@ class Float8CastingLinear(Float8Linear):
     ) -> Float8Linear:
         """As `Float8Linear.from_float`; ``to_float`` gives the type of ``linear`` again."""
         self = super().from_float(linear, config, fqn)
-        self.plain_type = type(linear)  # type: ignore[misc]
+        self.plain_type = type(linear)
         return self
 
     def forward(self, input: Tensor) -> Tensor:
@@ -285,27 +273,11 @@ class Float8CastingLinear(Float8Linear):
         return F.linear(input, self._plain_weight().to(input.dtype), bias)
 
 
-_CAST_NAMES = ("cast_input", "cast_weight", "cast_grad_output")
 _OPERANDS = (
     *("input", "weight", "grad_output"),
     *("input_for_grad_weight", "weight_for_grad_input", "grad_output_for_grad_weight"),
 )
 _FORMATS = (E4M3, E4M3, E5M2)  # of the casts, by default
-_OWN_ATTRIBUTES = (
-    *("config", "function", "fqn", "switch"),
-    *("evaluates_in_high_precision", "cached_weights"),
-)
-
-
-def with_state_of(source: nn.Module, cls: Any) -> Any:
-    """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
-    new = cls.__new__(cls)
-    new.__dict__ = dict(source.__dict__)
-    # Each module may replace entries of these dicts, so each has its own. The dicts of hooks stay
-    # shared, because the handles of users remove hooks from them.
-    for name in ("_parameters", "_buffers", "_modules"):
-        new.__dict__[name] = dict(source.__dict__[name])
-    return new
 
 
 def function_of(config: Float8LinearConfig) -> Any:

@@ -71,13 +71,46 @@ class Float8Module(Switchable):
 
     Attributes:
         float8_config: of the module's products; None where it has none.
+        plain_type: the type of the plain module.
+        own_names: the attributes and children that the plain module has not.
     """
 
     float8_config: Float8LinearConfig | None = None
+    plain_type: type[nn.Module]
+    own_names: tuple[str, ...]
 
-    def to_float(self) -> nn.Module:
-        """The plain module, parameters shared."""
-        raise NotImplementedError(f"{type(self).__name__} is abstract")
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def to_float(self) -> Any:
+        """The plain module, of its own type; parameters, hooks and attributes are shared.
+
+        Raises ValueError if something has wrapped ``forward``, which would still run in float8.
+        """
+        if "forward" in self.__dict__:
+            raise ValueError(
+                f"{self._name}: its forward was replaced after the conversion, by what would still "
+                "run in float8: evaluate under float8.high_precision(model), or load a checkpoint "
+                "into the plain model"
+            )
+        plain = with_state_of(self, self.plain_type)
+        of_all = ("switch", "evaluates_in_high_precision", "plain_type", "own_names")
+        for name in (*of_all, *self.own_names):
+            plain._modules.pop(name, None)
+            plain.__dict__.pop(name, None)
+        return plain
+
+
+def with_state_of(source: nn.Module, cls: Any) -> Any:
+    """A ``cls`` with the parameters, buffers, hooks and attributes of ``source``."""
+    new = cls.__new__(cls)
+    new.__dict__ = dict(source.__dict__)
+    # Each module may replace entries of these dicts, so each has its own. The dicts of hooks stay
+    # shared, because the handles of users remove hooks from them.
+    for name in ("_parameters", "_buffers", "_modules"):
+        new.__dict__[name] = dict(source.__dict__[name])
+    return new
 
 
 class HasSwitch(Protocol):
@@ -178,6 +211,14 @@ def weights_of(layer: nn.Module) -> dict[str, Any]:
     """The weights of a layer or of experts, by name: ``weight``, or the stacks."""
     weight = layer._parameters.get("weight")  # a wrapper may have put a property in its place
     return stacked_weights(layer) or ({} if weight is None else {"weight": weight})
+
+
+def modules_under_fsdp(model: nn.Module) -> set[nn.Module]:
+    """The modules whose parameters ``fully_shard`` (FSDP2) shards and gathers."""
+    units = [
+        m for m in model.modules() if any([b.__name__ == "FSDPModule" for b in type(m).__mro__])
+    ]
+    return {module for unit in units for module in unit.modules()}
 
 
 def own_config(module: nn.Module) -> Float8LinearConfig | None:

@@ -41,8 +41,9 @@ from torch import Tensor
 from float8.config import OperandCast
 from float8.formats import E4M3, ScaleFormat
 from float8.granularity import WHOLE, Block
+from float8.kernels import definition
+from float8.linear.autograd import Call
 from float8.linear.casts import DelayedState, known_scale
-from float8.linear.plan import LinearPlan
 from float8.tensor import Float8Tensor
 
 OPSET = 21  # the first one with blocks, and with an output_dtype
@@ -57,19 +58,18 @@ def to_onnx() -> bool:
 to_onnx._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo takes it for False
 
 
-def linear_in_onnx(layer: Any, input: Tensor, plan: LinearPlan) -> Tensor:
+def linear_in_onnx(layer: Any, input: Tensor, call: Call) -> Tensor:
     """The output of a `Float8Linear`, as nodes of the ONNX graph that is being traced.
 
     ``input`` is (..., K); the result is (..., N) in the compute dtype. Raises ValueError if the
     layer cannot be part of an ONNX file.
     """
-    weight, cast = layer.weight, plan.output.a
-    factor = layer.factors(input)[0]
+    plan, factor, weight, cast = call.plan, call.factors[0], layer.weight, call.plan.output.a
     if (reason := _reason_against(weight, input, cast)) is not None:
         raise ValueError(f"{layer._name}: {reason}")
     assert cast is not None
     x_MK = input.reshape(-1, input.shape[-1]).to(plan.dtype).float()
-    scale = _scale(x_MK, cast, layer._states()[0])
+    scale = _scale(x_MK, cast, call.states[0])
     x8_MK = _quantize(x_MK, scale, cast.block)
     w_NK = _dequantize(weight.float8_data, weight.scale, weight.block)
     out = F.linear(_dequantize(x8_MK, scale, cast.block), w_NK)
@@ -142,8 +142,7 @@ def _scale(x_MK: Tensor, cast: OperandCast, state: DelayedState | None) -> Tenso
     """The scale of an input, of shape ``ceil(x.shape / block)``."""
     if (known := known_scale(cast, state, x_MK)) is not None:
         return known
-    amax = _amax(x_MK, cast.block)
-    scale = (amax * (1.0 / cast.largest)).clamp(min=2.0**-126)
+    scale = definition.scale_from_amax(definition.amax(x_MK, cast.block), cast.largest)
     if cast.scales == ScaleFormat.FLOAT32.value:
         return scale
     # To the nearest power of two, by the split of Veltkamp and Dekker, and up: ONNX cannot read
@@ -152,12 +151,3 @@ def _scale(x_MK: Tensor, cast: OperandCast, state: DelayedState | None) -> Tenso
     carried = double * (2.0**52 + 1)
     nearest = carried - (carried - double)
     return torch.where(nearest < double, nearest * 2, nearest).float()
-
-
-def _amax(x_MK: Tensor, block: Block) -> Tensor:
-    rows, cols = block
-    if cols == WHOLE:
-        return x_MK.abs().amax([0, 1] if rows == WHOLE else [1], keepdim=True)
-    missing = -x_MK.shape[1] % cols
-    x_MK = F.pad(x_MK.abs(), (0, missing))
-    return x_MK.reshape(x_MK.shape[0], -1, cols).amax(2)

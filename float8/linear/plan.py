@@ -10,7 +10,6 @@ guards on the config's key and not on its casts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -65,8 +64,7 @@ class Gemm:
 
 # How the second orientation of an operand comes to be:
 VIEW = "a view of the first, with the same scales"
-TRANSPOSED_COPY = "a second output of the first's cast, with the same scales"
-PAIR = "a second output of the first's cast, with scales of its own"
+PAIR = "a second output of the first's cast"
 OWN = "a cast of its own, or none"
 
 
@@ -82,7 +80,7 @@ class Operand:
             kernel writes a transposed copy, or where it dequantises its operands.
 
     Attributes:
-        second_is: `VIEW`, `TRANSPOSED_COPY`, `PAIR` or `OWN`.
+        second_is: `VIEW`, `PAIR` or `OWN`.
         shares_data: whether both GEMMs read the same data and scales.
     """
 
@@ -99,10 +97,8 @@ class Operand:
         self.shares_data = both and first.transposed() == second  # type: ignore[union-attr]
         if self.shares_data and (self.may_view or first != second):
             self.second_is = VIEW
-        elif both and first == second:
-            self.second_is = TRANSPOSED_COPY if self.shares_data else PAIR
         else:
-            self.second_is = OWN
+            self.second_is = PAIR if both and first == second else OWN
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -116,7 +112,6 @@ class LinearPlan:
         x, w, g: the casts of input, weight and grad_output. With ``dequantize_in_backward`` the
             second ones are views, which the GEMMs of backward dequantise.
         dtype: the compute dtype, of the operands before their casts and of the results.
-        rounding: how the weight is rounded before it is cast, a key of `ROUND`.
         smooth_input: x and w are multiplied by factors, see `float8.linear.smoothing`.
         mxfp4_weights: w is rounded to MXFP4 before its casts, see `float8.kernels.mxfp4`.
         is_grouped: whether the GEMMs multiply groups of tokens with experts.
@@ -140,7 +135,6 @@ class LinearPlan:
     w: Operand
     g: Operand
     dtype: torch.dtype
-    rounding: str = "to dtype"
     smooth_input: bool = False
     mxfp4_weights: bool = False
     is_grouped: bool = False
@@ -282,7 +276,6 @@ def plan_for(
         w=operand(output.b, grad_input.b, is_weight=True),
         g=operand(grad_input.a, grad_weight.a),
         dtype=dtype,
-        rounding=_rounding(config),
         smooth_input=config.smooth_input,
         mxfp4_weights=config.mxfp4_weights,
         is_grouped=grouped,
@@ -307,27 +300,12 @@ def _scales_are_powers_of_two(*casts: OperandCast) -> bool:
     return formats == {ScaleFormat.POWER_OF_TWO}
 
 
-def _rounding(config: Float8LinearConfig) -> str:
-    if config.smooth_input:  # rounded before it was multiplied by its factors
-        return "rounded already"
-    return "to MXFP4" if config.mxfp4_weights else "to dtype"
-
-
-def _to_mxfp4(w: Tensor, dtype: torch.dtype) -> Tensor:
-    return mxfp4.project(w.to(dtype))
-
-
-def _unchanged(w: Tensor, dtype: torch.dtype) -> Tensor:
-    return w
-
-
-# (weight, compute dtype) -> the weight as it is cast. A table, because torch.compile calls no
-# function that is an attribute of a constant.
-ROUND: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
-    "to dtype": Tensor.to,
-    "to MXFP4": _to_mxfp4,
-    "rounded already": _unchanged,
-}
+def rounded(w: Tensor, plan: LinearPlan) -> Tensor:
+    """A weight as it is cast, in the compute dtype; a smooth one has been rounded before."""
+    if plan.smooth_input:
+        return w
+    w = w.to(plan.dtype)
+    return mxfp4.project(w) if plan.mxfp4_weights else w
 
 
 def cast_on(
@@ -366,7 +344,5 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 def compute_dtype(input: Tensor) -> torch.dtype:
     """The dtype that operands are rounded to before their casts, and that the GEMMs return."""
-    device_type = input.device.type
-    if device_type != "meta" and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return input.dtype
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if autocasts(kind) else input.dtype

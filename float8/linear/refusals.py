@@ -18,7 +18,7 @@ from float8.kernels import mxfp4
 from float8.kernels.products import reason_against_granularity, unaligned
 from float8.linear.plan import LinearPlan, autocasts, multiple_of
 from float8.tensor import Float8Tensor
-from float8.tensor.parts import is_e8m0
+from float8.tensor.tensor import is_e8m0
 
 NO_SHARDED_BLOCKS = (
     "the weight is a DTensor, as torch's ColwiseParallel and RowwiseParallel leave it, and this "

@@ -66,7 +66,7 @@ from float8.formats import E4M3, FORMATS, HIGH_PRECISION_DTYPES
 from float8.granularity import WHOLE, Block, block_name, scale_shape
 from float8.kernels import is_sharded, mxfp4
 from float8.kernels.matrix import ROW, TENSOR
-from float8.linear.casts import Cast, DelayedState, cast_alone, placed, set_cast
+from float8.linear.casts import DelayedState, cast_alone, placed, set_cast
 from float8.linear.module import weights_of
 from float8.tensor import Float8Shard, Float8Tensor
 
@@ -361,16 +361,11 @@ def without_gather(weight: Any) -> Tensor:
     return _with_local(weight, lambda local: local.plain.detach())
 
 
-def gatherable_weights(layer: Any) -> dict[str, Any]:
-    """The gatherable weights of a layer, by name."""
-    return {name: weight for name, weight in weights_of(layer).items() if is_gatherable(weight)}
-
-
 def stay_gatherable(layer: Any, before: dict[str, Any]) -> None:
     """Make the weights gatherable again that ``load_state_dict(assign=True)`` has replaced."""
     for name, old in before.items():
         new: Any = layer._parameters[name]
-        if not is_gatherable(new):
+        if is_gatherable(old) and not is_gatherable(new):
             kind: Any = type(getattr(old, "_local_tensor", old))
             like = _with_local(new, lambda plain, kind=kind: kind(plain.detach()))
             layer._parameters[name] = nn.Parameter(like, new.requires_grad)
@@ -415,6 +410,5 @@ def with_static_input(config: Float8LinearConfig, scale: float | Tensor) -> Floa
 
 def set_input_cast(layer: Any, config: Float8LinearConfig) -> None:
     """Give a layer a config that differs from its own in the cast of the input alone."""
-    cast = config.cast_config_input  # static
     layer.config = config
-    set_cast(layer, "cast_input", Cast(cast, E4M3))
+    set_cast(layer, "cast_input", config.cast_config_input, E4M3, config, layer.weight.device)

@@ -36,11 +36,18 @@ that leave the version counter unchanged need ``refresh()``: writes to ``.data``
 compiled code, every write that is not in the first list needs it. Without it the layer multiplies
 the old weight.
 
+A weight that ``fully_shard`` (FSDP2) has sharded is cast when it is gathered, and the cast is freed
+with the gathered weight. That pays where several microbatches share a gather: with
+``reshard_after_forward=False`` and ``set_reshard_after_backward(False)``, as the stages of torch's
+pipelines set it. FSDP2 replaces the Parameter of a layer at each gather and when it frees the
+weight, by ``setattr`` where a class has a ``__setattr__`` of its own, as `CastsWeights` has. So a
+cast never outlives the weight that it is of, and compiled code reads it too.
+
 The cache has the layers that the model has when the context opens.
 
-Resident float8 weights (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
+Weights in float8 (`float8.linear.float8_weight`) need no cast and are left alone. Layers with
 ``smooth_input=True`` are left out too, because what they cast changes with each input, and so are
-sharded experts.
+experts that are sharded otherwise.
 
 Forward and backward write no Python state: recomputation, torch.compile and CUDA graphs see
 constants. The bits are those of the layer without a cache.
@@ -60,14 +67,52 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from float8.arguments import check_bool, check_module, described
+from float8.config import Float8LinearConfig
 from float8.formats import HIGH_PRECISION_DTYPES
 from float8.kernels import is_sharded
-from float8.linear.float8_weight import cast_of
-from float8.linear.kept_weight import CastsWeights
-from float8.linear.layer import Float8Linear
-from float8.linear.module import weights_of
+from float8.linear.float8_weight import Float8Weight, cast_of
+from float8.linear.module import Float8Module, modules_under_fsdp, weights_of
 from float8.linear.plan import autocasts, compute_dtype
-from float8.linear.resident import is_resident
+from float8.linear.resident import join_loaded, split_saved, stay_gatherable
+from float8.tensor import Float8Tensor
+
+
+class CastsWeights(Float8Module):
+    """Abstract: a module that casts its weights; they may also be cast before a call.
+
+    Attributes:
+        cached_weights: name -> the weight that `float8.cached_weights` has cast.
+    """
+
+    float8_config: Float8LinearConfig
+    cached_weights: dict[str, Float8Weight]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``nn.Module``. FSDP2 sets a weight at each gather, and when it frees the result."""
+        own = self.__dict__.get("_parameters", {})
+        old = own.get(name)
+        is_swap = old is not None and (is_sharded(old) or is_sharded(value))
+        if not (is_swap and isinstance(value, nn.Parameter)):
+            super().__setattr__(name, value)
+            return
+        own[name] = value  # as FSDP2 does by itself, without the checks of ``nn.Module``
+        self.cached_weights.pop(name, None)
+        for cache in list(_open):
+            if self in cache.dtypes and name in _whole_weights(self):
+                cache.cast_weight(self, name, value)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if not keep_vars:
+            split_saved(self, destination, prefix)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        before = weights_of(self)
+        join_loaded(self, state_dict, prefix, errors=args[-1])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        stay_gatherable(self, before)
 
 
 class WeightCache:
@@ -86,7 +131,7 @@ class WeightCache:
             layer: dtype or _autocast_dtype(weights[0])
             for layer in model.modules()
             if isinstance(layer, CastsWeights) and not layer.float8_config.smooth_input
-            if (weights := list(_cast_weights(layer).values()))
+            if (weights := list(_weights(layer).values()))
         }
 
     def refresh(self) -> None:
@@ -96,10 +141,11 @@ class WeightCache:
     def cast(self, layers: Sequence[CastsWeights]) -> None:
         """Cast the weights of some layers again."""
         for layer in layers:
-            for name, weight in _cast_weights(layer).items():
-                self._cast(layer, name, weight)
+            for name, weight in _whole_weights(layer).items():
+                self.cast_weight(layer, name, weight)
 
-    def _cast(self, layer: CastsWeights, name: str, weight: Tensor) -> None:
+    def cast_weight(self, layer: CastsWeights, name: str, weight: Tensor) -> None:
+        """Cast one weight of a layer."""
         new = cast_of(layer, weight, self.dtypes[layer] or weight.dtype)
         old = layer.cached_weights.pop(name, None)
         if self.in_place and new is not None and old is not None:
@@ -109,20 +155,15 @@ class WeightCache:
         if new is not None:
             layer.cached_weights[name] = new
 
-    def holds(self, optimizer: Optimizer) -> list[CastsWeights]:
-        """The layers of which this optimizer steps a weight."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [
-            layer
-            for layer in self.dtypes
-            if any([id(weight) in stepped for weight in _cast_weights(layer).values()])
-        ]
+
+def _weights(layer: CastsWeights) -> dict[str, Tensor]:
+    """The weights of a layer in high precision."""
+    return {n: w for n, w in weights_of(layer).items() if not isinstance(w, Float8Tensor)}
 
 
-def _cast_weights(layer: CastsWeights) -> dict[str, Tensor]:
-    """The weights of a layer that calls cast: none in float8, no experts of several ranks."""
-    weights = weights_of(layer).items()
-    return {n: w for n, w in weights if not (is_resident(w) or (w.dim() == 3 and is_sharded(w)))}
+def _whole_weights(layer: CastsWeights) -> dict[str, Tensor]:
+    """Those that calls cast now: not the ones that FSDP2 has yet to gather."""
+    return {name: weight for name, weight in _weights(layer).items() if not is_sharded(weight)}
 
 
 def _autocast_dtype(weight: Tensor) -> torch.dtype | None:
@@ -154,8 +195,8 @@ def cached_weights(
 
     Raises:
         RuntimeError: the model is in another `cached_weights` already.
-        TypeError: an argument has another type; or a weight is sharded (DTensor), and the whole
-            weight exists only after the gather.
+        TypeError: an argument has another type; or a weight is of a tensor subclass, or sharded by
+            tensor parallelism.
     """
     check_module(model, "cached_weights")
     check_bool(in_place, "cached_weights: in_place")
@@ -169,8 +210,9 @@ def cached_weights(
             "pass what convert_to_float8_training(model) returns",
             stacklevel=3,
         )
+    gathered = modules_under_fsdp(model)
     for layer in cache.dtypes:
-        if (error := _error_of(layer)) is not None:
+        if (error := _error_of(layer, layer in gathered)) is not None:
             raise error
     _install_hooks()
     _open[cache] = None
@@ -185,18 +227,20 @@ def cached_weights(
             layer.cached_weights.clear()
 
 
-def _error_of(layer: Any) -> RuntimeError | TypeError | None:
+def _error_of(layer: CastsWeights, is_gathered: bool) -> RuntimeError | TypeError | None:
     name = layer._name
     if any(layer in cache.dtypes for cache in list(_open)):
         return RuntimeError(
             f"{name}: its weight is cached by another cached_weights already; open one scope, for "
             "the whole model"
         )
-    for key, weight in _cast_weights(layer).items():
-        if type(weight) not in (torch.Tensor, nn.Parameter):
+    for key, weight in _weights(layer).items():
+        shards = [p for p in getattr(weight, "placements", ()) if not p.is_replicate()]
+        may_wait = is_sharded(weight) and (weight.dim() == 3 or (is_gathered and len(shards) == 1))
+        if not may_wait and type(weight) not in (torch.Tensor, nn.Parameter):
             return TypeError(
-                f"{name}: {key} is a {type(weight).__name__}; cached_weights casts whole plain "
-                "weights. Leave sharded models out of the scope"
+                f"{name}: {key} is a {type(weight).__name__}; cached_weights casts plain weights, "
+                "and those that fully_shard shards. Leave tensor-parallel layers out of the scope"
             )
     return None
 
@@ -214,9 +258,12 @@ def _install_hooks() -> None:
 
 
 def _after_step(optimizer: Optimizer) -> None:
+    """Cast the weights that this optimizer has stepped."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for cache in list(_open):
-        if layers := cache.holds(optimizer):
-            cache.cast(layers)
+        for layer in cache.dtypes:
+            if any([id(weight) in stepped for weight in _whole_weights(layer).values()]):
+                cache.cast([layer])
 
 
 def _after_load(layer: Any, incompatible_keys: Any) -> None:
@@ -227,14 +274,11 @@ def _after_load(layer: Any, incompatible_keys: Any) -> None:
 
 
 def cast_delayed(model: nn.Module) -> None:
-    """Cast the cached weights with delayed scales, which `sync` has changed.
-
-    Casts of weights that FSDP2 keeps gathered are discarded.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, Float8Linear)]
-    delayed = [layer for layer in layers if layer.casts[1].state is not None]
-    for layer in delayed:
-        if any([cast.is_gathered for cast in layer.cached_weights.values()]):
-            layer.cached_weights.clear()
+    """Cast the cached weights of layers with delayed scales, which `sync` has changed."""
+    delayed = [
+        layer
+        for layer in model.modules()
+        if isinstance(layer, CastsWeights) and layer.float8_config.uses_delayed_scaling
+    ]
     for cache in list(_open):
         cache.cast([layer for layer in delayed if layer in cache.dtypes])

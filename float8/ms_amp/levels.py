@@ -118,7 +118,7 @@ def stored_weight(weight: Tensor, layer: Any, level: Level) -> nn.Parameter:
     reads the weight.
     """
     if level.weight == "float8":
-        float8_data = to_resident(weight, layer.config, layer.casts[1].state)
+        float8_data = to_resident(weight, layer.config, layer.states[1])
         return as_parameter(weight, float8_data, requires_grad=True)
     new = as_parameter(weight, weight.detach().to(torch.float16), requires_grad=True)
     new.grad_dtype = None

@@ -149,11 +149,10 @@ class _Product:
     local_factors: Any = Float8Linear.local_factors
     local_grad_output: Any = Float8Linear.local_grad_output
 
+    states = STATELESS
+
     def __init__(self, config: Float8LinearConfig, weight: Tensor) -> None:
         self.config, self.weight = config, weight
-
-    def _states(self) -> States:
-        return STATELESS
 
 
 _Layer = Float8Linear | _Product

@@ -1,8 +1,7 @@
 """`Float8Tensor`, the tensor that carries float8 data, its scale and its format, and its aten ops.
 
-``tensor.py``: the class; ``parts.py``: checks of what it is made of; ``dispatch/``: what each aten
-op means on it, registered when this package is imported; ``differentiable.py``: one as the result
-of an op that computes float8 data; ``shard.py``: what FSDP2 stores of a frozen one.
+``tensor.py``: the class; ``dispatch/``: what each aten op means on it, registered when this package
+is imported; ``shard.py``: what FSDP2 stores of a frozen one.
 """
 
 from float8.tensor import dispatch as _dispatch  # noqa: F401  registers the aten ops

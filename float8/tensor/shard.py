@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from float8.granularity import Block, ceil_div, scale_shape
-from float8.tensor.parts import is_e8m0
-from float8.tensor.tensor import Float8Tensor
+from float8.tensor.tensor import Float8Tensor, is_e8m0
 
 aten = torch.ops.aten
 

@@ -23,9 +23,8 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.arguments import described
-from float8.formats import FORMATS, Format, ScaleFormat, format_of
-from float8.granularity import Block, Granularity, Tensorwise
-from float8.tensor.parts import check_high_precision, check_scale, given_scale, is_e8m0
+from float8.formats import FORMATS, HIGH_PRECISION_DTYPES, Format, ScaleFormat, format_of
+from float8.granularity import WHOLE, Block, Granularity, Tensorwise, scale_shape
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]  # torch's property
 # The dtype of scales -> the values of the `ScaleFormat`s that have it, the default first.
@@ -259,6 +258,69 @@ class Float8Tensor(Tensor):
         if func._schema.is_mutable:
             message += " and write into it with x.copy_(values), which casts them"
         raise NotImplementedError(message + REMEDY_OF_WEIGHTS)
+
+
+class Differentiable(torch.autograd.Function):
+    """``apply(carrier, data, data_t, scale)``: the result of an op that computes float8 data.
+
+    Its gradient is that of the carrier, a tensor of one element expanded to the shape of the
+    result, in its high-precision dtype. ``data`` has as many elements. ``data_t`` is its transposed
+    copy, or None. ``scale`` has one element. The op's own function computes the data, and receives
+    the gradient by the carrier. A single function would not do: torch.compile traces a backward
+    with gradients of the type of the forward's output, a Float8Tensor.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, carrier: Tensor, data: Tensor, data_t: Tensor | None, scale: Tensor
+    ) -> Tensor:
+        """See the class."""
+        shape, dims = carrier.shape, carrier.dim()
+        scale, block = scale.reshape((1,) * dims), (WHOLE,) * dims
+        return Float8Tensor(data.reshape(shape), scale, block, carrier.dtype, data_t)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradient as it is."""
+        return g, None, None, None
+
+
+# --- checks of the parts
+
+
+def check_high_precision(dtype: torch.dtype) -> None:
+    """Raise TypeError unless float8 is cast from this dtype, and dequantised to it."""
+    if dtype not in HIGH_PRECISION_DTYPES:
+        known = ", ".join(str(d) for d in HIGH_PRECISION_DTYPES)
+        raise TypeError(f"float8 stands for one of {known}, not {dtype}: convert or .dequantize()")
+
+
+def is_e8m0(scale: Tensor) -> bool:
+    """Whether scales are exponents of one byte."""
+    return scale.dtype == torch.float8_e8m0fnu
+
+
+def check_scale(scale: Tensor, shape: torch.Size, block: Block) -> None:
+    """Raise ValueError unless these are the scales of a tensor of this shape."""
+    expected = scale_shape(shape, block)
+    is_scale = scale.dtype == torch.float32 or is_e8m0(scale)
+    if not is_scale or tuple(scale.shape) != expected:
+        raise ValueError(
+            f"scale must be float32 or torch.float8_e8m0fnu of shape {expected} for shape "
+            f"{tuple(shape)} and block {tuple(block)}, got {scale.dtype} {tuple(scale.shape)}"
+        )
+
+
+def given_scale(scale: Tensor | float, x: Tensor, block: Block) -> Tensor:
+    """A scale that the caller gives, of the shape that ``x`` needs."""
+    if not isinstance(scale, Tensor):
+        # Below 2^-126 the reciprocal is infinite, and zeros would become NaN.
+        if not kernels.MIN_SCALE <= scale <= torch.finfo(torch.float32).max:
+            raise ValueError(f"scale must be finite and > 0 (at least 2^-126), got {scale}")
+        scale = torch.full((), scale, dtype=torch.float32, device=x.device)
+    scale = scale.expand(scale_shape(x.shape, block)) if scale.dim() == 0 else scale
+    check_scale(scale, x.shape, block)
+    return scale.clone(memory_format=torch.contiguous_format)  # the caller's may change
 
 
 def implements(*funcs: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -50,8 +50,8 @@ def add_names_on_demand(module: griffe.Module) -> None:
         source = origin if "." in origin else f"{module.path}.{origin}"
         if name not in module.members:
             module.set_member(name, griffe.Alias(name, f"{source}.{name}"))
-    if not module.exports:
-        module.exports = list(origins)
+    # Griffe does not read ``__all__ += [name for name in _ON_DEMAND ...]``.
+    module.exports = list(dict.fromkeys([*(module.exports or ()), *origins]))
 
 
 def objects(obj: griffe.Object) -> Iterator[griffe.Object]:

@@ -1,6 +1,6 @@
 """`cached_weights` of experts: the same bits with fewer casts, and never those of another weight.
 
-`test_kept_weights.py` has experts whose weights FSDP2 keeps.
+`test/distributed/test_cached_weights.py` has experts whose weights FSDP2 gathers.
 """
 
 from __future__ import annotations

@@ -628,7 +628,12 @@ def replaced_forward(module):
     module.forward = lambda x: x
 
 
+def with_hook(module):
+    module.gate_proj.register_forward_hook(lambda *_: None)
+
+
 REASONS = {
+    with_hook: "its gate_proj has hooks, or a forward of its own",
     with_bias: "its down_proj has a bias",
     of_another_width: r"gate_proj and up_proj compute \{(96, 192|192, 96)\}",
     with_gelu: "its act_fn is a GELU, neither one of its layers nor SiLU",

@@ -366,9 +366,9 @@ def test_a_layer_computes_what_the_override_says(override):
             assert_error_within_baseline(
                 found, want.exact.detach(), want.plain.detach(), 2.0, replay, name
             )
-        for module, off, x_ in zip(layer.casts, is_off, (x, layer.weight, g), strict=True):
-            assert (module.state is None) == off
-            assert off or module.state.current_amax == x_.abs().max()
+        for state, off, x_ in zip(layer.states, is_off, (x, layer.weight, g), strict=True):
+            assert (state is None) == off
+            assert off or state.current_amax == x_.abs().max()
         sync_float8_amax_and_scale_history(layer)
     assert (", input=high precision" in layer.extra_repr()) == fprop
 

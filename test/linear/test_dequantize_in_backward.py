@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import fake_cuda
 import grouped_oracle
@@ -24,7 +25,8 @@ import float8
 from float8 import Float8Linear, Float8LinearConfig, Float8Tensor, cached_weights, float8_linear
 from float8.config import RECIPES
 from float8.estimate import roofline
-from float8.linear import autograd
+from float8.linear import layer as layer_module
+from float8.linear.autograd import Call
 from float8.linear.float8_weight import cast_again
 from float8.linear.plan import plan_for
 from float8.linear.refusals import reason_against_call
@@ -80,7 +82,7 @@ def test_a_weight_that_backward_reads_in_high_precision_is_caught(monkeypatch):
         dequantizes = call.plan.grad_input.b is None
         return (saved[0].t(), None) if dequantizes else cast_again(saved, call)
 
-    monkeypatch.setattr(autograd, "cast_again", faulty)
+    monkeypatch.setattr(layer_module, "Call", partial(Call, read_weight=faulty))
     with pytest.raises(AssertionError, match="grad_input"):
         test_gradients_are_products_of_what_forward_multiplied(
             "rowwise", torch.bfloat16, (48, 160, 96)

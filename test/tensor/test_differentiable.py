@@ -8,7 +8,7 @@ import torch
 from assertions import assert_bitwise
 
 from float8 import E4M3
-from float8.tensor.differentiable import differentiable
+from float8.tensor.tensor import Differentiable
 
 
 @pytest.mark.parametrize("transposes", [False, True])
@@ -19,7 +19,7 @@ def test_it_has_the_parts_that_it_was_given_and_its_gradient_is_the_carriers(tra
     scale = torch.full((1, 1), 0.25)
     x, g = torch.randn((), requires_grad=True), torch.randn(2, 3, 8)
     carrier = x.bfloat16().expand(2, 3, 8)
-    result = differentiable(carrier, data, data_t, scale)
+    result = Differentiable.apply(carrier, data, data_t, scale)
     assert (result.shape, result.dtype) == ((2, 3, 8), torch.bfloat16)
     assert result.block == (-1, -1, -1)
     assert result.data_t is data_t

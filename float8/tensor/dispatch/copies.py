@@ -18,9 +18,8 @@ from torch import Tensor
 
 from float8 import kernels
 from float8.granularity import scale_shape
-from float8.tensor.parts import check_high_precision
 from float8.tensor.shard import Float8Shard, is_for_fsdp
-from float8.tensor.tensor import Float8Tensor, implements
+from float8.tensor.tensor import Float8Tensor, check_high_precision, implements
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from float8.linear.autograd import Factors
+from float8.linear.autograd import Call
 from float8.linear.layer import Float8Linear
 from float8.linear.module import ModuleRule, register_module_rule
 from float8.linear.refusals import reason_against_layer
@@ -38,9 +38,11 @@ class Float8UnitLinear(Float8Linear, Linear):
     def __getstate__(self) -> dict[str, Any]:
         return Linear.__getstate__(self) | super().__getstate__()  # parameters' roles first
 
-    def factors(self, input: Tensor) -> Factors:
-        """Those of the layer's constraint."""
-        return linear_factors(input, self.weight, self.constraint, self.scale_power)
+    def begin_call(self, input: Tensor, weight: Tensor) -> Call:
+        """As that of `Float8Linear`, with the factors of the layer's constraint."""
+        call = super().begin_call(input, weight)
+        call.factors = linear_factors(input, weight, self.constraint, self.scale_power)
+        return call
 
     def _plain_forward(self, input: Tensor) -> Tensor:
         return U.linear(input, self._plain_weight(), self.bias, self.constraint, self.scale_power)

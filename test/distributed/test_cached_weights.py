@@ -1,10 +1,10 @@
-"""Weights that FSDP2 keeps gathered for several microbatches: fewer casts, and the same bits.
+"""`cached_weights` of weights that FSDP2 gathers: fewer casts, and the same bits.
 
 `test_parallel_training.py` compares every recipe with one process. Here a model is compared with
-the same model whose layers cast in every call, as `uncached` makes them.
+the same model without a cache.
 """
 
-from contextlib import contextmanager
+from contextlib import nullcontext
 from unittest import mock
 
 import mixtures
@@ -26,8 +26,10 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.tensor.parallel import parallelize_module
 
 from float8 import (
+    Float8ColwiseParallel,
     Float8Linear,
     after_step,
     cached_weights,
@@ -36,8 +38,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.distributed import sync
-from float8.linear import kept_weight
-from float8.linear.kept_weight import cast_at_gather
+from float8.linear.weight_cache import WeightCache
 
 ELEMENTS = one.WIDTH * one.HIDDEN  # of each weight; no other matrix has as many
 BF16 = torch.bfloat16
@@ -49,12 +50,6 @@ def make(recipe="rowwise", wrap=lambda model: model, over=None, **options):
 
 def linears(model):
     return [module for module in model.modules() if isinstance(module, Float8Linear)]
-
-
-@contextmanager
-def uncached():
-    with mock.patch.object(kept_weight, "cast_at_gather", return_value=None):
-        yield
 
 
 def microbatch(model, seed, last=True, run=None):
@@ -82,14 +77,15 @@ def step(model, optimizer, number=0, count=3, between=lambda model: None, run=No
     return [*seen, *one.whole(model.parameters())]
 
 
-def train(model, steps=4, **options):
-    """Every second step has the ``options``: the one before it shares its weights."""
+def train(model, cached=True, dtype=None, **options):
+    """Four steps, every second one with the ``options``; a cache has one ``dtype``, in all."""
     optimizer, model.shards = one.adamw(model), [*model.parameters()]
-    return [
-        t
-        for number in range(steps)
-        for t in step(model, optimizer, number, **(options if number % 2 else {}))
-    ]
+    with cached_weights(model, dtype=dtype) if cached else nullcontext():
+        return [
+            t
+            for number in range(4)
+            for t in step(model, optimizer, number, **(options if number % 2 or dtype else {}))
+        ]
 
 
 def casts_of(run):
@@ -105,47 +101,48 @@ def casts_of(run):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_weight_that_is_kept_is_cast_once_per_step(rank, recipe):
-    """From the second step on; by two casts, where the two are unlike."""
+    """By two casts, where the two are unlike."""
     model, each = make(recipe), 2 if recipe == "rowwise_with_gw_hp" else 1
     optimizer = one.adamw(model)
-    _, first = casts_of(lambda: step(model, optimizer, 0, count=4))
-    _, second = casts_of(lambda: step(model, optimizer, 1, count=4))
-    _, third = casts_of(lambda: step(model, optimizer, 2, count=7))
-    assert (first, second, third) == (2 * 4 * 2, 2 * each, 2 * each)
+    _, without = casts_of(lambda: step(model, optimizer, 0, count=4))
+    with cached_weights(model):
+        _, first = casts_of(lambda: step(model, optimizer, 1, count=4))
+        _, second = casts_of(lambda: step(model, optimizer, 2, count=7))
+    assert (without, first, second) == (2 * 4 * 2, 2 * each, 2 * each)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_a_weight_that_one_pass_reads_is_cast_as_without_fsdp(rank, count, reshard):
-    """Freed after each backward, or after each forward: casts of both products would not pay."""
+@pytest.mark.parametrize(("reshard", "gathers"), [(True, 2), (False, 1)])
+def test_a_weight_is_cast_at_each_gather(rank, reshard, gathers):
+    """Freed after each backward, or after each forward too."""
     model = fsdp2(one.make("rowwise"), reshard_after_forward=reshard)
-    optimizer = one.adamw(model)
-    for number in range(3):
-        model.set_reshard_after_backward(True)
-        _, casts = casts_of(lambda n=number: [one.loss_of(model, one.batch(n, m)).backward()
-                                              for m in range(count)])  # fmt: skip
-        assert casts == (2 + 1) * count  # the first layer needs no grad_input
-        optimizer.step()
-        optimizer.zero_grad()
+    model.set_reshard_after_backward(True)
+    with cached_weights(model):
+        _, casts = casts_of(lambda: one.loss_of(model, one.batch(0, 0)).backward())
+    assert casts == 2 * gathers
 
 
 @pytest.mark.ranks(2)
 def test_the_casts_are_freed_with_the_weight(rank):
     model = make()
     optimizer, kept = one.adamw(model), []
-    step(model, optimizer)
 
     def look(model):
         kept.append([layer.cached_weights["weight"] for layer in linears(model)])
 
-    step(model, optimizer, 1, between=look)
-    assert all(a is b for a, b in zip(*kept, strict=True))
-    assert not any(layer.cached_weights for layer in linears(model))
-    model.unshard()
-    model[0].unshard()
-    assert model[0].cached_weights
+    with cached_weights(model):
+        step(model, optimizer, between=look)
+        assert all(a is b for a, b in zip(*kept, strict=True))
+        assert not any(layer.cached_weights for layer in linears(model))
+        model.unshard()
+        model[0].unshard()
+        assert model[0].cached_weights
+        model[0].reshard()
+        assert not model[0].cached_weights
+        model[0].unshard()
+    assert not model[0].cached_weights
     model[0].reshard()
+    model[0].unshard()
     assert not model[0].cached_weights
 
 
@@ -252,8 +249,8 @@ SCENARIOS = {
     "evaluated and synced": {"between": evaluate_and_sync},
     "a step in between": {"between": step_of_shards},
     "resharded before backward": {"run": reshard_before_backward},
-    "autocast": {"run": in_autocast},
-    "gathered before autocast": {"run": gathered_before_autocast},
+    "autocast": {"run": in_autocast, "dtype": BF16},
+    "gathered before autocast": {"run": gathered_before_autocast, "dtype": BF16},
     "prefetched": {"run": prefetched},
     **{kind: {"wrap": lambda m, kind=kind: Checkpointed(m, kind)} for kind in KINDS},
     **{
@@ -267,29 +264,37 @@ SCENARIOS = {
 }
 
 
-def scenario_of(recipe, wrap=lambda m: m, shard=None, mp_policy=None, run=None, between=None):
+def scenario_of(
+    recipe, cached, wrap=lambda m: m, shard=None, mp_policy=None, run=None, between=None, dtype=None
+):
     options = {} if mp_policy is None else {"mp_policy": mp_policy}
     model = shard(one.make(recipe, wrap)) if shard else make(recipe, wrap, **options)
     options = {"between": between} if between else {}
-    return casts_of(lambda: train(model, run=run and run(model), **options))
+    return casts_of(lambda: train(model, cached, dtype, run=run and run(model), **options))
 
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_results_have_the_bits_of_casts_in_every_call(rank, recipe, name):
-    found, casts = scenario_of(recipe, **SCENARIOS[name])
-    with uncached():
-        expected, most = scenario_of(recipe, **SCENARIOS[name])
+    found, casts = scenario_of(recipe, True, **SCENARIOS[name])
+    expected, most = scenario_of(recipe, False, **SCENARIOS[name])
     assert_all_bitwise(found, expected, (recipe, name))
-    assert casts != most, "no weight was kept"
+    assert casts != most, "no weight was cached"
+
+
+@pytest.mark.ranks(2)
+def test_weights_that_are_gathered_in_float8_need_no_cache(rank):
+    found, casts = casts_of(lambda: train(make("gathered delayed")))
+    expected, same = casts_of(lambda: train(make("gathered delayed"), cached=False))
+    assert_all_bitwise(found, expected, "gathered in float8")
+    assert casts == same
 
 
 @pytest.mark.ranks(4)
 def test_replicas_of_sharded_models(rank):
     found, casts = casts_of(lambda: train(make(over=mesh())))
-    with uncached():
-        expected, most = casts_of(lambda: train(make(over=mesh())))
+    expected, most = casts_of(lambda: train(make(over=mesh()), cached=False))
     assert_all_bitwise(found, expected, "HSDP")
     assert casts < most
 
@@ -298,7 +303,7 @@ def test_replicas_of_sharded_models(rank):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
 def test_compiled_layers_read_the_casts(rank, recipe):
-    """In one graph more for each layer, which casts no weight."""
+    """In graphs that cast no weight."""
     casts, graphs = [], []
 
     def count(graph, inputs):
@@ -317,18 +322,12 @@ def test_compiled_layers_read_the_casts(rank, recipe):
             layer.compile(backend=aot_autograd(fw_compiler=count), fullgraph=True)
         return model
 
-    model = compiled(make(recipe))
-    optimizer, found, numbers = one.adamw(model), [], []
-    for number in range(4):
-        found += step(model, optimizer, number)
-        numbers.append(len(casts))
-        casts.clear()
-    print(numbers, graphs)
-    assert numbers[0] == 12 and numbers[1:] == [0, 0, 0]
-    assert len(graphs) == 2 * 4
+    found = train(compiled(make(recipe)))
+    # Forward and backward of two layers; once more where delayed casts have their first scales.
+    assert not casts and len(graphs) == (8 if recipe == "delayed" else 4)
     torch.compiler.reset()
-    with uncached():
-        assert_all_bitwise(found, train(compiled(make(recipe)), steps=4), recipe)
+    assert_all_bitwise(found, train(compiled(make(recipe)), cached=False), recipe)
+    assert casts
 
 
 # --- pipelines
@@ -360,17 +359,17 @@ def _generator(seed):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleavedZeroBubble])
 def test_a_stage_casts_a_weight_once_per_step(rank, schedule):
-    """Whether FSDP2 shards it, or `cached_weights` is open."""
+    """Inside `cached_weights`, whether FSDP2 shards it or not."""
     plain, expected = pipeline(rank, schedule, shards=False)
     sharded, of_shards = pipeline(rank, schedule, shards=True)
     cached, of_cache = pipeline(rank, schedule, shards=False)
-    with cached_weights(cached):
+    with cached_weights(cached), cached_weights(sharded):
         for number in range(3):
             _, most = casts_of(lambda n=number: expected(n))
             counts = [
                 casts_of(lambda n=number, run=run: run(n))[1] for run in (of_shards, of_cache)
             ]
-            assert counts == [most if number == 0 else 2, 2] and most > 8
+            assert counts == [2, 2] and most > 8
             for model in (sharded, cached):
                 one.assert_same_model(model, plain, (schedule, number))
 
@@ -378,9 +377,14 @@ def test_a_stage_casts_a_weight_once_per_step(rank, schedule):
 # --- experts
 
 
-def train_experts(model):
+def train_experts(model, cached):
     """Three steps of three microbatches, in which FSDP2 keeps the weights."""
     model = fully_shard(model, reshard_after_forward=False)
+    with cached_weights(model) if cached else nullcontext():
+        return steps_of_experts(model)
+
+
+def steps_of_experts(model):
     optimizer, seen, counts = one.adamw(model), [], []
     for number in range(3):
         with Casts() as casts:
@@ -406,24 +410,37 @@ def test_experts_are_cast_once_per_step(rank, recipe):
     def experts():
         return one.convert(mixtures.model(torch.float32), recipe, pads=True)
 
-    found, counts = train_experts(experts())
-    with uncached():
-        expected, most = train_experts(experts())
+    found, counts = train_experts(experts(), True)
+    expected, most = train_experts(experts(), False)
     assert_all_bitwise(found, expected, recipe)
-    assert most == [2 * 2 * 3] * 3 and counts == [most[0], 2, 2]
+    assert most == [2 * 2 * 3] * 3 and counts == [2, 2, 2]
+
+
+# --- tensor parallelism
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("shards", [False, True])
+def test_tensor_parallel_layers_are_refused(rank, shards):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    model = one.make("tensorwise")
+    parallelize_module(model, both["tp"], {"0": Float8ColwiseParallel()})
+    model = fsdp2(model, both["data"]) if shards else model
+    with pytest.raises(TypeError, match="0: weight is a DTensor"), cached_weights(model):
+        pass
 
 
 # --- planted faults
 
 
 def never_freed():
-    first = {}
+    first, cast_weight = {}, WeightCache.cast_weight
 
-    def cast(layer, *arguments):
-        made = cast_at_gather(layer, *arguments)
-        return made and first.setdefault(layer, made)
+    def cast(cache, layer, name, weight):
+        cast_weight(cache, layer, name, weight)
+        layer.cached_weights[name] = first.setdefault(layer, layer.cached_weights[name])
 
-    return mock.patch.object(kept_weight, "cast_at_gather", cast)
+    return mock.patch.object(WeightCache, "cast_weight", cast)
 
 
 def not_told_of_a_sync():
