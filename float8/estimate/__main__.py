@@ -17,11 +17,9 @@ python benchmarks/check_estimate.py compares predictions with a result of bench_
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from float8.config import RECIPES, GemmConfig
@@ -54,7 +52,6 @@ def main(argv: Sequence[str]) -> int:
     add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
     add("--fast-sums", action="store_true", help="sum all three products of experts fast")
     add("--sources", action="store_true", help="say where each figure of the device is from")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
     options = parser.parse_args(argv)
     names = [f"gemm_config_{name}" for name in GEMM_NAMES] if options.fast_sums else []
     fast: dict[str, Any] = dict.fromkeys(names, GemmConfig(use_fast_accum=True))
@@ -74,8 +71,6 @@ def main(argv: Sequence[str]) -> int:
     print(result)
     if options.sources:
         print(*result.device.sources, sep="\n")
-    if options.output:
-        options.output.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0
 
 

@@ -94,15 +94,6 @@ class Estimate:
                 saved += each.saved_bytes
         return Prediction(plain, Seconds(seconds), saved)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the rows with seconds and bytes, and their sources."""
-        rows = [
-            {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
-            | {name: _as_dict(prediction) for name, prediction in row.recipes.items()}
-            for row in self.rows
-        ]
-        return {"device": self.device.name, "sources": list(self.device.sources), "rows": rows}
-
     def __repr__(self) -> str:
         from tabulate import tabulate
 
@@ -151,13 +142,6 @@ def _cells(predictions: list[Prediction], reasons: dict[str, int]) -> list[str]:
             saved = f"{each.saved_bytes / MIB:.1f}"
             cells += [_ms(each.seconds.total), f"{each.speedup:.2f}x", saved]
     return cells
-
-
-def _as_dict(of: Prediction) -> dict[str, Any]:
-    if of.seconds is None:
-        return {"refused": of.refused}
-    times = {"gemms_s": of.seconds.gemms, "casts_s": of.seconds.casts}
-    return times | {"speedup": of.speedup, "saved_bytes": of.saved_bytes}
 
 
 def _ms(seconds: float) -> str:

@@ -1,6 +1,5 @@
 """The command line, called in-process and once as a process."""
 
-import json
 import os
 import subprocess
 import sys
@@ -63,13 +62,6 @@ def test_sources_of_the_figures_are_printed_on_request(capsys):
     assert "datasheet: " not in capsys.readouterr().out
     main(["64,64,64", "--sources"])
     assert capsys.readouterr().out.endswith("\n".join(H100.sources) + "\n")
-
-
-def test_a_prediction_is_written_as_json(tmp_path, capsys):
-    main(["8192,8192,8192", "-o", str(tmp_path / "out.json")])
-    fields = json.loads((tmp_path / "out.json").read_text())
-    assert fields == estimate([(8192,) * 3]).as_dict()
-    assert "speed-up" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
