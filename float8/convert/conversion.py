@@ -45,7 +45,6 @@ from float8.convert.reasons import (
     rule_of,
     rule_of_candidate,
 )
-from float8.distributed.gathered_weights import reason_against_gather
 from float8.linear.module import own_config, stacked_weights, weights_of
 
 logger = logging.getLogger("float8")
@@ -86,18 +85,16 @@ class Conversion:
     def _count(self, model: nn.Module) -> None:
         """Count the elements of matrices; a tied one is in float8 if any of its layers is."""
         layers = [layer for layer in model.modules() if own_config(layer) is not None]
-        in_float8 = {id(weight) for layer in layers for weight in weights_of(layer).values()}
-        sizes: dict[int, int] = {}
+        sizes = {id(w): w.numel() for layer in layers for w in weights_of(layer).values()}
+        self.elements = sum(sizes.values())
         for fqn, m in model.named_modules():
+            kind, is_table = type(m).__name__, isinstance(m, (nn.Embedding, nn.EmbeddingBag))
             for p in m._parameters.values():
-                is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in in_float8
                 if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in sizes:
                     continue
                 sizes[id(p)] = p.numel()
-                if id(p) not in in_float8 and fqn not in self.skipped:
-                    kind = type(m).__name__
+                if fqn not in self.skipped:
                     self.unnamed[kind] = self.unnamed.get(kind, 0) + p.numel()
-        self.elements = sum(size for key, size in sizes.items() if key in in_float8)
         self.all_elements = sum(sizes.values())
 
     def __str__(self) -> str:
@@ -200,22 +197,16 @@ class ConversionPlan:
     def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
         """Raise ValueError, with all reasons, if any layer cannot be converted.
 
-        ``further`` has names with the reason why the caller refuses the layer, or None.
+        ``further`` has names with the reason why the caller refuses the layer, or None. Warns of
+        recipe ``unit``, whose scale of 1 moves no tensor into the format's range.
         """
-        problems = [*further]
-        for fqn, layer in self.plain_layers.items():
-            config, rule = self.configs[fqn], rule_of_candidate(layer)
-            problems.append((fqn, rule.refuses(layer, config)))
-            if config.enable_fsdp_float8_all_gather and not rule.stacked:
-                problems.append((fqn, reason_against_gather(layer)))
+        problems, layers = [*further], self.plain_layers
+        for fqn, layer in layers.items():
+            problems.append((fqn, rule_of_candidate(layer).refuses(layer, self.configs[fqn])))
         found = [(fqn, reason) for fqn, reason in problems if reason is not None]
         if found:
             lines = ["nothing was converted, because some layers cannot be:", *folded(found)]
             raise ValueError("\n  ".join(lines))
-
-    def warn_of_fixed_scales(self) -> None:
-        """Warn of recipe ``unit``, whose scale of 1 moves no tensor into the format's range."""
-        layers = self.plain_layers
         scaled = [fqn for fqn, m in layers.items() if not rule_of_candidate(m).unit_scaled]
         if self.config == RECIPES["unit"] and scaled:
             warnings.warn(
