@@ -65,12 +65,12 @@ from benchmarks.quality.training import (
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.config import RECIPES
 from float8.numerics import Alarm
-from float8.numerics.alarms import ALARM_RULES
+from float8.numerics.alarms import PROBLEM_KINDS
 
 HEALTHY = "none"
 VICTIM = "blocks.1.feed_forward.down"
 NORMED = "blocks.1.feed_forward.gate_up"  # reads a norm: its input is near a Gaussian
-LOOKS = {rule.name: rule.looks for rule in ALARM_RULES}
+LOOKS = {kind.name: kind.looks for kind in PROBLEM_KINDS}
 LOOKS_BEFORE = 3  # healthy ones before a fault
 DECAYS, GRADIENTS = "static for 28", "static gradients"
 STATIC = {"static for 0.25": 0.25 / 448, DECAYS: 2.0**-4, GRADIENTS: 2.0**-16}  # data * scale

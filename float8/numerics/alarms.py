@@ -21,22 +21,10 @@ about 26 dB. The thresholds are relative to that, not fixed numbers of dB::
 The thresholds are a matter of judgement; the page also shows the numbers.
 
 **Alarms** come from the sequence of a run's reports. A single bad look is often nothing: a delayed
-scale is late by a step, a batch is unusual. An alarm starts when a rule finds a cast wrong at so
-many looks in a row, and ends after as many looks in a row at which it is not. `ALARM_RULES` is the
-table. Thresholds are those of problems::
-
-    name                     wrong                                          looks
-    inf or NaN               any, in an input or a weight                   1
-    inf or NaN in gradient   any, in a gradient                             2
-    saturation               more than 0.1 % of the elements                3
-                             more than 10 %                                 1
-    flush                    more than 14 %; more than 50 % of a gradient
-                             whose SQNR is not 6 dB below the format's      3
-    gradient noise           gradient SQNR below 4.8 dB, a ratio of sqrt(3) 3
-    noise                    SQNR 6 dB below the format's, and no saturation
-                             or flush of the same level                     3
-    stale scale              amax 0.5 octaves above what the scale was made
-                             for, or 6 below a delayed one                  3
+scale is late by a step, a batch is unusual. An alarm starts when a cast has a problem, suspicious
+or bad, at so many looks in a row, and ends after as many looks in a row at which it has not:
+`ProblemKind.looks`, which is 3, for inf and NaN 1, and in a gradient 2. Saturation of more than
+10 % is one at the first look.
 
 Why so many looks: inf and NaN do not go away by themselves. In a gradient, a GradScaler makes them
 on purpose and skips the step. The others happen at single looks of healthy runs, above all while
@@ -57,7 +45,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from float8.formats import FORMATS
-from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
+from float8.numerics.statistics import CastLabels, CastStatistics
 
 if TYPE_CHECKING:
     from float8.numerics.snapshot import Report
@@ -90,12 +78,14 @@ class ProblemKind(NamedTuple):
         column: of the table of casts, in which it is seen.
         see: what is wrong with a cast, or None.
         advice: what to do about it.
+        looks: in a row that start and end an alarm; of a gradient at least 2.
     """
 
     name: str
     column: str
     see: Callable[[CastStatistics], Seen | None]
     advice: str
+    looks: int = 3
 
 
 class Problem(NamedTuple):
@@ -220,6 +210,7 @@ NONFINITE = ProblemKind(
     _nonfinite,
     "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
     "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
+    looks=1,
 )
 SATURATES = ProblemKind(
     "saturation",
@@ -279,7 +270,7 @@ class Alarm(CastLabels):
 
     Args:
         layer, operand, gemm, format, scaling, granularity: which cast; see `CastStatistics`.
-        rule: its name in the table of `float8.numerics.alarms`, as "saturation".
+        rule: the name of its kind of problem, as "saturation".
         first: the step of the first look at which the cast was wrong.
         started: the step of the look at which the alarm started.
         last: the step of the last look so far at which the cast was wrong.
@@ -304,26 +295,6 @@ class Alarm(CastLabels):
     def __str__(self) -> str:
         since = "" if self.first == self.started else f" It has been so since step {self.first}."
         return f"{self.rule}: {self.place}. {self.message}{since} {self.advice}"
-
-
-class AlarmRule(NamedTuple):
-    """A row of the table: ``looks`` in a row start and end an alarm of a kind of problem."""
-
-    name: str
-    looks: int
-    kind: ProblemKind
-    operands: Sequence[str] = OPERANDS
-
-
-ALARM_RULES = (
-    AlarmRule("inf or NaN", 1, NONFINITE, ("input", "weight")),
-    AlarmRule("inf or NaN in gradient", 2, NONFINITE, ("grad_output",)),
-    AlarmRule("saturation", 3, SATURATES),
-    AlarmRule("flush", 3, FLUSHES),
-    AlarmRule("gradient noise", 3, DROWNS),
-    AlarmRule("noise", 3, NOISY),
-    AlarmRule("stale scale", 3, STALE),
-)
 
 
 class Changes(NamedTuple):
@@ -379,21 +350,22 @@ class AlarmWatch:
         ended: list[Alarm] = []
         step = -1 if report.step is None else report.step
         for cast in report.casts if report.step is not None else ():
-            for place, rule in enumerate(ALARM_RULES):
-                kind, key = rule.kind, (*cast.labels, rule.name)
-                seen = kind.see(cast) if cast.operand in rule.operands else None
+            least = 2 if cast.operand == "grad_output" else 1
+            for place, kind in enumerate(PROBLEM_KINDS):
+                key, seen = (*cast.labels, kind.name), kind.see(cast)
+                looks = max(kind.looks, least)
                 sign = -1 if seen is None else 1
                 count, first = self._rows.get(key, (0, step))
                 count, first = (count + sign, first) if count * sign > 0 else (sign, step)
                 self._rows[key] = count, first
                 alarm = self._active.get(key)
                 if seen is None:
-                    if alarm is not None and count <= -rule.looks:
+                    if alarm is not None and count <= -looks:
                         ended.append(replace(self._active.pop(key), ended=step))
                 elif alarm is not None:
                     self._active[key] = replace(alarm, last=step)
-                elif count >= rule.looks or (kind is SATURATES and seen.value > MASSIVE):
-                    what: dict[str, Any] = cast.named | {"rule": rule.name, "first": first}
+                elif count >= looks or (kind is SATURATES and seen.value > MASSIVE):
+                    what: dict[str, Any] = cast.named | {"rule": kind.name, "first": first}
                     what |= {"message": seen.message, "advice": kind.advice}
                     alarm = Alarm(**what, started=step, last=step, ended=None)
                     self._active[key] = alarm
