@@ -51,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     microbatches = "microbatches per step"
     add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
     add("--fast-sums", action="store_true", help="sum all three products of experts fast")
-    add("--sources", action="store_true", help="say where each figure of the device is from")
     options = parser.parse_args(argv)
     names = [f"gemm_config_{name}" for name in GEMM_NAMES] if options.fast_sums else []
     fast: dict[str, Any] = dict.fromkeys(names, GemmConfig(use_fast_accum=True))
@@ -69,8 +68,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     print(result)
-    if options.sources:
-        print(*result.device.sources, sep="\n")
     return 0
 
 

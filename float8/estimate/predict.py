@@ -148,7 +148,7 @@ def row_of(
     use = replace(use, weight_trains=layer.trains, plain_casts=device.arch not in KERNELS)
     plain = layer_seconds(device, layer.shape, None, use).total
     recipes = {name: predict(layer, config, device, use) for name, config in configs.items()}
-    return LayerEstimate(layer.name, layer.shape, plain, recipes, layer.dtype == torch.float32)
+    return LayerEstimate(layer.name, layer.shape, plain, recipes)
 
 
 def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:

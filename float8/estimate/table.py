@@ -40,16 +40,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """One layer: its name, its shape, its plain time in seconds, and recipe -> prediction.
-
-    ``is_float32`` says that its weight is float32, so that autocast is assumed.
-    """
+    """One layer: its name, its shape, its plain time in seconds, and recipe -> prediction."""
 
     layer: str
     shape: Shape
     bf16_s: float
     recipes: dict[str, Prediction]
-    is_float32: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,13 +115,12 @@ class Estimate:
         table = tabulate(lines, headers, disable_numparse=True, colalign=align)
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         what = "Forward and backward" if self.use.training else "Forward"
-        autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
         sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
         if any(source.startswith("measured: ") for source in self.device.sources):
             sources = "what was measured here, and published or assumed figures"
         casts = "in plain PyTorch" if self.device.arch not in KERNELS else "by fused kernels"
         notes.append(
-            f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts "
+            f"{what} of one batch on {self.device.name} ({self.device.arch}), casts "
             f"{casts}, predicted from {sources}."
         )
         return "\n".join([table, "", *notes])

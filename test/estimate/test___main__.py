@@ -57,13 +57,6 @@ def test_fast_sums_reach_the_prediction(capsys):
     assert fast.recipes["rowwise"].speedup > 1.1 * slow.recipes["config 1"].speedup
 
 
-def test_sources_of_the_figures_are_printed_on_request(capsys):
-    main(["64,64,64"])
-    assert "datasheet: " not in capsys.readouterr().out
-    main(["64,64,64", "--sources"])
-    assert capsys.readouterr().out.endswith("\n".join(H100.sources) + "\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -51,9 +51,3 @@ def test_a_measured_device_says_that_some_figures_are_assumed():
     text = str(estimate([(8192,) * 3], device=mixed, training=False))
     assert "NOTHING HERE" not in text and "measured here, and published or assumed" in text
     assert "Forward of one batch" in text
-
-
-def test_the_line_says_that_float32_weights_run_under_autocast():
-    model = transformer(1)
-    assert "of one batch under autocast on" in str(estimate(model, 4096))
-    assert "autocast" not in str(estimate(model.bfloat16(), 4096))
