@@ -179,8 +179,7 @@ def estimate(
     recipes: Recipes = ("tensorwise", "rowwise"),
     *,
     training: bool = True,
-    weights_cached: bool = False,
-    gradient_accumulation: int = 1,
+    cached_microbatches: int = 0,
     experts_per_token: int = 1,
 ) -> Estimate:
     """Predict time and memory in float8 of each layer of a model, without running it.
@@ -198,10 +197,9 @@ def estimate(
         recipes: names of recipes, or configs, one or several; a mapping gives
             each its name in the table.
         training: False predicts forward alone.
-        weights_cached: the weight is cast once per step, not in every forward and backward; the
-            2 bytes per weight element of the cache (1 under ``dequantize_in_backward``) are
-            subtracted from the memory saved.
-        gradient_accumulation: microbatches per step, which share a cached cast.
+        cached_microbatches: of a step, that share a cast of each weight (`float8.cached_weights`);
+            0 casts it in every forward and backward. The 2 bytes per weight element of the cache (1
+            under ``dequantize_in_backward``) are subtracted from the memory saved.
         experts_per_token: how many experts of a mixture read each token.
 
     Returns:
@@ -212,7 +210,7 @@ def estimate(
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
     configs, layers = named_configs(recipes), layers_of(model, tokens, experts_per_token)
-    use = Use(training, True, weights_cached, gradient_accumulation)
+    use = Use(training, True, cached_microbatches)
     found = find_device(device)
     return Estimate(found, use, [row_of(layer, configs, found, use) for layer in layers])
 
@@ -224,8 +222,7 @@ def faster_layers(
     min_speedup: float = 1.0,
     *,
     training: bool = True,
-    weights_cached: bool = False,
-    gradient_accumulation: int = 1,
+    cached_microbatches: int = 0,
     experts_per_token: int = 1,
 ) -> ModuleFilter:
     """A filter for ``convert_to_float8_training`` that accepts the layers predicted to gain.
@@ -238,8 +235,7 @@ def faster_layers(
 
     Args:
         recipe: the recipe or config that the model is converted with.
-        tokens, device, training, weights_cached, gradient_accumulation, experts_per_token: as
-            `estimate`.
+        tokens, device, training, cached_microbatches, experts_per_token: as `estimate`.
         min_speedup: convert where the predicted speed-up exceeds this. 1 means no loss; a larger
             one, such as 1.1, also skips layers that gain less than the prediction's error.
 
@@ -251,7 +247,7 @@ def faster_layers(
     """
     config = check_config(recipe, "faster_layers")
     check_integer(tokens, "tokens (batch size * sequence length)", 1)
-    use = Use(training, True, weights_cached, gradient_accumulation)
+    use = Use(training, True, cached_microbatches)
     found = find_device(device)
 
     def reason(module: nn.Module, fqn: str) -> str | None:

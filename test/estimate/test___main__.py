@@ -24,22 +24,9 @@ def test_shapes_are_predicted_as_by_the_function(capsys):
 
 
 def test_options_reach_the_prediction(capsys):
-    main(
-        [
-            "8192,8192,8192",
-            "--weights-cached",
-            "--gradient-accumulation",
-            "8",
-            "--recipes",
-            *RECIPES,
-        ]
-    )
-    expected = estimate(
-        [(8192,) * 3], recipes=list(RECIPES), weights_cached=True, gradient_accumulation=8,
-    )  # fmt: skip
+    main(["8192,8192,8192", "--cached-microbatches", "8", "--recipes", *RECIPES])
+    expected = estimate([(8192,) * 3], recipes=list(RECIPES), cached_microbatches=8)
     assert capsys.readouterr().out == f"{expected}\n"
-    main(["8192,8192,8192", "--weights-cached"])
-    assert capsys.readouterr().out == f"{estimate([(8192,) * 3], weights_cached=True)}\n"
     main(["8192,8192,8192", "--forward"])
     assert "Forward of one batch" in capsys.readouterr().out
 
@@ -64,8 +51,8 @@ def test_fast_sums_reach_the_prediction(capsys):
         (["1,2,3,0"], "invalid shape value: '1,2,3,0'"),
         (["16,16,16", "--device", "A100"], "unknown device 'A100'; known: H100"),
         (
-            ["16,16,16", "--gradient-accumulation", "0"],
-            "gradient_accumulation must be an integer >= 1, got 0",
+            ["16,16,16", "--cached-microbatches", "-1"],
+            "cached_microbatches must be an integer >= 0, got -1",
         ),
     ],
 )
