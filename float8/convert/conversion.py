@@ -197,23 +197,26 @@ class ConversionPlan:
     def check(self, further: Iterable[tuple[str, str | None]] = ()) -> None:
         """Raise ValueError, with all reasons, if any layer cannot be converted.
 
-        ``further`` has names with the reason why the caller refuses the layer, or None. Warns of
-        recipe ``unit``, whose scale of 1 moves no tensor into the format's range.
+        ``further`` has names with the reason why the caller refuses the layer, or None.
         """
-        problems, layers = [*further], self.plain_layers
-        for fqn, layer in layers.items():
+        problems = [*further]
+        for fqn, layer in self.plain_layers.items():
             problems.append((fqn, rule_of_candidate(layer).refuses(layer, self.configs[fqn])))
         found = [(fqn, reason) for fqn, reason in problems if reason is not None]
         if found:
             lines = ["nothing was converted, because some layers cannot be:", *folded(found)]
             raise ValueError("\n  ".join(lines))
+
+    def warn_of_fixed_scales(self) -> None:
+        """Warn of recipe ``unit``, whose scale of 1 moves no tensor into the format's range."""
+        layers = self.plain_layers
         scaled = [fqn for fqn, m in layers.items() if not rule_of_candidate(m).unit_scaled]
         if self.config == RECIPES["unit"] and scaled:
             warnings.warn(
                 f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
                 f"(first: {named(scaled[0])}) are not unit-scaled: small weights and gradients "
                 "flush to zero. Call float8.unit_scaling's unit_scale, or take a dynamic recipe",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -222,6 +225,7 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
+        self.warn_of_fixed_scales()
         importlib.import_module("float8.kernels.flops")  # which imports Triton, where it is
         plain, swapped = self.plain_layers, {}
         for fqn, layer in plain.items():

@@ -245,6 +245,7 @@ class Float8Converter(QuantizationConverter):
                 plan.take(fqn, layer)
                 places[fqn] = plain, parent, attr
         plan.check()
+        plan.warn_of_fixed_scales()
         tied = getattr(model_config, "enable_weight_tying", False)
         plan.conversion.experts = [fqn for fqn, *_ in experts if fqn in places]
         for fqn, (plain, parent, attr) in places.items():
