@@ -65,13 +65,13 @@ from benchmarks.quality.training import (
 from float8 import CastConfig, Float8LinearConfig, ScalingType
 from float8.config import RECIPES
 from float8.numerics import Alarm
-from float8.numerics.alarms import ALARM_RULES
+from float8.numerics.alarms import PROBLEM_KINDS
 
 HEALTHY = "none"
 VICTIM = "blocks.1.feed_forward.down"
 NORMED = "blocks.1.feed_forward.gate_up"  # reads a norm: its input is near a Gaussian
-LOOKS = {rule.name: rule.looks for rule in ALARM_RULES}
-LOOKS_BEFORE = 3  # healthy ones before a fault: as many as a fall of the SQNR needs
+LOOKS = {kind.name: kind.looks for kind in PROBLEM_KINDS}
+LOOKS_BEFORE = 3  # healthy ones before a fault
 DECAYS, GRADIENTS = "static for 28", "static gradients"
 STATIC = {"static for 0.25": 0.25 / 448, DECAYS: 2.0**-4, GRADIENTS: 2.0**-16}  # data * scale
 COLUMNS = report.columns(
@@ -187,7 +187,7 @@ FAULTS = {
     "saturates": Fault("static for 0.25", "saturation", "input"),
     "stale": Fault("delayed", "stale scale", "weight", lambda t: t.forget(1.0, 2.0**12)),
     "forgotten": Fault("delayed", "stale scale", "grad_output", lambda t: t.forget(2.0**-12)),
-    "decays": Fault(DECAYS, "falling SQNR", "input", Training.shrink_input),
+    "decays": Fault(DECAYS, "noise", "input", Training.shrink_input),
     "flushes": Fault(GRADIENTS, "flush", "grad_output", lambda t: t.divide_loss(2.0**28)),
     "outgrows": Fault("unit", "saturation", "input", lambda t: t.weight(NORMED).mul_(16)),
     "outlier": Fault("tensorwise", "flush", "input", Training.grow_a_channel),

@@ -2,7 +2,7 @@
 
 Prints the error of `float8_gradients` for several numbers of ranks, and that of a bfloat16
 all-reduce. No processes are started: `simulated` runs the arithmetic of
-`float8.distributed.gradients.reduction` for N ranks in one process, to the same bits.
+`float8.distributed.gradient_reduction` for N ranks in one process, to the same bits.
 
 SQNR is ``10 log10(sum(mean^2) / sum((reduced - mean)^2))``, the mean in float64. The bfloat16
 all-reduce is a ring's: each rank's gradient over N in bfloat16, and every hop rounds its partial
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from float8.distributed.gradients import reduction
+from float8.distributed import gradient_reduction as reduction
 from float8.formats import E4M3, E5M2, Format
 
 RANKS = (2, 4, 8, 64, 512)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from float8 import Float8LinearConfig
-from float8.experts.autograd import GroupedLinearFunction
+from float8.experts.grouped_mm import GroupedLinearFunction
 from float8.kernels import products
 from float8.linear.autograd import NO_FACTORS, STATELESS, Call, Factors
 from float8.linear.casts import DelayedState

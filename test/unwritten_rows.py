@@ -9,13 +9,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from float8.experts import autograd
+from float8.experts import grouped_mm
 
 
 @contextmanager
 def unwritten_rows(fill: float) -> Iterator[None]:
     """``fill`` is what outputs and gradients of tokens hold in rows beyond the last offset."""
-    product = autograd.grouped_product
+    product = grouped_mm.grouped_product
 
     def unwritten(gemm, a, b, offs) -> Tensor:
         out = product(gemm, a, b, offs)
@@ -24,5 +24,5 @@ def unwritten_rows(fill: float) -> Iterator[None]:
         is_beyond = torch.arange(len(out)) >= offs[-1]
         return torch.where(is_beyond[:, None], fill, out)
 
-    with mock.patch.object(autograd, "grouped_product", unwritten):
+    with mock.patch.object(grouped_mm, "grouped_product", unwritten):
         yield

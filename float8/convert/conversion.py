@@ -45,7 +45,6 @@ from float8.convert.reasons import (
     rule_of,
     rule_of_candidate,
 )
-from float8.distributed.gathered_weights import reason_against_gather
 from float8.linear.module import own_config, stacked_weights, weights_of
 
 logger = logging.getLogger("float8")
@@ -86,18 +85,16 @@ class Conversion:
     def _count(self, model: nn.Module) -> None:
         """Count the elements of matrices; a tied one is in float8 if any of its layers is."""
         layers = [layer for layer in model.modules() if own_config(layer) is not None]
-        in_float8 = {id(weight) for layer in layers for weight in weights_of(layer).values()}
-        sizes: dict[int, int] = {}
+        sizes = {id(w): w.numel() for layer in layers for w in weights_of(layer).values()}
+        self.elements = sum(sizes.values())
         for fqn, m in model.named_modules():
+            kind, is_table = type(m).__name__, isinstance(m, (nn.Embedding, nn.EmbeddingBag))
             for p in m._parameters.values():
-                is_table = isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and id(p) not in in_float8
                 if p is None or is_lazy(p) or p.dim() < 2 or is_table or id(p) in sizes:
                     continue
                 sizes[id(p)] = p.numel()
-                if id(p) not in in_float8 and fqn not in self.skipped:
-                    kind = type(m).__name__
+                if fqn not in self.skipped:
                     self.unnamed[kind] = self.unnamed.get(kind, 0) + p.numel()
-        self.elements = sum(size for key, size in sizes.items() if key in in_float8)
         self.all_elements = sum(sizes.values())
 
     def __str__(self) -> str:
@@ -204,10 +201,7 @@ class ConversionPlan:
         """
         problems = [*further]
         for fqn, layer in self.plain_layers.items():
-            config, rule = self.configs[fqn], rule_of_candidate(layer)
-            problems.append((fqn, rule.refuses(layer, config)))
-            if config.enable_fsdp_float8_all_gather and not rule.stacked:
-                problems.append((fqn, reason_against_gather(layer)))
+            problems.append((fqn, rule_of_candidate(layer).refuses(layer, self.configs[fqn])))
         found = [(fqn, reason) for fqn, reason in problems if reason is not None]
         if found:
             lines = ["nothing was converted, because some layers cannot be:", *folded(found)]
@@ -222,7 +216,7 @@ class ConversionPlan:
                 f'recipe "unit" casts with a scale of 1, and {len(scaled)} of {len(layers)} layers '
                 f"(first: {named(scaled[0])}) are not unit-scaled: small weights and gradients "
                 "flush to zero. Call float8.unit_scaling's unit_scale, or take a dynamic recipe",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -231,6 +225,7 @@ class ConversionPlan:
         Returns:
             ``model``, or the new layer if ``model`` itself was one.
         """
+        self.warn_of_fixed_scales()
         importlib.import_module("float8.kernels.flops")  # which imports Triton, where it is
         plain, swapped = self.plain_layers, {}
         for fqn, layer in plain.items():

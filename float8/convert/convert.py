@@ -103,8 +103,7 @@ def convert_to_float8_training(
     caller = "convert_to_float8_training"
     check_module(module, caller, "module")
     plan = plan_conversion(module, config, module_filter_fn, caller)
-    plan.check(sharded_before(module, plan.plain_layers))
-    plan.warn_of_fixed_scales()
+    plan.check(sharded_before(module, plan.plain_layers, plan.config))
     module = plan.convert(module)
     if plan.config.enable_fsdp_float8_all_gather:
         plan.conversion.gathered_in_high_precision = wrap_weights(module, plan.layers)

@@ -96,7 +96,6 @@ def convert_to_float8_inference(
     problems = [] if static_scales is None else list(_cast_inputs_with(static_scales, plan))
     problems += [(fqn, _reason_against(m, plan.configs[fqn])) for fqn, m in plan.layers.items()]
     plan.check(problems)
-    plan.warn_of_fixed_scales()
     if static_scales is not None:
         modules: list[Any] = [m for m in model.modules() if isinstance(m, Float8Module)]
         fused = [m for m in modules if not isinstance(m, Float8Linear)]  # norms, feed-forwards

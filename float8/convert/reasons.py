@@ -7,6 +7,7 @@ Other modules have a reason only if they multiply, so that the report names them
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -141,15 +142,18 @@ def read_elsewhere(model: nn.Module, layers: dict[str, Any]) -> dict[str, str]:
     return {fqn: readers[key] for fqn, key in owned if key in readers}
 
 
-def sharded_before(model: nn.Module, layers: dict[str, Any]) -> list[tuple[str, str]]:
-    """The layers whose weight ``fully_shard`` has sharded already, with the reason.
+def sharded_before(
+    model: nn.Module, layers: dict[str, Any], config: Float8LinearConfig
+) -> Iterator[tuple[str, str]]:
+    """The layers whose weight is sharded already where that comes too early, with the reason.
 
     FSDP2 gathers parameters into the modules that it was given. A new layer would keep the shard.
     """
     inside = modules_under_fsdp(model)
-    reason = "fully_shard (FSDP2) has sharded its weight: convert the model first"
-    return [
-        (fqn, reason)
-        for fqn, layer in layers.items()
-        if layer in inside and is_sharded(layer._parameters.get("weight"))
-    ]
+    for fqn, layer in layers.items():
+        if not is_sharded(layer._parameters.get("weight")):
+            continue
+        if layer in inside:
+            yield fqn, "fully_shard (FSDP2) has sharded its weight: convert the model first"
+        elif config.enable_fsdp_float8_all_gather:
+            yield fqn, "its weight is a DTensor: leave enable_fsdp_float8_all_gather off"

@@ -8,5 +8,5 @@
   (`token_exchange`).
 - ``rank_comparison.py``: ranks that exchange float8 values hold the same layers, or get an error
   that names the first difference.
-- ``gradients/``: gradients travel as float8 (`float8_gradients`).
+- ``gradients.py``: gradients travel as float8 (`gradient_reduction`).
 """

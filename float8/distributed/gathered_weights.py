@@ -115,16 +115,6 @@ def precompute_float8_dynamic_scale_for_fsdp(model: nn.Module) -> None:
 # --- conversion
 
 
-def reason_against_gather(layer: nn.Module) -> str | None:
-    """The reason why the weight of a layer cannot be gathered in float8, or None."""
-    if is_sharded(layer.weight):  # type: ignore[arg-type]
-        return (
-            "its weight is a DTensor already: convert before fully_shard, and with tensor "
-            "parallelism leave enable_fsdp_float8_all_gather off"
-        )
-    return None
-
-
 def wrap_weights(root: nn.Module, layers: dict[str, nn.Module]) -> dict[str, str]:
     """Replace the weights of ``layers``; return name -> reason for those that are not replaced."""
     places = _places(root)

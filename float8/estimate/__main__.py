@@ -7,7 +7,7 @@ backward.
 
     python -m float8.estimate 16384,8192,28672 16384,4096,4096 --device H100
     python -m float8.estimate 32768,2048,1536,128 --device B200 --recipes tensorwise mxfp8
-    python -m float8.estimate 16384,4096,28672,8 --fast-sums --weights-cached
+    python -m float8.estimate 16384,4096,28672,8 --fast-sums --cached-microbatches 4
     python -m float8.estimate 8192,4096,14336 --device here.json --recipes tensorwise rowwise
 
 From a checkout, python benchmarks/measure_device.py --save here.json measures this machine, and
@@ -17,11 +17,9 @@ python benchmarks/check_estimate.py compares predictions with a result of bench_
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from float8.config import RECIPES, GemmConfig
@@ -49,12 +47,9 @@ def main(argv: Sequence[str]) -> int:
     add("--device", default="H100", help=f"{known}, or a file of Device.save; default H100")
     add("--recipes", nargs="+", choices=list(RECIPES), default=["tensorwise", "rowwise"])
     add("--forward", action="store_true", help="forward alone, not a training step")
-    add("--weights-cached", action="store_true", help="cast weights once per step")
-    microbatches = "microbatches per step"
-    add("--gradient-accumulation", type=int, default=1, metavar="N", help=microbatches)
+    shared = "microbatches that share a cast of each weight"
+    add("--cached-microbatches", type=int, default=0, metavar="N", help=shared)
     add("--fast-sums", action="store_true", help="sum all three products of experts fast")
-    add("--sources", action="store_true", help="say where each figure of the device is from")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the prediction as JSON")
     options = parser.parse_args(argv)
     names = [f"gemm_config_{name}" for name in GEMM_NAMES] if options.fast_sums else []
     fast: dict[str, Any] = dict.fromkeys(names, GemmConfig(use_fast_accum=True))
@@ -66,16 +61,11 @@ def main(argv: Sequence[str]) -> int:
             options.device,
             recipes,
             training=not options.forward,
-            weights_cached=options.weights_cached,
-            gradient_accumulation=options.gradient_accumulation,
+            cached_microbatches=options.cached_microbatches,
         )
     except ValueError as error:
         parser.error(str(error))
     print(result)
-    if options.sources:
-        print(*result.device.sources, sep="\n")
-    if options.output:
-        options.output.write_text(json.dumps(result.as_dict(), indent=1, allow_nan=False) + "\n")
     return 0
 
 

@@ -16,8 +16,6 @@ grouped GEMM per stack of weights, and share ``tokens * experts_per_token`` rows
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +39,6 @@ from float8.linear.layer import Float8Linear
 from float8.linear.module import stacked_weights
 from float8.linear.plan import LinearPlan, plan_for
 from float8.linear.refusals import reason_against_call, reason_against_layer
-
-logger = logging.getLogger("float8")
 
 Recipe = str | Float8LinearConfig
 Recipes = Recipe | Sequence[Recipe] | Mapping[str, Recipe]
@@ -108,11 +104,9 @@ def reason_against(
     M, K, N, E = vars(layer.shape).values()
     if E is not None and config.uses_delayed_scaling:
         return "experts have no history of amaxes; take a recipe with dynamic scales"
-    if config.smooth_input or config.mxfp4_weights:
-        name = "smooth_input" if config.smooth_input else "mxfp4_weights"
-        return f"the time of {name}=True is not predicted; leave it out for a lower bound"
-    if config.emulate:
-        return f"emulate=True is plain PyTorch, which {device.name} has no figures for; unset it"
+    for option in ("emulate", "smooth_input", "mxfp4_weights"):
+        if getattr(config, option):
+            return f"the time of {option}=True is not predicted; leave it out for a lower bound"
     weight = torch.empty(N, K, dtype=layer.dtype, device="meta", requires_grad=use.weight_trains)
     if (reason := reason_against_layer(weight, config)) is not None:
         return reason
@@ -154,7 +148,7 @@ def row_of(
     use = replace(use, weight_trains=layer.trains, plain_casts=device.arch not in KERNELS)
     plain = layer_seconds(device, layer.shape, None, use).total
     recipes = {name: predict(layer, config, device, use) for name, config in configs.items()}
-    return LayerEstimate(layer.name, layer.shape, plain, recipes, layer.dtype == torch.float32)
+    return LayerEstimate(layer.name, layer.shape, plain, recipes)
 
 
 def named_configs(recipes: Recipes) -> dict[str, Float8LinearConfig]:
@@ -185,8 +179,7 @@ def estimate(
     recipes: Recipes = ("tensorwise", "rowwise"),
     *,
     training: bool = True,
-    weights_cached: bool = False,
-    gradient_accumulation: int = 1,
+    cached_microbatches: int = 0,
     experts_per_token: int = 1,
 ) -> Estimate:
     """Predict time and memory in float8 of each layer of a model, without running it.
@@ -204,10 +197,9 @@ def estimate(
         recipes: names of recipes, or configs, one or several; a mapping gives
             each its name in the table.
         training: False predicts forward alone.
-        weights_cached: the weight is cast once per step, not in every forward and backward; the
-            2 bytes per weight element of the cache (1 under ``dequantize_in_backward``) are
-            subtracted from the memory saved.
-        gradient_accumulation: microbatches per step, which share a cached cast.
+        cached_microbatches: of a step, that share a cast of each weight (`float8.cached_weights`);
+            0 casts it in every forward and backward. The 2 bytes per weight element of the cache (1
+            under ``dequantize_in_backward``) are subtracted from the memory saved.
         experts_per_token: how many experts of a mixture read each token.
 
     Returns:
@@ -218,7 +210,7 @@ def estimate(
         ValueError: an unknown device or recipe, ``tokens`` < 1, or a model without ``nn.Linear``.
     """
     configs, layers = named_configs(recipes), layers_of(model, tokens, experts_per_token)
-    use = Use(training, True, weights_cached, gradient_accumulation)
+    use = Use(training, True, cached_microbatches)
     found = find_device(device)
     return Estimate(found, use, [row_of(layer, configs, found, use) for layer in layers])
 
@@ -230,8 +222,7 @@ def faster_layers(
     min_speedup: float = 1.0,
     *,
     training: bool = True,
-    weights_cached: bool = False,
-    gradient_accumulation: int = 1,
+    cached_microbatches: int = 0,
     experts_per_token: int = 1,
 ) -> ModuleFilter:
     """A filter for ``convert_to_float8_training`` that accepts the layers predicted to gain.
@@ -244,8 +235,7 @@ def faster_layers(
 
     Args:
         recipe: the recipe or config that the model is converted with.
-        tokens, device, training, weights_cached, gradient_accumulation, experts_per_token: as
-            `estimate`.
+        tokens, device, training, cached_microbatches, experts_per_token: as `estimate`.
         min_speedup: convert where the predicted speed-up exceeds this. 1 means no loss; a larger
             one, such as 1.1, also skips layers that gain less than the prediction's error.
 
@@ -257,7 +247,7 @@ def faster_layers(
     """
     config = check_config(recipe, "faster_layers")
     check_integer(tokens, "tokens (batch size * sequence length)", 1)
-    use = Use(training, True, weights_cached, gradient_accumulation)
+    use = Use(training, True, cached_microbatches)
     found = find_device(device)
 
     def reason(module: nn.Module, fqn: str) -> str | None:
@@ -287,7 +277,6 @@ def _speedup(
 
 
 BATCH_ROWS = 16_384  # of all experts together: 8,192 tokens on a GPU, each read by two experts
-MOST_ROWS = 8_192  # per expert; the parts of `Device.grouped` are those of 4,096 from there on
 
 
 def experts_that_gain(config: Float8LinearConfig) -> ModuleFilter:
@@ -306,40 +295,21 @@ def experts_that_gain(config: Float8LinearConfig) -> ModuleFilter:
         rule = rule_of(module)
         if rule is None or not rule.stacked or not torch.cuda.is_available():
             return None
-        stacks = layers_in(module, "", 1, 1)
+        stacks = layers_in(module, "", BATCH_ROWS, 1)
         if not stacks or family_of(torch.device("cuda")) != "sm_90":
             return None
         device = "H200" if "H200" in torch.cuda.get_device_name().split() else "H100"
-        needed = rows_to_gain(tuple(stacks), config, device)
-        assumed = BATCH_ROWS // (stacks[0].shape.E or 1)
-        if needed <= assumed:
+        gathered = [replace(stack, dtype=torch.bfloat16) for stack in stacks]
+        speedup = _speedup(gathered, config, DEVICES[device], Use())
+        if isinstance(speedup, str) or speedup > 1:
             return None
-        found = "gain from" if needed < MOST_ROWS else "lose with less than"
         return (
-            f"predicted to {found} {needed:,} rows per expert on an {device}, and {assumed:,} are "
-            "assumed. A module_filter_fn that accepts it converts it; faster_layers(config, "
-            "tokens=...) decides by your tokens"
+            f"its predicted speed-up on an {device} is {speedup:.2f}x with {BATCH_ROWS:,} rows. A "
+            "module_filter_fn that accepts it converts it; faster_layers(config, tokens=...) "
+            "decides by your tokens"
         )
 
     return Because(reason)
 
 
 DEFAULT_FILTERS.append(experts_that_gain)
-
-
-@functools.cache
-def rows_to_gain(stacks: tuple[Layer, ...], config: Float8LinearConfig, device: str) -> int:
-    """The rows per expert from which all stacks together gain, up to `MOST_ROWS`; 0 if unknown."""
-    for rows in range(256, MOST_ROWS, 256):
-        layers = [
-            Layer("", replace(of.shape, M=rows * (of.shape.E or 1)), trains=of.trains)
-            for of in stacks
-        ]
-        speedup = _speedup(layers, config, DEVICES[device], Use())
-        if isinstance(speedup, str):
-            return 0
-        if speedup > 1:
-            sizes = " and ".join([str(layer.shape) for layer in layers])
-            logger.info("experts are predicted to gain on an %s from %s", device, sizes)
-            return rows
-    return MOST_ROWS

@@ -163,26 +163,24 @@ class Use:
     Args:
         training: forward and backward; False is forward alone.
         weight_trains: the weight gradient is computed.
-        weights_cached: the weight is cast once per step, in both orientations, instead of in every
-            forward and every backward; the casts stay in memory, 2 bytes per element. Under
-            ``dequantize_in_backward`` there is one, which every backward dequantises.
-        gradient_accumulation: microbatches per step, which share a cached cast.
+        cached_microbatches: that share one cast of the weight, in both orientations, instead of in
+            every forward and every backward; the casts stay in memory, 2 bytes per element. Under
+            ``dequantize_in_backward`` there is one, which every backward dequantises. 0 for none.
         converts_weight: the weight is float32 and is rounded to bfloat16 before it is cast.
         plain_casts: casts run in plain PyTorch, op by op, as on AMD GPUs.
 
     Raises:
-        ValueError: gradient_accumulation is less than 1.
+        ValueError: cached_microbatches is less than 0.
     """
 
     training: bool = True
     weight_trains: bool = True
-    weights_cached: bool = False
-    gradient_accumulation: int = 1
+    cached_microbatches: int = 0
     converts_weight: bool = False
     plain_casts: bool = False
 
     def __post_init__(self) -> None:
-        check_integer(self.gradient_accumulation, "gradient_accumulation", 1)
+        check_integer(self.cached_microbatches, "cached_microbatches", 0)
 
     @property
     def gemms(self) -> tuple[str, ...]:
@@ -192,7 +190,8 @@ class Use:
 
     def caches_weight(self, plan: LinearPlan) -> bool:
         """Whether the weight is cached: only if both of its GEMMs read it in float8."""
-        return self.weights_cached and plan.w.first is not None and plan.w.second is not None
+        is_in_float8 = plan.w.first is not None and plan.w.second is not None
+        return self.cached_microbatches > 0 and is_in_float8
 
 
 # --- casts: the passes over memory, and their bytes
@@ -383,7 +382,7 @@ def cast_seconds(device: Device, shape: Shape, plan: LinearPlan, use: Use) -> fl
     passes = passes_of_layer(plan, use)
     M, K, N, E = shape.M * shape.filled, shape.K, shape.N, shape.E or 1
     x, w, g = map(device.seconds_of, passes, (M * K, E * N * K, M * N))
-    seconds = x + w / (use.gradient_accumulation if use.caches_weight(plan) else 1) + g
+    seconds = x + w / (use.cached_microbatches if use.caches_weight(plan) else 1) + g
     if dequantizes(plan) and use.caches_weight(plan) and use.training:
         seconds += device.seconds_of([DEQUANTIZE], E * N * K)
     return seconds

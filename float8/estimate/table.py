@@ -40,16 +40,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerEstimate:
-    """One layer: its name, its shape, its plain time in seconds, and recipe -> prediction.
-
-    ``is_float32`` says that its weight is float32, so that autocast is assumed.
-    """
+    """One layer: its name, its shape, its plain time in seconds, and recipe -> prediction."""
 
     layer: str
     shape: Shape
     bf16_s: float
     recipes: dict[str, Prediction]
-    is_float32: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,15 +90,6 @@ class Estimate:
                 saved += each.saved_bytes
         return Prediction(plain, Seconds(seconds), saved)
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: the rows with seconds and bytes, and their sources."""
-        rows = [
-            {"layer": row.layer, "shape": str(row.shape), "bf16_s": row.bf16_s}
-            | {name: _as_dict(prediction) for name, prediction in row.recipes.items()}
-            for row in self.rows
-        ]
-        return {"device": self.device.name, "sources": list(self.device.sources), "rows": rows}
-
     def __repr__(self) -> str:
         from tabulate import tabulate
 
@@ -128,13 +115,12 @@ class Estimate:
         table = tabulate(lines, headers, disable_numparse=True, colalign=align)
         notes = [f"[{number}] refused: {reason}" for reason, number in reasons.items()]
         what = "Forward and backward" if self.use.training else "Forward"
-        autocast = " under autocast" if any(row.is_float32 for row in self.rows) else ""
         sources = "datasheets and published efficiencies: NOTHING HERE WAS MEASURED"
         if any(source.startswith("measured: ") for source in self.device.sources):
             sources = "what was measured here, and published or assumed figures"
         casts = "in plain PyTorch" if self.device.arch not in KERNELS else "by fused kernels"
         notes.append(
-            f"{what} of one batch{autocast} on {self.device.name} ({self.device.arch}), casts "
+            f"{what} of one batch on {self.device.name} ({self.device.arch}), casts "
             f"{casts}, predicted from {sources}."
         )
         return "\n".join([table, "", *notes])
@@ -151,13 +137,6 @@ def _cells(predictions: list[Prediction], reasons: dict[str, int]) -> list[str]:
             saved = f"{each.saved_bytes / MIB:.1f}"
             cells += [_ms(each.seconds.total), f"{each.speedup:.2f}x", saved]
     return cells
-
-
-def _as_dict(of: Prediction) -> dict[str, Any]:
-    if of.seconds is None:
-        return {"refused": of.refused}
-    times = {"gemms_s": of.seconds.gemms, "casts_s": of.seconds.casts}
-    return times | {"speedup": of.speedup, "saved_bytes": of.saved_bytes}
 
 
 def _ms(seconds: float) -> str:

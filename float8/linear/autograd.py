@@ -16,7 +16,7 @@ per element. It saves the weight by reference, because the parameter is in memor
 casts the weight again, with forward's scale where both casts are the same. A weight that is in
 float8 before the call is not cast: `float8.linear.float8_weight`. Inputs and weights that are
 multiplied by factors before their casts: `float8.linear.smoothing`. The grouped GEMMs of experts:
-`float8.experts.autograd`.
+`float8.experts.grouped_mm`.
 
 Only GEMMs whose result is needed run: with a frozen weight there is no grad_weight GEMM, and no
 input is saved. Data and scale are plain tensors, so compile, checkpointing, saved-tensor hooks and

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from float8.config import Float8LinearConfig
 from float8.convert.conversion import ConversionPlan, plan_conversion
 from float8.convert.filters import ModuleFilter
-from float8.distributed.gradients.state import Float8Gradients
 from float8.formats import E4M3
 from float8.kernels.matrix import TENSOR
 from float8.linear.resident import as_parameter, reason_against_resident, to_resident
@@ -51,13 +50,11 @@ class MsAmp:
         level: the level's name.
         weights: the layers whose weight and gradient are stored as the level says.
         left: layer -> why its weight stayed as it was.
-        communication: what `float8_gradients` returned, for reports and checkpoints; else None.
     """
 
     level: str
     weights: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
-    communication: Float8Gradients | None = None
 
 
 def plan_weights(

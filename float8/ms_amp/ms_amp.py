@@ -142,7 +142,8 @@ def ms_amp(
     if _is_wrapped(model):
         new = _new_optimizer(optimizer, row, {}, storage)
         left = dict.fromkeys(_layers(model), "a distributed wrapper owns its memory")
-        model.ms_amp = MsAmp(level, [], left, float8_gradients(model))  # type: ignore[assignment]
+        float8_gradients(model)
+        model.ms_amp = MsAmp(level, [], left)  # type: ignore[assignment]
         return model, new
     plan = plan_weights(model, config, module_filter_fn, optimizer, row)
     if row.weight == "float16" and "stochastic_rounding" not in optimizer.defaults:

@@ -21,23 +21,10 @@ about 26 dB. The thresholds are relative to that, not fixed numbers of dB::
 The thresholds are a matter of judgement; the page also shows the numbers.
 
 **Alarms** come from the sequence of a run's reports. A single bad look is often nothing: a delayed
-scale is late by a step, a batch is unusual. An alarm starts when a rule finds a cast wrong at so
-many looks in a row, and ends after as many looks in a row at which it is not. `ALARM_RULES` is the
-table. Thresholds are those of problems, except for the fall of an SQNR::
-
-    name                     wrong                                          looks
-    inf or NaN               any, in an input or a weight                   1
-    inf or NaN in gradient   any, in a gradient                             2
-    saturation               more than 0.1 % of the elements                3
-                             more than 10 %                                 1
-    flush                    more than 14 %; more than 50 % of a gradient
-                             whose SQNR is not 6 dB below the format's      3
-    gradient noise           gradient SQNR below 4.8 dB, a ratio of sqrt(3) 3
-    stale scale              amax 0.5 octaves above what the scale was made
-                             for, or 6 below a delayed one                  3
-    falling SQNR             6 dB below the median of this cast's earlier
-                             looks, or below the format's SQNR less 6 dB if
-                             that is lower, and nothing of the above        3
+scale is late by a step, a batch is unusual. An alarm starts when a cast has a problem, suspicious
+or bad, at so many looks in a row, and ends after as many looks in a row at which it has not:
+`ProblemKind.looks`, which is 3, for inf and NaN 1, and in a gradient 2. Saturation of more than
+10 % is one at the first look.
 
 Why so many looks: inf and NaN do not go away by themselves. In a gradient, a GradScaler makes them
 on purpose and skips the step. The others happen at single looks of healthy runs, above all while
@@ -47,21 +34,18 @@ healthy runs had at most 0.9 % at any step, and weights that start at zero up to
 scales that were dynamic in one step only.
 
 A run that resumes has the alarms of its file, and counts looks in the reports of that file. A cast
-that a report lacks, as of a layer that was not called, changes nothing. Earlier looks at which an
-SQNR was wrong are not in the median, and neither are those that are dropped from the file.
+that a report lacks, as of a layer that was not called, changes nothing.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from float8.formats import FORMATS
-from float8.numerics.statistics import OPERANDS, CastLabels, CastStatistics
+from float8.numerics.statistics import CastLabels, CastStatistics
 
 if TYPE_CHECKING:
     from float8.numerics.snapshot import Report
@@ -94,12 +78,14 @@ class ProblemKind(NamedTuple):
         column: of the table of casts, in which it is seen.
         see: what is wrong with a cast, or None.
         advice: what to do about it.
+        looks: in a row that start and end an alarm; of a gradient at least 2.
     """
 
     name: str
     column: str
     see: Callable[[CastStatistics], Seen | None]
     advice: str
+    looks: int = 3
 
 
 class Problem(NamedTuple):
@@ -224,6 +210,7 @@ NONFINITE = ProblemKind(
     _nonfinite,
     "float8.find_nan(model, batch) names the first module that made one. A cast never makes "
     "inf or NaN of finite values: look for the cause in the model, the data or the step size.",
+    looks=1,
 )
 SATURATES = ProblemKind(
     "saturation",
@@ -249,7 +236,8 @@ NOISY = ProblemKind(
     "sqnr",
     _noisy,
     "Leave the layers out, module_filter_fn=float8.accurate_layers(report, min_sqnr=20), or "
-    'let fewer elements share a scale (recipe "rowwise" or "blockwise"). Whether it hurts the '
+    'let fewer elements share a scale (recipe "rowwise" or "blockwise"). A static scale, or a '
+    "scale of 1, may fit no longer: calibrate it, or take a dynamic recipe. Whether it hurts the "
     "result: float8.compare(model, batch).",
 )
 STALE = ProblemKind(
@@ -272,10 +260,7 @@ PROBLEM_KINDS = (NONFINITE, SATURATES, FLUSHES, NOISY, DROWNS, STALE)  # the wor
 
 # --- alarms
 
-FALL = 6.0  # dB: twice the error
 MASSIVE = 0.1  # a saturated fraction of the elements: one look is enough
-LEAST_EARLIER = 3  # looks, whose median an SQNR is compared with
-KEPT_LOOKS = 100  # of an SQNR: as many as a run file keeps by default
 KEPT_ALARMS = 1000  # of those that have ended, the newest
 
 
@@ -285,7 +270,7 @@ class Alarm(CastLabels):
 
     Args:
         layer, operand, gemm, format, scaling, granularity: which cast; see `CastStatistics`.
-        rule: its name in the table of `float8.numerics.alarms`, as "saturation".
+        rule: the name of its kind of problem, as "saturation".
         first: the step of the first look at which the cast was wrong.
         started: the step of the look at which the alarm started.
         last: the step of the last look so far at which the cast was wrong.
@@ -310,41 +295,6 @@ class Alarm(CastLabels):
     def __str__(self) -> str:
         since = "" if self.first == self.started else f" It has been so since step {self.first}."
         return f"{self.rule}: {self.place}. {self.message}{since} {self.advice}"
-
-
-class AlarmRule(NamedTuple):
-    """A row of the table: ``looks`` in a row start and end an alarm of a kind of problem."""
-
-    name: str
-    looks: int
-    kind: ProblemKind | None
-    operands: Sequence[str] = OPERANDS
-
-
-_FALL_ADVICE = (
-    "Its values drift away from the range of the format: compare the histograms of these "
-    "steps on the page. A static scale, or a scale of 1, needs other values or a dynamic "
-    'recipe; else let fewer elements share a scale (recipe "rowwise" or "blockwise").'
-)
-ALARM_RULES = (
-    AlarmRule("inf or NaN", 1, NONFINITE, ("input", "weight")),
-    AlarmRule("inf or NaN in gradient", 2, NONFINITE, ("grad_output",)),
-    AlarmRule("saturation", 3, SATURATES),
-    AlarmRule("flush", 3, FLUSHES),
-    AlarmRule("gradient noise", 3, DROWNS),
-    AlarmRule("stale scale", 3, STALE),
-    AlarmRule("falling SQNR", 3, None),  # one look alone does not tell: `_fall`
-)
-
-
-def _fall(cast: CastStatistics, earlier: Sequence[float]) -> Seen | None:
-    """The problem of an SQNR below those of the earlier looks at this cast."""
-    if cast.sqnr is None or _is_lost(cast) or len(earlier) < LEAST_EARLIER:
-        return None
-    # An operand may have been exact, as a weight of ones.
-    usual = min(statistics.median(earlier), EXPECTED_SQNR[cast.format])
-    text = f"Its SQNR is {cast.sqnr:.1f} dB, and was {usual:.1f} dB before."
-    return _seen(SUSPICIOUS if cast.sqnr < usual - FALL else FINE, -cast.sqnr, text)
 
 
 class Changes(NamedTuple):
@@ -372,7 +322,6 @@ class AlarmWatch:
         # Of a cast and a rule: how many of the newest looks in a row were wrong, or minus how many
         # were not; and the step of the first of them.
         self._rows: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._sqnrs: dict[object, deque[float]] = defaultdict(lambda: deque(maxlen=KEPT_LOOKS))
         for report in reports:
             self.see(report)
         if stored is not None:
@@ -401,34 +350,26 @@ class AlarmWatch:
         ended: list[Alarm] = []
         step = -1 if report.step is None else report.step
         for cast in report.casts if report.step is not None else ():
-            earlier, seen, is_explained = self._sqnrs[cast.labels], None, False
-            for place, rule in enumerate(ALARM_RULES):
-                kind, key = rule.kind, (*cast.labels, rule.name)
-                if kind is None:  # the last rule
-                    seen = None if is_explained else _fall(cast, earlier)
-                else:
-                    seen = kind.see(cast) if cast.operand in rule.operands else None
-                is_explained |= seen is not None
+            least = 2 if cast.operand == "grad_output" else 1
+            for place, kind in enumerate(PROBLEM_KINDS):
+                key, seen = (*cast.labels, kind.name), kind.see(cast)
+                looks = max(kind.looks, least)
                 sign = -1 if seen is None else 1
                 count, first = self._rows.get(key, (0, step))
                 count, first = (count + sign, first) if count * sign > 0 else (sign, step)
                 self._rows[key] = count, first
                 alarm = self._active.get(key)
                 if seen is None:
-                    if alarm is not None and count <= -rule.looks:
+                    if alarm is not None and count <= -looks:
                         ended.append(replace(self._active.pop(key), ended=step))
                 elif alarm is not None:
                     self._active[key] = replace(alarm, last=step)
-                elif count >= rule.looks or (kind is SATURATES and seen.value > MASSIVE):
-                    what: dict[str, Any] = cast.named | {"rule": rule.name, "first": first}
-                    advice = _FALL_ADVICE if kind is None else kind.advice
-                    what |= {"message": seen.message, "advice": advice}
+                elif count >= looks or (kind is SATURATES and seen.value > MASSIVE):
+                    what: dict[str, Any] = cast.named | {"rule": kind.name, "first": first}
+                    what |= {"message": seen.message, "advice": kind.advice}
                     alarm = Alarm(**what, started=step, last=step, ended=None)
                     self._active[key] = alarm
                     started.append((place, -seen.value, alarm))
-            # Unless it has fallen, by the last rule.
-            if seen is None and cast.sqnr is not None and cast.sqnr > -math.inf:
-                earlier.append(cast.sqnr)
         self._ended = [*self._ended, *ended][-KEPT_ALARMS:]
         started.sort(key=lambda each: each[:2])
         return Changes([alarm for *_, alarm in started], ended, self.active)

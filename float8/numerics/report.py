@@ -77,7 +77,7 @@ def page(
         line = lines({"own": [each.sqnr if each else None for each in own]}, names)
         wrong = [n for n, each in zip(names, own, strict=True) if each and rules.level_of(each)]
         rows.append((cast, histogram(cast), line, wrong))
-    severity = {rule.name: i for i, rule in enumerate(rules.ALARM_RULES)}
+    severity = {kind.name: i for i, kind in enumerate(rules.PROBLEM_KINDS)}
     newest = sorted(alarms, key=lambda a: a.started, reverse=True)
     folder = Path(__file__).parent
     texts = {kind: (folder / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")}

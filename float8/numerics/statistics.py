@@ -48,7 +48,6 @@ from float8.kernels import MIN_SCALE
 from float8.kernels.sqnr import decibels
 from float8.numerics.gradient_error import energies
 
-OPERANDS = ("input", "weight", "grad_output")
 IN_FLOAT8 = "float8"  # the scaling of an operand that arrived in float8
 FORMAT_OF = {fmt.name: fmt for fmt in FORMATS.values()}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from benchmarks import bench_quality, figures
 from benchmarks.measuring.shapes import LLAMA3_8B
 from benchmarks.quality.contenders import NOISE, SAVING
-from float8.config import RECIPES
 from float8.estimate import estimate
 
 
@@ -74,18 +72,3 @@ def test_the_page_has_what_was_traced_of_two_blocks():
     fastest = rows["delayed+feed_forward+fuse_norms+fast speed"]["predicted_ms"]
     smallest = cells("delayed+feed_forward+keep_float8+fast memory").replace(" |", " MiB,")
     assert f"`fuse_norms`: {fastest:.1f} ms" in page and f"{smallest} ms" in page
-
-
-def test_the_prediction_is_what_estimate_says_of_a_block_on_an_h100():
-    shapes = [(shape.M, shape.K, shape.N) for shape in LLAMA3_8B]
-    predicted = estimate(shapes, device="H100", recipes=list(RECIPES)).as_dict()
-    written = figures.result("predicted_h100")
-    assert written["device"] == predicted["device"] == "H100 SXM"
-    assert written["sources"] == predicted["sources"]
-    for row, expected in zip(written["rows"], predicted["rows"], strict=True):
-        assert row["bf16_s"] == pytest.approx(expected["bf16_s"])
-        for recipe in RECIPES:
-            if "refused" in expected[recipe]:  # mxfp8, by an H100
-                assert "refused" in row[recipe]
-            else:
-                assert row[recipe] == pytest.approx(expected[recipe]), recipe

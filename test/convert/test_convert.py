@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import float8.unit_scaling as uu
 from float8 import (
     Float8Linear,
     convert_from_float8_training,
@@ -121,6 +122,15 @@ def test_only_filtered_layers_convert_and_the_report_says_why(caplog):
     assert "set_fastpath_enabled" in report.skipped["encoder"]
     assert type(model["head"]) is nn.Linear and type(model["mine"]) is MyLinear
     assert len(caplog.records) == 1 and "head: module_filter_fn" in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("convert", [convert_to_float8_training, convert_to_float8_inference])
+def test_recipe_unit_warns_of_layers_that_are_not_unit_scaled(convert):
+    mixed = nn.Sequential(uu.Linear(32, 32), nn.Linear(32, 32))
+    with pytest.warns(UserWarning, match=r"1 of 2 layers \(first: 1\) are not unit-scaled"):
+        convert(mixed, config="unit")
+    convert(nn.Sequential(uu.Linear(32, 32)), config="unit")
+    convert(nn.Sequential(nn.Linear(32, 32)), config="tensorwise")
 
 
 def test_converting_no_layer_warns():

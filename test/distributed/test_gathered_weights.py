@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from wire import Wire
 
 from float8 import (
@@ -295,11 +297,18 @@ def back_when_gathered(model):
     convert_from_float8_training(single)
 
 
+def tensor_parallel(model):
+    tp = init_device_mesh("cpu", (dist.get_world_size(),))
+    plain = parallelize_module(nn.Sequential(nn.Linear(16, 16)), tp, {"0": ColwiseParallel()})
+    one.convert(plain, "gathered tensorwise")
+
+
 REFUSED = {
+    "0: its weight is a DTensor: leave enable_fsdp": tensor_parallel,
     "MixedPrecisionPolicy": in_autocast,
     "get_model_state_dict": convert_from_float8_training,
     r"get_model_state_dict.": back_when_gathered,
-    "convert before fully_shard": lambda model: one.convert(
+    "has sharded its weight: convert the model first": lambda model: one.convert(
         fully_shard(one.make(None)), "gathered tensorwise"
     ),
 }

@@ -14,13 +14,14 @@ from linear.test_autograd import COSTS
 
 from benchmarks import bench_alarms, bench_bert, bench_quality, bench_sums, bench_unit_gpt
 from benchmarks.bench_alarms import HEALTHY
+from benchmarks.measuring.shapes import LLAMA3_8B
 from benchmarks.quality.contenders import SAVING
 from float8.config import RECIPES
+from float8.estimate import estimate
 from scripts import demo
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PREDICTED = ("predicted_h100", "predicted_b200")
 KERNELS, CHECK, EXECUTED = "predicted_kernels", "predicted_kernels_check", "executed_ptx"
 
 
@@ -127,19 +128,20 @@ def others():
 
 
 def predicted():
-    body = [[f"`{recipe}`", *(c for name in PREDICTED for c in of_block(name, recipe))]
+    shapes = [(shape.M, shape.K, shape.N) for shape in LLAMA3_8B]
+    found = [estimate(shapes, None, device, list(RECIPES)) for device in ("H100", "B200")]
+    body = [[f"`{recipe}`", *(c for each in found for c in of_block(each, recipe))]
             for recipe in RECIPES]  # fmt: skip
     return markdown("recipe | H100 | share of casts | B200 | share of casts", body)
 
 
-def of_block(name, recipe):
+def of_block(found, recipe):
     """The predicted speed-up of all linear layers of a block, and the casts' share of the time."""
-    found = result(name)["rows"]
-    if "refused" in found[0][recipe]:
+    layers = [row.recipes[recipe] for row in found.rows]
+    if layers[0].refused is not None:
         return "refused", ""
-    products, casts = (sum(row[recipe][key] for row in found) for key in ("gemms_s", "casts_s"))
-    plain = sum(row["bf16_s"] for row in found)
-    return times(plain / (products + casts)), f"{100 * casts / (products + casts):.0f} %"
+    total, casts = found.total(recipe), sum(layer.seconds.casts for layer in layers)
+    return times(total.speedup), f"{100 * casts / total.seconds.total:.0f} %"
 
 
 def casts_on_cuda():

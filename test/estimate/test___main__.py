@@ -1,6 +1,5 @@
 """The command line, called in-process and once as a process."""
 
-import json
 import os
 import subprocess
 import sys
@@ -25,22 +24,9 @@ def test_shapes_are_predicted_as_by_the_function(capsys):
 
 
 def test_options_reach_the_prediction(capsys):
-    main(
-        [
-            "8192,8192,8192",
-            "--weights-cached",
-            "--gradient-accumulation",
-            "8",
-            "--recipes",
-            *RECIPES,
-        ]
-    )
-    expected = estimate(
-        [(8192,) * 3], recipes=list(RECIPES), weights_cached=True, gradient_accumulation=8,
-    )  # fmt: skip
+    main(["8192,8192,8192", "--cached-microbatches", "8", "--recipes", *RECIPES])
+    expected = estimate([(8192,) * 3], recipes=list(RECIPES), cached_microbatches=8)
     assert capsys.readouterr().out == f"{expected}\n"
-    main(["8192,8192,8192", "--weights-cached"])
-    assert capsys.readouterr().out == f"{estimate([(8192,) * 3], weights_cached=True)}\n"
     main(["8192,8192,8192", "--forward"])
     assert "Forward of one batch" in capsys.readouterr().out
 
@@ -58,20 +44,6 @@ def test_fast_sums_reach_the_prediction(capsys):
     assert fast.recipes["rowwise"].speedup > 1.1 * slow.recipes["config 1"].speedup
 
 
-def test_sources_of_the_figures_are_printed_on_request(capsys):
-    main(["64,64,64"])
-    assert "datasheet: " not in capsys.readouterr().out
-    main(["64,64,64", "--sources"])
-    assert capsys.readouterr().out.endswith("\n".join(H100.sources) + "\n")
-
-
-def test_a_prediction_is_written_as_json(tmp_path, capsys):
-    main(["8192,8192,8192", "-o", str(tmp_path / "out.json")])
-    fields = json.loads((tmp_path / "out.json").read_text())
-    assert fields == estimate([(8192,) * 3]).as_dict()
-    assert "speed-up" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -79,8 +51,8 @@ def test_a_prediction_is_written_as_json(tmp_path, capsys):
         (["1,2,3,0"], "invalid shape value: '1,2,3,0'"),
         (["16,16,16", "--device", "A100"], "unknown device 'A100'; known: H100"),
         (
-            ["16,16,16", "--gradient-accumulation", "0"],
-            "gradient_accumulation must be an integer >= 1, got 0",
+            ["16,16,16", "--cached-microbatches", "-1"],
+            "cached_microbatches must be an integer >= 0, got -1",
         ),
     ],
 )

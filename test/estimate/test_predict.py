@@ -157,8 +157,8 @@ def test_what_a_device_refuses_is_not_taken(monkeypatch):
         ({"tokens": 0}, "must be an integer >= 1, got 0"),
         ({"tokens": 16, "device": "TPU"}, "unknown device 'TPU'"),
         (
-            {"tokens": 16, "gradient_accumulation": 0},
-            "gradient_accumulation must be an integer >= 1, got 0",
+            {"tokens": 16, "cached_microbatches": -1},
+            "cached_microbatches must be an integer >= 0, got -1",
         ),
     ],
 )

@@ -114,17 +114,17 @@ def test_forward_alone_is_one_product_and_two_casts():
 
 def test_microbatches_share_the_cast_of_a_cached_weight():
     plan = planned(RECIPES["delayed"])
-    cached = replace(Use(), weights_cached=True)
+    cached = Use(cached_microbatches=1)
     alone = layer_seconds(H100, CUBE, plan, cached).casts
-    shared = layer_seconds(H100, CUBE, plan, replace(cached, gradient_accumulation=8)).casts
+    shared = layer_seconds(H100, CUBE, plan, Use(cached_microbatches=8)).casts
     once = 4 * ELEMENTS / 3.35e12 / 0.83 + 2 * 2e-6  # its amax is recorded
     assert alone - shared == pytest.approx(once * 7 / 8)
 
 
 def test_every_backward_dequantises_a_cached_weight():
     plan = planned(replace(RECIPES["blockwise"], dequantize_in_backward=True))
-    cached = Use(weights_cached=True)
-    shared = replace(cached, gradient_accumulation=8)
+    cached = Use(cached_microbatches=1)
+    shared = Use(cached_microbatches=8)
     by_use = [layer_seconds(H100, CUBE, plan, use).casts for use in (Use(), cached, shared)]
     # Casts of x and of w, and both dequantised: each moves 3 bytes per element (x has scales too).
     once = 3 * ELEMENTS / 3.35e12 / 0.83 + 2e-6
@@ -212,7 +212,7 @@ def test_a_cache_takes_the_memory_that_is_predicted():
         if not dequantizes:  # on a GPU; on a CPU the transposed copy is a view
             kept += 256 * 384
         shape, plan = Shape(512, 256, 384), planned(config)
-        uses = Use(weights_cached=True, weight_trains=False), Use(weight_trains=False)
+        uses = Use(cached_microbatches=1, weight_trains=False), Use(weight_trains=False)
         scales = saved_bytes(shape, plan, uses[1])  # forward's, which backward reads
         assert saved_bytes(shape, plan, uses[0]) == kept, dequantizes
         assert scales == 3 * 2 * 4
@@ -234,8 +234,8 @@ def test_a_float32_weight_is_converted_in_forward_and_backward():
     for use, times in (
         (Use(), 2),
         (Use(training=False), 1),
-        (Use(weights_cached=True), 1),
-        (Use(weights_cached=True, gradient_accumulation=4), 1 / 4),
+        (Use(cached_microbatches=1), 1),
+        (Use(cached_microbatches=4), 1 / 4),
     ):
         converts = layer_seconds(H100, shape, plan, replace(use, converts_weight=True))
         extra = converts.casts - layer_seconds(H100, shape, plan, use).casts
@@ -282,7 +282,7 @@ def bytes_of(recipe: str, use: Use) -> tuple[float, float, float]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_use_moves_what_its_kernels_move(recipe):
     assert bytes_of(recipe, Use()) == FUSED[recipe]
-    assert bytes_of(recipe, Use(weights_cached=True))[1] == CACHED_WEIGHT[recipe]
+    assert bytes_of(recipe, Use(cached_microbatches=1))[1] == CACHED_WEIGHT[recipe]
     x_scales, w_scales = SCALES.get(recipe, (0, 0))
     once = 3 + (2 if recipe == "tensorwise" else 0)
     assert bytes_of(recipe, Use(training=False)) == (once + x_scales, once + w_scales, 0)
@@ -299,7 +299,7 @@ def test_the_plan_decides_not_the_name():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_pass_of_a_recipe_has_the_rate_of_its_kernel(recipe):
-    for use in (Use(), Use(weights_cached=True), Use(training=False), Use(weight_trains=False)):
+    for use in (Use(), Use(cached_microbatches=1), Use(training=False), Use(weight_trains=False)):
         operands = passes_of_layer(planned(RECIPES[recipe]), use)
         names = {each.name for passes in operands for each in passes}
         assert names - {"fill"} <= set(KERNEL_RATES)

@@ -1,6 +1,5 @@
 """The printed table: its rows, totals and footnotes."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -52,21 +51,3 @@ def test_a_measured_device_says_that_some_figures_are_assumed():
     text = str(estimate([(8192,) * 3], device=mixed, training=False))
     assert "NOTHING HERE" not in text and "measured here, and published or assumed" in text
     assert "Forward of one batch" in text
-
-
-def test_the_result_is_json_with_its_sources():
-    result = estimate([(8192,) * 3, (64, 50, 64)], recipes=["delayed"])
-    fields = json.loads(json.dumps(result.as_dict(), allow_nan=False))
-    first, second = fields["rows"]
-    prediction = result.rows[0].recipes["delayed"]
-    assert first["delayed"]["gemms_s"] == prediction.seconds.gemms
-    assert first["delayed"]["casts_s"] == prediction.seconds.casts
-    assert first["delayed"]["speedup"] == result.rows[0].recipes["delayed"].speedup
-    assert first["shape"] == "8192,8192,8192" and "not a multiple" in second["delayed"]["refused"]
-    assert any(source.startswith("datasheet: ") for source in fields["sources"])
-
-
-def test_the_line_says_that_float32_weights_run_under_autocast():
-    model = transformer(1)
-    assert "of one batch under autocast on" in str(estimate(model, 4096))
-    assert "autocast" not in str(estimate(model.bfloat16(), 4096))

@@ -417,7 +417,6 @@ def test_ddp_joins_moments_and_communication(rank):
     assert weight.dtype == weight.grad.dtype == torch.float32
     state = optimizer.state[weight]
     assert (state["exp_avg"].kind, state["exp_avg_sq"].kind) == ("float8", "float16")
-    assert model.ms_amp.communication.report()
     assert not model.ms_amp.weights
     same = weight.detach().clone()
     dist.broadcast(same, 0)

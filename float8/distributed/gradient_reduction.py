@@ -59,13 +59,6 @@ _BY_TILE = (1, 1, WHOLE)
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-# What a reduction counts, int32 (3,), in this order. ``flushed``: nonzero elements of the mean, in
-# this rank's shard, that became zero. ``flushed_before``: nonzero elements of this rank's own
-# gradient, in its shard, that became zero before the sum. ``nonfinite``: 1 if any rank had a NaN or
-# an infinity.
-LOST = ("flushed", "flushed_before", "nonfinite")
-
-
 # --- arithmetic: no communication
 
 
@@ -125,35 +118,25 @@ def dequantize_by_tile(data_NTE: Tensor, scale_NT1: Tensor, dtype: torch.dtype) 
     return kernels.dequantize(data_NTE, scale_NT1, _BY_TILE, dtype)
 
 
-def count_flushed(x: Tensor, data: Tensor) -> Tensor:
-    """The number of nonzero elements of x whose float8 data is zero; int32."""
-    return (x.ne(0) & cpu.to_bfloat16(data).eq(0)).sum(dtype=torch.int32)
-
-
 # --- collectives
 
 
 def scatter(
     x_NC: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Reduce-scatter a gradient: this rank's shard of the sum over ranks, and all scales.
 
     Row r of ``x_NC``, this rank's gradient, is the shard of rank r of the N ranks of ``group``. For
     ``tile`` see `TILE_SIZE`.
 
-    Returns the sum, (T, E) float32, in units of the scales (N, T, 1) at this rank; and `LOST`, of
-    which ``flushed`` is 0.
+    Returns the sum, (T, E) float32, in units of the scales (N, T, 1) at this rank.
     """
-    fmt, rank = on_device(fmt, x_NC.device), group.rank()
-    x_NTE = in_tiles(x_NC, tile)
+    fmt, x_NTE = on_device(fmt, x_NC.device), in_tiles(x_NC, tile)
     scale = scale_by_tile(max_over_ranks(amax_by_tile(x_NTE), group), fmt)
     data = cast_by_tile(x_NTE, scale, fmt)
     received = torch.empty_like(data)
     dist.all_to_all_single(received.view(torch.uint8), data.view(torch.uint8), group=group)
-    lost_3 = torch.zeros(3, dtype=torch.int32, device=data.device)
-    lost_3[1] = count_flushed(x_NTE[rank], data[rank])
-    lost_3[2] = scale.isnan().any()
-    return summed(received), scale, lost_3
+    return summed(received), scale
 
 
 def reduce_scatter(
@@ -163,44 +146,38 @@ def reduce_scatter(
     fmt: Format,
     mean: bool,
     tile: int = TILE_SIZE,
-) -> Tensor:
+) -> None:
     """Write this rank's shard of the sum or mean over ranks: sent in float8, added in float32.
 
     ``output_C`` is written in its own dtype, rounded to it once. ``mean`` divides by N; for the
-    others see `scatter`. Returns what this rank's own shard lost before the sum, as `LOST`.
+    others see `scatter`.
     """
-    sum_TE, scale_NT1, lost_3 = scatter(x_NC, group, fmt, tile)
+    sum_TE, scale_NT1 = scatter(x_NC, group, fmt, tile)
     total = sum_TE.div_(group.size()) if mean else sum_TE
     shard = total.mul_(scale_NT1[group.rank()]).flatten()
     output_C.copy_(shard[: output_C.numel()])
-    return lost_3
 
 
 def all_reduce_mean(
     gradient: Tensor, group: dist.ProcessGroup, fmt: Format, tile: int = TILE_SIZE
-) -> Tensor:
+) -> None:
     """Replace a flat gradient by its mean over ranks, sent in float8 in both halves.
 
-    ``gradient`` (n,) is overwritten; n need not be a multiple of the number of ranks. Returns
-    `LOST` over all ranks, equal on all of them.
+    ``gradient`` (n,) is overwritten; n need not be a multiple of the number of ranks.
     """
     world, n = group.size(), gradient.numel()
     tiles, extent = extents(-(-n // world), tile)
     padding = world * tiles * extent - n
     padded = F.pad(gradient, (0, padding)) if padding else gradient
-    sum_TE, scale_NT1, lost_3 = scatter(padded.view(world, -1), group, fmt, extent)
+    sum_TE, scale_NT1 = scatter(padded.view(world, -1), group, fmt, extent)
     mean_1TE = sum_TE.div_(world).unsqueeze(0)
-    data_1TE, scale_1T1 = cast_mean(mean_1TE, scale_NT1[group.rank()], fmt)
-    lost_3[0] = count_flushed(mean_1TE, data_1TE)
-    data_NTE, scale_NT1, lost_N3 = _gather([data_1TE, scale_1T1, lost_3.unsqueeze(0)], group)
+    own = cast_mean(mean_1TE, scale_NT1[group.rank()], fmt)
+    data_NTE, scale_NT1 = _gather(own, group)
     mean_NTE = dequantize_by_tile(data_NTE, scale_NT1, gradient.dtype)
     gradient.copy_(mean_NTE.flatten()[:n])
-    lost_3 = lost_N3.sum(0, dtype=torch.int32)
-    lost_3[2].clamp_(max=1)  # nonfinite: every rank counts the same 1
-    return lost_3
 
 
-def _gather(parts: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+def _gather(parts: tuple[Tensor, Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Tensors (1, ...) of all ranks, each as one (N, ...); they are sent together."""
     as_bytes = [part.contiguous().flatten().view(torch.uint8) for part in parts]
     sent = torch.cat(as_bytes)

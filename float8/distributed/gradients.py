@@ -1,5 +1,10 @@
 """`float8_gradients`: send the gradients of a model under DDP or FSDP2 as float8.
 
+Half the bytes of a bfloat16 reduction travel. The method is that of FP8-LM (arXiv 2310.18313,
+section 2.1), on torch's own collectives. `float8.distributed.gradient_reduction` has the arithmetic
+and its collectives; this file puts them where DDP or FSDP2 reduces gradients.
+``python benchmarks/bench_gradients.py`` prints the error of the method.
+
 **DDP**: a communication hook replaces each bucket by its mean over ranks. DDP passes a bucket of
 flattened gradients as soon as backward has filled it, and takes a future of the reduced bucket. On
 CUDA the casts and collectives of all buckets run in one stream of their own, while backward
@@ -18,8 +23,8 @@ in ``reduce_dtype``.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -27,24 +32,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from float8.arguments import check_module
-from float8.distributed.gradients.reduction import TILE_SIZE, all_reduce_mean, reduce_scatter
-from float8.distributed.gradients.state import Float8Gradients
-from float8.distributed.rank_comparison import compare_once
-from float8.formats import E4M3, Format
+from float8.distributed.gradient_reduction import TILE_SIZE, all_reduce_mean, reduce_scatter
+from float8.distributed.rank_comparison import Facts, compare_once, compare_ranks
+from float8.formats import E4M3, Format, format_of
+
+__all__ = ["float8_gradients"]
 
 
 def float8_gradients(
     model: nn.Module,
     fmt: Format | torch.dtype = E4M3,
     tile: int = TILE_SIZE,
-) -> Float8Gradients:
+) -> None:
     """Send gradients between ranks as float8 instead of in their own precision.
 
     A reduction then sends half the bytes of bfloat16 (0.503 from 65536 elements on, 0.506 of 2048)
     and a quarter of float32. All ranks share one scale per tile of gradient. Sums are in float32.
-    After FP8-LM, arXiv 2310.18313, section 2.1 (`reduction` says what differs). Call it once, after
-    ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first backward, with
-    the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
+    After FP8-LM, arXiv 2310.18313, section 2.1 (`gradient_reduction` says what differs). Call it
+    once, after ``DistributedDataParallel(model)`` or ``fully_shard(model)`` and before the first
+    backward, with the same arguments on all ranks. Whether the layers themselves are float8 does
+    not matter.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
     gradients on each rank; ``python benchmarks/bench_gradients.py``):
@@ -64,26 +71,23 @@ def float8_gradients(
     bfloat16 11.6.
 
     A model that FSDP2 only replicates (HSDP with shards of one rank, torch's ``replicate``) has no
-    reduce-scatter: its gradients are all-reduced in their own precision, and nothing is counted.
+    reduce-scatter: its gradients are all-reduced in their own precision.
 
     Args:
         model: a `DistributedDataParallel`, or a module with FSDP2 units in it.
         fmt: `E4M3` (three mantissa bits) or `E5M2` (two, and a wider range), or their dtypes.
         tile: elements that share a scale, at most; rounded up to a multiple of 16.
 
-    Returns:
-        The state: ``report()`` counts values flushed to zero.
-
     Raises:
-        TypeError: ``model`` is not wrapped by DDP and has no FSDP2 units.
+        TypeError: ``model`` is not wrapped by DDP and has no FSDP2 units, or ``fmt`` is no format.
         RuntimeError: ranks were given different arguments (DDP: now; FSDP2: in the first backward).
     """
     check_module(model, "float8_gradients")
     model = getattr(model, "_orig_mod", model)  # what torch.compile(model) compiles
+    fmt = format_of(fmt)
     if isinstance(model, DistributedDataParallel):
-        state = Float8Gradients(fmt, tile)
-        _attach_to_ddp(model, state)
-        return state
+        _attach_to_ddp(model, fmt, tile)
+        return
     from torch.distributed.fsdp import FSDPModule
 
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -92,39 +96,37 @@ def float8_gradients(
             f"float8_gradients: wrap the {type(model).__name__} in DistributedDataParallel, or "
             "fully_shard it (FSDP2), first"
         )
-    state = Float8Gradients(fmt, tile)
+    reduction = Float8ReduceScatter(fmt, tile)
     for unit in units:  # the protocol is enough
-        unit.set_custom_reduce_scatter(Float8ReduceScatter(state))  # type: ignore[arg-type]
-    return state
+        unit.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
 
 
-def _compare_arguments(state: Float8Gradients, group: dist.ProcessGroup) -> None:
-    """Compare the settings of the ranks, once per group."""
-    settings = {"float8_gradients": {"format": str(state.format), "tile": str(state.tile)}}
-    remedy = "Pass float8_gradients the same arguments on all ranks"
-    compare_once(state, [group], lambda: settings, remedy, "arguments")
+_REMEDY = "Pass float8_gradients the same arguments on all ranks"
+
+
+def _arguments(fmt: Format, tile: int) -> dict[str, Facts]:
+    return {"float8_gradients": {"format": str(fmt), "tile": str(tile)}}
 
 
 # --- DDP
 
 
-def _attach_to_ddp(model: DistributedDataParallel, state: Float8Gradients) -> None:
+def _attach_to_ddp(model: DistributedDataParallel, fmt: Format, tile: int) -> None:
     """Register the hook; torch allows one per model, before the first backward."""
     group = model.process_group
-    _compare_arguments(state, group)
+    compare_ranks([group], _arguments(fmt, tile), _REMEDY, subject="arguments")
 
     # Without annotations: DDP compares them with types, and here they would be strings.
     def float8_hook(state, bucket):  # type: ignore[no-untyped-def]
         gradient = bucket.buffer()
         with torch.no_grad(), _beside_backward(gradient.device):
-            lost = all_reduce_mean(gradient, group, state.format, state.tile)
-            state.count(lost, gradient.numel(), gradient.numel(), bucket.is_last())
+            all_reduce_mean(gradient, group, fmt, tile)
             devices = [gradient.device] if gradient.is_cuda else None
             future = torch.futures.Future[Tensor](devices=devices)
             future.set_result(gradient)  # completes when the work queued in this stream has run
             return future
 
-    model.register_comm_hook(state, float8_hook)
+    model.register_comm_hook(None, float8_hook)
 
 
 def _beside_backward(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -136,7 +138,7 @@ def _beside_backward(device: torch.device) -> contextlib.AbstractContextManager[
     return torch.cuda.stream(stream)
 
 
-@functools.cache
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
@@ -147,11 +149,11 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 class Float8ReduceScatter:
     """The reduce-scatter that FSDP2 calls instead of its own; the protocol is torch's.
 
-    ``state`` has format, tile and counts, and all units share it.
+    All units of a model share it.
     """
 
-    def __init__(self, state: Float8Gradients) -> None:
-        self.state = state
+    def __init__(self, fmt: Format, tile: int) -> None:
+        self.format, self.tile = fmt, tile
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -180,8 +182,7 @@ class Float8ReduceScatter:
                 f"float8_gradients: FSDP2 reduces with {op}, which hides its factor; call "
                 "set_force_sum_reduction_for_comms(True)"
             )
-        state, mean = self.state, op == dist.ReduceOp.AVG
-        x_NC = input_tensor.view(group.size(), -1)
-        _compare_arguments(state, group)
-        lost = reduce_scatter(output_tensor, x_NC, group, state.format, mean, state.tile)
-        state.count(lost, input_tensor.numel(), output_tensor.numel(), ends_step=True)
+        x_NC, mean = input_tensor.view(group.size(), -1), op == dist.ReduceOp.AVG
+        arguments = partial(_arguments, self.format, self.tile)
+        compare_once(self, [group], arguments, _REMEDY, "arguments")
+        reduce_scatter(output_tensor, x_NC, group, self.format, mean, self.tile)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from float8.distributed.gradients import reduction
+from float8.distributed import gradient_reduction as reduction
 from float8.formats import E4M3, E5M2
 
 
