@@ -114,7 +114,7 @@ NAMES = [
     *("transformer_residual_scaling_rule", "functional.torch_map"),
     "core.functional.ResidualScalingFn",
     *("parameter.MupType", "parameter.ParameterData"),
-    *("analysis.example_batch", "analysis.visualiser", "utils.analyse_module"),
+    "utils.analyse_module",
 ]
 
 
