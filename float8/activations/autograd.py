@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast_copy
+from float8.activations.copies import CopyCache, Restorer
 
 Inputs = tuple[Tensor | None, ...]  # of an op; absent ones are None
 Keywords = dict[str, Any]
@@ -29,7 +29,7 @@ MUCH_SMALLER = 16  # an input with 16 times fewer elements than another
 
 @dataclass(frozen=True)
 class CopyOp:
-    """An op whose gradient is computed from float8 copies of its inputs, or of its output.
+    """An op whose gradient is computed from float8 copies of its inputs.
 
     Args:
         name: in messages and in the arguments of `saved_activations`.
@@ -58,8 +58,7 @@ class CopyOp:
         parts: list[Tensor] = []
         is_worthwhile = False
         for i in self.saved_by_needs(needs):
-            x = inputs[0] if i == OUTPUT else inputs[i]
-            if x is None:
+            if (x := inputs[i]) is None:
                 continue
             # A copy of a small input saves little, and an error in rstd is one of a whole row.
             is_exact = i in self.exact or MUCH_SMALLER * x.numel() <= largest
@@ -97,12 +96,10 @@ class _SavedCopies(torch.autograd.Function):
         out = op.forward(*inputs, **options)
         saved: list[Tensor] = []
         for restorer in restorers:
-            if not restorer.is_copied:
-                saved.append(inputs[restorer.position])
-            elif restorer.position == OUTPUT:
-                saved += cast_copy(out)
-            else:
+            if restorer.is_copied:
                 saved += [parts.pop(0), parts.pop(0)]
+            else:
+                saved.append(inputs[restorer.position])
         ctx.save_for_backward(*saved)
         ctx.op, ctx.options, ctx.restorers = op, options, restorers
         ctx.inputs = tuple([None if x is None else (x.shape, x.dtype) for x in inputs])

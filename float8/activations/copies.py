@@ -36,7 +36,6 @@ from float8.kernels.casts import import_kernels
 from float8.kernels.matrix import BY_128
 from float8.linear.float8_weight import version_of
 
-OUTPUT = -1  # as the index of a tensor: the op's result
 _GROUP = 128  # elements that share a scale
 
 
@@ -92,7 +91,7 @@ _kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Restorer(NamedTuple):
     """The parameters by which backward restores a tensor from its saved copy."""
 
-    position: int  # which of the op's inputs the tensor is, or `OUTPUT`
+    position: int  # which of the op's inputs the tensor is
     is_copied: bool  # or the tensor itself, an input, is saved
     shape: torch.Size
     dtype: torch.dtype
@@ -172,9 +171,7 @@ class CopyCache:
         return not is_broadcast and not isinstance(_base(x), nn.Parameter)
 
     def save(self, x: Tensor, index: int) -> SavedCopy:
-        """The copy of input ``index`` of an op. The `OUTPUT` has none before the op has run."""
-        if index == OUTPUT:
-            return Restorer(OUTPUT, True, x.shape, torch.float32), ()
+        """The copy of input ``index`` of an op."""
         if (found := self._find(x)) is not None:
             return found[0]._replace(position=index, shape=x.shape), found[1]
         with torch.no_grad():
