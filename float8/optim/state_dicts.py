@@ -233,8 +233,6 @@ class _Reader(NamedTuple):
             if (saved.kind, saved.group) == (kind, size):
                 return saved
             dense = saved.dequantize()
-        elif isinstance(value, Moment):  # of a pickled state
-            dense = value.dequantize()
         else:
             dense = self._shard(name, value, tuple(self.p.shape)).float()
         if kind is not None:
