@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from float8.unit_scaling import analysis, core, functional, optim, parameter, transforms, utils
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
-from float8.unit_scaling.modules import converted as _registers_conversion  # noqa: F401
 from float8.unit_scaling.modules.layers import (
     GELU,
     Conv1d,
