@@ -111,10 +111,10 @@ def model_config_of(source: Source) -> dict[str, Any]:
 
 def files_beside(
     source: Source, target: Layout | torch.dtype, quantization_config: dict[str, Any]
-) -> dict[str, str | bytes]:
+) -> dict[str, bytes | dict[str, Any]]:
     """The files beside the tensors: those of the source, and configs with what has changed."""
     beside = [file for file in sorted(source.folder.iterdir()) if file.is_file()]
-    files: dict[str, str | bytes] = {
+    files: dict[str, bytes | dict[str, Any]] = {
         file.name: file.read_bytes() for file in beside if not file.name.endswith(_LEFT_OUT)
     }
     config = model_config_of(source)
@@ -126,4 +126,4 @@ def files_beside(
     else:
         config["quantization_config"] = quantization_config
         configs |= target.other_files(quantization_config)
-    return files | {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}
+    return files | {name: content for name, content in configs.items() if content}

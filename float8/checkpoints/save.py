@@ -19,7 +19,6 @@ whole in each process: let one process save it.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -157,25 +156,24 @@ def save_pretrained(
     return plan
 
 
-def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
-    """File name -> text of the files beside the tensors; the model is not changed.
+def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, bytes | dict[str, Any]]:
+    """File name -> content of the files beside the tensors; the model is not changed.
 
     The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
     ``quantization_config`` added. Of any other model the file has that entry alone.
     """
     assert plan.layout is not None
-    others = plan.layout.other_files(plan.quantization_config)
-    others["config.json"] = {"quantization_config": plan.quantization_config}
-    files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}
+    files: dict[str, Any] = plan.layout.other_files(plan.quantization_config)
+    files["config.json"] = {"quantization_config": plan.quantization_config}
     if (config := transformers_config(model)) is not None:
         plain: Any = unwrapped(model)
         own = copy.deepcopy(config)
         own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds
         own.dtype = str(plain.dtype).removeprefix("torch.")
         own.quantization_config = plan.quantization_config
-        files["config.json"] = own.to_json_string()
+        files["config.json"] = own.to_json_string().encode()
         if plain.can_generate() and getattr(plain, "generation_config", None) is not None:
-            files["generation_config.json"] = plain.generation_config.to_json_string()
+            files["generation_config.json"] = plain.generation_config.to_json_string().encode()
     return files
 
 
