@@ -174,7 +174,8 @@ class Layout(ABC):
             return f"its weight is {found}, and the layout stores {stored}"
         if (bad := _bad_scale(scale)) is not None:
             return f"the scale of its weight {bad}"
-        if wanted is ScaleFormat.POWER_OF_TWO and not powers_of_two(scale):
+        is_read = wanted is ScaleFormat.POWER_OF_TWO and not scale.is_meta
+        if is_read and not bool((scale.frexp().mantissa == 0.5).all()):
             return f"not all of its scales are powers of two, as {wanted} asks for"
         return weight._replace(scale=scale)
 
@@ -286,12 +287,6 @@ def _bad_scale(scale: Tensor) -> str | None:
     if not bad:
         return None
     return f"holds {scale32[tuple(bad[0])].item()} at {bad[0]}; a scale is finite and > 0"
-
-
-def powers_of_two(scale: Tensor) -> bool:
-    """Whether all of these scales are powers of two, as far as there are data."""
-    known = scale.is_meta or scale.dtype != torch.float32
-    return known or bool((scale.frexp().mantissa == 0.5).all())
 
 
 # --- the formats

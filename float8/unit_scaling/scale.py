@@ -83,7 +83,7 @@ class _Scaled(torch.autograd.Function):
         return x.view_as(x) if fwd is None else _multiplied(x, fwd)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         bwd = ctx.bwd() if callable(ctx.bwd) else ctx.bwd
         return (grad if bwd is None else _multiplied(grad, bwd)), None, None
 
