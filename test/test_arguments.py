@@ -174,7 +174,7 @@ CALLS = {
         (
             f.saved_activations,
             {},
-            "model:? skip also min_size",
+            "model:? skip min_size",
         )
     ],
     **{
