@@ -31,7 +31,7 @@ from float8.checkpoints.layouts import (
     ModelOpt,
 )
 from float8.checkpoints.plan import SavePlan, tensor_parallel_sizes
-from float8.checkpoints.rewriting import SKIP, files_beside, model_config_of, rewriting
+from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
 from float8.convert.folding import pattern_of
 from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
@@ -90,7 +90,7 @@ def _inspect(options: argparse.Namespace) -> Result:
             )
     how = {k: f"scales {min(x):.3g} to {max(x):.3g}" if x else "?" for k, x in scales.items()}
     layers = {name: how[pattern_of(name)] for name in source.layers}
-    sizes = tensor_parallel_sizes(source.layout, layers, source.specs, model_config_of(source))
+    sizes = tensor_parallel_sizes(source.layout, layers, source.specs, source.model_config)
     plan = SavePlan(source.layout, layers, {}, source.specs, {}, sizes)
     title = f"{len(problems)} problems:" if problems else "no problems"
     text = "\n".join([str(plan), "", title, *(f"- {text}" for text in problems)])
