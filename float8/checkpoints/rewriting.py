@@ -96,9 +96,7 @@ def rewriting(
             if name in in_float8:
                 weight, scale = source.layer(name) if name in source.layers else (None, None)
                 scale = scale if layout.static_inputs else None
-                layers[name] = stored_layer(
-                    name, spec.shape, weight, layout, scale, None, recast=True
-                )
+                layers[name] = stored_layer(name, spec.shape, weight, layout, scale, None)
     read, config = source.read, source.model_config
     return Writing(layout, specs, layers, skipped, max_shard_bytes, read, config, left)
 

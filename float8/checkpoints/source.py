@@ -204,7 +204,7 @@ def _files_of(path: Path) -> set[str]:
 
 
 def _read_config(folder: Path) -> tuple[dict[str, Any], Layout | None, list[str], str]:
-    """The model's config; how float8 weights are stored, which modules are not, and by which file."""
+    """The model's config; how float8 weights are stored, which modules are not."""
     model: dict[str, Any] = {}
     for name, field in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         file = folder / name
