@@ -90,7 +90,7 @@ CONFIG_FIELDS = [
     "cast_config_grad_output_for_grad_weight:?",
 ]
 CONVERT = "config:? module_filter_fn:?c"
-SAVE = "layout:? recast"
+SAVE = "layout:?"
 STATIC = {"scaling_type": f.ScalingType.STATIC}
 TENSOR = {"data": codes, "scale": torch.ones(1), "block": (-1,), "dtype": torch.float32}
 
@@ -174,7 +174,7 @@ CALLS = {
         (
             f.saved_activations,
             {},
-            "model:? skip also min_size",
+            "model:? skip min_size",
         )
     ],
     **{
@@ -191,7 +191,7 @@ CALLS = {
             f"model {SAVE} overwrite",
         )
     ],
-    "weight_updates": [(checkpoints.weight_updates, {"model": converted}, "model layout:? recast")],
+    "weight_updates": [(checkpoints.weight_updates, {"model": converted}, "model layout:?")],
     "float8_gradients": [(f.distributed.gradients.float8_gradients, {}, "-")],
     # float8.filters
     "skip_names": [(filters.skip_names, {}, "-:s")],

@@ -14,9 +14,8 @@ values of the copy. Values that are cheap to recompute from a copy (rstd, ``silu
 product with ``up``) are not saved. relu and dropout save one bit per element and lose nothing.
 
 The error of a gradient by op is 24 to 41 dB, as SQNR (``test/activations/gradient_error.py``
-measures it), but 15 dB of softmax where inputs have outliers. Smaller groups would cost bytes and
-gain nothing: E4M3's 18 binades hold outliers. Float32 scales would gain up to 1 dB in the gradients
-of a LLaMA block, for 2 % more bytes.
+measures it). Smaller groups would cost bytes and gain nothing: E4M3's 18 binades hold outliers.
+Float32 scales would gain up to 1 dB in the gradients of a LLaMA block, for 2 % more bytes.
 
 *What the scope does not reach* saves what torch saves: calls inside torch's own Python functions
 (``nn.MultiheadAttention``) and autograd functions (``RMSNormCast`` and ``LayerNormCast`` save their

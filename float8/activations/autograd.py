@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.activations.copies import OUTPUT, CopyCache, Restorer, cast_copy
+from float8.activations.copies import CopyCache, Restorer
 
 Inputs = tuple[Tensor | None, ...]  # of an op; absent ones are None
 Keywords = dict[str, Any]
@@ -29,7 +29,7 @@ MUCH_SMALLER = 16  # an input with 16 times fewer elements than another
 
 @dataclass(frozen=True)
 class CopyOp:
-    """An op whose gradient is computed from float8 copies of its inputs, or of its output.
+    """An op whose gradient is computed from float8 copies of its inputs.
 
     Args:
         name: in messages and in the arguments of `saved_activations`.
@@ -54,29 +54,26 @@ class CopyOp:
         """The op's result; or None if it would save no memory, for torch to compute."""
         needs = tuple([x is not None and x.requires_grad for x in inputs])
         largest = max([x.numel() for x in inputs if x is not None])
-        restorers: list[Restorer] = []
+        restorers: list[Restorer | int] = []  # a number: this input is saved as it is
         parts: list[Tensor] = []
-        is_worthwhile = False
         for i in self.saved_by_needs(needs):
-            x = inputs[0] if i == OUTPUT else inputs[i]
-            if x is None:
+            if (x := inputs[i]) is None:
                 continue
             # A copy of a small input saves little, and an error in rstd is one of a whole row.
             is_exact = i in self.exact or MUCH_SMALLER * x.numel() <= largest
             if is_exact or not cache.is_worthwhile(x):
-                restorers.append(Restorer(i, False, x.shape, x.dtype))
-                continue
-            is_worthwhile = True
-            restorer, its_parts = cache.save(x, i)
-            restorers.append(restorer)
-            parts += its_parts
-        if not is_worthwhile:
+                restorers.append(i)
+            else:
+                restorer, its_parts = cache.save(x)
+                restorers.append(restorer)
+                parts += its_parts
+        if not parts:
             return None
         out: Tensor = _SavedCopies.apply(
             self, options, tuple(restorers), len(inputs), *inputs, *parts
         )
-        if self.recompute and restorers[0].recompute is None:
-            again = restorers[0]._replace(recompute=(self.forward, options))
+        if self.recompute and restorer.recompute is None:  # of the one input
+            again = restorer._replace(recompute=(self.forward, options))
             cache.remember(out, (again, tuple(parts)))
         return out
 
@@ -89,7 +86,7 @@ class _SavedCopies(torch.autograd.Function):
         ctx: Any,
         op: CopyOp,
         options: Keywords,
-        restorers: tuple[Restorer, ...],
+        restorers: tuple[Restorer | int, ...],
         count: int,
         *tensors: Any,
     ) -> Tensor:
@@ -97,10 +94,8 @@ class _SavedCopies(torch.autograd.Function):
         out = op.forward(*inputs, **options)
         saved: list[Tensor] = []
         for restorer in restorers:
-            if not restorer.is_copied:
-                saved.append(inputs[restorer.position])
-            elif restorer.position == OUTPUT:
-                saved += cast_copy(out)
+            if isinstance(restorer, int):
+                saved.append(inputs[restorer])
             else:
                 saved += [parts.pop(0), parts.pop(0)]
         ctx.save_for_backward(*saved)
@@ -113,7 +108,10 @@ class _SavedCopies(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> Grads:
         _refuse_double_backward(ctx.op.name)
         saved = list(ctx.saved_tensors)
-        restored = [restorer.restore(saved) for restorer in ctx.restorers]
+        restored = [
+            saved.pop(0) if isinstance(restorer, int) else restorer.restore(saved)
+            for restorer in ctx.restorers
+        ]
         needs = ctx.needs_input_grad[4 : 4 + len(ctx.inputs)]
         found = ctx.op.gradient(g, restored, needs, **ctx.options)
         grads = [

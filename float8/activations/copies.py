@@ -36,7 +36,6 @@ from float8.kernels.casts import import_kernels
 from float8.kernels.matrix import BY_128
 from float8.linear.float8_weight import version_of
 
-OUTPUT = -1  # as the index of a tensor: the op's result
 _GROUP = 128  # elements that share a scale
 
 
@@ -92,17 +91,13 @@ _kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Restorer(NamedTuple):
     """The parameters by which backward restores a tensor from its saved copy."""
 
-    position: int  # which of the op's inputs the tensor is, or `OUTPUT`
-    is_copied: bool  # or the tensor itself, an input, is saved
     shape: torch.Size
     dtype: torch.dtype
     # A function and its options, to recompute the tensor from the copy of that function's input.
     recompute: tuple[Callable[..., Tensor], dict[str, Any]] | None = None
 
     def restore(self, saved: list[Tensor]) -> Tensor:
-        """The tensor, or the values of its copy; removes what it uses from ``saved``."""
-        if not self.is_copied:
-            return saved.pop(0)
+        """The values of the copy that is next in ``saved``, which loses it."""
         copy = Float8Copy(saved.pop(0), saved.pop(0))
         x = restored(copy, self.shape, self.dtype)
         return x if self.recompute is None else self.recompute[0](x, **self.recompute[1])
@@ -171,15 +166,13 @@ class CopyCache:
         is_broadcast = any([s == 0 and n > 1 for s, n in zip(x.stride(), x.shape, strict=True)])
         return not is_broadcast and not isinstance(_base(x), nn.Parameter)
 
-    def save(self, x: Tensor, index: int) -> SavedCopy:
-        """The copy of input ``index`` of an op. The `OUTPUT` has none before the op has run."""
-        if index == OUTPUT:
-            return Restorer(OUTPUT, True, x.shape, torch.float32), ()
+    def save(self, x: Tensor) -> SavedCopy:
+        """The copy of an input of an op."""
         if (found := self._find(x)) is not None:
-            return found[0]._replace(position=index, shape=x.shape), found[1]
+            return found[0]._replace(shape=x.shape), found[1]
         with torch.no_grad():
             copy = cast_copy(x.detach())
-        saved = Restorer(index, True, x.shape, x.dtype), tuple(copy)
+        saved = Restorer(x.shape, x.dtype), tuple(copy)
         self.remember(x, saved)
         return saved
 

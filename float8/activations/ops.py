@@ -14,11 +14,6 @@ are torch's always.
 ``grad_x = f'(dequantize(cast(x))) * g``. Values that are cheap to recompute (mean and rstd of a
 norm, a sigmoid) are not saved. Elementwise ops call the aten kernels of torch's own backward.
 
-Two ops are off by default. ``softmax`` saves its output; in attention that is written out, without
-dropout, the following product saves that output in full anyway, and the copy comes on top.
-``linear`` saves the input of unconverted layers, whose weight gradients are then those of a float8
-input: that should be a deliberate choice.
-
 Left out on purpose:
 
 - ``scaled_dot_product_attention``: backward recomputes probabilities as ``exp(q k^T - logsumexp)``.
@@ -27,6 +22,9 @@ Left out on purpose:
 - cross entropy and ``log_softmax``: they save log-probabilities y, and backward takes exp(y). An
   error of 6 % of y = -10 is a factor of 1.8. The norm of the gradient hides it (38 dB), since it is
   mostly the target's element. A loss over chunks of tokens saves more memory and loses nothing.
+- softmax: backward reads its output, of which a copy has 15 dB where inputs have outliers. In
+  attention that is written out the following product saves that output in full anyway.
+- ``linear``: convert the layer, which then saves its input in float8.
 - divisions and roots: their derivatives are infinite where a small element's copy is 0.
 - sums, views, ``cat``, rotations by a table without gradient: they save nothing large.
 """
@@ -43,9 +41,6 @@ from torch import Tensor
 from torch._decomp import get_decompositions
 
 from float8.activations.autograd import Arguments, CopyOp, Grads, MaskOp, Needs, Reader, with_mask
-from float8.activations.copies import OUTPUT
-from float8.linear.autograd import as_matrix
-from float8.linear.plan import without_autocast
 
 aten = torch.ops.aten
 
@@ -89,10 +84,6 @@ def _two(input: Tensor, other: Any) -> Arguments | None:
     return ((input, other), {}) if are_real else None
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Arguments:
-    return (input, weight, bias), {}
-
-
 def _saves_factors(needs: Needs) -> tuple[int, ...]:
     """The right factor for the left one's gradient, and the reverse."""
     return (1,) * needs[0] + (0,) * needs[1]
@@ -102,15 +93,6 @@ def _mul_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
     """``(g b, g a)``."""
     factors = iter(saved)
     return tuple([g * next(factors) if need else None for need in needs])
-
-
-def _linear_gradient(g: Tensor, saved: list[Tensor], needs: Needs) -> Grads:
-    """``(g w, g^T x, sum(g))``."""
-    factors, g_MN = iter(saved), as_matrix(g)
-    with without_autocast(g):
-        grad_x = g @ next(factors).to(g.dtype) if needs[0] else None
-        grad_w = g_MN.t() @ as_matrix(next(factors).to(g.dtype)) if needs[1] else None
-    return grad_x, grad_w, g_MN.sum(0) if needs[2] else None
 
 
 # --- norms
@@ -172,23 +154,7 @@ def _norm_gradient(
     return found[0], found[1], of_bias
 
 
-# --- softmax, relu, dropout
-
-
-def _f_softmax(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
-) -> Arguments | None:
-    return None if dim is None else ((input,), {"dim": dim, "dtype": dtype})
-
-
-def _softmax(input: Tensor, dim: Any, dtype: Any = None) -> Arguments:
-    return (input,), {"dim": dim, "dtype": dtype}
-
-
-def _softmax_gradient(g: Tensor, saved: list[Tensor], needs: Needs, dim: int, dtype: Any) -> Grads:
-    """``y (g - sum(g y))``, y the output."""
-    g32, y32 = g.to(torch.float32), saved[0].to(torch.float32)
-    return (aten._softmax_backward_data(g32, y32, dim, torch.float32),)
+# --- relu, dropout
 
 
 def _relu(x: Tensor) -> Tensor:
@@ -259,15 +225,5 @@ _TABLE: tuple[CopyOp | MaskOp, ...] = (
     MaskOp(
         "dropout", _read_by(_dropout, F.dropout, torch.dropout), _dropout_forward,
     ),
-    CopyOp(
-        "softmax", _read_by(_f_softmax, F.softmax)
-        | _read_by(_softmax, torch.softmax, Tensor.softmax, torch.special.softmax),
-        torch.softmax, _softmax_gradient, lambda needs: (OUTPUT,),
-    ),
-    CopyOp(
-        "linear", _read_by(_linear, F.linear),
-        F.linear, _linear_gradient, _saves_factors, exact=(1, 2),
-    ),
 )  # fmt: skip
 OPS = {op.name: op for op in _TABLE}
-OPTIONAL = ("softmax", "linear")  # off by default

@@ -11,8 +11,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from float8.activations.autograd import CopyOp, MaskOp
 from float8.activations.copies import CopyCache
-from float8.activations.ops import OPS, OPTIONAL
+from float8.activations.ops import OPS
 from float8.arguments import check_integer, check_module
 
 
@@ -32,8 +33,7 @@ class saved_activations:
         model: the scope covers the forward of this module. It does not cover other methods, or
             calls of a submodule alone. None covers every op in the ``with`` block.
         skip: names of ops that save what torch saves, of "rms_norm", "layer_norm", "silu", "gelu",
-            "sigmoid", "tanh", "mul", "pow", "relu", "dropout", "softmax" and "linear".
-        also: names of ops that are off by default: "softmax", "linear".
+            "sigmoid", "tanh", "mul", "pow", "relu" and "dropout".
         min_size: tensors of fewer elements are saved as they are.
 
     Raises:
@@ -46,17 +46,15 @@ class saved_activations:
         model: nn.Module | None = None,
         *,
         skip: Sequence[str] = (),
-        also: Sequence[str] = (),
         min_size: int = 4096,
     ) -> None:
         if model is not None:
             check_module(model, "saved_activations")
         check_integer(min_size, "saved_activations: min_size", 0)
-        if unknown := sorted({*skip, *also} - set(OPS)):  # of a string, the letters
-            raise ValueError(f"skip, also: no op is called {unknown}; known: {sorted(OPS)}")
-        names = [name for name in OPS if name not in OPTIONAL or name in also]
-        cache = CopyCache(max(min_size, 1))
-        self.model, self._mode = model, _Mode([name for name in names if name not in skip], cache)
+        if unknown := sorted({*skip} - set(OPS)):  # of a string, the letters
+            raise ValueError(f"skip: no op is called {unknown}; known: {sorted(OPS)}")
+        ops = [op for name, op in OPS.items() if name not in skip]
+        self.model, self._mode = model, _Mode(ops, CopyCache(max(min_size, 1)))
         self._forwards: list[_Forward] = []
 
     def __enter__(self) -> None:
@@ -77,9 +75,9 @@ class saved_activations:
 class _Mode(TorchFunctionMode):
     """Runs the calls of the given ops with float8 copies; all other calls are torch's."""
 
-    def __init__(self, names: Sequence[str], cache: CopyCache) -> None:
+    def __init__(self, ops: Sequence[CopyOp | MaskOp], cache: CopyCache) -> None:
         super().__init__()
-        self.cache, ops = cache, [OPS[name] for name in names]
+        self.cache = cache
         self.ops = {function: (op, read) for op in ops for function, read in op.readers.items()}
 
     def __torch_function__(

@@ -22,7 +22,7 @@ writes the files (``files.py``), so this package needs the extra ``checkpoints``
 bits a layer is stored) < ``plan.py`` (what will be written, and its tensors one by one). A model:
 ``names.py`` (names and experts as published checkpoints have them), ``plan.py`` < ``weights.py``
 (what each parameter becomes) < ``save.py``; and ``source.py``, ``names.py`` < ``loading.py``. Files
-alone: ``source.py``, ``plan.py`` < ``inspection.py``, ``rewriting.py`` < ``__main__.py``.
+alone: ``source.py``, ``plan.py`` < ``rewriting.py`` < ``__main__.py``.
 """
 
 from float8.checkpoints.layouts import CompressedTensors, FineGrained, ModelOpt

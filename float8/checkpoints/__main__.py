@@ -19,15 +19,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from float8.checkpoints import inspection
-from float8.checkpoints.files import MAX_SHARD_BYTES, write_shards
-from float8.checkpoints.layouts import MXFP4, CompressedTensors, FineGrained, Layout, ModelOpt
-from float8.checkpoints.plan import SavePlan
+from float8.checkpoints.files import MAX_SHARD_BYTES, table, write_shards
+from float8.checkpoints.layouts import (
+    MXFP4,
+    WEIGHT,
+    CompressedTensors,
+    FineGrained,
+    Layout,
+    ModelOpt,
+)
+from float8.checkpoints.plan import SavePlan, tensor_parallel_sizes
 from float8.checkpoints.rewriting import SKIP, files_beside, rewriting
 from float8.checkpoints.source import Source
+from float8.convert.folding import pattern_of
 from float8.formats import HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.granularity import Rowwise, Tensorwise
+from float8.granularity import Rowwise, Tensorwise, block_name
+from float8.kernels import e8m0
+from float8.kernels.sqnr import decibels, power
+from float8.tensor import Float8Tensor
 
 # What --layout takes.
 TARGETS: dict[str, Layout | torch.dtype] = {
@@ -42,6 +53,7 @@ TARGETS: dict[str, Layout | torch.dtype] = {
     **{str(dtype).removeprefix("torch."): dtype for dtype in HIGH_PRECISION_DTYPES},
 }
 Result = tuple[int, str, dict[str, Any]]  # the exit status, what is printed, and as JSON
+_MISSING = "missing"
 
 
 def size(text: str) -> float:
@@ -51,8 +63,35 @@ def size(text: str) -> float:
 
 def _inspect(options: argparse.Namespace) -> Result:
     """What a checkpoint holds, and what is wrong with it."""
-    found = inspection.inspect_checkpoint(options.path, data=options.data)
-    plan, problems = found["plan"], found["problems"]
+    # Layers whose names differ by numbers alone, as those of all blocks of a transformer, are one
+    # kind: the plan shows the smallest and the largest scale of its layers.
+    source = Source(options.path, raises=False)
+    problems = list(source.problems)
+    scales: dict[str, list[float]] = {pattern_of(name): [] for name in source.layers}
+    for name in source.layers if source.layout else ():
+        try:
+            weight, _ = source.layer(name)
+        except ValueError:
+            continue  # one of source.problems
+        if weight.numel():
+            ends = torch.aminmax(e8m0.as_float32(weight.scale))
+            scales[pattern_of(name)] += map(float, ends)
+        is_nan = weight.float8_data.view(torch.uint8) & 0x7F == 0x7F if options.data else None
+        if is_nan is not None and (count := int(is_nan.sum())):
+            place = source.place(name + source.data_key)
+            problems.append(f"{place} has {count} values that are NaN")
+    for key, spec in source.weights.items():
+        name = key.removesuffix(WEIGHT)
+        is_plain = len(spec.shape) == 2 and name != key and name not in source.layers
+        if is_plain and pattern_of(name) in scales and not source.lists(name):
+            problems.append(
+                f"{source.place(key)} is {spec.dtype}, others of its kind are in float8, and "
+                f"{source.config_file} does not list it as left in high precision"
+            )
+    how = {k: f"scales {min(x):.3g} to {max(x):.3g}" if x else "?" for k, x in scales.items()}
+    layers = {name: how[pattern_of(name)] for name in source.layers}
+    sizes = tensor_parallel_sizes(source.layout, layers, source.specs, source.model_config)
+    plan = SavePlan(source.layout, layers, {}, source.specs, {}, sizes)
     title = f"{len(problems)} problems:" if problems else "no problems"
     text = "\n".join([str(plan), "", title, *(f"- {text}" for text in problems)])
     return int(bool(problems)), text, {"problems": problems, **_as_json(plan)}
@@ -60,12 +99,58 @@ def _inspect(options: argparse.Namespace) -> Result:
 
 def _compare(options: argparse.Namespace) -> Result:
     """How far the weights of B are from those of A, by value."""
-    found = inspection.compare_checkpoints(options.a, options.b)
-    status = int(any(weight["sqnr"] < options.at_least for weight in found["weights"]))
-    text = inspection.comparison_text(found, options.top)
-    for weight in found["weights"]:  # JSON has no infinities
-        weight["sqnr"] = weight["sqnr"] if math.isfinite(weight["sqnr"]) else None
-    return status, text, found
+    first, second = Source(options.a), Source(options.b)
+    found: list[tuple[float, str, str, str]] = []
+    for key in first.weights.keys() | second.weights.keys():
+        x, y = (source.read(key) if key in source.weights else None for source in (first, second))
+        found.append((_sqnr(x, y), key, _stored(x), _stored(y)))
+    found.sort()  # the worst first
+    different = [entry for entry in found if entry[0] < math.inf]  # entry[0]: the SQNR
+    both = [key for _, key, *stored in found if _MISSING not in stored]
+    lines = [f"A = {options.a}", f"B = {options.b}"]
+    equal = len(found) - len(different)
+    lines.append(f"{len(both)} weights in both, {equal} of them with equal values")
+    if different:
+        rows = [[f"{sqnr:.1f}", *others] for sqnr, *others in different[: options.top]]
+        lines += ["", table(["SQNR dB", "weight", "in A", "in B"], rows, "rlll")]
+    if (more := len(different) - options.top) > 0:
+        lines.append(f"... and {more} more, up to {different[-1][0]:.1f} dB")
+    weights = []
+    for sqnr, key, in_a, in_b in found:
+        entry = {"key": key, "a": in_a, "b": in_b, "equal": sqnr == math.inf}
+        weights.append(entry | {"sqnr": sqnr if math.isfinite(sqnr) else None})  # no inf in JSON
+    status = int(any(entry[0] < options.at_least for entry in found))
+    return status, "\n".join(lines), {"a": options.a, "b": options.b, "weights": weights}
+
+
+def _stored(x: Tensor | None) -> str:
+    if x is None:
+        return _MISSING
+    by = f"float8 by {block_name(x.block)}" if isinstance(x, Float8Tensor) else str(x.dtype)
+    return f"{by.removeprefix('torch.')} {tuple(x.shape)}"
+
+
+def _sqnr(a: Tensor | None, b: Tensor | None) -> float:
+    """The SQNR of b against a: ``10 log10( sum a^2 / sum (a - b)^2 )`` in dB.
+
+    Infinite where all values are equal; -inf where one is missing, of another shape, or NaN or
+    infinite where the other is not.
+    """
+    if a is None or b is None or a.shape != b.shape:
+        return -math.inf
+    x, y = _values(a), _values(b)
+    # Equal infinities and NaNs at the same place are equal.
+    difference = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, x - y)
+    if not bool(difference.isfinite().all()):
+        return -math.inf
+    return decibels(power(torch.where(x.isfinite(), x, 0.0)), power(difference))
+
+
+def _values(x: Tensor) -> Tensor:
+    if isinstance(x, Float8Tensor):
+        return x.dequantize(torch.float32)
+    x = torch.view_as_real(x) if x.is_complex() else x
+    return x.double() if x.dtype.itemsize > 4 else x.float()
 
 
 def _convert(options: argparse.Namespace) -> Result:

@@ -9,7 +9,7 @@ The first of these that applies:
 3. *cast anew*: any other weight in high precision: one cast with the layout's own granularity.
 
 A resident weight of another granularity has no high precision any more. Casting it again would
-round twice, so it is refused unless the user asks for it.
+round twice: of a model it is refused, of files that a user converts it is done.
 """
 
 from __future__ import annotations
@@ -93,13 +93,12 @@ def stored_layer(
     layout: Layout,
     input_scale: Tensor | None,
     module: nn.Module | None,
-    recast: bool,
 ) -> StoredLayer | str:
     """How a layer is stored, or the reason why the layout cannot store it.
 
     Only scales of ``weight`` are read; it is (N, K), or the stack that has it; None of a file in
     high precision. ``module`` is a `Float8Linear`, or experts in float8; None of a file.
-    ``recast`` allows casting a float8 weight of another granularity again.
+    The float8 weights of files may be cast again.
     """
     anew = StoredLayer(name, shape, layout, input_scale, CAST_ANEW, layout.scale_format)
     problem = None
@@ -111,8 +110,11 @@ def stored_layer(
             "it has no static input scale, which this layout stores: give input_scales="
             "float8.calibrate(model, batches).static_scales(), or take a layout with dynamic inputs"
         )
-    elif isinstance(fits, str) and not recast:
-        problem = f"{fits}: recast=True dequantises it and casts again, which rounds twice"
+    elif isinstance(fits, str) and module is not None:
+        problem = (
+            f"{fits}: save it in its own layout, then python -m float8.checkpoints convert casts "
+            "again, which rounds twice"
+        )
     if problem is not None:
         return problem
     if fits is not None:

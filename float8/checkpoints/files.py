@@ -86,14 +86,14 @@ def write_shards(
     specs: Mapping[str, Spec],
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    files: Mapping[str, str | bytes] | None = None,
+    files: Mapping[str, bytes | dict[str, Any]] | None = None,
     overwrite: bool = False,
 ) -> None:
     """Write tensors as a folder of safetensors files that appears when all of it is on the disk.
 
     ``specs`` has all keys and their files, as of `in_files`. ``tensors`` come in its order, on any
-    device and with any strides. ``files`` has the contents of further files, such as
-    ``config.json``, by name.
+    device and with any strides. ``files`` has the contents of further files by name, those of JSON
+    such as ``config.json`` as dictionaries.
 
     The folder must be absent or empty, else FileExistsError is raised. ``overwrite=True`` replaces
     the checkpoint in it, and other files stay. Raises OSError if the disk is full: the folder is
@@ -106,8 +106,7 @@ def write_shards(
     if len(shards) > 1:
         total = {"total_size": sum(spec.nbytes for spec in specs.values())}
         weight_map = {key: specs[key].file for key in sorted(specs)}
-        index = {"metadata": total, "weight_map": weight_map}
-        files[f"model{INDEX_SUFFIX}"] = json.dumps(index, indent=2) + "\n"
+        files[f"model{INDEX_SUFFIX}"] = {"metadata": total, "weight_map": weight_map}
     with new_folder(folder, overwrite) as temporary:
         for name, shard in shards.items():
             # Copies: safetensors takes no tensors that share memory or have other strides.
@@ -123,8 +122,10 @@ def write_shards(
             _sync(temporary / name)
         assert next(stream, None) is None
         for name, content in files.items():
-            data = content.encode() if isinstance(content, str) else content
-            (temporary / name).write_bytes(data)
+            if isinstance(content, bytes):
+                (temporary / name).write_bytes(content)
+            else:
+                (temporary / name).write_text(json.dumps(content, indent=2) + "\n")
             _sync(temporary / name)
 
 

@@ -74,12 +74,6 @@ WEIGHT = ".weight"  # the end of the key of every weight that may be in float8
 ROWS_OF_32, BLOCKS = Blockwise(1, 32), Blockwise(128, 128)
 _FLOATS: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)
 _BYTES: tuple[torch.dtype, ...] = (torch.float8_e8m0fnu, torch.uint8)
-_READABLE = {
-    ScaleFormat.FLOAT32: (*_FLOATS, torch.float8_e8m0fnu),
-    ScaleFormat.POWER_OF_TWO: (*_FLOATS, *_BYTES),
-    ScaleFormat.E8M0: _BYTES,
-    ScaleFormat.E8M0_FLOOR: _BYTES,
-}
 
 
 class Layout(ABC):
@@ -134,9 +128,9 @@ class Layout(ABC):
 
         All of them are read, and the first of each is written.
         """
-        dtypes = _READABLE[self.scale_format]
         one: tuple[Dims, ...] = (self.one_scale, (), (1,), (1, 1))
-        dtypes = (self.scale_bytes, *dtypes) if self.scale_format.is_e8m0 else dtypes
+        is_e8m0 = self.scale_format.is_e8m0
+        dtypes = (self.scale_bytes, *_BYTES) if is_e8m0 else (*_FLOATS, torch.float8_e8m0fnu)
         scales = one if self.granularity == Tensorwise() else (scale_shape(shape, self.block),)
         data = (self.data_dtype,), (self.data_shape(shape),)
         parts = {self.data_key: data, self.scale_key: (dtypes, scales)}
@@ -162,14 +156,6 @@ class Layout(ABC):
         """
         return shape if self.dims == 2 else shape[:-2] + shape[:-3:-1]
 
-    def to_file(self, data: Tensor) -> Tensor:
-        """The data of a weight as a file has it, but for its shape."""
-        return data
-
-    def from_file(self, data: Tensor) -> Tensor:
-        """The inverse of `to_file`."""
-        return data
-
     def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
         """A weight in high precision as this layout stores it; ``scale`` is its scale, if known."""
         how = OperandCast(ScalingType.DYNAMIC, E4M3, self.block, scale_format)
@@ -188,7 +174,8 @@ class Layout(ABC):
             return f"its weight is {found}, and the layout stores {stored}"
         if (bad := _bad_scale(scale)) is not None:
             return f"the scale of its weight {bad}"
-        if wanted is ScaleFormat.POWER_OF_TWO and not powers_of_two(scale):
+        is_read = wanted is ScaleFormat.POWER_OF_TWO and not scale.is_meta
+        if is_read and not bool((scale.frexp().mantissa == 0.5).all()):
             return f"not all of its scales are powers of two, as {wanted} asks for"
         return weight._replace(scale=scale)
 
@@ -200,7 +187,8 @@ class Layout(ABC):
         ``weight`` is as of `fit`. A bias is no part of it: biases stay as they are.
         """
         parts = self.parts(weight.shape).items()
-        values: Any = (self.to_file(weight.float8_data), weight.scale, input_scale)
+        data = mxfp4.pack(weight.float8_data) if self.is_mxfp4 else weight.float8_data
+        values: Any = (data, weight.scale, input_scale)
         return {
             name + suffix: x.view(dtypes[0]).reshape(shapes[0])
             for (suffix, (dtypes, shapes)), x in zip(parts, values, strict=False)
@@ -217,7 +205,8 @@ class Layout(ABC):
         data, scale, *others = self.checked(name, read, keys)
         shape = self.shape_of(tuple(data.shape))
         scale = scale.reshape(scale_shape(shape, self.block))
-        weight = Float8Tensor(self.from_file(data).reshape(shape), scale, self.block, dtype)
+        data = mxfp4.unpack(data) if self.is_mxfp4 else data
+        weight = Float8Tensor(data.reshape(shape), scale, self.block, dtype)
         return weight, others[0].reshape(()) if self.static_inputs else None
 
     def checked(
@@ -298,12 +287,6 @@ def _bad_scale(scale: Tensor) -> str | None:
     if not bad:
         return None
     return f"holds {scale32[tuple(bad[0])].item()} at {bad[0]}; a scale is finite and > 0"
-
-
-def powers_of_two(scale: Tensor) -> bool:
-    """Whether all of these scales are powers of two, as far as there are data."""
-    known = scale.is_meta or scale.dtype != torch.float32
-    return known or bool((scale.frexp().mantissa == 0.5).all())
 
 
 # --- the formats
@@ -523,14 +506,6 @@ class MXFP4(Layout):
     def shape_of(self, data_shape: Dims) -> Dims:
         """(N, K / 2) -> (N, K)."""
         return (*data_shape[:-1], data_shape[-1] * 2)
-
-    def to_file(self, data: Tensor) -> Tensor:
-        """E2M1 values, two a byte."""
-        return mxfp4.pack(data)
-
-    def from_file(self, data: Tensor) -> Tensor:
-        """The inverse of `to_file`."""
-        return mxfp4.unpack(data)
 
     def cast(self, x: Tensor, scale_format: ScaleFormat, scale: Tensor | None) -> Float8Tensor:
         """A weight in high precision, rounded to MXFP4, whose scales are its own."""

@@ -68,8 +68,7 @@ def rewriting(
         name for name in names if not any(fnmatchcase(name, pattern) for pattern in patterns)
     }
     methods = [each.method for each in (source.layout, layout) if each is not None]
-    config = model_config_of(source)
-    is_llama4 = '"model_type": "llama4' in json.dumps(config)
+    is_llama4 = '"model_type": "llama4' in json.dumps(source.model_config)
     if is_llama4 and methods.count(COMPRESSED_TENSORS) == 1:
         raise ValueError(
             "readers take Llama 4's experts as matrices from compressed-tensors alone, and else as "
@@ -97,28 +96,20 @@ def rewriting(
             if name in in_float8:
                 weight, scale = source.layer(name) if name in source.layers else (None, None)
                 scale = scale if layout.static_inputs else None
-                layers[name] = stored_layer(
-                    name, spec.shape, weight, layout, scale, None, recast=True
-                )
-    return Writing(layout, specs, layers, skipped, max_shard_bytes, source.read, config, left)
-
-
-def model_config_of(source: Source) -> dict[str, Any]:
-    """The ``config.json`` of a source, empty if there is none."""
-    path = source.folder / _CONFIGS[0]
-    return json.loads(path.read_bytes()) if path.is_file() else {}
+                layers[name] = stored_layer(name, spec.shape, weight, layout, scale, None)
+    read, config = source.read, source.model_config
+    return Writing(layout, specs, layers, skipped, max_shard_bytes, read, config, left)
 
 
 def files_beside(
     source: Source, target: Layout | torch.dtype, quantization_config: dict[str, Any]
-) -> dict[str, str | bytes]:
+) -> dict[str, bytes | dict[str, Any]]:
     """The files beside the tensors: those of the source, and configs with what has changed."""
     beside = [file for file in sorted(source.folder.iterdir()) if file.is_file()]
-    files: dict[str, str | bytes] = {
+    files: dict[str, bytes | dict[str, Any]] = {
         file.name: file.read_bytes() for file in beside if not file.name.endswith(_LEFT_OUT)
     }
-    config = model_config_of(source)
-    config.pop("quantization_config", None)
+    config = {k: v for k, v in source.model_config.items() if k != "quantization_config"}
     configs = {_CONFIGS[0]: config}
     if isinstance(target, torch.dtype):
         for name in {"dtype", "torch_dtype"} & config.keys():
@@ -126,4 +117,4 @@ def files_beside(
     else:
         config["quantization_config"] = quantization_config
         configs |= target.other_files(quantization_config)
-    return files | {name: json.dumps(c, indent=2) + "\n" for name, c in configs.items() if c}
+    return files | {name: content for name, content in configs.items() if content}

@@ -19,7 +19,6 @@ whole in each process: let one process save it.
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -47,21 +46,20 @@ def plan_save(
     layout: Layout | str | None = None,
     *,
     input_scales: Mapping[str, float | Tensor] | None = None,
-    recast: bool = False,
     max_shard_bytes: float = MAX_SHARD_BYTES,
 ) -> SavePlan:
     """What `save_pretrained` would write for a model; no data is read, and nothing is written.
 
     Args:
         model: converted to float8; also on the meta device.
-        layout, input_scales, recast, max_shard_bytes: as `save_pretrained`.
+        layout, input_scales, max_shard_bytes: as `save_pretrained`.
 
     Raises:
         TypeError: an argument of another type.
         ValueError: the model has no layer in float8, or some that the layout cannot store; the
             message names all of them, and the fix.
     """
-    plan = planned(model, layout, input_scales, recast, max_shard_bytes).plan
+    plan = planned(model, layout, input_scales, max_shard_bytes).plan
     _warn_of_sizes(plan, model)
     return plan
 
@@ -95,7 +93,6 @@ def save_pretrained(
     layout: Layout | str | None = None,
     *,
     input_scales: Mapping[str, float | Tensor] | None = None,
-    recast: bool = False,
     max_shard_bytes: float = MAX_SHARD_BYTES,
     overwrite: bool = False,
 ) -> SavePlan:
@@ -121,7 +118,6 @@ def save_pretrained(
         input_scales: layer -> the static scale of its input, for layouts that store it:
             ``float8.calibrate(model, batches).static_scales()``. Layers whose inputs are cast with
             a constant or a delayed scale need no entry.
-        recast: dequantise and cast again float8 weights of another granularity than the layout's.
         max_shard_bytes: the largest size of a file, except of a file with a single tensor. Saving
             needs this much memory beside the model.
         overwrite: replace the checkpoint in an existing folder when the new checkpoint is complete.
@@ -141,7 +137,7 @@ def save_pretrained(
     """
     check_bool(overwrite, "save_pretrained: overwrite")
     ranks, groups = sharing(model)
-    how = (layout, input_scales, recast, max_shard_bytes)
+    how = (layout, input_scales, max_shard_bytes)
     writing = _agreed(groups, "calls save_pretrained", model, *how)
     plan, left, error = writing.plan, iter(writing.keys), None
     try:
@@ -157,25 +153,24 @@ def save_pretrained(
     return plan
 
 
-def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, str]:
-    """File name -> text of the files beside the tensors; the model is not changed.
+def _files_beside(model: nn.Module, plan: SavePlan) -> dict[str, bytes | dict[str, Any]]:
+    """File name -> content of the files beside the tensors; the model is not changed.
 
     The config of a model of Transformers is written as its own ``save_pretrained`` writes it, with
     ``quantization_config`` added. Of any other model the file has that entry alone.
     """
     assert plan.layout is not None
-    others = plan.layout.other_files(plan.quantization_config)
-    others["config.json"] = {"quantization_config": plan.quantization_config}
-    files = {name: json.dumps(content, indent=2) + "\n" for name, content in others.items()}
+    files: dict[str, Any] = plan.layout.other_files(plan.quantization_config)
+    files["config.json"] = {"quantization_config": plan.quantization_config}
     if (config := transformers_config(model)) is not None:
         plain: Any = unwrapped(model)
         own = copy.deepcopy(config)
         own.architectures = [type(plain).__name__.removeprefix("FSDP")]  # which fully_shard adds
         own.dtype = str(plain.dtype).removeprefix("torch.")
         own.quantization_config = plan.quantization_config
-        files["config.json"] = own.to_json_string()
+        files["config.json"] = own.to_json_string().encode()
         if plain.can_generate() and getattr(plain, "generation_config", None) is not None:
-            files["generation_config.json"] = plain.generation_config.to_json_string()
+            files["generation_config.json"] = plain.generation_config.to_json_string().encode()
     return files
 
 
@@ -229,7 +224,6 @@ def weight_updates(
     layout: Layout | str | None = None,
     *,
     input_scales: Mapping[str, float | Tensor] | None = None,
-    recast: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model as a float8 checkpoint has them, one tensor at a time.
 
@@ -242,7 +236,6 @@ def weight_updates(
             iterate to the end, in step with each other. Every rank gets whole tensors.
         layout: how layers are stored, as in `save_pretrained`.
         input_scales: layer -> the static scale of its input, as in `save_pretrained`.
-        recast: cast float8 weights of another granularity again, as in `save_pretrained`.
 
     Returns:
         An iterator of (name, tensor), for one use. Tensors may share memory with the model: an
@@ -256,7 +249,7 @@ def weight_updates(
             weights of two steps.
     """
     _, groups = sharing(model)
-    writing = _agreed(groups, "calls weight_updates", model, layout, input_scales, recast)
+    writing = _agreed(groups, "calls weight_updates", model, layout, input_scales)
     # Inference tensors have no version, and are written to under inference_mode alone.
     own = {n: (p, p._version) for n, p in model.named_parameters() if not p.is_inference()}
     return _watched(writing.tensors(iter(writing.keys)), own)

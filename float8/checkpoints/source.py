@@ -51,6 +51,7 @@ class Source:
     Attributes:
         specs: key -> dtype, shape and file of all tensors.
         weights: the same of all weights, biases and buffers, without scales.
+        model_config: the content of ``config.json``, empty if there is none.
         layout: of the float8 weights; None if the files have none.
         layers: the layers in float8, ``NAME.weight`` is float8 -> their keys beside the weight.
         data_key, weight_key: the end of the keys of float8 or packed data in the files, and of
@@ -65,7 +66,7 @@ class Source:
         self._open: tuple[str, Any] | None = None  # the file that was read last
         for name in sorted(_files_of(self.path)):
             self._read_header(name)
-        self.layout, self._skipped, self.config_file = _read_config(self.folder)
+        self.model_config, self.layout, self._skipped, self.config_file = _read_config(self.folder)
         suffixes = () if self.layout is None else self.layout.suffixes[1:]
         self.data_key = end = WEIGHT if self.layout is None else self.layout.data_key
         self.weight_key = WEIGHT if self.layout is None else self.layout.weight_key
@@ -202,19 +203,21 @@ def _files_of(path: Path) -> set[str]:
     return names
 
 
-def _read_config(folder: Path) -> tuple[Layout | None, list[str], str]:
-    """How float8 weights are stored, the list of modules that are not, and the name of the file."""
+def _read_config(folder: Path) -> tuple[dict[str, Any], Layout | None, list[str], str]:
+    """The model's config; how float8 weights are stored, which modules are not."""
+    model: dict[str, Any] = {}
     for name, field in (("config.json", "quantization_config"), ("hf_quant_config.json", None)):
         file = folder / name
         try:
             config: Any = json.loads(file.read_bytes()) if file.is_file() else {}
+            model = config if field else model
             if config := config.get(field) if field else config:
                 fields = config | config.get("quantization", {})  # modelopt's own file nests them
                 skipped = [entry for key in _SKIPPED for entry in fields.get(key) or []]
-                return layout_of(config), skipped, name
+                return model, layout_of(config), skipped, name
         except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}: it is not readable: {error}") from error
-    return None, [], ""
+    return model, None, [], ""
 
 
 def _lists(entry: str, name: str) -> bool:

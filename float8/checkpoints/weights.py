@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from float8 import kernels
-from float8.arguments import check_bool, check_module
+from float8.arguments import check_module
 from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST, StoredLayer, stored_layer
 from float8.checkpoints.files import MAX_SHARD_BYTES, Spec
 from float8.checkpoints.layouts import (
@@ -58,19 +58,16 @@ def planned(
     model: nn.Module,
     layout: Layout | str | None,
     input_scales: Mapping[str, float | Tensor] | None,
-    recast: bool,
     max_shard_bytes: float = MAX_SHARD_BYTES,
 ) -> Writing:
     """What a model becomes in a float8 checkpoint, and how; no data is read.
 
     The model is converted; it may be compiled, in wrappers, sharded, or on the meta device. For
     ``layout`` see `layout_for`. ``input_scales`` has the static scales of inputs by layer, for
-    layouts that store them. ``recast`` casts float8 weights of another granularity again, which
-    rounds twice. Raises ValueError if the model has no layer in float8, or some that the layout
-    cannot store. The message names all of them, and the fix.
+    layouts that store them. Raises ValueError if the model has no layer in float8, or some that the
+    layout cannot store. The message names all of them, and the fix.
     """
     check_module(model, "float8.checkpoints")
-    check_bool(recast, "recast")
     readers, layout = owners(model), layout_for(model, layout)
     places = published(model, layout.method)
     in_float8, skipped, projected = _found(model, places, readers, layout)
@@ -92,7 +89,7 @@ def planned(
         part = slot.of(weight) if slot.index and is_resident(weight) else weight
         part = part if layout.dims == 2 else part.mT  # as in `read`
         found = stored_layer(
-            name, layout.turned(tuple(slot.shape)), part, layout, input_scale, module, recast
+            name, layout.turned(tuple(slot.shape)), part, layout, input_scale, module
         )
         if isinstance(found, StoredLayer) and found.how == TRAINING_CAST:
             cuts = slot.cuts(weight.shape, layout.block)

@@ -47,7 +47,6 @@ Tested with Accelerate 1.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
+from float8.arguments import check_type
 from float8.config import Float8LinearConfig
 from float8.convert.after_step import after_step
 from float8.convert.filters import ModuleFilter, all_of, divisible_by
@@ -65,13 +65,11 @@ warn_of_version("accelerate", "1.15", "1.16")
 
 __all__ = ["prepare_float8"]
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
-
 
 def prepare_float8(
     accelerator: Accelerator,
     model: nn.Module,
-    optimizer: Optimizer | OptimizerFactory,
+    optimizer: Optimizer,
     config: Float8LinearConfig | str | Any | None = None,
     *others: Any,
     module_filter_fn: ModuleFilter | None = None,
@@ -82,8 +80,7 @@ def prepare_float8(
     Args:
         accelerator: as configured; ``mixed_precision="bf16"`` is the usual one.
         model: not prepared yet. One that is converted already stays as it is.
-        optimizer: one that was built from the model's parameters, which is updated where conversion
-            replaces some; or a function that builds one: ``functools.partial(AdamW, lr=1e-3)``.
+        optimizer: built from the model's parameters; it is updated where conversion replaces some.
         config: a `Float8LinearConfig`, a recipe's name, Accelerate's ``TERecipeKwargs`` or
             ``AORecipeKwargs``, or the ``fp8_config`` of its file as a mapping; dynamic tensorwise
             by default.
@@ -101,23 +98,22 @@ def prepare_float8(
     Raises:
         ValueError: the accelerator or the optimizer does not go with float8, the model was prepared
             before or has another config, or layers cannot be converted. No layer is converted then.
-        TypeError: ``config`` is of another type.
+        TypeError: ``config`` or ``optimizer`` is of another type.
     """
+    check_type(optimizer, Optimizer, "prepare_float8", "optimizer", "a torch.optim.Optimizer")
     adapter = Adapter(config, module_filter_fn, float8_in_evaluation)
     _check(accelerator, model, optimizer)
-    built = optimizer if isinstance(optimizer, Optimizer) else None
     if accelerator.is_fsdp2:
-        _prepare_for_fsdp2(accelerator, model, built)
+        _prepare_for_fsdp2(accelerator, model, optimizer)
     is_torchao = type(config).__name__ == "AORecipeKwargs"
-    model = adapter.convert(model, built, _inner_layers(model) if is_torchao else None)
-    built = built or optimizer(model.parameters())  # type: ignore[operator]
-    prepared: tuple[Any, ...] = accelerator.prepare(model, built, *others)
+    model = adapter.convert(model, optimizer, _inner_layers(model) if is_torchao else None)
+    prepared: tuple[Any, ...] = accelerator.prepare(model, optimizer, *others)
 
     def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not _is_rehearsal(optimizer, model):
             after_step(model)
 
-    built.register_step_post_hook(end_step)
+    optimizer.register_step_post_hook(end_step)
     return prepared
 
 
@@ -158,11 +154,9 @@ def _inner_layers(model: nn.Module) -> ModuleFilter:
     return all_of(lambda module, fqn: fqn not in (names[0], names[-1]), divisible_by(16))
 
 
-def _prepare_for_fsdp2(
-    accelerator: Accelerator, model: nn.Module, optimizer: Optimizer | None
-) -> None:
+def _prepare_for_fsdp2(accelerator: Accelerator, model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse what Accelerate would lose when it shards, and upcast as it does."""
-    if optimizer is not None and optimizer.state:
+    if optimizer.state:
         raise ValueError(
             "Accelerate loses this optimizer's states where FSDP2 shards: prepare it before its "
             "first step, and load states by accelerator.load_state"

@@ -1,8 +1,6 @@
 """MS-AMP's levels: float8 weights, gradients, optimizer states and communication together.
 
-``levels.py``: the table of levels, and the weights that one stores; ``ms_amp.py``: applying a level
-to a model. ``float8.ms_amp`` is this package and the function that it exports: the package can be
-called.
+``float8.ms_amp`` is this package and the function that it exports: the package can be called.
 """
 
 import sys

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from float8 import kernels
-from float8.formats import E4M3, Format, format_of
+from float8.formats import E4M3
 from float8.granularity import WHOLE, Block
 from float8.kernels.products import SUPPORT, on_device
 from float8.tensor import Float8Tensor
@@ -60,43 +60,42 @@ class HeldGradient(Float8Tensor):
     __deepcopy__ = Tensor.__deepcopy__  # a clone
 
     @staticmethod
-    def of(gradient: Tensor, fmt: Format, dtype: torch.dtype | None = None) -> HeldGradient:
-        """A gradient of any strided shape, cast to ``fmt`` with one scale.
+    def of(gradient: Tensor, dtype: torch.dtype | None = None) -> HeldGradient:
+        """A gradient of any strided shape, cast to E4M3 with one scale.
 
         It reports ``dtype``, by default the gradient's.
         """
         block: Block = (WHOLE,) * gradient.dim()
-        data, scale = _cast(gradient.detach(), block, fmt)
+        data, scale = _cast(gradient.detach(), block)
         return HeldGradient(data, scale, block, dtype or gradient.dtype)
 
     def write(self, gradient: Tensor) -> HeldGradient:
         """Overwrite the values, with a new scale."""
-        data, scale = _cast(gradient, self.block, self.format)
+        data, scale = _cast(gradient, self.block)
         self.float8_data.copy_(data)
         self.scale.copy_(scale)
         return self
 
 
-def _cast(x: Tensor, block: Block, fmt: Format) -> tuple[Tensor, Tensor]:
+def _cast(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     matrix, whole = x.flatten(0, -2) if x.dim() > 1 else x.reshape(1, -1), (WHOLE, WHOLE)
     family = kernels.family_of(x.device)  # one without float8 conversions casts in plain PyTorch
     kernel = kernels.kernel_for(family, whole, emulate=family not in SUPPORT)
-    how = kernels.CastSpec(whole, fmt.dtype, kernel=kernel)
+    how = kernels.CastSpec(whole, on_device(E4M3, x.device).dtype, kernel=kernel)
     data, scale, _ = kernels.cast(matrix, how).row_major  # type: ignore[misc]
     return data.reshape(x.shape), scale.reshape((1,) * len(block))
 
 
+def _hold(p: Tensor) -> None:
+    if p.grad is not None and not isinstance(p.grad, HeldGradient):
+        p.grad = HeldGradient.of(p.grad, p.grad_dtype or torch.float32)
+
+
 class HeldGradients:
-    """The hooks that cast the gradients of ``parameters`` to ``fmt``, until `remove`."""
+    """The hooks that cast the gradients of ``parameters`` to float8, until `remove`."""
 
-    def __init__(self, parameters: list[Tensor], fmt: Format) -> None:
-        self.format = fmt
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hold) for p in parameters]
-
-    def _hold(self, p: Tensor) -> None:
-        if p.grad is not None and not isinstance(p.grad, HeldGradient):
-            dtype = p.grad_dtype or torch.float32
-            p.grad = HeldGradient.of(p.grad, on_device(self.format, p.device), dtype)
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self._hooks = [p.register_post_accumulate_grad_hook(_hold) for p in parameters]
 
     def remove(self) -> None:
         """Leave gradients from now on as autograd writes them; earlier ones stay float8."""
@@ -104,17 +103,14 @@ class HeldGradients:
             hook.remove()
 
 
-def hold_gradients_in_float8(
-    parameters: Iterable[Tensor], fmt: Format | torch.dtype = E4M3
-) -> HeldGradients:
-    """Keep the gradients of these parameters in float8 from backward to step.
+def hold_gradients_in_float8(parameters: Iterable[Tensor]) -> HeldGradients:
+    """Keep the gradients of these parameters in float8 (E4M3) from backward to step.
 
     The hooks belong to the Parameter objects: a deep copy or a pickle has none. Compiled models
     run them too; compiled autograd is not supported.
 
     Args:
         parameters: leaves, of a model that no distributed wrapper has taken.
-        fmt: `E4M3` or `E5M2`, or their dtypes.
 
     Returns:
         A handle: ``remove()`` ends it.
@@ -129,7 +125,7 @@ def hold_gradients_in_float8(
                 f"hold_gradients_in_float8: a parameter of shape {tuple(p.shape)} must be a leaf "
                 "that requires a gradient, and no DTensor, whose gradients a wrapper owns"
             )
-    return HeldGradients(chosen, format_of(fmt))
+    return HeldGradients(chosen)
 
 
 torch.serialization.add_safe_globals([HeldGradient])

@@ -66,36 +66,12 @@ def float32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     check_type(optimizer, torch.optim.Optimizer, "float32_state_dict", "optimizer", "an optimizer")
     packed = torch.optim.Optimizer.state_dict(optimizer)
-    packed = _converted(parameters_of(optimizer), packed, _in_float32, ("master",))
+    packed = with_plain_entries(parameters_of(optimizer), packed, _in_float32, ("master",))
     groups = [
         {name: value for name, value in group.items() if name not in STORAGE}
         for group in packed["param_groups"]
     ]
     return {**packed, "param_groups": groups}
-
-
-def with_plain_entries(params: list[Tensor], packed: dict[str, Any]) -> dict[str, Any]:
-    """``packed``, which torch made of an optimizer of ``params``, every moment as plain tensors."""
-    return _converted(params, packed, _entry)
-
-
-def _converted(
-    params: list[Tensor],
-    packed: dict[str, Any],
-    convert: Callable[[Tensor, Moment], Any],
-    without: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    state = {
-        key: {
-            name: convert(params[key], value) if isinstance(value, Moment) else value
-            for name, value in entry.items()
-            if name not in without
-        }
-        if isinstance(entry, dict)
-        else entry
-        for key, entry in packed["state"].items()
-    }
-    return {**packed, "state": state}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -128,6 +104,29 @@ def like(p: Tensor, shard: Tensor, shape: tuple[int, ...] | torch.Size) -> Tenso
     if not isinstance(p, DTensor):
         return shard
     return placed(shard, shape, p.device_mesh, p.placements)
+
+
+def with_plain_entries(
+    params: list[Tensor],
+    packed: dict[str, Any],
+    convert: Callable[[Tensor, Moment], Any] = _entry,
+    without: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """``packed``, which torch made of an optimizer of ``params``, every moment as plain tensors.
+
+    ``without`` are names of states that are left out.
+    """
+    state = {
+        key: {
+            name: convert(params[key], value) if isinstance(value, Moment) else value
+            for name, value in entry.items()
+            if name not in without
+        }
+        if isinstance(entry, dict)
+        else entry
+        for key, entry in packed["state"].items()
+    }
+    return {**packed, "state": state}
 
 
 def _rows_stay_whole(p: Tensor, group: int) -> bool:
@@ -233,8 +232,6 @@ class _Reader(NamedTuple):
             if (saved.kind, saved.group) == (kind, size):
                 return saved
             dense = saved.dequantize()
-        elif isinstance(value, Moment):  # of a pickled state
-            dense = value.dequantize()
         else:
             dense = self._shard(name, value, tuple(self.p.shape)).float()
         if kind is not None:

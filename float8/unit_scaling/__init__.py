@@ -16,18 +16,14 @@ that hold for every width and depth. Float8 products then need no scales measure
 
 `functional` (U) has the operations, `scale`, `constraints` and `core` their parts, this package the
 modules. `parameter` and `optim` give learning rates. `transforms` change the numbers that a model
-computes with, `analysis` shows its scales; both are imported on first use. The names are those of
-the package ``unit-scaling``, `utils` too; docs/migrating/unit_scaling.md lists the differences.
+computes with, `analysis` shows its scales. The names are those of the package ``unit-scaling``,
+`utils` too; docs/migrating/unit_scaling.md lists the differences.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from float8.unit_scaling import core, functional, optim, parameter
+from float8.unit_scaling import analysis, core, functional, optim, parameter, transforms, utils
 from float8.unit_scaling.core.functional import transformer_residual_scaling_rule
-from float8.unit_scaling.modules import converted as _registers_conversion  # noqa: F401
 from float8.unit_scaling.modules.layers import (
     GELU,
     Conv1d,
@@ -52,9 +48,6 @@ from float8.unit_scaling.modules.transformer import (
 )
 from float8.unit_scaling.parameter import MupType, Parameter
 from float8.version import __version__
-
-if TYPE_CHECKING:
-    from float8.unit_scaling import analysis, transforms, utils
 
 __all__ = [
     "GELU",
@@ -87,15 +80,3 @@ __all__ = [
     "transforms",
     "utils",
 ]
-
-_LAZY = ("analysis", "transforms", "utils")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})

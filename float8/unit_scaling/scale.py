@@ -46,7 +46,7 @@ def scale_fwd(input: Tensor, scale: Factor) -> Tensor:
     Raises:
         TypeError: ``scale`` is another tensor.
     """
-    return _scaled(input, _factor(scale, input), None)
+    return _Scaled.apply(input, _factor(scale, input), None)
 
 
 def scale_bwd(input: Tensor, scale: Factor | Later) -> Tensor:
@@ -63,7 +63,7 @@ def scale_bwd(input: Tensor, scale: Factor | Later) -> Tensor:
     Raises:
         TypeError: as for `scale_fwd`.
     """
-    return _scaled(input, None, scale if callable(scale) else _factor(scale, input))
+    return _Scaled.apply(input, None, scale if callable(scale) else _factor(scale, input))
 
 
 def _factor(scale: Factor, input: Tensor) -> Factor:
@@ -74,45 +74,18 @@ def _factor(scale: Factor, input: Tensor) -> Factor:
     return scale
 
 
-def _scaled(x: Tensor, fwd: Factor | None, bwd: Factor | Later | None) -> Tensor:
-    is_eager = not torch.compiler.is_compiling()
-    if is_eager and torch._C._functorch.peek_interpreter_stack() is None:
-        return _Eager.apply(x, fwd, bwd)
-    return _Scaled.apply(x, fwd, bwd)
-
-
 class _Scaled(torch.autograd.Function):
     """``fwd * x`` forward, ``bwd * g`` backward; a factor of None multiplies nothing."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, fwd: Factor | None, bwd: Factor | Later | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fwd: Factor | None, bwd: Factor | Later | None) -> Tensor:
+        ctx.bwd = bwd
         return x.view_as(x) if fwd is None else _multiplied(x, fwd)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.bwd = inputs[2]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         bwd = ctx.bwd() if callable(ctx.bwd) else ctx.bwd
         return (grad if bwd is None else _multiplied(grad, bwd)), None, None
-
-
-class _Eager(torch.autograd.Function):
-    """`_Scaled` without functorch.
-
-    For a forward without ``ctx`` torch inspects the signature in each call, which takes longer than
-    the rest.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fwd: Factor | None, bwd: Factor | Later | None) -> Tensor:
-        ctx.bwd = bwd
-        return _Scaled.forward(x, fwd, bwd)
-
-    backward = _Scaled.backward
 
 
 def _multiplied(x: Tensor, factor: Factor) -> Tensor:

@@ -101,7 +101,6 @@ def test_scopes_nest_and_the_inner_one_is_asked_first():
     ("options", "error", "words"),
     [
         ({"skip": ("swish",)}, ValueError, r"no op is called \['swish'\]; known: \['drop"),
-        ({"also": ["cross_entropy"]}, ValueError, "no op is called"),
         ({"skip": "silu"}, ValueError, "no op is called"),
         ({"min_size": -1}, ValueError, "min_size must be an integer >= 0, got -1"),
         ({"min_size": 0.5}, TypeError, "min_size must be an integer"),

@@ -75,7 +75,9 @@ def test_shared_memory_other_strides_and_lazy_signs_are_written_as_values(tmp_pa
 
 def test_shards_their_names_and_their_index_are_huggingfaces(tmp_path):
     tensors = some() | {"large": torch.randn(32, 32), "z": torch.ones(())}
-    write(tmp_path / "new", tensors, max_shard_bytes=600, files={"config.json": "{}", "x": b"\0"})
+    write(
+        tmp_path / "new", tensors, max_shard_bytes=600, files={"config.json": {"a": 1}, "x": b"\0"}
+    )
     folder = tmp_path / "new"
     names = [f"model-0000{n}-of-00004.safetensors" for n in (1, 2, 3, 4)]
     assert entries(folder) == sorted(["config.json", "x", INDEX, *names])
@@ -205,7 +207,7 @@ def test_an_existing_folder_is_refused_before_anything_is_read(tmp_path, monkeyp
 
 def test_overwriting_replaces_the_checkpoint_and_keeps_other_files(tmp_path):
     folder = tmp_path / "it"
-    write(folder, some(), max_shard_bytes=300, files={"config.json": "old"})
+    write(folder, some(), max_shard_bytes=300, files={"config.json": b"old"})
     others = ["adapter_model.safetensors", "tokenizer.json"]
     for name in others:
         (folder / name).write_text(name)
@@ -213,7 +215,7 @@ def test_overwriting_replaces_the_checkpoint_and_keeps_other_files(tmp_path):
     (folder / "logs/log").write_text("log")
     link = tmp_path / "link"
     link.symlink_to(folder)
-    write(link, some(), overwrite=True, files={"config.json": "new"})
+    write(link, some(), overwrite=True, files={"config.json": b"new"})
     assert link.is_symlink() and entries(tmp_path) == ["it", "link"]
     assert entries(folder) == sorted([*others, "config.json", "logs", "model.safetensors"])
     assert (folder / "config.json").read_text() == "new"
@@ -221,7 +223,7 @@ def test_overwriting_replaces_the_checkpoint_and_keeps_other_files(tmp_path):
 
 
 def test_a_failing_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
-    write(tmp_path / "it", some(), files={"config.json": "old"})
+    write(tmp_path / "it", some(), files={"config.json": b"old"})
     rename = Path.rename
 
     def failing(path, target):
@@ -231,6 +233,6 @@ def test_a_failing_rename_brings_the_old_folder_back(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(OSError, match="no rename"):
-        write(tmp_path / "it", some(), overwrite=True, files={"config.json": "new"})
+        write(tmp_path / "it", some(), overwrite=True, files={"config.json": b"new"})
     assert entries(tmp_path) == ["it"]
     assert (tmp_path / "it/config.json").read_text() == "old"

@@ -135,7 +135,6 @@ def test_float8_weights_that_are_not_mxfp4_are_refused():
     )
     with pytest.raises(ValueError, match="values that MXFP4 does not hold"):
         plan_save(resident, MXFP4())
-    assert plan_save(resident, MXFP4(), recast=True).layers
     odd = float8.convert_to_float8_training(
         nn.Linear(40, 16), config=Float8LinearConfig(emulate=True)
     )

@@ -25,7 +25,8 @@ from float8.checkpoints import (
     plan_save,
     save_pretrained,
 )
-from float8.checkpoints.casts import CAST_ANEW, RECAST, TRAINING_CAST
+from float8.checkpoints.__main__ import main
+from float8.checkpoints.casts import CAST_ANEW, TRAINING_CAST
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE, Rowwise
 from float8.linear.resident import to_resident
@@ -177,17 +178,19 @@ def test_delayed_scales_are_those_in_use(tmp_path):
         assert_bitwise(buffer, before.get_buffer(name), name)
 
 
-def test_resident_weights_of_another_granularity_are_cast_again_only_if_asked(tmp_path):
+def test_resident_weights_of_another_granularity_are_cast_again_as_files(tmp_path):
     model = model_of("tensorwise")
     filter_fn = filters.skip_names("head")
     model = float8.convert_to_float8_inference(model, module_filter_fn=filter_fn)
     for call in (plan_save, lambda *args: save_pretrained(args[0], tmp_path / "it", *args[1:])):
-        with pytest.raises(ValueError, match="recast=True dequantises it") as error:
+        with pytest.raises(ValueError, match=r"checkpoints convert casts again") as error:
             call(model, "fine_grained")
         assert all(f"{name}: its weight is" in str(error.value) for name in LAYERS)
     assert entries(tmp_path) == []
-    found = saved(model, tmp_path, "fine_grained", recast=True)
-    assert plan_save(model, "fine_grained", recast=True).layers == dict.fromkeys(LAYERS, RECAST)
+    own, out = str(tmp_path / "own"), tmp_path / "out"
+    save_pretrained(model, own)
+    assert main(["convert", own, str(out), "--layout", "fine_grained"]) == 0
+    found = load_file(out / "model.safetensors")
     weight = model.first.weight.dequantize(torch.float32)
     assert_bitwise(found["first.weight"], quantized(weight, (128, 128))[0])
 

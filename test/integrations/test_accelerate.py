@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -101,10 +100,10 @@ def test_a_step_with_a_learning_rate_of_0_is_counted():
     assert model[0].cast_input.amax_history[0] > 0
 
 
-def test_what_builds_an_optimizer_is_given_the_converted_parameters():
+def test_an_optimizer_steps_the_converted_parameters():
     model = make()
-    build = functools.partial(torch.optim.SGD, lr=0.1)
-    model, optimizer = prepare_float8(accelerator_of(), model, build, GATHERING)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = prepare_float8(accelerator_of(), model, optimizer, GATHERING)
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
 
 

@@ -83,7 +83,7 @@ def test_a_converted_model_keeps_its_layers(enter):
 
 
 ARGUMENTS = [
-    (lambda: by_accelerate(make(), None, None), TypeError, "not callable"),
+    (lambda: by_accelerate(make(), None, None), TypeError, "optimizer must be a torch"),
     (lambda: Float8Precision(precision="16-mixed"), ValueError, "precision must be"),
     (lambda: Float8Callback(report_path="run.json"), ValueError, "need inspect_every"),
     (lambda: Float8Callback(on_alarm=print), ValueError, "need inspect_every"),

@@ -29,7 +29,7 @@ from float8 import (
 )
 from float8.config import RECIPES
 from float8.linear.layer import Float8CastingLinear
-from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
+from float8.unit_scaling.modules.layers import Float8UnitLinear, Float8UnitLinearReadout
 
 OFF = CastConfig(scaling_type=ScalingType.DISABLED)
 EVERY_RECIPE = pytest.mark.parametrize("recipe", RECIPES)

@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,8 +25,7 @@ from float8 import (
 )
 from float8.convert.inference import convert_to_float8_inference
 from float8.distributed.sharded_weight import ShardedWeight
-from float8.ms_amp.levels import LEVELS, MsAmp
-from float8.ms_amp.ms_amp import ms_amp
+from float8.ms_amp.ms_amp import LEVELS, MsAmp, ms_amp, stored_weight
 from float8.optim import Adam, AdamW
 from float8.optim.moment import Moment
 
@@ -121,6 +121,26 @@ def test_each_tensor_is_stored_in_the_dtype_of_the_table(level):
     for p in (model[0].bias, model[2].weight):  # others stay as they are
         assert bytes_of(p) == bytes_of(p.grad) == {F32: 4 * p.numel()}
     assert model.ms_amp == MsAmp(level, ["0", "3"], {})
+
+
+@LEVEL
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_is_cast_once_and_keeps_its_attributes(level, dtype):
+    torch.manual_seed(0)
+    layer = convert_to_float8_training(nn.Linear(32, 48).to(dtype))
+    layer.weight.role = "output"
+    new = stored_weight(layer.weight, layer, LEVELS[level])
+    assert new.requires_grad
+    assert new.role == "output"
+    if level == "O3":
+        codes, scale = oracle.quantize(layer.weight.detach(), (-1, -1), torch.float8_e4m3fn)
+        assert isinstance(new, Float8Tensor)
+        assert_bitwise(new.float8_data, codes)
+        assert_bitwise(new.scale, scale)
+        assert new.dtype == dtype
+    else:
+        assert_bitwise(new.detach(), layer.weight.detach().half())
+        assert new.grad_dtype is None
 
 
 @LEVEL

@@ -8,6 +8,8 @@ import torch
 from assertions import sqnr
 from optim_training import assert_same_models, assert_same_states, make, train, values_of
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from float8 import E4M3, Float8Tensor
 from float8.optim import SGD, Adam, AdamW, Lion, float32_state_dict
@@ -51,6 +53,21 @@ def test_entries_are_plain_and_follow_the_rows():
     assert set(entry["exp_avg"]) == {"codes", "scale"}
     bias = optimizer.state_dict()["state"][1]
     assert bias["exp_avg"].dtype == torch.float32, "one row: a shard would cut its groups"
+
+
+@pytest.mark.ranks(2)
+def test_a_shard_that_cuts_no_group_is_saved_in_codes(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for dim, is_coded in ((0, True), (1, True), (2, False)):
+        p = nn.Parameter(distribute_tensor(torch.randn(6, 8, 32), mesh, [Shard(dim)]))
+        p.grad = torch.ones_like(p)
+        optimizer = AdamW([p], min_size=0, group_size=16)
+        optimizer.step()
+        entry = optimizer.state_dict()["state"][0]["exp_avg"]
+        assert isinstance(entry, dict) == is_coded, dim
+        saved = entry.values() if is_coded else [entry]
+        assert all(x.placements == (Shard(dim),) for x in saved), dim
+        assert [tuple(x.shape) for x in saved] == [(6, 8, 32), (6, 16)][: len(saved)], dim
 
 
 TORCH = {AdamW: torch.optim.AdamW, Adam: torch.optim.Adam, SGD: torch.optim.SGD}

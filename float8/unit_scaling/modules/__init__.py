@@ -5,6 +5,6 @@ Weights start from N(0, 1) and biases from 0. The standard deviation ``1 / sqrt(
 gradient has a standard deviation of about 1 when training starts (unit scaling, arXiv 2303.11257;
 u-muP, arXiv 2407.17465, table 2). Arguments that docstrings do not describe are ``torch.nn``'s.
 
-`layers`: the modules of ``torch.nn``; `transformer`: models and their parts; `converted`: the
-float8 layers that `convert_to_float8_training` makes of linear layers.
+`layers`: the modules of ``torch.nn``, and the float8 layers that `convert_to_float8_training` makes
+of them; `transformer`: models and their parts.
 """

@@ -64,13 +64,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from float8.tensor import Float8Tensor
 from float8.unit_scaling.registry import decomposition_of, respelt
-from float8.unit_scaling.transforms.transformed import (
-    Mode,
-    Transform,
-    Transformed,
-    is_in_functorch,
-    transformed,
-)
+from float8.unit_scaling.transforms.transformed import Mode, Transform, Transformed, transformed
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -227,7 +221,7 @@ class _RecordingMode(Mode):
         kwargs = kwargs or {}
         if decomposition_of(respelt(func)) is not None:
             return super().__torch_function__(func, types, args, kwargs)
-        if is_in_functorch():
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # in torch.vmap, torch.func
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             shown = map_aggregate((tuple(args), dict(kwargs)), self._shown)

@@ -121,11 +121,6 @@ class Transformed(HasTransforms):
         return _new, (base,), state
 
 
-def is_in_functorch() -> bool:
-    """Whether the call is inside ``torch.vmap``, ``torch.func.grad`` or the like."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _under(modes: list[Any], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if not modes:
         return forward(*args, **kwargs)

@@ -139,19 +139,18 @@ class UnitScale(Transform):
 
     def mode(self, model: nn.Module, args: Any, kwargs: Any) -> Mode:
         """The mode for one forward."""
-        replacements = replacements_of(dict(self.replace))
         if torch.compiler.is_dynamo_compiling():
-            return UnitScaleMode(start(id(self)), replacements, model)
+            return UnitScaleMode(start(id(self)), replacements_of(dict(self.replace)), model)
         if self.layers is None:
-            self.layers = self._count(replacements, model, args, kwargs)
-        return UnitScaleMode(self.decisions(), replacements, model)
+            self.layers = self._count(model, args, kwargs)
+        decisions = self.decisions()
+        return UnitScaleMode(decisions, decisions.replacements, model)
 
     def decisions(self, known: Any = None) -> Decisions:
         """The decisions for one forward; ``known`` as of `Decisions`."""
-        replacements = replacements_of(dict(self.replace))
-        return Decisions(replacements, self.outputs, self.layers, known)
+        return Decisions(replacements_of(dict(self.replace)), self.outputs, self.layers, known)
 
-    def _count(self, replacements: Replacements, model: nn.Module, args: Any, kwargs: Any) -> int:
+    def _count(self, model: nn.Module, args: Any, kwargs: Any) -> int:
         """The number of residual layers, counted in one forward without side effects.
 
         Parameters are shared, buffers and arguments are copied. Objects that a forward reaches in
@@ -164,7 +163,7 @@ class UnitScale(Transform):
                 if isinstance(module, Transformed):  # the others change no residual layer
                     only = [t for t in module.transforms if isinstance(t, UnitScale)]
                     module.transforms = tuple(only)
-            with UnitScaleMode(decisions, replacements, twin) as mode:
+            with UnitScaleMode(decisions, decisions.replacements, twin) as mode:
                 result = super(Transformed, twin).forward(*args, **kwargs)  # type: ignore[misc]
             mode.finish(result)
         return len(decisions.residuals)

@@ -91,13 +91,3 @@ def test_each_scales_its_own_direction_only(dtype, shape):
     assert_bitwise(grad_forward, grad)
     assert_bitwise(backward, x)
     assert_bitwise(grad_backward, (grad.to(wide) * 0.3).to(dtype))
-
-
-def test_gradients_per_sample_agree_with_one_sample_at_a_time():
-    def loss(w, x):
-        return scale_fwd(scale_bwd(w, 0.5) @ x, 3.0).square().sum()
-
-    w, x = normal(4, 3), normal(6, 3, seed=1)
-    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(w, x)
-    for sample, grad in zip(x, together, strict=True):
-        torch.testing.assert_close(grad, torch.func.grad(loss)(w, sample))

@@ -19,7 +19,7 @@ from float8 import (
     convert_to_float8_training,
 )
 from float8.config import RECIPES
-from float8.unit_scaling.modules.converted import Float8UnitLinear, Float8UnitLinearReadout
+from float8.unit_scaling.modules.layers import Float8UnitLinear, Float8UnitLinearReadout
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -1,4 +1,9 @@
-"""The scales of a graph as a table, and as a plot against the ranges of float8 formats.
+"""Where a model's tensors lie in the range of a format, as a table, a plot or annotated code.
+
+The functions read the graph that ``model.scales_graph()`` returns, of a model that
+`float8.unit_scaling.transforms.track_scales` returned. Matplotlib and pandas are imported when they
+are needed; neither is needed for the rest. What casts with scale 1 lose of a model's operands,
+`float8.inspect` shows of ``transforms.float8(model, "unit")``.
 
 **The table** of `graph_to_dataframe` has a row for each tensor and direction:
 
@@ -20,24 +25,32 @@ it. A format keeps all its bits in the normal range and loses some of them in th
 which is paler. Outside both it saturates, or flushes to zero. A tensor suits float8 if its whole
 line lies in the format's band.
 
-`visualiser` plots a language model's scales in one call, on a batch of text. For a model that takes
-other inputs, the three steps are ::
-
     tracked = track_scales(model)
     loss_of(tracked, batch).backward()
     plot(tracked.scales_graph())
+
+**The code** of `analyse_module` is the calls of a module, with the scales of its tensors beside it:
+
+    def forward(self, x):  x (-> 1.0, <- 0.58)
+        fc1_weight = self.fc1.weight  (-> 0.036, <- 16.1)
+        linear = F.linear(x, fc1_weight, None)  (-> 0.577, <- 1.01)
+        return linear
+
+It is the code that ran, one call per line: loops are unrolled, and the calls of submodules are
+inlined. Each line ends with the standard deviation of its result, ``->``, and of the gradient with
+respect to the result, ``<-``.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from float8.formats import E4M3, E5M2
 from float8.unit_scaling.transforms import (
@@ -50,7 +63,8 @@ from float8.unit_scaling.transforms import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-IGNORED = -100  # the label that F.cross_entropy leaves out
+__all__ = ["analyse_module", "graph_to_dataframe", "plot"]
+
 # direction -> what, its format, its colour (told apart with any form of colour blindness)
 _PASSES = {
     "fwd": ("forward pass", E4M3, "#0072B2"),
@@ -58,48 +72,30 @@ _PASSES = {
 }
 
 
-def graph_to_rows(graph: Graph) -> list[dict[str, Any]]:
-    """The table as dictionaries, in the order of the graph's nodes.
-
-    Args:
-        graph: as ``model.scales_graph()`` returns it, or pruned.
-
-    Returns:
-        two rows, ``fwd`` and ``bwd``, for each floating-point tensor.
-    """
-    return [
-        {
-            "layer": node.meta["clean_name"],
-            "weight tensor": node.meta["requires_grad"],
-            "direction": direction,
-            "tensor type": ("grad_" if direction == "bwd" else "")
-            + ("w" if node.meta["requires_grad"] else "x"),
-            **{
-                Metrics.get_full_name(name): getattr(
-                    getattr(node.meta["metrics"], direction), name, None
-                )
-                for name in Metrics.names()
-            },
-        }
-        for node in graph.nodes
-        if "metrics" in node.meta
-        for direction in _PASSES
-    ]
-
-
 def graph_to_dataframe(g: Graph) -> Any:
-    """The table as a ``pandas.DataFrame``; where pandas is not installed, as `graph_to_rows`.
+    """The table as a ``pandas.DataFrame``; where pandas is not installed, as a list of dicts.
 
     Args:
         g: as ``model.scales_graph()`` returns it, or pruned.
     """
-    table = graph_to_rows(g)
+    rows = []
+    for node in g.nodes:
+        metrics, kind = node.meta.get("metrics"), "w" if node.meta["requires_grad"] else "x"
+        for direction in _PASSES if metrics else ():
+            data = getattr(metrics, direction)
+            first = {
+                "layer": node.meta["clean_name"],
+                "weight tensor": node.meta["requires_grad"],
+                "direction": direction,
+                "tensor type": f"grad_{kind}" if direction == "bwd" else kind,
+            }
+            numbers = [getattr(data, name, None) for name in Metrics.names()]
+            rows.append(first | dict(zip(Metrics.full_names(), numbers, strict=True)))
     try:
         from pandas import DataFrame  # type: ignore[import-untyped]
     except ImportError:
-        return table
-    columns = ["layer", "weight tensor", "direction", "tensor type", *Metrics.full_names()]
-    return DataFrame(table, columns=columns)
+        return rows
+    return DataFrame(rows)
 
 
 def plot(
@@ -173,75 +169,58 @@ def plot(
     return axes
 
 
-def example_batch(
-    tokenizer: Any,
-    batch_size: int,
-    seq_len: int,
-    texts: Sequence[str] | None = None,
-    seed: int = 1472,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch of token ids of real text.
+def analyse_module(
+    module: nn.Module,
+    inputs: Tensor | tuple[Any, ...],
+    backward: Tensor | None = None,
+    syntax_highlight: bool = False,
+) -> str:
+    """The calls that a module makes, each with the scales of its result, forward and backward.
 
     Args:
-        tokenizer: anything with ``encode(text)`` that returns ids, or an object with ``ids``; None
-            for the bytes of the text, 256 ids.
-        batch_size: B, how many sequences.
-        seq_len: S, how many tokens each.
-        texts: where they are cut from, at random; the documentation of `torch.nn` if None. One of
-            them has two tokens at least.
-        seed: of the choice.
+        module: what to run; a copy is run, the module and its gradients stay as they are.
+        inputs: its argument, or a tuple of them.
+        backward: the gradient of its output; None where the output is a scalar.
+        syntax_highlight: colour for terminals; needs pygments.
 
     Returns:
-        ``input_idxs``, ``attn_mask`` and ``labels``, each int64 (B, S) and contiguous. Labels are
-        the ids, one to the left. Where a text is too short, the mask and the ids are 0 and the
-        labels -100.
+        the code.
     """
-    if texts is None:
-        classes = [value for _, value in sorted(vars(nn).items()) if inspect.isclass(value)]
-        texts = [inspect.getdoc(cls) or "" for cls in classes]
-    found = [text.encode() if tokenizer is None else tokenizer.encode(text) for text in texts]
-    encoded = [ids for x in found if len(ids := list(getattr(x, "ids", x))) > 1]
-    generator = torch.Generator().manual_seed(seed)
-    length = seq_len + 1
-    ids_BS = torch.full((batch_size, length), IGNORED)
-    for row in ids_BS:
-        ids = encoded[int(torch.randint(len(encoded), (), generator=generator))]
-        start = int(torch.randint(max(len(ids) - length, 0) + 1, (), generator=generator))
-        cut = torch.tensor(ids[start : start + length])
-        row[: len(cut)] = cut
-    inputs, labels = ids_BS[:, :-1], ids_BS[:, 1:]
-    mask = (inputs != IGNORED).long()
-    # Models call .view(-1) on them.
-    return (inputs * mask).contiguous(), mask.contiguous(), labels.contiguous()
+    tracked = track_scales(module)
+    output = tracked(*inputs) if isinstance(inputs, tuple) else tracked(inputs)
+    output.backward(backward)
+    graph = tracked.scales_graph()  # type: ignore[operator]
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    names = ", ".join(["self", *(node.name for node in given)])
+    written = graph.python_code("self").src.rstrip().split("\n")[-len(nodes) :]
+    lines = [_annotated(f"def forward({names}):", given, names=True)]
+    for node, line in zip(nodes, written, strict=True):
+        lines.append(_annotated(f"    {_readable(line)}", [node]))
+    code = "\n".join(lines)
+    if not syntax_highlight:
+        return code
+    from pygments import formatters, highlight, lexers  # type: ignore[import-untyped]
+
+    return str(highlight(code, lexers.PythonLexer(), formatters.TerminalFormatter()))
 
 
-def visualiser(
-    model: nn.Module,
-    tokenizer: Any = None,
-    batch_size: int = 8,
-    seq_len: int = 64,
-    backward: bool = True,
-    texts: Sequence[str] | None = None,
-    seed: int = 1472,
-    **plot_kwargs: Any,
-) -> Axes:
-    """Plots the scales of a language model in one training step.
+def _readable(line: str) -> str:
+    """A line that torch.fx wrote, without the variables that it frees, and with short names."""
+    name, equals, call = line.strip().partition(" = ")
+    call = re.sub(r";  [\w =]+ = None$", "", call).replace(" = ", "=")
+    call = re.sub(r"\btorch\.(_C\._nn|nn\.functional)\.", "F.", call)
+    call = re.sub(r"\bfloat8_unit_scaling_functional_[a-z]+_", "U.", call)
+    call = re.sub(r'getattr\(([^(),]+), "(\d+)"\)', r"\1[\2]", call)
+    return name + equals + call
 
-    Args:
-        model: called as ``model(inputs, labels)`` with two int64 (B, S); returns the loss, or a
-            tuple that ends with it. It stays as it is, gradients included.
-        tokenizer, batch_size, seq_len, texts, seed: as for `example_batch`.
-        backward: show the gradients too.
-        **plot_kwargs: of `plot`.
 
-    Returns:
-        the axes of the plot.
-    """
-    inputs, _, labels = example_batch(tokenizer, batch_size, seq_len, texts, seed)
-    parameter = next(model.parameters(), inputs)
-    tracked = track_scales(model)
-    output = tracked(inputs.to(parameter.device), labels.to(parameter.device))
-    loss = output[-1] if isinstance(output, tuple) else output
-    if backward:
-        loss.backward()
-    return plot(tracked.scales_graph(), **plot_kwargs)  # type: ignore[operator]
+def _annotated(code: str, nodes: Iterable[Node], names: bool = False) -> str:
+    """A line of code with the standard deviations of tensors and of their gradients."""
+    scales = []
+    for node in nodes:
+        if (metrics := node.meta.get("metrics")) is not None:
+            backward = "n/a" if metrics.bwd is None else f"{metrics.bwd.std:.3}"
+            name = f"{node.name} " if names else ""
+            scales.append(f"{name}(-> {metrics.fwd.std:.3}, <- {backward})")
+    return f"{code}  {', '.join(scales)}" if scales else code
