@@ -141,6 +141,11 @@ class Float8Shard(Tensor):
         """Run an operation on the data, and on the scales where they change with the data."""
         (x, *others), kwargs = args, kwargs or {}
         if func is aten.copy_.default and isinstance(x, Float8Shard):
+            if not isinstance(others[0], (Float8Shard, Float8Tensor)):
+                raise TypeError(
+                    "a shard of a float8 weight takes float8 weights, not codes or numbers alone. "
+                    "broadcast_from_rank0=True sends no scales: let all ranks read the state dict"
+                )
             x.float8_data.copy_(others[0].float8_data)
             if x.has_rows:
                 x.scale.copy_(others[0].scale)
