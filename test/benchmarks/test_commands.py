@@ -30,6 +30,7 @@ COMMANDS = {
     ],
     "bench_optim": ["--quick", "--options", "float8", "--modes", "eager", *ONCE],
     "bench_numerics": ["--size", "cpu", "--batch", "2", "-n", "2", "--recipes", "delayed", *ONCE],
+    "bench_rollout": ["--steps", "1", "--recipes", "blockwise", "bfloat16"],
     "bench_sums": [*STUDY, "--seeds", "0"],
     "bench_quality": [*STUDY, "--contenders", "bf16", "tensorwise", "unit", "--seeds", "0"],
     "bench_alarms": [*STUDY, "--recipes", "--faults", "inf"],

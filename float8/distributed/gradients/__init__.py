@@ -3,7 +3,6 @@
 The method is that of FP8-LM (arXiv 2310.18313, section 2.1), on torch's own collectives. Read in
 this order: `reduction` (the arithmetic and its collectives), `state` (the counts), `attach`
 (`float8_gradients`, which puts both where DDP or FSDP2 reduces gradients).
-``python benchmarks/bench_gradients.py`` prints the error of the method.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def float8_gradients(
     the same arguments on all ranks. Whether the layers themselves are float8 does not matter.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
-    gradients on each rank; ``python benchmarks/bench_gradients.py``):
+    gradients on each rank):
 
     ====== =============== ==================== =============== ===================
     ranks  E4M3 all-reduce E4M3 reduce-scatter  E5M2 all-reduce bfloat16 all-reduce

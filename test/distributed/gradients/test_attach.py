@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from simulated_ranks import simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wire import Wire
 
-from benchmarks.bench_gradients import simulated
 from float8.distributed.gradients import float8_gradients, reduction
 from float8.distributed.gradients.attach import Float8ReduceScatter
 from float8.distributed.gradients.state import Float8Gradients
