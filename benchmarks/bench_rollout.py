@@ -1,7 +1,7 @@
 """Do the token probabilities of an engine agree with those of the trainer?
 
-A small Llama in bfloat16 learns bytes for some steps. Each recipe converts a copy of it, which
-`save_pretrained` writes. Log-probabilities of the float8 layers, on held-out bytes, are compared
+A small Llama learns bytes for some steps, and is rounded to bfloat16. Each recipe converts a copy
+of it, which `save_pretrained` writes. Log-probabilities of the float8 layers, on held-out bytes, are compared
 with those of three engines:
 
     Transformers   reads the file on a CPU: compressed-tensors casts inputs per token or 1x32, and

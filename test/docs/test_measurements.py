@@ -291,12 +291,14 @@ def communication():
 
 
 def rollout():
-    cells = "{weights}|{inputs}|{logp_difference:.4f}|{largest:.4f}|{kl:.4f}"
-    cells += "|{token_mult_prob_error:.4f}"
-    measured = result("cpu_rollout")["rows"]
-    body = [cells.format(**x).split("|") for x in measured if x["inputs"] == "float8 1x128"]
-    header = "weights of the engine | its inputs | mean difference of log p | largest | KL | error"
-    return markdown(header, body)
+    found, body = rows("cpu_rollout", "layer", "engine"), []
+    for recipe in [layer for layer, engine in found if engine == "load"]:
+        name, comma, changed = recipe.partition(",")
+        file, loaded, plain = (found[recipe, by] for by in ("Transformers", "load", "bfloat16"))
+        numbers = [file["logp_difference"], file["largest"], file["kl"]]
+        numbers += [loaded["logp_difference"], plain["logp_difference"]]
+        body.append([f"`{name}`{comma}{changed}", *(f"{number:.4f}" for number in numbers)])
+    return markdown("recipe | Transformers | largest | KL | `load` | bf16 weights", body)
 
 
 def learning_rates():
