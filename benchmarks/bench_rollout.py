@@ -1,8 +1,8 @@
 """Do the token probabilities of an engine agree with those of the trainer?
 
 A small Llama learns bytes for some steps, and is rounded to bfloat16. Each recipe converts a copy
-of it, which `save_pretrained` writes. Log-probabilities of the float8 layers, on held-out bytes, are compared
-with those of three engines:
+of it, which `save_pretrained` writes. Log-probabilities of the float8 layers, on held-out bytes,
+are compared with those of three engines:
 
     Transformers   reads the file on a CPU: compressed-tensors casts inputs per token or 1x32, and
                    files in blocks of 128x128 are dequantised, their inputs stay in bfloat16
