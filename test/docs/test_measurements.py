@@ -292,12 +292,14 @@ def communication():
 
 def rollout():
     found, body = rows("cpu_rollout", "layer", "engine"), []
+    noise = found["bfloat16", "float32"]["logp_difference"]
+    assert f"bf16 and float32 differ by {noise:.4f}" in read("checkpoints")
     for recipe in [layer for layer, engine in found if engine == "load"]:
         name, comma, changed = recipe.partition(",")
         file, loaded, plain = (found[recipe, by] for by in ("Transformers", "load", "bfloat16"))
-        numbers = [file["logp_difference"], file["largest"], file["kl"]]
-        numbers += [loaded["logp_difference"], plain["logp_difference"]]
-        body.append([f"`{name}`{comma}{changed}", *(f"{number:.4f}" for number in numbers)])
+        cells = [f"{file['logp_difference']:.4f}", f"{file['largest']:.4f}", f"{file['kl']:.5f}"]
+        cells += [f"{row['logp_difference']:.4f}" for row in (loaded, plain)]
+        body.append([f"`{name}`{comma}{changed}", *cells])
     return markdown("recipe | Transformers | largest | KL | `load` | bf16 weights", body)
 
 
