@@ -95,7 +95,7 @@ class Float8Shard(Tensor):
                 f"{type(module).__name__}: shard its float8 weight {tuple(outer_size)} along the "
                 f"first dimension, and by fewer than {ranks} ranks if some have none of it"
             )
-        if self.has_rows:
+        if self.has_rows and ranks > 1:  # of one rank FSDP2 copies the first tensor alone
             scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
             return (data, scale), (outer_size, self.scale, True)
         missing = ceil_div(outer_size[0], ranks) - len(data)

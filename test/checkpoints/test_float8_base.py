@@ -364,7 +364,7 @@ def layers_in_float8(seed: int, recipe: str) -> nn.Module:
     return float8.convert_to_float8_inference(layers, config=config)
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
 def test_a_whole_state_dict_is_gathered_and_loaded(rank, recipe):
     """As bytes, for gloo sends no float8; and as ``set_model_state_dict`` hands it over.
