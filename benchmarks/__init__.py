@@ -19,7 +19,7 @@ Times, on a GPU or a CPU:
 Bytes and errors, which need no GPU:
 
 - `bench_memory.py`: how much memory do float8 states, activations and weights save in training?
-- `bench_gradients.py`: what does reducing gradients in float8 do to their error?
+- `bench_rollout.py`: do token probabilities agree with those of an engine that reads the file?
 
 Studies of training quality, each many small trainings (`quality/study.py`):
 

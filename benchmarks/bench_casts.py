@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, w
 from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3 = torch.float8_e4m3fn
 KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"
 CONTENDERS = (KERNEL, EAGER, COMPILED)  # in the order in which they are measured
 TARGET = 0.9  # of copy bandwidth
@@ -48,34 +48,26 @@ COLUMNS = report.columns(
 
 @dataclass(frozen=True)
 class Cast:
-    """One op of `float8/kernels/gpu/`: its file, name, arguments after x, and bytes moved."""
+    """One op of `float8/kernels/gpu/`, in the file of its name; its arguments after x; bytes."""
 
-    file: str
     op: str
     arguments: tuple[Any, ...]
     bytes_per_element: float
-    compiles: bool = True  # whether the definition in plain PyTorch does
 
-    def on(self, x: Tensor) -> Callable[[], object]:
-        """The registered op: the kernel on CUDA."""
-        importlib.import_module(f"float8.kernels.gpu.{self.file}")
-        op = getattr(torch.ops.float8, self.op).default
-        return partial(op, x, *self.arguments_for(x))
-
-    def in_torch(self, x: Tensor, compiled: bool = False) -> Callable[[], object]:
-        """The op's definition in plain PyTorch."""
-        importlib.import_module(f"float8.kernels.gpu.{self.file}")
-        function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
-        if compiled:
+    def on(self, x: Tensor, contender: str) -> Callable[[], object]:
+        """The registered op, which is the kernel on CUDA, or its definition in plain PyTorch."""
+        importlib.import_module(f"float8.kernels.gpu.{self.op}")
+        function = getattr(torch.ops.float8, self.op).default
+        if contender != KERNEL:
+            function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
+        if contender == COMPILED:
             function = torch.compile(function, fullgraph=True, dynamic=False)
-        return partial(function, x, *self.arguments_for(x))
-
-    def arguments_for(self, x: Tensor) -> list[Any]:
-        """Those of the op after x, on its device."""
-        made: dict[str, Callable[[Tensor], Tensor]]
+        made: dict[Any, Callable[[Tensor], Tensor]]
         made = {ANOTHER: torch.randn_like, OFFSETS: _offsets}
-        values = [made[a](x) if isinstance(a, str) and a in made else a for a in self.arguments]
-        return [a.to(x.device) if isinstance(a, Tensor) else a for a in values]
+        values = [made[a](x) if a in made else a for a in self.arguments]
+        return partial(
+            function, x, *[a.to(x.device) if isinstance(a, Tensor) else a for a in values]
+        )
 
 
 def _offsets(x: Tensor) -> Tensor:
@@ -87,18 +79,9 @@ def _offsets(x: Tensor) -> Tensor:
 ANOTHER = "another matrix like x"
 OFFSETS = "the ends of groups of rows"
 SCALE = torch.full((1, 1), 0.01)
-NORMED = (torch.bfloat16, E4M3, False, True)  # a norm's result in bfloat16, cast both ways
-
-
-NORM, TOKENS = "norm_cast", "cast_tokens"
-BOTH = (True, True)  # orientations: the last two flags of an op's arguments
-
-
-def _tokens(rows: int, cols: int, bytes_per_element: float, scale: Tensor | None = None) -> Cast:
-    """`cast_tokens` in both orientations."""
-    scale_format = "float32" if rows == -1 else "power_of_two"
-    arguments = (OFFSETS, (rows, cols), E4M3, scale_format, scale, 16, *BOTH)
-    return Cast(TOKENS, TOKENS, arguments, bytes_per_element, compiles=False)
+WHOLE, ROW = (-1, -1), (1, -1)
+ONLY_ROWS, BOTH = (True, False), (True, True)  # orientations
+TOKENS = "cast_tokens"
 
 
 def _matrix(
@@ -109,38 +92,40 @@ def _matrix(
     return scale, block, E4M3, scale_format, True, *wanted, finds_amax
 
 
-WHOLE, ONLY_ROWS = (-1, -1), (True, False)
-MX_TOKENS = (OFFSETS, (1, 32), E4M3, "e8m0", None, 128, *BOTH)
-# name -> file, op, arguments, bytes per element; and the ops of experts' tokens
-ROWS: dict[str, tuple[Any, ...]] = {
-    "static rows": ("cast", "cast", _matrix(WHOLE, "float32", ONLY_ROWS, scale=SCALE), 3),
-    "static both": ("cast", "cast", _matrix(WHOLE, "float32", BOTH, scale=SCALE), 4),
-    "delayed both": (
-        "cast",
-        "cast",
-        _matrix(WHOLE, "float32", BOTH, SCALE, finds_amax=True),
-        4,
-    ),
-    "dynamic rows": ("cast", "cast", _matrix(WHOLE, "float32", ONLY_ROWS), 5),
-    "dynamic both": ("cast", "cast", _matrix(WHOLE, "float32", BOTH), 6),
-    "rowwise rows": ("cast", "cast", _matrix((1, -1), "power_of_two", ONLY_ROWS), 3),
-    "rowwise both": ("cast", "cast", _matrix((1, -1), "power_of_two", BOTH), 6),
-    "1x128 both": ("cast", "cast", _matrix((1, 128), "power_of_two", BOTH), 4),
-    "128x128 both": ("cast", "cast", _matrix((128, 128), "power_of_two", BOTH), 4),
-    "1x32 both": ("cast", "cast", _matrix((1, 32), "e8m0", BOTH), 4),
-    "1x32 tokens": (TOKENS, TOKENS, MX_TOKENS, 4, False),
-    "static rms norm": (NORM, NORM, (None, None, 1e-5, False, SCALE, *NORMED), 4),
-    "dynamic rms norm": (NORM, NORM, (None, None, 1e-5, False, None, *NORMED), 6),
-    "static layer norm": (NORM, NORM, (None, None, 1e-5, True, SCALE, *NORMED), 4),
-    "dynamic layer norm": (NORM, NORM, (None, None, 1e-5, True, None, *NORMED), 6),
-    "static swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, SCALE, E4M3, False), 5),
-    "dynamic swiglu": ("swiglu_cast", "swiglu_cast", (ANOTHER, None, E4M3, False), 9),
-}
-CASTS = {name: Cast(*row) for name, row in ROWS.items()} | {
-    "static tokens": _tokens(-1, -1, 4, SCALE),
-    "dynamic tokens": _tokens(-1, -1, 6),
-    "rowwise tokens": _tokens(1, -1, 6),
-    "1x128 tokens": _tokens(1, 128, 4),
+def _tokens(
+    block: tuple[int, int], scale_format: str, scale: Tensor | None = None, multiple: int = 16
+) -> tuple[Any, ...]:
+    """The arguments of `cast_tokens` after x."""
+    return OFFSETS, block, E4M3, scale_format, scale, multiple, *BOTH
+
+
+def _norm(is_layer_norm: bool, scale: Tensor | None) -> tuple[Any, ...]:
+    """The arguments of `norm_cast` after x: a result in bfloat16, cast both ways."""
+    return None, None, 1e-5, is_layer_norm, scale, torch.bfloat16, E4M3, False, True
+
+
+CASTS = {
+    "static rows": Cast("cast", _matrix(WHOLE, "float32", ONLY_ROWS, SCALE), 3),
+    "static both": Cast("cast", _matrix(WHOLE, "float32", BOTH, SCALE), 4),
+    "delayed both": Cast("cast", _matrix(WHOLE, "float32", BOTH, SCALE, finds_amax=True), 4),
+    "dynamic rows": Cast("cast", _matrix(WHOLE, "float32", ONLY_ROWS), 5),
+    "dynamic both": Cast("cast", _matrix(WHOLE, "float32", BOTH), 6),
+    "rowwise rows": Cast("cast", _matrix(ROW, "power_of_two", ONLY_ROWS), 3),
+    "rowwise both": Cast("cast", _matrix(ROW, "power_of_two", BOTH), 6),
+    "1x128 both": Cast("cast", _matrix((1, 128), "power_of_two", BOTH), 4),
+    "128x128 both": Cast("cast", _matrix((128, 128), "power_of_two", BOTH), 4),
+    "1x32 both": Cast("cast", _matrix((1, 32), "e8m0", BOTH), 4),
+    "1x32 tokens": Cast(TOKENS, _tokens((1, 32), "e8m0", multiple=128), 4),
+    "static rms norm": Cast("norm_cast", _norm(False, SCALE), 4),
+    "dynamic rms norm": Cast("norm_cast", _norm(False, None), 6),
+    "static layer norm": Cast("norm_cast", _norm(True, SCALE), 4),
+    "dynamic layer norm": Cast("norm_cast", _norm(True, None), 6),
+    "static swiglu": Cast("swiglu_cast", (ANOTHER, SCALE, E4M3, False), 5),
+    "dynamic swiglu": Cast("swiglu_cast", (ANOTHER, None, E4M3, False), 9),
+    "static tokens": Cast(TOKENS, _tokens(WHOLE, "float32", SCALE), 4),
+    "dynamic tokens": Cast(TOKENS, _tokens(WHOLE, "float32"), 6),
+    "rowwise tokens": Cast(TOKENS, _tokens(ROW, "power_of_two"), 6),
+    "1x128 tokens": Cast(TOKENS, _tokens((1, 128), "power_of_two"), 4),
 }
 
 
@@ -150,16 +135,13 @@ def measure(work: tuple[str, tuple[int, int], str], options: argparse.Namespace)
     torch.manual_seed(options.seed)
     cast = CASTS[name]
     x = torch.randn(shape, device=options.device, dtype=torch.bfloat16)
-    make = (
-        cast.on if contender == KERNEL else partial(cast.in_torch, compiled=contender == COMPILED)
-    )
     row: Row = {"shape": str(shape), "cast": name, "contender": contender}
     row["bytes_per_element"] = cast.bytes_per_element
     torch.compiler.reset()
     with torch._dynamo.config.patch(recompile_limit=64):
         makers = {
             harness.COPY: partial(harness.copier, options.device),
-            contender: partial(make, x),
+            contender: partial(cast.on, x, contender),
         }
         rounds = harness.take_turns(makers, options)
     row |= rounds.row(contender, harness.COPY)
@@ -195,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
         if contender in options.contenders and not (contender == KERNEL and on_cpu)
         for shape in options.shapes or (CPU_SHAPES if on_cpu else CUDA_SHAPES)
         for name in options.casts
-        if contender != COMPILED or CASTS[name].compiles
+        if (contender, CASTS[name].op) != (COMPILED, TOKENS)  # which does not compile
     ]
     measured = partial(measure, options=options)
     return report.run("bench_casts", argv, options, work, measured, COLUMNS)

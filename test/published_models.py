@@ -124,9 +124,10 @@ def model_of(name: str, seed: int = 0, **sizes: int) -> torch.nn.Module:
     return model
 
 
-def convert(model: torch.nn.Module, recipe: str = "rowwise") -> torch.nn.Module:
+def convert(
+    model: torch.nn.Module, config: str | float8.Float8LinearConfig = "rowwise"
+) -> torch.nn.Module:
     """In place, all but the head."""
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
     return float8.convert_to_float8_training(
         model, config=config, module_filter_fn=filters.skip_names("lm_head")
     )

@@ -47,7 +47,7 @@ FORMATS = {
     "attention_ms cast_ms other_ms idle_ms saved_ratio moved_ratio peak_gib std of_copy "
     "smaller smaller_per_gpu moved_bytes share_of_copy last_std target measured cast_gb "
     "predicted_ms",
-    ".4f": "loss",
+    ".4f": "loss logp_difference largest kl token_mult_prob_error",
     ".3g": "tflops baseline_tflops lr predicted published",
     ".1f": "sqnr_db optimum",
     ",.1f": "parameters_mib gradients_mib optimizer_mib activations_mib peak_mib per_gpu_mib",

@@ -52,10 +52,21 @@ def clip_grad_norm_(
             by_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p)
     norms = []
     for part in by_mesh.values():
-        grads = [p.grad for p in part if p.grad is not None]
+        grads = [_not_empty(p.grad) for p in part if p.grad is not None]
         norm = get_total_norm(grads, norm_type, foreach=foreach)
         norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     total = get_total_norm(norms, norm_type, error_if_nonfinite)
     for part in by_mesh.values():
         clip_grads_with_norm_(part, max_norm, total, foreach)
     return total
+
+
+def _not_empty(grad: Tensor) -> Tensor:
+    """A gradient, or a zero if this rank's shard is empty: torch's norm ``inf`` refuses it.
+
+    The other ranks would wait for this one.
+    """
+    if not isinstance(grad, DTensor) or grad.to_local().numel():
+        return grad
+    zero = grad.to_local().new_zeros((1,) * grad.dim())
+    return DTensor.from_local(zero, grad.device_mesh, grad.placements)

@@ -54,7 +54,7 @@ def float8_gradients(
     not matter.
 
     The error, as signal to noise of the reduced gradient against float64 (independent normal
-    gradients on each rank; ``python benchmarks/bench_gradients.py``):
+    gradients on each rank):
 
     ====== =============== ==================== =============== ===================
     ranks  E4M3 all-reduce E4M3 reduce-scatter  E5M2 all-reduce bfloat16 all-reduce

@@ -120,7 +120,7 @@ class Muon(QuantizedOptimizer):
                     'with "kind": "adamw"'
                 )
             rows = group.get("slice_rows")
-            if rows is not None and (rows < 1 or p.shape[-2] % rows):
+            if rows is not None and (type(rows) is not int or rows < 1 or p.shape[-2] % rows):
                 raise ValueError(f"{describe(index, p, group)} has no whole slices of {rows} rows")
 
     def moments_of(self, group: Mapping[str, Any]) -> dict[str, str]:

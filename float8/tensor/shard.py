@@ -94,7 +94,7 @@ class Float8Shard(Tensor):
                 f"{type(module).__name__}: shard its float8 weight {tuple(outer_size)} along the "
                 f"first dimension, and by fewer than {ranks} ranks if some have none of it"
             )
-        if self.has_rows:
+        if self.has_rows and ranks > 1:  # of one rank FSDP2 copies the first tensor alone
             scale = self.scale.view(torch.uint8) if is_e8m0(self.scale) else self.scale
             return (data, scale), (outer_size, self.scale, True)
         missing = ceil_div(outer_size[0], ranks) - len(data)
@@ -140,6 +140,11 @@ class Float8Shard(Tensor):
         """Run an operation on the data, and on the scales where they change with the data."""
         (x, *others), kwargs = args, kwargs or {}
         if func is aten.copy_.default and isinstance(x, Float8Shard):
+            if not isinstance(others[0], (Float8Shard, Float8Tensor)):
+                raise TypeError(
+                    "a shard of a float8 weight takes float8 weights, not codes or numbers alone. "
+                    "broadcast_from_rank0=True sends no scales: let all ranks read the state dict"
+                )
             x.float8_data.copy_(others[0].float8_data)
             if x.has_rows:
                 x.scale.copy_(others[0].scale)

@@ -30,6 +30,7 @@ COMMANDS = {
     ],
     "bench_optim": ["--quick", "--options", "float8", "--modes", "eager", *ONCE],
     "bench_numerics": ["--size", "cpu", "--batch", "2", "-n", "2", "--recipes", "delayed", *ONCE],
+    "bench_rollout": ["--steps", "1", "--recipes", "blockwise", "bfloat16"],
     "bench_sums": [*STUDY, "--seeds", "0"],
     "bench_quality": [*STUDY, "--contenders", "bf16", "tensorwise", "unit", "--seeds", "0"],
     "bench_alarms": [*STUDY, "--recipes", "--faults", "inf"],
@@ -40,8 +41,11 @@ COMMANDS = {
 IN_A_PROCESS = "bench_alarms"  # the runs of the other studies are made here: it takes less time
 
 
+@pytest.mark.filterwarnings("ignore:Using FP8 quantized models requires a GPU")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_writes_a_result_file(name, tmp_path, monkeypatch):
+    if name == "bench_rollout":
+        pytest.importorskip("transformers")
     if name != IN_A_PROCESS:
         monkeypatch.setattr(study, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
     file = tmp_path / "out.json"

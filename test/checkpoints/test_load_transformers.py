@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +12,16 @@ from assertions import assert_bitwise, assert_sqnr_at_least
 from torch import nn
 
 import float8
-from float8 import Float8Linear
+from float8 import CastConfig, Float8Linear, Float8LinearConfig, Rowwise
 from float8.checkpoints import load, save_pretrained
 
 transformers = pytest.importorskip("transformers")
 from published_models import convert, model_of  # noqa: E402
 
+EXACT = replace(
+    Float8LinearConfig.from_recipe_name("rowwise"),
+    cast_config_input=CastConfig(granularity=Rowwise()),
+)
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
@@ -47,6 +53,28 @@ def test_no_parameter_keeps_what_it_had(recipe, weights, tmp_path):
         found = found.dequantize() if isinstance(found, float8.Float8Tensor) else found
         for own, its in zip(found.detach(), expected.detach(), strict=True):
             assert bool(((own - its).abs() <= its.abs() / 16 + 2**-9 * its.abs().max()).all()), name
+
+
+@pytest.mark.parametrize(
+    ("recipe", "same"),
+    [
+        ("tensorwise", False),
+        ("rowwise", False),
+        (EXACT, True),
+        ("blockwise", True),
+        ("mxfp8", True),
+    ],
+)
+def test_a_file_has_the_trainers_numbers_if_inputs_are_cast_as_engines_cast_them(
+    recipe, same, tmp_path
+):
+    """Engines cast tokens by the largest magnitude over 448, which is no power of two."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "tie_word_embeddings": False}
+    plain = model_of("llama", **sizes).bfloat16()
+    trainer = convert(copy.deepcopy(plain), recipe)
+    save_pretrained(trainer, tmp_path)
+    served = load(plain, tmp_path, "float8")
+    assert torch.equal(logits(served), logits(trainer)) == same
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -152,6 +152,23 @@ def test_a_norm_that_is_not_finite(rank):
     assert clip_grad_norm_(model.parameters(), 1.0).isnan()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_one_rank_has_nothing_of_a_parameter(rank, norm_type):
+    """torch refuses the largest element of an empty shard, while the other rank waits."""
+    whole = [torch.randn(shape) for shape in ((1, 3), (4, 1), (5,))]
+    for x in whole:
+        dist.broadcast(x, 0)
+    mesh, parameters = mesh_of("dp"), []
+    for x, placement in zip(whole, (Shard(0), Shard(1), None), strict=True):
+        p = x.clone() if placement is None else distribute_tensor(x, mesh, [placement])
+        parameters.append(nn.Parameter(torch.zeros_like(p)))
+        parameters[-1].grad = p
+    expected = torch.linalg.vector_norm(torch.cat([x.flatten() for x in whole]), norm_type)
+    torch.testing.assert_close(clip_grad_norm_(parameters, 1e-3, norm_type), expected)
+    torch.testing.assert_close(clip_grad_norm_(parameters, 1.0, norm_type), torch.tensor(1e-3))
+
+
 class Experts(nn.Module):
     """As torchtitan's: rows are sorted by expert."""
 

@@ -13,13 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from simulated_ranks import simulated
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from wire import Wire
 
-from benchmarks.bench_gradients import simulated
 from float8.distributed import gradient_reduction as reduction
 from float8.distributed.gradients import Float8ReduceScatter, float8_gradients
 from float8.formats import E4M3, E5M2

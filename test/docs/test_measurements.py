@@ -293,12 +293,16 @@ def communication():
 
 
 def rollout():
-    cells = "{weights}|{inputs}|{logp_difference:.4f}|{largest:.4f}|{kl:.4f}"
-    cells += "|{token_mult_prob_error:.4f}"
-    measured = result("cpu_rollout")["rows"]
-    body = [cells.format(**x).split("|") for x in measured if x["inputs"] == "float8 1x128"]
-    header = "weights of the engine | its inputs | mean difference of log p | largest | KL | error"
-    return markdown(header, body)
+    found, body = rows("cpu_rollout", "layer", "engine"), []
+    noise = found["bfloat16", "float32"]["logp_difference"]
+    assert f"bf16 and float32 differ by {noise:.4f}" in read("checkpoints")
+    for recipe in [layer for layer, engine in found if engine == "load"]:
+        name, comma, changed = recipe.partition(",")
+        file, loaded, plain = (found[recipe, by] for by in ("Transformers", "load", "bfloat16"))
+        cells = [f"{file['logp_difference']:.4f}", f"{file['largest']:.4f}", f"{file['kl']:.5f}"]
+        cells += [f"{row['logp_difference']:.4f}" for row in (loaded, plain)]
+        body.append([f"`{name}`{comma}{changed}", *cells])
+    return markdown("recipe | Transformers | largest | KL | `load` | bf16 weights", body)
 
 
 def learning_rates():

@@ -316,7 +316,7 @@ def test_a_sharded_checkpoint_of_1_0_0_has_all_that_a_group_asks_for():
     assert sliced.state_dict()["param_groups"][0]["slice_rows"] == 2
 
 
-@pytest.mark.parametrize("rows", [0, -8, 7, 96])
+@pytest.mark.parametrize("rows", [0, -8, 7, 96, 8.0])
 def test_slices_that_do_not_divide_the_rows_are_refused(rows):
     with pytest.raises(ValueError, match=f"no whole slices of {rows} rows"):
         Muon([{"params": [nn.Parameter(torch.ones(48, 40))], "slice_rows": rows}])

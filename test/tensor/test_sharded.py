@@ -95,5 +95,7 @@ def test_fsdp_stores_bytes_of_its_rows_and_their_scales_or_all(mesh, granularity
     assert_bitwise(shard.float8_data, q.float8_data[:3])
     assert shard.float8_data.untyped_storage().nbytes() == 3 * 24
     assert_bitwise(shard.scale, q.scale[:3] if has_rows and rows == 6 else q.scale)
+    with pytest.raises(TypeError, match="broadcast_from_rank0=True sends no scales"):
+        shard.copy_(shard.float8_data)  # torch does so for that option
     with pytest.raises(ValueError, match=r"call requires_grad_\(False\)"):
         fully_shard(nn.ParameterList([nn.Parameter(q)]), mesh=mesh)

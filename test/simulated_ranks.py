@@ -1,20 +1,20 @@
-"""How accurate is a mean of gradients that is reduced in float8?
+"""A mean of gradients that is reduced in float8 by N ranks, in one process.
 
+<<<<<<< HEAD:benchmarks/bench_gradients.py
 Prints the error of `float8_gradients` for several numbers of ranks, and that of a bfloat16
 all-reduce. No processes are started: `simulated` runs the arithmetic of
 `float8.distributed.gradient_reduction` for N ranks in one process, to the same bits.
+=======
+`simulated` runs the arithmetic of `float8.distributed.gradients.reduction` to the same bits.
+`error_on` compares it with a bfloat16 all-reduce, a ring's: each rank's gradient over N in
+bfloat16, and every hop rounds its partial sum to bfloat16.
+>>>>>>> issue47:test/simulated_ranks.py
 
-SQNR is ``10 log10(sum(mean^2) / sum((reduced - mean)^2))``, the mean in float64. The bfloat16
-all-reduce is a ring's: each rank's gradient over N in bfloat16, and every hop rounds its partial
-sum to bfloat16.
-
-    python benchmarks/bench_gradients.py
-    python benchmarks/bench_gradients.py --ranks 2 8
+SQNR is ``10 log10(sum(mean^2) / sum((reduced - mean)^2))``, the mean in float64.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,10 +22,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD:benchmarks/bench_gradients.py
 from float8.distributed import gradient_reduction as reduction
 from float8.formats import E4M3, E5M2, Format
+=======
+from float8.distributed.gradients import reduction
+from float8.formats import E4M3, Format
+>>>>>>> issue47:test/simulated_ranks.py
 
-RANKS = (2, 4, 8, 64, 512)
 ELEMENTS = 1 << 15
 
 
@@ -110,25 +114,3 @@ def error_on(
     return Error(
         ranks, sqnr(whole, exact), sqnr(half, exact), sqnr(ring_bfloat16(gradients), exact)
     )
-
-
-def main() -> None:
-    """Print a table for each format and kind of gradient, a row per number of ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS), help="how many")
-    ranks = parser.parse_args().ranks
-    if min(ranks) < 1:
-        parser.error(f"argument --ranks: {min(ranks)} is not a positive number")
-    for fmt in (E4M3, E5M2):
-        for gradient in (independent, agreeing):
-            print(f"\n{fmt}, {gradient.__name__} gradients")
-            print("ranks   all-reduce   reduce-scatter   bfloat16 all-reduce")
-            for e in (error_on(count, gradient, fmt) for count in ranks):
-                both = f"{e.all_reduce:9.1f} dB {e.reduce_scatter:13.1f} dB"
-                print(f"{e.ranks:5} {both} {e.bfloat16:18.1f} dB")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,20 +1,23 @@
-"""The docstring of `float8_gradients` states the errors that `bench_gradients` prints."""
+"""The errors that the docstring of `float8_gradients` states."""
 
 import torch
+from simulated_ranks import agreeing, error_on, simulated
 
-from benchmarks.bench_gradients import error_on, simulated
 from float8.distributed.gradients import float8_gradients
 from float8.formats import E4M3, E5M2
 
 
-def test_the_docstring_states_the_printed_errors():
-    lines = [line.split() for line in (float8_gradients.__doc__ or "").splitlines()]
-    for ranks in (2, 8):
+def test_the_docstring_states_the_errors():
+    text = float8_gradients.__doc__ or ""
+    lines = [line.split() for line in text.splitlines()]
+    for ranks in (2, 8, 64, 512):
         e4m3, e5m2 = error_on(ranks), error_on(ranks, fmt=E5M2)
-        printed = (e4m3.all_reduce, e4m3.reduce_scatter, e5m2.all_reduce, e4m3.bfloat16)
+        found = (e4m3.all_reduce, e4m3.reduce_scatter, e5m2.all_reduce, e4m3.bfloat16)
         stated = next(line for line in lines if line[:1] == [str(ranks)])[1:]
-        for cell, value in zip(stated, printed, strict=True):
-            assert abs(float(cell) - value) < 0.3, (ranks, stated, printed)
+        for cell, value in zip(stated, found, strict=True):
+            assert abs(float(cell) - value) < 0.3, (ranks, stated, found)
+    e = error_on(512, agreeing)
+    assert f"{e.all_reduce:.1f} dB on 512 ranks,\n    bfloat16 {e.bfloat16:.1f}." in text
 
 
 def test_the_error_does_not_grow_with_the_number_of_ranks():
