@@ -20,7 +20,7 @@ STUDY = ["--quick", "--jobs", "1", "--data", TEXT]
 COMMANDS = {
     "bench_matmul": ["--shapes", "32,64,48", *ONCE],
     "bench_linear": ["--shapes", "32,64,48", "--recipes", "static", "--no-peer", *ONCE],
-    "bench_casts": ["--shapes", "32,64", "--casts", "static both", "--contenders", "eager", *ONCE],
+    "bench_casts": ["--shapes", "32,64", "--casts", "static both", *ONCE],
     "bench_model": ["--size", "tiny", "--blocks", "1", *OURS, *ONCE],
     "bench_grouped_mm": ["--shapes", "64,32,48,2", *OURS, *ONCE],
     "bench_memory": ["--quick", "--ways", "bf16", "tensorwise+saved_activations+float8_adamw"],
@@ -33,8 +33,6 @@ COMMANDS = {
     "bench_sums": [*STUDY, "--seeds", "0"],
     "bench_quality": [*STUDY, "--contenders", "bf16", "tensorwise", "unit", "--seeds", "0"],
     "bench_alarms": [*STUDY, "--recipes", "--faults", "inf"],
-    "bench_unit_gpt": [*STUDY, "--contenders", "bf16", "naive"],
-    "bench_bert": [*STUDY, "--models", "unit", "--seeds", "0"],
     "bench_mup_transfer": [*STUDY, "--variant", "u-mup", "mus", "--octaves", "-1", "0"],
 }
 IN_A_PROCESS = "bench_alarms"  # the runs of the other studies are made here: it takes less time
