@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from benchmarks import bench_alarms
 from benchmarks.bench_alarms import FAULTS, HEALTHY, watch
 from benchmarks.measuring.report import ROOT
-from benchmarks.quality import study
+from benchmarks.models import text
+from benchmarks.quality import study, sums
 
 TEXT = str(ROOT / "float8" / "numerics")
 ONCE = ["--device", "cpu", "--repeats", "1", "--warmup", "1"]
@@ -42,8 +45,11 @@ IN_A_PROCESS = "bench_alarms"  # the runs of the other studies are made here: it
 def test_a_command_writes_a_result_file(name, tmp_path, monkeypatch):
     if name != IN_A_PROCESS:
         monkeypatch.setattr(study, "ProcessPoolExecutor", lambda *_: ThreadPoolExecutor(1))
+    monkeypatch.setattr(sums, "LARGE", math.inf)  # nothing is compiled
+    monkeypatch.setattr(text, "installed", lambda: text.load(Path(TEXT)))
     file = tmp_path / "out.json"
     bench = importlib.import_module(f"benchmarks.{name}")
+    monkeypatch.setattr(bench, "alone", lambda measure, *of_it: measure(*of_it), raising=False)
     assert bench.main([*COMMANDS[name], "-o", str(file)]) in (0, 1)  # 1: a target of larger sizes
     report = json.loads(file.read_text())
     assert report["benchmark"] == name
