@@ -365,16 +365,20 @@ def test_gate_and_up_in_float8_by_the_ops_of_a_gpu(kind, config):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "ops"),
-    [(Two, "delayed", True), (One, "tensorwise", True), (Two, "mxfp8", False)],
+    ("kind", "name", "ops", "backend"),
+    [
+        *((Two, "delayed", True, "aot_eager"), (One, "tensorwise", True, "aot_eager")),
+        (Two, "mxfp8", False, "aot_eager"),
+        pytest.param(Two, "delayed", True, "inductor", marks=pytest.mark.slow),
+    ],
 )
-def test_compiled(kind, name, ops):
+def test_compiled(kind, name, ops, backend):
     torch._dynamo.reset()
     _, fused = both(kind, RECIPES[name])
     x, g = operands()
     with by_ops() if ops else nullcontext():
         expected = step(fused, x, g)
-        fused.compile(fullgraph=True)
+        fused.compile(fullgraph=True, backend=backend)
         got = step(fused, x, g)
     for each in expected:
         assert_bitwise(got[each], expected[each], each)
