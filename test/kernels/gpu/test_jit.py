@@ -18,6 +18,7 @@ import triton.language as tl
 
 from float8.kernels.gpu.launch import NO_FUSION
 from scripts.kernel_tools.forms import Variant, compile_for
+from scripts.kernel_tools.ptx import fusible, parse
 from scripts.kernel_tools.shipped import variants
 
 pytestmark = pytest.mark.slow
@@ -41,8 +42,11 @@ def is_ours(kind, register):
 
 
 @pytest.mark.parametrize("variant", FIRST, ids=lambda v: v.name)
-def test_every_conversion_is_ours(variant):
-    assert not others(compile_for(variant, "sm_89").asm["ptx"])
+def test_every_conversion_is_ours_and_ptxas_fuses_nothing(variant):
+    """A product that it fused with a sum would have other bits."""
+    ptx = compile_for(variant, "sm_89").asm["ptx"]
+    assert not others(ptx)
+    assert fusible(parse(ptx)) == []
 
 
 @triton.jit
