@@ -98,14 +98,11 @@ def agreeing(rank: int, n: int) -> Tensor:
 
 
 def error_on(
-    ranks: int,
-    gradient: Callable[[int, int], Tensor] = independent,
-    fmt: Format = E4M3,
-    n: int = ELEMENTS,
+    ranks: int, gradient: Callable[[int, int], Tensor] = independent, fmt: Format = E4M3
 ) -> Error:
     """The error on ``ranks`` ranks; ``gradient(rank, n)`` makes the gradient of each."""
-    gradients = [gradient(rank, n) for rank in range(ranks)]
-    exact = sum((g.double() for g in gradients), torch.zeros(n, dtype=torch.float64)) / ranks
+    gradients = [gradient(rank, ELEMENTS) for rank in range(ranks)]
+    exact = sum((g.double() for g in gradients), torch.zeros(ELEMENTS, dtype=torch.float64)) / ranks
     whole, half = simulated(gradients, fmt)
     return Error(
         ranks, sqnr(whole, exact), sqnr(half, exact), sqnr(ring_bfloat16(gradients), exact)

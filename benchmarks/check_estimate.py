@@ -133,9 +133,9 @@ class Check:
         return "\n".join([*lines, f"{len(self.rows) - len(self.tests)} rows determined a rate"])
 
 
-def predicted_against_published(file: str | Path = FILE) -> Check:
+def predicted_against_published() -> Check:
     """Every published row with its prediction, and those of `measured_files`."""
-    published = json.loads(Path(file).read_text(encoding="utf-8"))
+    published = json.loads(FILE.read_text(encoding="utf-8"))
     boards = {row["board"]: board_of(row["board"]) for row in published["rows"]}
     rows = [
         Compared(

@@ -51,12 +51,6 @@ def times(ratio, digits=2):
     return f"{ratio:.{digits}f}x"
 
 
-def spread(values, form="+.2f", unit=" %"):
-    """Mean and standard deviation."""
-    mean, deviation = statistics.fmean(values), statistics.stdev(values)
-    return f"{mean:{form}} ± {deviation:{form.strip('+')}}{unit}"
-
-
 def gib(row, *parts):
     return [f"{row[f'{part}_mib'] / 1024:,.1f}" for part in parts]
 
