@@ -26,8 +26,6 @@ Studies of training quality, each many small trainings (`quality/study.py`):
 - `bench_quality.py`: how much worse than bf16 does a model end in each recipe?
 - `bench_alarms.py`: do alarms stay silent in healthy trainings, and start soon after a fault?
 - `bench_mup_transfer.py`: does the best learning rate of a narrow model hold for a wide one?
-- `bench_bert.py`: does a unit-scaled BERT train in float16 and float8 as in float32?
-- `bench_unit_gpt.py`: does nanoGPT train in float8 without any scale, plain and unit-scaled?
 
 `figures.py` draws result files. `measuring/` is shared by the scripts, `models/` contains the
 model that they train and its text, and `results/` keeps what was measured where. Each script runs

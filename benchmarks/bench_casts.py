@@ -1,4 +1,4 @@
-"""Are the cast kernels as fast as memory? Compares them with a copy, torch eager and torch.compile.
+"""Are the cast kernels as fast as memory? Compares them with a copy.
 
 A cast only moves bytes, so its limit is the bandwidth that a copy of a large buffer
 reaches on this device, measured in the same rounds:
@@ -6,19 +6,18 @@ reaches on this device, measured in the same rounds:
     of copy = (bytes per element that the kernel must move * elements / time) / copy bandwidth
 
 A kernel should reach 90 % of it. `bytes/element` is the count in the kernel's docstring for a
-bfloat16 source (read, written once per orientation; SwiGLU reads two). Three contenders do the same
-work: `kernel` is what the library runs on CUDA, `eager` the same op in plain PyTorch, `compiled`
-that under torch.compile. Kernels are measured first, on the first shape and then on the others, so
-that a short run on a GPU has them. On a CPU there are no kernels; there the library runs `eager`.
+bfloat16 source (read, written once per orientation; SwiGLU reads two). On a CPU there are no
+kernels; there the same op runs in plain PyTorch.
 
     python benchmarks/bench_casts.py -o casts.json
-    python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both" --contenders kernel
+    python benchmarks/bench_casts.py --shapes 8192,8192 --casts "static both"
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,12 +35,10 @@ from benchmarks.measuring import harness, report
 from benchmarks.measuring.harness import Row
 
 E4M3 = torch.float8_e4m3fn
-KERNEL, EAGER, COMPILED = "kernel", "eager", "compiled"
-CONTENDERS = (KERNEL, EAGER, COMPILED)  # in the order in which they are measured
 TARGET = 0.9  # of copy bandwidth
 CPU_SHAPES, CUDA_SHAPES = ((2048, 4096),), ((8192, 8192), (16384, 28672))
 COLUMNS = report.columns(
-    "shape cast contender bytes_per_element ms min_ms max_ms gbps of_copy met error",
+    "shape cast bytes_per_element ms min_ms max_ms gbps of_copy met error",
     shape="shape (M,K)", bytes_per_element="bytes/element", gbps="GB/s", met="at least 0.9",
 )  # fmt: skip
 
@@ -54,20 +51,14 @@ class Cast:
     arguments: tuple[Any, ...]
     bytes_per_element: float
 
-    def on(self, x: Tensor, contender: str) -> Callable[[], object]:
-        """The registered op, which is the kernel on CUDA, or its definition in plain PyTorch."""
+    def on(self, x: Tensor) -> Callable[[], object]:
+        """The op, with its arguments on the device of x."""
         importlib.import_module(f"float8.kernels.gpu.{self.op}")
-        function = getattr(torch.ops.float8, self.op).default
-        if contender != KERNEL:
-            function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
-        if contender == COMPILED:
-            function = torch.compile(function, fullgraph=True, dynamic=False)
+        op = getattr(torch.ops.float8, self.op).default
         made: dict[Any, Callable[[Tensor], Tensor]]
         made = {ANOTHER: torch.randn_like, OFFSETS: _offsets}
         values = [made[a](x) if a in made else a for a in self.arguments]
-        return partial(
-            function, x, *[a.to(x.device) if isinstance(a, Tensor) else a for a in values]
-        )
+        return partial(op, x, *[a.to(x.device) if isinstance(a, Tensor) else a for a in values])
 
 
 def _offsets(x: Tensor) -> Tensor:
@@ -129,29 +120,22 @@ CASTS = {
 }
 
 
-def measure(work: tuple[str, tuple[int, int], str], options: argparse.Namespace) -> list[Row]:
-    """One contender, timed in turns with a copy."""
-    contender, shape, name = work
+def measure(work: tuple[tuple[int, int], str], options: argparse.Namespace) -> list[Row]:
+    """One cast, timed in turns with a copy."""
+    shape, name = work
     torch.manual_seed(options.seed)
     cast = CASTS[name]
     x = torch.randn(shape, device=options.device, dtype=torch.bfloat16)
-    row: Row = {"shape": str(shape), "cast": name, "contender": contender}
-    row["bytes_per_element"] = cast.bytes_per_element
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
-        makers = {
-            harness.COPY: partial(harness.copier, options.device),
-            contender: partial(cast.on, x, contender),
-        }
-        rounds = harness.take_turns(makers, options)
-    row |= rounds.row(contender, harness.COPY)
+    row: Row = {"shape": str(shape), "cast": name, "bytes_per_element": cast.bytes_per_element}
+    makers = {harness.COPY: partial(harness.copier, options.device), name: partial(cast.on, x)}
+    rounds = harness.take_turns(makers, options)
+    row |= rounds.row(name, harness.COPY)
     row.pop("ratio", None)  # of a cast's time to another work's
-    if contender in rounds.samples:
+    if name in rounds.samples:
         bandwidth = harness.COPIED / median(rounds.samples[harness.COPY])
-        rate = cast.bytes_per_element * x.numel() / median(rounds.samples[contender])
+        rate = cast.bytes_per_element * x.numel() / median(rounds.samples[name])
         row |= {"gbps": rate / 1e9, "of_copy": rate / bandwidth, "copy_gbps": bandwidth / 1e9}
-        if contender == KERNEL:
-            row["met"] = "yes" if row["of_copy"] >= TARGET else "no"
+        row["met"] = "yes" if row["of_copy"] >= TARGET else "no"
     return [row]
 
 
@@ -168,17 +152,9 @@ def main(argv: Sequence[str]) -> int:
     parser = harness.parser(__doc__)
     parser.add_argument("--shapes", nargs="+", type=matrix, metavar="M,K")
     parser.add_argument("--casts", nargs="+", choices=list(CASTS), default=list(CASTS))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     options = parser.parse_args(argv)
-    on_cpu = harness.on_cpu(options)
-    work = [
-        (contender, shape, name)
-        for contender in CONTENDERS
-        if contender in options.contenders and not (contender == KERNEL and on_cpu)
-        for shape in options.shapes or (CPU_SHAPES if on_cpu else CUDA_SHAPES)
-        for name in options.casts
-        if (contender, CASTS[name].op) != (COMPILED, TOKENS)  # which does not compile
-    ]
+    shapes = options.shapes or (CPU_SHAPES if harness.on_cpu(options) else CUDA_SHAPES)
+    work = list(itertools.product(shapes, options.casts))
     measured = partial(measure, options=options)
     return report.run("bench_casts", argv, options, work, measured, COLUMNS)
 

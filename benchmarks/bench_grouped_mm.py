@@ -40,7 +40,7 @@ from benchmarks.measuring import contenders, harness, report, shapes
 from benchmarks.measuring.contenders import SCALED
 from benchmarks.measuring.harness import Row
 from benchmarks.measuring.report import PEER
-from benchmarks.measuring.shapes import EXPERTS, SMALL, Shape
+from benchmarks.measuring.shapes import EXPERTS, Shape
 from benchmarks.measuring.step import Step, compiled, in_turns, moved_by_casts
 from float8 import (
     cached_weights,
@@ -56,7 +56,7 @@ from float8.linear.plan import plan_for
 
 BASELINE, CACHED = "F.grouped_mm", "cached"
 MULTIPLE = 32  # of the size of a group
-TARGET = Shape(4096, 512, 1024, 8)
+ON_CPU = Shape(4096, 512, 1024, 8)
 PEERS = {"rowwise": "_to_fp8_rowwise_then_scaled_grouped_mm",
          "mxfp8": "_to_mxfp8_then_scaled_grouped_mm"}  # fmt: skip
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -168,13 +168,13 @@ def measure(work: tuple[Shape, str], options: argparse.Namespace) -> list[Row]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The options, with what depends on the machine filled in."""
     parser = harness.parser(__doc__)
-    shapes.add_option(parser, EXPERTS | {"small": SMALL}, "T,K,N,E")
+    shapes.add_option(parser, EXPERTS, "T,K,N,E")
     # Histories of amaxes belong to a layer's cast, which a function does not have.
     contenders.add_options(parser, tuple(recipe for recipe in SCALED if recipe != "delayed"))
     options = parser.parse_args(argv)
     contenders.check(parser, options)
     everything = [shape for group in EXPERTS.values() for shape in group]
-    default = (TARGET, *SMALL) if harness.on_cpu(options) else everything
+    default = [ON_CPU] if harness.on_cpu(options) else everything
     options.shapes = shapes.chosen(options.shapes, default)
     return options
 

@@ -14,7 +14,7 @@ E4M3 operand carries 3 mantissa bits.
 `rowwise` is also measured with fast accumulation, which means something on a GPU alone.
 
     python benchmarks/bench_matmul.py -o matmul.json
-    python benchmarks/bench_matmul.py --shapes 2048,1024,4096 --granularities rowwise
+    python benchmarks/bench_matmul.py --shapes 2048,1024,4096
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ GRANULARITIES = {
     "mx": (Blockwise(1, 32), Blockwise(1, 32)),
 }
 FAST = "rowwise_fast"
-CHOICES = (*GRANULARITIES, FAST)
 CPU_SHAPES = (Shape(512, 1024, 1024), Shape(512, 1024, 4096))
 COLUMNS = report.columns(
     "shape granularity baseline_ms ms min_ms max_ms baseline_tflops tflops ratio sqnr_db error",
@@ -79,10 +78,11 @@ def products(
 def measure(shape: Shape, options: argparse.Namespace) -> list[harness.Row]:
     """One row per granularity, timed in turns with bf16."""
     torch.manual_seed(options.seed)
-    makers = products(shape, options.granularities, options.device)
+    names = [*GRANULARITIES, *([] if harness.on_cpu(options) else [FAST])]
+    makers = products(shape, names, options.device)
     rounds = harness.take_turns(makers, options)
     rows: list[harness.Row] = []
-    for name in options.granularities:
+    for name in names:
         row: harness.Row = {**shape.row, "granularity": name}
         row |= rounds.row(name, BASELINE)
         if name in rounds.samples:
@@ -102,15 +102,10 @@ def main(argv: Sequence[str]) -> int:
     """Measure every shape; 1 if a product failed (a refusal is no failure)."""
     parser = harness.parser(__doc__)
     shapes.add_option(parser, shapes.LINEAR)
-    parser.add_argument(
-        "--granularities", nargs="+", choices=CHOICES, help="on a CPU, the first four"
-    )
     options = parser.parse_args(argv)
     on_cpu = harness.on_cpu(options)
-    options.granularities = list(options.granularities or (GRANULARITIES if on_cpu else CHOICES))
-    options.shapes = shapes.chosen(
-        options.shapes, CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
-    )
+    default = CPU_SHAPES if on_cpu else (*LLAMA3_70B, *LLAMA3_8B)
+    options.shapes = shapes.chosen(options.shapes, default)
     measured = partial(measure, options=options)
     return report.run("bench_matmul", argv, options, options.shapes, measured, COLUMNS)
 

@@ -40,9 +40,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +55,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
+import float8.unit_scaling as uu
 from benchmarks.measuring import harness, picture, report
 from benchmarks.measuring.harness import Row
 from benchmarks.models import text as texts
@@ -60,7 +63,7 @@ from benchmarks.models.transformer import GPT, Sizes, UnitGPT
 from benchmarks.quality.contenders import convert
 from benchmarks.quality.intervals import grouped
 from benchmarks.quality.study import Study
-from benchmarks.quality.training import SMALL, SmallRun, plain_adamw
+from benchmarks.quality.training import BETAS, steps_of
 from float8.config import RECIPES
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ COLUMNS = report.columns(
     operand_max="max |operand|",
 )  # fmt: skip
 MAX_SPREAD = 1.0  # octaves
+HEAD = 32  # features of a head
 ROOM = 1.03  # a loss below that times the best one is near it
 
 
@@ -94,34 +98,87 @@ PARAMETRISATIONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(SmallRun):
-    """What decides a training."""
+class Run:
+    """What decides a training.
+
+    Args:
+        parametrisation: of the model.
+        log2_lr: of the peak learning rate.
+        format: of the products.
+        width: of the model, whose feed-forward part is four times as wide.
+        val_batches: held-out batches that the final loss is the mean of.
+    """
 
     parametrisation: str
     log2_lr: int
+    format: str
+    width: int
+    seed: int
+    steps: int
+    batch: int
+    context: int
+    layers: int
+    val_batches: int
+
+    def new_model(self) -> nn.Module:
+        """The model before the first step.
+
+        Raises:
+            ValueError: the width is no multiple of `HEAD`, or a batch none of 16.
+        """
+        if self.width % HEAD or self.batch * self.context % 16:
+            raise ValueError(
+                f"a width must be a multiple of {HEAD}, the size of a head, and batch x context of "
+                f"16, which float8 products need: {self.width}, {self.batch}, {self.context}"
+            )
+        torch.manual_seed(self.seed)
+        heads, wide = self.width // HEAD, 4 * self.width
+        sizes = Sizes(self.layers, self.width, heads, self.context, feed_forward=wide)
+        return PARAMETRISATIONS[self.parametrisation].model(sizes)
 
 
 def train(run: Run, data: Path | None, device: str) -> Row:
-    """Train one model with one learning rate."""
-    parametrisation = PARAMETRISATIONS[run.parametrisation]
-    torch.manual_seed(run.seed)
-    model = parametrisation.model(run.sizes()).to(device)
+    """Train one model with one learning rate; one whose loss is not a number stops at once."""
+    recipe, name = PARAMETRISATIONS[run.parametrisation].recipe, run.parametrisation
+    model = run.new_model().to(device)
     if run.format == "float8":
-        convert(model, RECIPES[parametrisation.recipe])
-    in_float8 = "" if run.format == "float32" else f" {parametrisation.recipe}"
-    row: Row = {
-        "layer": run.parametrisation + in_float8,
-        "width": run.width,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "log2_lr": run.log2_lr,
-        **run.train(model, plain_adamw(model, 2.0**run.log2_lr), data, device),
-    }
-    if "loss" in row:
-        text = texts.load(data, standard_library=True)
-        size = {"batch": run.batch, "context": run.context}
-        tokens, targets = next(text.held_out_batches(run.val_batches, **size))
-        row |= scales(model, tokens.to(device), targets.to(device))
-    return row
+        convert(model, RECIPES[recipe])
+        name += f" {recipe}"
+    row: Row = {"layer": name, "width": run.width, "log2_lr": run.log2_lr}
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    text = texts.load(data, standard_library=True)
+    size = {"batch": run.batch, "context": run.context}
+    batches = (text.batch(step, seed=run.seed, **size) for step in range(run.steps))
+    moved = ((tokens.to(device), targets.to(device)) for tokens, targets in batches)
+    start = time.perf_counter()
+    made = steps_of(model, adamw(model, 2.0**run.log2_lr), warm_up_and_cosine(run.steps), moved)
+    losses = list(itertools.takewhile(math.isfinite, map(float, made)))
+    row |= {"seconds": time.perf_counter() - start, "steps_taken": len(losses)}
+    held_out = [
+        (tokens.to(device), targets.to(device))
+        for tokens, targets in text.held_out_batches(run.val_batches, **size)
+    ]
+    with torch.no_grad():
+        loss = statistics.fmean(model(*pair).item() for pair in held_out)
+    if len(losses) < run.steps or not math.isfinite(loss):
+        return {**row, "error": "diverged: the loss is not a number", "refused": False}
+    return {**row, "loss": loss, "train_loss": losses, **scales(model, *held_out[0])}
+
+
+def warm_up_and_cosine(steps: int) -> Iterator[float]:
+    """A linear rise in a tenth of the steps, half a cosine to a tenth (arXiv 2302.13971, 2.3)."""
+    warm_up = max(1, round(steps * 0.1))
+    for step in range(steps):
+        progress = max(0, step - warm_up) / max(1, steps - warm_up)
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        yield min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * cosine)
+
+
+def adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    """AdamW without decay; for a unit-scaled model with u-muP's learning rates."""
+    if isinstance(model, UnitGPT):
+        return uu.optim.AdamW(model.parameters(), learning_rate, BETAS)
+    return torch.optim.AdamW(model.parameters(), learning_rate, BETAS, weight_decay=0.0)
 
 
 @torch.no_grad()
@@ -262,7 +319,13 @@ class _Study(Study):
         parser.add_argument("--octaves", nargs=2, type=int, metavar=("LOW", "HIGH"), help=text)
 
 
-NUMBERS = SMALL
+NUMBERS = {
+    "steps": (150, "of a run"),
+    "batch": (8, "windows of text in a step"),
+    "context": (64, "bytes of a window"),
+    "layers": (2, "transformer layers"),
+    "val_batches": (32, "held-out batches that the final loss is the mean of"),
+}
 QUICK = {
     "widths": [32, 64], "steps": 2, "batch": 2, "context": 16, "layers": 1, "val_batches": 1,
 }  # fmt: skip

@@ -46,7 +46,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, without installation
 
-from benchmarks.measure_device import measure
 from benchmarks.measuring.contenders import BASELINE
 from benchmarks.measuring.report import columns, table
 from benchmarks.models.transformer import LLAMA, Stack
@@ -134,9 +133,9 @@ class Check:
         return "\n".join([*lines, f"{len(self.rows) - len(self.tests)} rows determined a rate"])
 
 
-def predicted_against_published(file: str | Path = FILE) -> Check:
+def predicted_against_published() -> Check:
     """Every published row with its prediction, and those of `measured_files`."""
-    published = json.loads(Path(file).read_text(encoding="utf-8"))
+    published = json.loads(FILE.read_text(encoding="utf-8"))
     boards = {row["board"]: board_of(row["board"]) for row in published["rows"]}
     rows = [
         Compared(
@@ -343,7 +342,7 @@ def _of_casts(result: Row, device: Device) -> Iterator[Pair]:
     for row in result["rows"]:
         name, _, where = row["cast"].rpartition(" ")
         is_ours = name in CAST_OF and where in ("rows", "both", "tokens")
-        if is_ours and row["contender"] == "kernel" and "gbps" in row:
+        if is_ours and "gbps" in row:
             recipe, operand = CAST_OF[name]
             cast = getattr(RECIPES[recipe].gemms.output, operand)
             M, K = _sizes(row)
@@ -413,16 +412,14 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("results", type=Path, nargs="*", metavar="FILE", help="else published.json")
-    known = f"{', '.join(DEVICES)}, measured (this machine), or a file of measure_device.py"
+    known = f"{', '.join(DEVICES)}, or a file of measure_device.py"
     parser.add_argument("--device", help=f"{known}; default: the datasheet of the file's device")
     options = parser.parse_args(argv)
     if not options.results:
         print(predicted_against_published())
         return 0
     try:
-        is_here = options.device == "measured"
-        device = measure(torch.device("cuda", 0)) if is_here else options.device
-        print(Check([row for file in options.results for row in of_file(file, device)]))
+        print(Check([row for file in options.results for row in of_file(file, options.device)]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     return 0

@@ -108,7 +108,7 @@ TOYS = {  # what makes a command small, by its file
     "bench_linear.py": f"--shapes 32,64,48 --modes eager --no-peer {ONCE}",
     "bench_grouped_mm.py": f"--shapes 64,32,48,2 --no-peer {ONCE}",
     "bench_matmul.py": f"--shapes 32,64,48 {ONCE}",
-    "bench_casts.py": f"--shapes 32,64 --casts 'static both' --contenders eager {ONCE}",
+    "bench_casts.py": f"--shapes 32,64 --casts 'static both' {ONCE}",
     "bench_memory.py": "--device cpu --quick --ways bf16 tensorwise+saved_activations",
     "bench_optim.py": "--quick --device cpu",
     "bench_numerics.py": f"--size cpu --batch 2 -n 2 {ONCE}",
@@ -186,7 +186,7 @@ QUEUE = (
         "bench_optim.py --layers 2 --modes eager --repeats 3 --warmup 1 --options float8 "
         "'float8 + float16' --stop-after {seconds}"),
     Experiment("casts", 30, CASTS, "Are the casts as fast as memory?",
-        f"bench_casts.py --shapes 16384,8192 --contenders kernel {TIMED}", needs=NVIDIA),
+        f"bench_casts.py --shapes 16384,8192 {TIMED}", needs=NVIDIA),
     Experiment("gemms", 30, GEMMS, "How much faster are the products alone?",
         "bench_matmul.py --repeats 10 --stop-after {seconds}"),
     Experiment("inspection", 30, (*LAYER, "float8/numerics/statistics.py"),

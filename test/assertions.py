@@ -50,15 +50,13 @@ def sqnr(actual: Tensor, exact: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal else -math.inf
 
 
-def assert_sqnr_at_least(
-    actual: Tensor, exact: Tensor, decibel: float, replay: Any = "", what: str = ""
-) -> None:
+def assert_sqnr_at_least(actual: Tensor, exact: Tensor, decibel: float, replay: Any = "") -> None:
     """``actual`` is as close to ``exact`` as a signal-to-noise ratio asks."""
-    _assert_same_shape(actual, exact, replay, what)
+    _assert_same_shape(actual, exact, replay, "")
     found = sqnr(actual, exact)
     if not found >= decibel:  # a NaN is not
         text = f"SQNR {found:.2f} dB, claimed at least {decibel:.2f} dB; {_largest(actual, exact)}"
-        raise AssertionError(_text(what, replay, text))
+        raise AssertionError(_text("", replay, text))
 
 
 def assert_error_within_baseline(

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -24,8 +23,6 @@ _OPTIONS = (
     "--disable-background-networking", "--disable-component-update", "--disable-extensions",
     "--no-first-run", "--hide-scrollbars", "--remote-debugging-pipe",
 )  # fmt: skip
-# Names and codes of keys; a key with a text types it.
-_KEYS, _TEXTS = {"Tab": 9, "Enter": 13}, {"Enter": "\r"}
 # Chromium reads commands from file descriptor 3 and writes to 4.
 _START = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4)\n"
@@ -103,27 +100,6 @@ class Browser:
         )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
-
-    def until(self, expression: str, seconds: float = 10.0) -> Any:
-        """The value of an expression as soon as it is true."""
-        end = time.monotonic() + seconds
-        while not (value := self.value(expression)):
-            assert time.monotonic() < end, f"not within {seconds} s: {expression}"
-            time.sleep(0.05)
-        return value
-
-    def press(self, key: str, times: int = 1) -> None:
-        """Press and release a key, such as ``Tab`` or ``a``."""
-        code, typed = _KEYS.get(key, 0), _TEXTS.get(key, key if len(key) == 1 else "")
-        names = {"key": key, "code": key, "windowsVirtualKeyCode": code}
-        for kind in ("keyDown", "keyUp") * times:
-            text = {"text": typed} if typed and kind == "keyDown" else {}
-            self.send("Input.dispatchKeyEvent", type=kind, **names, **text)
-
-    def type(self, text: str) -> None:
-        """Type a text into the element that has the focus."""
-        self.send("Input.insertText", text=text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=text[-1])  # scripts listen to keys
 
     def forget(self) -> None:
         """Empty the lists of requests and errors."""

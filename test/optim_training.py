@@ -6,8 +6,6 @@ from torch import nn
 
 from float8.optim.moment import Moment
 
-SHAPE = (96, 130)
-
 
 def make(seed=0):
     """A model with matrices, ragged groups, biases and a norm."""

@@ -1,14 +1,8 @@
 """A mean of gradients that is reduced in float8 by N ranks, in one process.
 
-<<<<<<< HEAD:benchmarks/bench_gradients.py
-Prints the error of `float8_gradients` for several numbers of ranks, and that of a bfloat16
-all-reduce. No processes are started: `simulated` runs the arithmetic of
-`float8.distributed.gradient_reduction` for N ranks in one process, to the same bits.
-=======
-`simulated` runs the arithmetic of `float8.distributed.gradients.reduction` to the same bits.
+`simulated` runs the arithmetic of `float8.distributed.gradient_reduction` to the same bits.
 `error_on` compares it with a bfloat16 all-reduce, a ring's: each rank's gradient over N in
 bfloat16, and every hop rounds its partial sum to bfloat16.
->>>>>>> issue47:test/simulated_ranks.py
 
 SQNR is ``10 log10(sum(mean^2) / sum((reduced - mean)^2))``, the mean in float64.
 """
@@ -22,13 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD:benchmarks/bench_gradients.py
 from float8.distributed import gradient_reduction as reduction
-from float8.formats import E4M3, E5M2, Format
-=======
-from float8.distributed.gradients import reduction
 from float8.formats import E4M3, Format
->>>>>>> issue47:test/simulated_ranks.py
 
 ELEMENTS = 1 << 15
 
@@ -102,14 +91,11 @@ def agreeing(rank: int, n: int) -> Tensor:
 
 
 def error_on(
-    ranks: int,
-    gradient: Callable[[int, int], Tensor] = independent,
-    fmt: Format = E4M3,
-    n: int = ELEMENTS,
+    ranks: int, gradient: Callable[[int, int], Tensor] = independent, fmt: Format = E4M3
 ) -> Error:
     """The error on ``ranks`` ranks; ``gradient(rank, n)`` makes the gradient of each."""
-    gradients = [gradient(rank, n) for rank in range(ranks)]
-    exact = sum((g.double() for g in gradients), torch.zeros(n, dtype=torch.float64)) / ranks
+    gradients = [gradient(rank, ELEMENTS) for rank in range(ranks)]
+    exact = sum((g.double() for g in gradients), torch.zeros(ELEMENTS, dtype=torch.float64)) / ranks
     whole, half = simulated(gradients, fmt)
     return Error(
         ranks, sqnr(whole, exact), sqnr(half, exact), sqnr(ring_bfloat16(gradients), exact)

@@ -41,10 +41,6 @@ def converted() -> nn.Module:
     return float8.convert_to_float8_training(model())
 
 
-def codes() -> torch.Tensor:
-    return torch.ones(4).to(torch.float8_e4m3fn)
-
-
 def report():
     layers = converted()
     with float8.inspect(layers) as found:
@@ -92,8 +88,6 @@ CONFIG_FIELDS = [
 CONVERT = "config:? module_filter_fn:?c"
 SAVE = "layout:?"
 STATIC = {"scaling_type": f.ScalingType.STATIC}
-TENSOR = {"data": codes, "scale": torch.ones(1), "block": (-1,), "dtype": torch.float32}
-
 # name -> calls: a function, the arguments that it needs (or functions that make them), and the
 # names of those that get bad values, each with the letters of the bad values that it takes.
 # An empty name is the first argument, by position.

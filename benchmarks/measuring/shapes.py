@@ -29,8 +29,7 @@ and configurations:
     down      K = expert   N = hidden
 
 for 8192 tokens on a GPU, M = 8192 * experts per token. DeepSeek-V3's experts are shared among eight
-GPUs, so that a GPU holds 32 of them and sees as many tokens as it sends. `small` has an eighth of
-each width and 512 tokens, for a CPU.
+GPUs, so that a GPU holds 32 of them and sees as many tokens as it sends.
 
 Names of products ("70b.ffn.w2") and of whole groups ("8b", "squares", "mixtral") may stand for
 sizes on the command line.
@@ -108,10 +107,6 @@ EXPERTS = {
     "llama4-scout": experts_of("llama4-scout", 5120, 8192, 16, 1),
     "mixtral": experts_of("mixtral", 4096, 14336, 8, 2),
 }
-SMALL = tuple(
-    Shape(first.M // 16, first.K // 8, first.N // 8, first.E, f"small.{first.name}")
-    for first, _ in EXPERTS.values()
-)
 
 
 def parse_shapes(text: str, groups: Mapping[str, Group], numbers: int = 3) -> Group:

@@ -1,14 +1,12 @@
-"""One transformer on bytes, as Llama, GPT-2 or an encoder; and the same unit-scaled.
+"""One transformer on bytes, as Llama; and the same unit-scaled.
 
 Each block adds to a residual stream h, as in Llama (arXiv:2302.13971):
 
     h = h + attention(rms_norm(h))      causal, rotary positions, also with grouped queries
     h = h + swiglu(rms_norm(h))         down(silu(gate) * up)
 
-or with ``gpt2``, as in nanoGPT (https://github.com/karpathy/nanoGPT): layer norms,
-``down(gelu(up))`` four times as wide, positions as an embedding, and the token embedding as the
-head. There are no biases and no dropout. `Stack` is the blocks alone, whose time is measured;
-`GPT` is the whole model. Query, key and value are one product, and so are gate and up.
+There are no biases and no dropout. `Stack` is the blocks alone, whose time is measured; `GPT` is
+the whole model. Query, key and value are one product, and so are gate and up.
 
 Shapes: B batch, T tokens, C width, H query heads, G key/value heads, D = C / H, F feed-forward,
 V vocabulary.
@@ -39,7 +37,6 @@ class Sizes:
         context: tokens of a sequence.
         kv_heads: of grouped queries; as many as ``heads`` by default.
         feed_forward: 8/3 of the width in multiples of 64 by default.
-        gpt2: GPT-2's blocks, positions and head.
     """
 
     layers: int
@@ -50,8 +47,6 @@ class Sizes:
     feed_forward: int = 0
     vocabulary: int = 256
     batch: int = 1
-    is_causal: bool = True
-    gpt2: bool = False
 
     def __post_init__(self) -> None:
         if self.width % (2 * self.heads) or self.width % 16:
@@ -65,8 +60,7 @@ class Sizes:
 
     @property
     def hidden(self) -> int:
-        default = 4 * self.width if self.gpt2 else math.ceil(self.width * 8 / 3 / 64) * 64
-        return self.feed_forward or default
+        return self.feed_forward or math.ceil(self.width * 8 / 3 / 64) * 64
 
 
 # LLaMA at batch 2 and the papers' context of pre-training (arXiv:2307.09288 and 2407.21783, table
@@ -90,20 +84,17 @@ class Attention(nn.Module):
         together = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(sizes.width, together, bias=False)
         self.proj = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.is_causal = sizes.is_causal
 
-    def forward(self, x_BTC: Tensor, rotary: Tensor | None) -> Tensor:
+    def forward(self, x_BTC: Tensor, rotary: Tensor) -> Tensor:
         qkv_BTHD = self.qkv(x_BTC).unflatten(-1, (-1, self.head_dim))
         split = qkv_BTHD.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
         q_BHTD, k_BGTD, v_BGTD = (z.transpose(1, 2) for z in split)
-        if rotary is not None:
-            rotary = rotary[:, : q_BHTD.shape[2]]
-            q_BHTD, k_BGTD = rotate(q_BHTD, rotary), rotate(k_BGTD, rotary)
+        rotary = rotary[:, : q_BHTD.shape[2]]
+        q_BHTD, k_BGTD = rotate(q_BHTD, rotary), rotate(k_BGTD, rotary)
         v_BGTD = v_BGTD.contiguous()  # a view would keep all three for backward
         y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BGTD, v_BGTD,
-            is_causal=self.is_causal, enable_gqa=self.kv_heads < self.heads,
-        )  # fmt: skip
+            q_BHTD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=self.kv_heads < self.heads
+        )
         out: Tensor = self.proj(y_BHTD.transpose(1, 2).flatten(2))
         return out
 
@@ -120,30 +111,15 @@ class SwiGLU(nn.Module):
         return out
 
 
-class MLP(nn.Module):
-    def __init__(self, sizes: Sizes) -> None:
-        super().__init__()
-        self.up = nn.Linear(sizes.width, sizes.hidden, bias=False)
-        self.down = nn.Linear(sizes.hidden, sizes.width, bias=False)
-
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        out: Tensor = self.down(F.gelu(self.up(x_BTC)))
-        return out
-
-
-def norm(sizes: Sizes) -> nn.Module:
-    return nn.LayerNorm(sizes.width, bias=False) if sizes.gpt2 else nn.RMSNorm(sizes.width)
-
-
 class Block(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        self.attention_norm = norm(sizes)
+        self.attention_norm = nn.RMSNorm(sizes.width)
         self.attention = Attention(sizes)
-        self.feed_forward_norm = norm(sizes)
-        self.feed_forward = MLP(sizes) if sizes.gpt2 else SwiGLU(sizes)
+        self.feed_forward_norm = nn.RMSNorm(sizes.width)
+        self.feed_forward = SwiGLU(sizes)
 
-    def forward(self, h_BTC: Tensor, rotary: Tensor | None) -> Tensor:
+    def forward(self, h_BTC: Tensor, rotary: Tensor) -> Tensor:
         h_BTC = h_BTC + self.attention(self.attention_norm(h_BTC), rotary)
         out: Tensor = h_BTC + self.feed_forward(self.feed_forward_norm(h_BTC))
         return out
@@ -152,12 +128,12 @@ class Block(nn.Module):
 class Stack(nn.ModuleList):
     """The blocks: (B, T, C) -> (B, T, C)."""
 
-    rotary: Tensor | None
+    rotary: Tensor
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(Block(sizes) for _ in range(sizes.layers))
         table = rotary_table(sizes.context, sizes.head_dim)
-        self.register_buffer("rotary", None if sizes.gpt2 else table, persistent=False)
+        self.register_buffer("rotary", table, persistent=False)
 
     def forward(self, h_BTC: Tensor) -> Tensor:
         for block in self:
@@ -171,26 +147,17 @@ class GPT(nn.Module):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.embedding = nn.Embedding(sizes.vocabulary, sizes.width)
-        if sizes.gpt2:
-            self.positions = nn.Embedding(sizes.context, sizes.width)
         self.blocks = Stack(sizes)
-        self.norm = norm(sizes)
+        self.norm = nn.RMSNorm(sizes.width)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
-        if sizes.gpt2:
-            self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
             if parameter.ndim >= 2:
                 last = name.endswith(("proj.weight", "down.weight"))
                 std = INIT_STD / math.sqrt(2 * sizes.layers if last else 1)
                 nn.init.normal_(parameter, std=std)
-        self.is_gpt2 = sizes.gpt2
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        h_BTC = self.embedding(tokens_BT)
-        if self.is_gpt2:
-            positions_T = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-            h_BTC = h_BTC + self.positions(positions_T)
-        logits_BTV = self.head(self.norm(self.blocks(h_BTC)))
+        logits_BTV = self.head(self.norm(self.blocks(self.embedding(tokens_BT))))
         return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
@@ -211,7 +178,7 @@ def rotate(x_BHTD: Tensor, rotary: Tensor) -> Tensor:
 def unit_stack(sizes: Sizes, **options: Any) -> nn.Module:
     """The blocks of a unit-scaled model; options are those of `uu.TransformerLayer`."""
     return uu.TransformerStack(
-        sizes.layers, hidden_size=sizes.width, heads=sizes.heads, is_causal=sizes.is_causal,
+        sizes.layers, hidden_size=sizes.width, heads=sizes.heads, is_causal=True,
         rotary_base=ROTARY_BASE, **options,
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ name                         the linear layers of the blocks
                              ``bf16`` by one rounding and has no other reason to be better or worse:
                              how far the two end apart is the noise of the study
 a recipe of float8           converted; ``unit`` is unit-scaled first
-``naive``                    ``.to(float8)`` without any scale, of a model that is not unit-scaled
 `SAVING`                     recipe ``tensorwise``; what other operations save for backward, and
                              the states of AdamW, are float8 too
 ``unit_bf16``                unit-scaled, in bf16: the base of all that are unit-scaled
@@ -44,7 +43,7 @@ from float8.activations import saved_activations
 from float8.config import RECIPES
 from float8.unit_scaling.transforms import float8, unit_scale
 
-BASE, NOISE, NAIVE = "bf16", "bf16 rounded", "naive"
+BASE, NOISE = "bf16", "bf16 rounded"
 UNIT_BASE, UNIT_NOISE, UNIT_DYNAMIC = "unit_bf16", "unit_bf16 rounded", "unit, dynamic inputs"
 CONTROLS = {BASE: NOISE, UNIT_BASE: UNIT_NOISE}  # of each base
 SAVING = "tensorwise+saved_activations+float8_adamw"
@@ -95,8 +94,7 @@ def contender(name: str, model: nn.Module) -> Contender:
     elif is_unit:
         model = float8(model, RECIPES[name], module_filter_fn=all_but_the_head)
     else:
-        recipe = {SAVING: "tensorwise", NAIVE: "unit"}.get(name, name)
-        model = convert(model, RECIPES[recipe])
+        model = convert(model, RECIPES["tensorwise" if name == SAVING else name])
     if name == SAVING:
         saved_activations(model).__enter__()  # for the model's life: nothing here would end it
     return Contender(

@@ -128,14 +128,6 @@ class Difference:
             return {"target": limit, "measured": end, "met": not self.diverged and end <= limit}
         return {"target": limit, "met": False} if self.diverged else None
 
-    def ends_below(self, limit: float, against: str) -> list[Row]:
-        """Whether the interval, or the difference of a single seed, ends at or below a limit."""
-        target: Row = {"against": f"gap to {against}, %", "target": limit, "met": False}
-        if self.values:
-            end = self.mean + (self.half_width if math.isfinite(self.half_width) else 0.0)
-            target |= {"measured": end, "met": end <= limit and not self.diverged}
-        return [target] if self.values or self.diverged else []
-
     def columns(self, name: str) -> Row:
         """The text, the mean and the half width (None if infinite); nothing without a value."""
         if not self.values:

@@ -26,9 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ import float8.unit_scaling as uu
 from benchmarks.measuring.harness import Row
 from benchmarks.models import text as texts
 from benchmarks.models.text import Pair, Text
-from benchmarks.models.transformer import GPT, Sizes, UnitGPT
+from benchmarks.models.transformer import GPT, Sizes
 from benchmarks.quality.contenders import UNIT_BASE, Contender, base_of, contender
 from float8 import inspect_every, optim
 from float8.numerics import Alarm
@@ -72,11 +70,10 @@ class GPTRun:
     context: int = 64
     batch: int = 16
 
-    def new_model(self, device: str = "cpu", gpt2: bool = False) -> GPT:
+    def new_model(self, device: str = "cpu") -> GPT:
         """The GPT before the first step."""
         torch.manual_seed(self.seed)
-        sizes = Sizes(self.layers, self.width, self.heads, self.context, gpt2=gpt2)
-        return GPT(sizes).to(device)
+        return GPT(Sizes(self.layers, self.width, self.heads, self.context)).to(device)
 
     def batches(self, text: Text, steps: range, device: str = "cpu") -> Iterator[Pair]:
         """Tokens and targets (B, T) of steps, which are counted from 0."""
@@ -159,10 +156,8 @@ def steps_of_contender(
     return steps_of(loss_of, optimizer, factors, batches, clipped, what.after_step, around)
 
 
-def train(
-    run: Run, data: Path | None, device: str, gpt2: bool = False, every: int | None = None
-) -> Row:
-    """Train new weights and evaluate.
+def train(run: Run, data: Path | None, device: str) -> Row:
+    """Train new weights; evaluate after the last step, its half, its quarter, ...
 
     A run whose loss is not a number stops there, and its row says so.
 
@@ -170,15 +165,12 @@ def train(
         run: which.
         data: a folder of text, None for torch's Python sources.
         device: to train on.
-        gpt2: train GPT-2's architecture.
-        every: steps from one evaluation to the next; else after the last step, its half, ...
     """
     text = texts.load(data)
-    what = contender(run.contender, run.new_model(device, gpt2))
+    what = contender(run.contender, run.new_model(device))
     parameters = sum(p.numel() for p in what.model.parameters())
     row: Row = {"parameters": parameters, "text": text.digest, "train_loss": [], "curve": []}
-    evaluated = {run.steps, *(range(0, run.steps, every) if every else ())}
-    evaluated |= set() if every else {run.steps >> halvings for halvings in range(5)}
+    evaluated = {run.steps >> halvings for halvings in range(5)}
     losses: list[float] = []
     batches = run.batches(text, range(run.steps), device)
     start = time.perf_counter()
@@ -265,104 +257,3 @@ def optimizer_of(what: Contender, learning_rate: float) -> torch.optim.Optimizer
     if what.float8_states:
         return optim.AdamW(groups, learning_rate, betas=BETAS)
     return torch.optim.AdamW(groups, learning_rate, betas=BETAS, fused=True)
-
-
-# --- float32 models with another schedule: bench_bert, bench_mup_transfer
-
-HEAD = 32  # features of a head
-SMALL = {  # options of `study.Study.numbers`
-    "steps": (150, "of a run"),
-    "batch": (8, "windows of text in a step"),
-    "context": (64, "bytes of a window"),
-    "layers": (2, "transformer layers"),
-    "val_batches": (32, "held-out batches that the final loss is the mean of"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallRun:
-    """What decides a training, beside its model: the fields are options of `SMALL`.
-
-    Args:
-        format: of the products.
-        width: of the model, whose feed-forward part is four times as wide.
-    """
-
-    seed: int
-    steps: int
-    batch: int
-    context: int
-    layers: int
-    val_batches: int
-    format: str
-    width: int
-
-    def sizes(self, **others: Any) -> Sizes:
-        """Of the model.
-
-        Raises:
-            ValueError: the width is no multiple of `HEAD`, or a batch none of 16.
-        """
-        if self.width % HEAD or self.batch * self.context % 16:
-            raise ValueError(
-                f"a width must be a multiple of {HEAD}, the size of a head, and batch x context of "
-                f"16, which float8 products need: {self.width}, {self.batch}, {self.context}"
-            )
-        wide = 4 * self.width
-        return Sizes(
-            self.layers, self.width, self.width // HEAD, self.context, feed_forward=wide, **others
-        )
-
-    def train(
-        self, loss_of: Loss, optimizer: torch.optim.Optimizer, data: Path | None, device: str,
-        change: Callable[[Iterable[Pair]], Iterable[Pair]] = iter,
-    ) -> Row:  # fmt: skip
-        """Train and measure; a run whose loss is not a number stops at once and has none.
-
-        Args:
-            loss_of: the mean loss of a batch.
-            optimizer: at the peak learning rate.
-            data: a folder of text; None for the standard library's sources.
-            device: to train on.
-            change: what is done to the batches.
-        """
-        text, size = texts.load(data, standard_library=True), (self.batch, self.context)
-        batches = (
-            text.batch(step, seed=self.seed, batch=size[0], context=size[1])
-            for step in range(self.steps)
-        )
-        held_out = text.held_out_batches(self.val_batches, batch=size[0], context=size[1])
-        start = time.perf_counter()
-        losses: list[float] = []
-        moved, held_out = (map(partial(_to, device), change(some)) for some in (batches, held_out))
-        made = steps_of(loss_of, optimizer, warm_up_and_cosine(self.steps), moved)
-        for loss in map(float, made):
-            if not math.isfinite(loss):
-                break
-            losses.append(loss)
-        row: Row = {"seconds": time.perf_counter() - start, "steps_taken": len(losses)}
-        with torch.no_grad():
-            loss = statistics.fmean(loss_of(*pair).item() for pair in held_out)
-        if len(losses) < self.steps or not math.isfinite(loss):
-            return {**row, "error": "diverged: the loss is not a number", "refused": False}
-        return {**row, "loss": loss, "train_loss": losses}
-
-
-def warm_up_and_cosine(steps: int) -> Iterator[float]:
-    """A linear rise in a tenth of the steps, half a cosine to a tenth (arXiv 2302.13971, 2.3)."""
-    warm_up = max(1, round(steps * 0.1))
-    for step in range(steps):
-        progress = max(0, step - warm_up) / max(1, steps - warm_up)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        yield min(1.0, (step + 1) / warm_up) * (0.1 + 0.9 * cosine)
-
-
-def plain_adamw(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
-    """AdamW without decay; for a unit-scaled model with u-muP's learning rates."""
-    if isinstance(model, UnitGPT):
-        return uu.optim.AdamW(model.parameters(), learning_rate, BETAS)
-    return torch.optim.AdamW(model.parameters(), learning_rate, BETAS, weight_decay=0.0)
-
-
-def _to(device: str, pair: Pair) -> Pair:
-    return pair[0].to(device), pair[1].to(device)

@@ -3,7 +3,6 @@
 Half the bytes of a bfloat16 reduction travel. The method is that of FP8-LM (arXiv 2310.18313,
 section 2.1), on torch's own collectives. `float8.distributed.gradient_reduction` has the arithmetic
 and its collectives; this file puts them where DDP or FSDP2 reduces gradients.
-``python benchmarks/bench_gradients.py`` prints the error of the method.
 
 **DDP**: a communication hook replaces each bucket by its mean over ranks. DDP passes a bucket of
 flattened gradients as soon as backward has filled it, and takes a future of the reduced bucket. On

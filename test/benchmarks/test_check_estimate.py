@@ -19,6 +19,7 @@ from benchmarks.check_estimate import (
     predicted_against_published,
 )
 from benchmarks.measure_device import fitted, measure
+from benchmarks.measuring import harness
 from benchmarks.measuring.report import ROOT
 from benchmarks.models.transformer import LLAMA, Stack
 from float8.estimate import DEVICES, estimate
@@ -113,7 +114,8 @@ def test_a_rate_and_a_ramp_are_fitted_to_times_that_have_them():
     assert ramp_s == 0 and rate == pytest.approx(5e14, rel=0.01)
 
 
-def test_a_measured_device_predicts_and_is_saved(tmp_path):
+def test_a_measured_device_predicts_and_is_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "TARGET_S", 1e-3)
     here = measure(torch.device("cpu"), ((32, 64, 64), (32, 128, 64), (64, 128, 128)), 2**20)
     here.save(tmp_path / "here.json")
     assert [source.partition(":")[0] for source in here.sources] == ["measured"]

@@ -156,13 +156,12 @@ def started(words, **options):
 gpu.report.environment("cpu")  # it starts processes, too
 gpu.report.environment = lambda _, found=gpu.report.environment("cpu"): found
 gpu.subprocess.Popen = started
-signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 gpu.main(["run", "--toy", "--only", "split", "-o", out])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_what_was_measured_outlives_an_interrupted_call(number, tmp_path):
     out, pid = tmp_path / "out", tmp_path / "pid"
     words = [sys.executable, "-c", INTERRUPTED, str(out), str(pid), str(int(number))]

@@ -10,8 +10,6 @@ import torch
 
 from benchmarks.measuring import harness, report
 
-ROOT = report.ROOT
-
 
 class Clock:
     """A clock that advances only by the work done, and a list of the work."""
@@ -73,12 +71,6 @@ def test_a_candidate_that_fails_is_a_row_with_its_reason():
 
 
 COLUMNS = {"name": ("layer", ""), "ms": ("time", ".1f"), "error": ("not run", ".10")}
-ROWS = [
-    {"name": "a", "ms": 1.26, "samples_s": [1.25, 1.27]},
-    {"name": "b", "error": "no such op here"},
-]
-
-
 TARGET = {"layer": "a", "mode": "eager", "against": "b", "target": 1.5, "met": "not measured"}
 
 

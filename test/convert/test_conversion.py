@@ -215,7 +215,14 @@ def test_what_ran_is_known_of_layers_that_others_wrap_or_share(caplog):
     assert "If the model reads its weight itself" in line  # it may also be a layer of a later step
 
 
-@pytest.mark.parametrize("compiled", ["whole", "recomputed", "blocks", "layers"])
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        "whole",
+        "layers",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("recomputed", "blocks")),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo's, of layers
 def test_what_was_called_is_known_of_compiled_models_too(compiled, caplog):
     torch.compiler.reset()

@@ -120,7 +120,7 @@ def hsdp_of_experts(model):
 FORMS = {f.__name__: f for f in (ddp, ep, fsdp, hsdp, tp, tp_and_ep, fsdp_and_ep, hsdp_of_experts)}
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_parallelism_clips_as_one_process(rank, form):
     for norm_type in NORMS:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from linear.test_autograd import COSTS
 
-from benchmarks import bench_alarms, bench_bert, bench_quality, bench_sums, bench_unit_gpt
+from benchmarks import bench_alarms, bench_quality, bench_sums
 from benchmarks.bench_alarms import HEALTHY
 from benchmarks.measuring.shapes import LLAMA3_8B
 from benchmarks.quality.contenders import SAVING
+from benchmarks.quality.intervals import difference
 from float8.config import RECIPES
 from float8.estimate import estimate
 from scripts import demo
@@ -49,12 +50,6 @@ def markdown(header, body):
 
 def times(ratio, digits=2):
     return f"{ratio:.{digits}f}x"
-
-
-def spread(values, form="+.2f", unit=" %"):
-    """Mean and standard deviation."""
-    mean, deviation = statistics.fmean(values), statistics.stdev(values)
-    return f"{mean:{form}} ± {deviation:{form.strip('+')}}{unit}"
 
 
 def gib(row, *parts):
@@ -204,16 +199,26 @@ def executed_forms():
 # --- quality
 
 
-def bert():
+def of_bert(model, mode):
     """Of several seeds: the mean loss, and the paired gap to fp32 with its interval."""
-    lines = bench_bert.lines(result("cpu_bert")["rows"])
-    found = {(line["layer"], line["mode"]): line for line in lines}
+    named = [[row for row in result("cpu_bert")["rows"] if (row["layer"], row["mode"]) == key]
+             for key in ((model, mode), (model, "fp32"))]  # fmt: skip
+    loss = statistics.fmean(row["loss"] for row in named[0])
+    return f"{loss:.3f}", str(difference(*named))
+
+
+def bert():
     body = []
     for model, name in (("base", "base"), ("unit", "unit-scaled")):
-        rest = [found[model, mode] for mode in ("fp16", "fp8")]
-        cells = [f"{line['loss']:.3f} ({line['gap']})" for line in rest]
-        body.append([name, f"{found[model, 'fp32']['loss']:.3f}", *cells])
+        cells = ["{} ({})".format(*of_bert(model, mode)) for mode in ("fp16", "fp8")]
+        body.append([name, of_bert(model, "fp32")[0], *cells])
     return markdown("model | fp32 | fp16 | fp8, scale 1", body)
+
+
+def gpt_gap(name, base):
+    """Of the last segment of a training of nanoGPT to that of another, in per cent."""
+    last = {row["run"]["contender"]: row["loss"] for row in result("cpu_unit_gpt")["rows"]}
+    return f"{100 * (last[name] / last[base] - 1):.2f} %"
 
 
 def quality():
@@ -358,11 +363,8 @@ def test_sentences_quote_the_result_files():
     apart, most = f"{statistics.fmean(control):.1f} %", f"{max(control):.1f} %"
     assert f"ends {apart} away in the mean of eight seeds and [up to {most}]" in quality
     assert f"ended {apart} apart in the mean and up to {most}" in demo.USUAL_NOISE
-    gpt = {x["layer"]: x for x in bench_unit_gpt.lines(result("cpu_unit_gpt")["rows"])}
-    plain, unit, itself = (
-        gpt[name][gap].lstrip("+")
-        for name, gap in (("naive", "bf16_gap"), ("unit", "gap"), ("unit_bf16", "bf16_gap"))
-    )
+    plain, unit = gpt_gap("naive", "bf16"), gpt_gap("unit", "unit_bf16")
+    itself = gpt_gap("unit_bf16", "bf16")
     assert f"scale 1 ends {plain} above bf16" in quality
     assert f"ends {unit} above the unit-scaled model in bf16, which itself ends {itself}" in quality
     lines, _ = bench_sums.summary(result("cpu_sums")["rows"])
@@ -438,13 +440,10 @@ def test_the_page_of_unit_scaling_quotes_the_result_files():
         f"up to {mus[0]['operand_max']:.0f} at rate 1",
     ):
         assert text in page, text
-    lines = bench_bert.lines(result("cpu_bert")["rows"])
-    gaps = {line["layer"]: line["gap"].lstrip("+") for line in lines if line["mode"] == "fp8"}
-    assert f"its loss ends {gaps['base']} above that of float32" in page
-    assert f"the unit-scaled one ends {gaps['unit']} above its own" in page
-    gpt = {x["layer"]: x["gap"] for x in bench_unit_gpt.lines(result("cpu_unit_gpt")["rows"])[1:]
-           if "gap" in x}  # fmt: skip
-    naive, unit = (gpt[name].lstrip("+") for name in ("naive", "unit"))
+    base, unit = (of_bert(model, "fp8")[1].lstrip("+") for model in ("base", "unit"))
+    assert f"its loss ends {base} above that of float32" in page
+    assert f"the unit-scaled one ends {unit} above its own" in page
+    naive, unit = gpt_gap("naive", "bf16"), gpt_gap("unit", "unit_bf16")
     assert f"nanoGPT ends {naive} above bf16, and unit-scaled {unit} above its own" in page
 
 

@@ -1,10 +1,6 @@
-"""The command line, called in-process and once as a process."""
+"""The command line, called in-process."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +8,6 @@ from float8.config import RECIPES, GemmConfig
 from float8.estimate import DEVICES, estimate
 from float8.estimate.__main__ import main
 
-ROOT = Path(__file__).resolve().parents[2]
 H100 = DEVICES["H100"]
 
 
@@ -61,11 +56,3 @@ def test_bad_input_ends_with_what_to_do(arguments, said, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "float8.estimate", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip

@@ -168,7 +168,7 @@ def test_bad_filters_are_refused_before_they_are_used(options, said):
 
 
 H100, B200, MI300X = DEVICES["H100"], DEVICES["B200"], DEVICES["MI300X"]
-TENSORWISE, ROWWISE = RECIPES["tensorwise"], RECIPES["rowwise"]
+TENSORWISE = RECIPES["tensorwise"]
 
 
 class OwnLinear(nn.Linear):

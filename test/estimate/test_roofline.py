@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from float8 import Float8Linear, cached_weights
 from float8.config import RECIPES, CastConfig, Float8LinearConfig, ScalingType
-from float8.estimate import roofline
 from float8.estimate.devices import ANY_PASS, BF16, DEVICES, KERNEL_RATES, Device
 from float8.estimate.roofline import (
     Shape,
@@ -64,34 +63,12 @@ CASTS = {
 }
 
 
-def check_the_cube() -> None:
+def test_the_8192_cube_takes_what_it_takes_by_hand():
     for recipe, (moved, passes, ratio) in CASTS.items():
         bf16, float8 = by_hand(moved, passes, ratio)
         assert layer_seconds(H100, CUBE, None, Use()).total == pytest.approx(bf16, rel=1e-9)
         predicted = layer_seconds(H100, CUBE, planned(RECIPES[recipe]), Use())
         assert predicted.total == pytest.approx(float8, rel=1e-9), recipe
-
-
-def test_the_8192_cube_takes_what_it_takes_by_hand():
-    check_the_cube()
-
-
-PLANTED = {
-    "bytes read twice": (roofline, "READ", 4),
-    "bytes written twice": (roofline, "WRITE", 2),
-    "every processor always busy": (roofline, "busy", lambda *sizes: 1.0),
-    "results written in no time": (roofline, "RESULT_BYTES", 0),
-    "the weight gradient forgotten": (Use, "gemms", ("output", "grad_input")),
-    "casts forgotten": (roofline, "cast_seconds", lambda *args: 0.0),
-    "every recipe cast like tensorwise": (roofline, "_kind", lambda cast: "tensorwise"),
-}
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_caught(fault, monkeypatch):
-    monkeypatch.setattr(*PLANTED[fault])
-    with pytest.raises(AssertionError):
-        check_the_cube()
 
 
 def test_a_product_of_few_operations_takes_as_long_as_its_bytes():

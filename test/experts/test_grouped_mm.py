@@ -229,7 +229,13 @@ def test_mx_tokens_are_refused_where_the_gemm_reads_their_scales_in_another_orde
 # --- torch.compile
 
 
-@EVERY_RECIPE
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *("tensorwise", "rowwise", "mxfp8"),
+        *(pytest.param(r, marks=pytest.mark.slow) for r in (*RECIPES[2:4], *RECIPES[5:])),
+    ],
+)
 def test_compiled_to_the_same_bits_whatever_the_routing_and_under_autocast(recipe):
     dtype = torch.float16 if recipe == "rowwise" else torch.bfloat16
     torch._dynamo.utils.counters.clear()

@@ -14,8 +14,6 @@ from float8.checkpoints import load, save_pretrained
 from float8.checkpoints.__main__ import main
 from float8.integrations.transformers import Float8Callback
 
-E4M3 = torch.float8_e4m3fn
-
 
 @pytest.mark.filterwarnings("ignore")  # of compressed-tensors and torch
 @pytest.mark.parametrize(

@@ -176,7 +176,6 @@ TILES = GROUPED_TILES = test_blockwise_mm.module.GEMM_TILES
 SAME, MIXED = (E4M3, E4M3), (E5M2, E4M3)
 ADAMW = (AdamWRule(1e-3, 0.9, 0.999, 1e-8, 0.1), 7.0)
 TENSOR, ROW, BY_128 = test_cast_tokens.TENSOR, test_cast_tokens.ROW, test_cast_tokens.BY_128
-SHAPE = (80, 272)
 NORMS = ("rms, weight", "layer, weight and bias")
 
 # file of `float8/kernels/gpu/` -> cases: a function and its arguments. The suite runs the first.

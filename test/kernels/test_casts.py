@@ -14,7 +14,6 @@ from float8.kernels import casts
 from float8.kernels.casts import KERNELS, CastSpec, cast, kernel_for
 
 WHOLE = (-1, -1)
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)

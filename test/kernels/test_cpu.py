@@ -205,8 +205,7 @@ COMPILED = {
     ("name", "backend"),
     [
         *((name, "aot_eager") for name in COMPILED),
-        ("1x128", "inductor"),
-        *(pytest.param(n, "inductor", marks=pytest.mark.slow) for n in COMPILED if n != "1x128"),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in COMPILED),
     ],
 )
 def test_compiled_casts_have_the_bits_of_eager_ones(name, backend):

@@ -15,6 +15,7 @@ from pretend import (
     EVERY_PRODUCT,
     MX,
     MX_SQUARE,
+    PRODUCTS,
     ROW,
     TENSOR,
     assert_product_of,
@@ -39,19 +40,17 @@ def hardware(monkeypatch):
     return install_torch_scaled_mm(monkeypatch)
 
 
-@EVERY_PRODUCT
-@pytest.mark.parametrize(
-    "sizes",
+@pairs(
+    product=list(PRODUCTS),
     # whole tiles, odd, one row, three, blocks and a tail, one block, few rows, many blocks
-    [(48, 272, 160), (5, 272, 123), (1, 201, 7), (3, 135, 16), (130, 257, 129), (132, 128, 16),
-     (2, 512, 16), (132, 640, 144)],
-    ids=str,
+    sizes=[(48, 272, 160), (5, 272, 123), (1, 201, 7), (3, 135, 16), (130, 257, 129),
+           (132, 128, 16), (2, 512, 16), (132, 640, 144)],
+    bias_dtype=[None, BF16, torch.float32],
 )  # fmt: skip
-@pytest.mark.parametrize("bias_dtype", [None, BF16, torch.float32], ids=str)
-def test_the_hardware_product_is_the_product(hardware, a_block, b_block, sizes, bias_dtype):
+def test_the_hardware_product_is_the_product(hardware, product, sizes, bias_dtype):
     """Padding changes no number; what cuBLASLt takes as it is, is not copied."""
-    M, K, N = sizes
-    parts, is_blockwise = operands(*sizes, a_block, b_block, E5M2), (a_block, b_block) in BLOCKWISE
+    (M, K, N), (a_block, b_block) = sizes, product
+    parts, is_blockwise = operands(*sizes, *product, E5M2), product in BLOCKWISE
     bias = None if bias_dtype is None else Case((N,), bias_dtype, seed=3).make()
     actual = multiply(parts, a_block, b_block, bias, pad=True)
     assert actual.shape == (M, N)
@@ -157,15 +156,14 @@ def test_swizzled_scales_multiply_as_plain_ones(hardware, sizes):
     assert not hardware or hardware[0].scale_a.data_ptr() == ready[1].data_ptr()
 
 
-@pytest.mark.parametrize(
-    "sizes",
+@pairs(
     # whole tiles; multiples of 32; odd; less than a block; rows and blocks beyond a tile
-    [(128, 256, 128), (160, 96, 32), (48, 272, 160), (5, 40, 123), (1, 7, 7), (257, 1056, 144)],
-    ids=str,
-)
-@pytest.mark.parametrize("out_dtype", [BF16, torch.float16], ids=str)
-@pytest.mark.parametrize("b_block", [MX, MX_SQUARE], ids=str)
-@pytest.mark.parametrize("b_dtype", [E4M3, E5M2], ids=str)
+    sizes=[(128, 256, 128), (160, 96, 32), (48, 272, 160), (5, 40, 123), (1, 7, 7),
+           (257, 1056, 144)],
+    out_dtype=[BF16, torch.float16],
+    b_block=[MX, MX_SQUARE],
+    b_dtype=[E4M3, E5M2],
+)  # fmt: skip
 def test_amd_reads_scales_in_rows(hardware, sizes, out_dtype, b_block, b_dtype, monkeypatch):
     """Of MX products on gfx95, whose sizes are padded; scales of all operands differ."""
     monkeypatch.setattr(module, "architecture", lambda index=None: "gfx95")

@@ -116,8 +116,8 @@ AMAXES = torch.tensor([1e-45, 2.0**-130, 448.0000305, 3.4028235e38, 1.17549435e-
 
 @ALL_DTYPES
 @pytest.mark.parametrize("scale_format", shapes.SCALE_FORMATS)
-def test_the_scale_of_every_bfloat16(dtype, scale_format):
-    amax = torch.cat([EVERY_BFLOAT16.float().abs().unique(), AMAXES])
+def test_the_scale_of_bfloat16s_with_every_exponent(dtype, scale_format):
+    amax = torch.cat([EVERY_BFLOAT16.float().abs().unique()[::5], AMAXES])
     found = definition.scale_from_amax(amax, oracle.largest(dtype), scale_format)
     assert found.dtype == scale_format.dtype
     expected = [oracle.scale_of(value, dtype, scale_format) for value in amax.tolist()]

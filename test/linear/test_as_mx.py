@@ -70,7 +70,7 @@ def _(a, b, scale_a, scale_b, bias, out_dtype, use_fast_accum):
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-@pytest.fixture(params=["sm_100", "sm_103"])
+@pytest.fixture(params=["sm_100", pytest.param("sm_103", marks=pytest.mark.slow)])
 def calls(request, monkeypatch):
     """The calls of ``torch._scaled_mm`` on a Blackwell GPU."""
     importlib.import_module("torch._inductor.pattern_matcher")  # keeps torch's own product

@@ -18,13 +18,15 @@ pytest.importorskip("triton")
 
 from benchmarks.measuring.inductor import STATIC, lowered, tracing
 from float8 import Float8Linear, grouped_mm
-from float8.config import RECIPES
 from float8.kernels import products
 
-CASES = [
-    *(("sm_90", name, False) for name in RECIPES if not name.startswith("mxfp8")),
-    ("sm_90", "delayed", True),
-    *(("sm_100", name, False) for name in ("rowwise", "blockwise", "mxfp8", "mxfp8_2d")),
+FAST = [
+    *(("sm_90", "tensorwise", False), ("sm_90", "blockwise", False)),
+    *(("sm_90", "delayed", True), ("sm_100", "rowwise", False)),
+]
+SLOW = [
+    *(("sm_90", name, False) for name in ("delayed", "rowwise", "rowwise_with_gw_hp", "unit")),
+    *(("sm_100", name, False) for name in ("blockwise", "mxfp8", "mxfp8_2d")),
 ]
 
 
@@ -65,7 +67,9 @@ def traced(arch, function, *tensors):
     return graphs
 
 
-@pytest.mark.parametrize(("arch", "name", "ready"), CASES)
+@pytest.mark.parametrize(
+    ("arch", "name", "ready"), [*FAST, *(pytest.param(*c, marks=pytest.mark.slow) for c in SLOW)]
+)
 def test_a_layer(arch, name, ready):
     """Delayed scales in the first steps, and once they follow from the history."""
     layer = Float8Linear(256, 128, device="meta", dtype=torch.bfloat16, config=name)
@@ -78,7 +82,10 @@ def test_a_layer(arch, name, ready):
     assert reasons(graphs) == []
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize(
+    "name",
+    ["rowwise", *(pytest.param(n, marks=pytest.mark.slow) for n in ("tensorwise", "blockwise"))],
+)
 def test_experts(name):
     offs = torch.empty(4, device="meta", dtype=torch.int32)
 

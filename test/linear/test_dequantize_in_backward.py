@@ -113,6 +113,7 @@ def test_every_way_has_the_same_bits(recipe, way):
     assert_all_bitwise(results(Wrapped(), x, g), expected, (recipe, way))
 
 
+@pytest.mark.slow
 def test_inductor_has_the_same_bits():
     linear, x, g = operands()
     layer = Float8Linear.from_float(linear, CONFIGS["blockwise"])

@@ -75,7 +75,9 @@ def run(path: str, x: Tensor) -> Tensor:
     return torch.from_numpy(session.run(None, {session.get_inputs()[0].name: x.numpy()})[0])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if i > 1 else ()) for i, n in enumerate(CASES)]
+)
 def test_onnxruntime_computes_the_product_of_the_oracles_codes(name, tmp_path):
     recipe, static, shape, dtype = CASES[name]
     (_, x_block, scale_format), (_, w_block, _) = linear_oracle.GEMMS[recipe]["output"]

@@ -72,6 +72,7 @@ def test_the_way_of_a_call_on_a_cpu(recipe, has_amx, monkeypatch):
     assert all(n <= limit for n, limit in zip(found, most, strict=True)), f"{found} > {most}"
 
 
+@pytest.mark.slow
 def test_a_processor_with_avx2_passes_what_depends_on_the_processor():
     """oneDNN multiplies, and torch's vectors are, as on such a processor."""
     facts_of("""

@@ -324,7 +324,7 @@ def test_slices_that_do_not_divide_the_rows_are_refused(rows):
         Muon([nn.Parameter(torch.ones(2, 2, 2, 2))])
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_stacks_on_several_ranks_move_as_in_one_process(rank):
     """Whole matrices stay on their ranks: nothing crosses the network. Others are gathered."""
     ranks = torch.distributed.get_world_size()

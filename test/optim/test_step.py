@@ -7,7 +7,6 @@ import pytest
 import torch
 from assertions import assert_bitwise, sqnr
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from float8 import E4M3, E5M2, Float8Tensor
 from float8.kernels import amax, cast_by_scale, moments, optimizer_step, scale_from_amax
@@ -71,10 +70,6 @@ def test_every_path_of_a_step_gives_the_same_bits(case, path, monkeypatch):
     found = stepped(case, path == "fused")
     for mine, theirs in zip(found, expected, strict=True):
         assert_bitwise(mine, theirs, (case, path))
-
-
-def _tensors(tree):
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 # --- parameters kept in float8

@@ -6,11 +6,13 @@ import re
 import subprocess
 import sys
 
+import pytest
 from fresh import ROOT
 
 SCRIPT = ROOT / "scripts/example_nanochat.py"
 
 
+@pytest.mark.slow
 def test_it_learns_to_count() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", SCRIPT, "--steps", "25"],

@@ -65,9 +65,11 @@ def test_any_rank(shape):
     assert_bitwise(q.float8_data, oracle.cast(x, q.scale, q.block, torch.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (300,), (70_001,)], ids=str)
-@pytest.mark.parametrize("scale_format", shapes.SCALE_FORMATS)
-@EVERY_GRANULARITY
+@shapes.pairs(
+    name=list(shapes.GRANULARITIES),
+    scale_format=shapes.SCALE_FORMATS,
+    shape=[(), (0,), (1,), (300,), (70_001,)],
+)
 def test_a_vector_is_a_row_and_a_number_is_one_element_of_it(name, scale_format, shape):
     x, granularity = Case(shape, fill="wide", seed=3).make(), shapes.GRANULARITIES[name]
     q = quantize(x, E4M3, granularity, scale_format=scale_format)

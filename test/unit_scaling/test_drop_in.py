@@ -1,8 +1,7 @@
 """A call that was written for the package ``unit-scaling`` (0.3.5) binds to this one.
 
-``CALLS`` are the signatures of its public functions and classes. Where the package can be imported
-the list is compared with it. What differs on purpose is in docs/migrating/unit_scaling.md, and its
-test is ``test_differences.py``.
+``CALLS`` are the signatures of its public functions and classes. What differs on purpose is in
+docs/migrating/unit_scaling.md.
 """
 
 from __future__ import annotations

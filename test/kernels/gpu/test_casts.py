@@ -161,6 +161,24 @@ def test_amaxes_around_every_power_of_two(scale_format, dtype, device):
 
 
 @EVERY_DEVICE
+@pytest.mark.parametrize(("name", "rounding"), [("given", 0), ("rowwise", 0), ("rowwise", 1)])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_every_kind_of_float(name, rounding, dtype, device):
+    """Cast under a given scale; or each in a row of its own, by the scale of its magnitude."""
+    generator = torch.Generator().manual_seed(7)
+    bits = torch.randint(-(2**31), 2**31, (1 << 14,), dtype=torch.int64, generator=generator)
+    powers = torch.exp2(torch.arange(-149, 128, dtype=torch.float64))
+    powers = torch.cat([powers, powers * torch.finfo(dtype).max]).float()
+    near = [powers, powers.nextafter(powers * 2), powers.nextafter(powers * 0)]
+    ties = 1 + 2.0**-4 + torch.arange(-128, 128) * 2.0**-20  # rounding twice would be seen
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 448.0, 57344.0])
+    x = torch.cat([special, *near, ties * 0.37, bits.to(torch.int32).view(torch.float32)])
+    x = x[: 1 << 14].view(128, 128) if name == "given" else x[:2048, None]
+    scale_format = KINDS[name].scale_formats[rounding]
+    check(name, x.to(device), dtype, scale_format, (True, False), device, "seed 7")
+
+
+@EVERY_DEVICE
 @pytest.mark.parametrize("columns", [16384, 24001])
 def test_rows_longer_than_a_program_holds(columns, device):
     x = Case((2, columns), torch.bfloat16, fill="wide", seed=6).make(device)

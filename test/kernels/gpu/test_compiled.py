@@ -31,7 +31,6 @@ from kernels.gpu import (
     test_dequantize_groups,
     test_expand_scales,
     test_grouped_mm,
-    test_moments,
     test_norm_cast,
     test_optimizer_step,
     test_swiglu_cast,
@@ -51,7 +50,8 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TILES = blockwise_mm.GEMM_TILES
 NEAREST, AT_RANDOM = (False, False, False), (True, False, True)
 DEQUANTIZE = test_dequantize_groups.test_every_code
-STEP, PRODUCT = test_optimizer_step.test_agrees, test_blockwise_mm.test_the_product
+STEP, STATES = test_optimizer_step.test_agrees, test_optimizer_step.test_states_of_any_numbers
+PRODUCT = test_blockwise_mm.test_the_product
 GROUPED, SWIGLU = test_grouped_mm.test_the_product, test_swiglu_cast.check
 SAME, TOKENS = (E4M3, E4M3), ((5, 0, 33), 9)
 
@@ -108,7 +108,7 @@ CASES: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
                 ("lion", "master", "e4m3", (True, True, False), False),
             )
         ),
-        *((test_moments.test_twins, (dtype,)) for dtype in (BF16, F16)),
+        *((STATES, (kinds, True)) for kinds in test_optimizer_step.KINDS),
     ],
     "blockwise_mm": [
         *((PRODUCT, ((130, 272, 133), (E5M2, E4M3), (128, 1), tile)) for tile in TILES),

@@ -50,6 +50,7 @@ def test_the_interpreted_kernels_write_where_they_should():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_offsets_of_32_bits_are_seen(tmp_path):
     """The program finds other bits, or it crashes because the kernel writes outside its memory."""
     shutil.copytree(ROOT / "float8", tmp_path / "float8", ignore=shutil.ignore_patterns("*.pyc"))

@@ -72,13 +72,11 @@ def check_cast(data, scale, amax, between, given, pow2, replay, name="data"):
         assert_bitwise(scale, given.cpu(), replay, f"scale of {name}")
 
 
-def check(
-    shape, dtype, scale, layout, device, format=E4M3, pow2=False, finds_amax=True, change=tuple
-):
+def check(shape, dtype, scale, layout, device, format=E4M3, pow2=False, finds_amax=True):
     cases, gate, up = make(shape, dtype, device, layout)
     given = None if scale is None else torch.tensor([[scale]], device=device)
     launch = launcher("swiglu_cast", "swiglu_cast", device)
-    got = change(launch(gate, up, given, format, pow2, finds_amax))
+    got = launch(gate, up, given, format, pow2, finds_amax)
     assert got[2].numel() == finds_amax
     check_cast(*got, bounds_of_y(gate, up), given, pow2, (cases, scale, format))
 
@@ -96,21 +94,6 @@ def check(
 def test_data_and_amax(shape, dtype, scale, layout, format, pow2, finds_amax, device):
     dtype = BF16 if (device, dtype) == ("cuda", F16) else dtype
     check(shape, dtype, scale, layout, device, format, pow2, finds_amax)
-
-
-FAULTS = {
-    "one code off": lambda out: ((out[0].view(torch.uint8) ^ 1).view(E4M3), *out[1:]),
-    "transposed": lambda out: (out[0].flip(0), *out[1:]),
-    "the scale": lambda out: (out[0], out[1] * 2, out[2]),
-    "the amax": lambda out: (*out[:2], out[2] * 1.01),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("scale", [None, 0.02])
-def test_the_check_sees_faults(fault, scale):
-    with pytest.raises(AssertionError, match="replay"):
-        check((8, 16), F16, scale, "contiguous", "cpu", change=fault)
 
 
 def test_the_check_sees_a_wrong_function():

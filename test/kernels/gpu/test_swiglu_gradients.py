@@ -54,7 +54,7 @@ def copy_of(x):
 
 def check(
     shape, dtype, layout, joined, given, device, formats=(E4M3, E5M2), pow2=False, cols=True,
-    y_cols=True, finds_amax=True, copies=False, change=tuple, by_definition=False,
+    y_cols=True, finds_amax=True, copies=False, by_definition=False,
 ):  # fmt: skip
     cases, grad, gate, up = make(shape, dtype, layout, device)
     replay = (cases, joined, given, formats, pow2)
@@ -71,7 +71,7 @@ def check(
         operands, groups = zip(*[copy_of(t) for t in (gate, up)], strict=True)
         both = zip(operands, groups, strict=True)
         gate, up = [definition.dequantize(*of, BY_128, dtype) for of in both]
-    out = change(launch(grad, *operands, y_scale, *scales, *how, *groups))
+    out = launch(grad, *operands, y_scale, *scales, *how, *groups)
     y_t = cast(gate, up, y_scale, formats[0], False)[0]
     y_t = y_t.view(torch.uint8).t().contiguous().view(formats[0])
     assert_bitwise(out[0], y_t if y_cols else y_t.new_empty(0, 0), replay, "y_t")
@@ -117,22 +117,6 @@ def test_the_definition(joined, given, copies):
     for dtype in (F32, BF16, F16):
         how = {"copies": copies, "by_definition": True}
         check((5, 123), dtype, "contiguous", joined, given, "cpu", **how)
-
-
-FAULTS = {
-    "y": lambda out: (out[0].roll(1, 0), *out[1:]),
-    "one code off": lambda out: (out[0], (out[1].view(torch.uint8) ^ 1).view(E5M2), *out[2:]),
-    "gate and up exchanged": lambda out: (out[0], out[1].roll(1, 0), *out[2:]),
-    "scales exchanged": lambda out: (*out[:3], out[3].roll(1, 0), out[4]),
-    "transposes exchanged": lambda out: (*out[:2], out[2].roll(1, 0), *out[3:]),
-    "amaxes exchanged": lambda out: (*out[:4], out[4].roll(1, 0)),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_the_check_sees_faults(fault):
-    with pytest.raises(AssertionError, match="replay"):
-        check((5, 24), F32, "contiguous", False, True, "cpu", change=fault)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -94,7 +94,9 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", ["simulation", pytest.param("float8 and unit scaling", marks=pytest.mark.slow)]
+)
 def test_one_compiled_graph_serves_other_sizes_with_eagers_results(name):
     model, counter = COMPILED[name](), CompileCounterWithBackend("aot_eager")
     compiled = compile(model, backend=counter, fullgraph=True)

@@ -17,7 +17,7 @@ from torch import nn
 from float8.unit_scaling import functional as U
 from float8.unit_scaling.transforms import simulate_fp8, track_scales, unit_scale
 
-WIDTH, HEADS, VOCABULARY = 64, 4, 50
+WIDTH, HEADS = 64, 4
 
 
 class Convolutions(nn.Module):
@@ -105,20 +105,6 @@ def test_a_transformed_model_may_be_a_part_of_another(inner, outer):
     assert torch.equal(copy.deepcopy(model)(x), found)
     if inner is outer is not track_scales:
         torch.testing.assert_close(found, outer(nn.Sequential(part, last))(x))
-
-
-# --- sizes that depend on values
-
-
-class Named(nn.Module):
-    """A residual layer, and an output layer by its usual name."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
-
-    def forward(self, x):
-        return self.head(x + F.silu(self.a(x)))
 
 
 # --- the run that counts residual layers leaves no trace
