@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, ceil_div
+from float8.granularity import WHOLE, Block, block_name, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import ALIGNMENT, aligned_row_major, mx_scales, pad_codes
 from float8.kernels.groups import ends_of, padded_sizes, spans_of
@@ -256,6 +256,12 @@ def grouped_gemm_for(
     ``has_power_of_two_scales``: as of `products.gemm_for`. Returns the candidate's name and None;
     or "" and the reason why there is none.
     """
+    for block in (a_block, b_block) if len(b_block) == 2 else (a_block,):
+        if block[0] > 1:
+            return "", (
+                f"tokens in blocks {block_name(block)}: two experts would share a scale; cast "
+                "tokens by Blockwise(1, 128), Rowwise() or Tensorwise()"
+            )
     if family == CPU or emulate:
         return PLAIN_PYTORCH, None
     b_block = b_block[-2:]
