@@ -64,8 +64,7 @@ class Cast:
 
     def in_torch(self, x: Tensor, compiled: bool = False) -> Callable[[], object]:
         """The op's definition in plain PyTorch."""
-        importlib.import_module(f"float8.kernels.gpu.{self.file}")
-        function = importlib.import_module("float8.kernels.gpu.launch").DEFINITIONS[self.op]
+        function = importlib.import_module(f"float8.kernels.gpu.{self.file}")._definition
         if compiled:
             function = torch.compile(function, fullgraph=True, dynamic=False)
         return partial(function, x, *self.arguments_for(x))

@@ -37,7 +37,7 @@ from float8.kernels import cublas, definition
 from float8.kernels.cpu import CastOutputs
 from float8.kernels.gpu.launch import MOST_FORMS, check_device, new_data, register_kernel
 from float8.kernels.gpu.rows import cast_rows
-from float8.kernels.gpu.tiles import CAST_TILES, cast_tiles
+from float8.kernels.gpu.tiles import cast_tiles
 from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, TENSOR
 
 
@@ -98,7 +98,6 @@ def empty_outputs(
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> CastOutputs:  # fmt: skip
     """Empty results of the cast of x, in the layouts that GEMMs read."""
-    check_block("cast", block, scale_format)
     M, K = x.shape[-2:]
     is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
     has_scale, has_scale_t = scale is None if is_tensor else rows, cols and not is_tensor
@@ -149,16 +148,6 @@ def fused_definition(
     return tuple([e if x is None else x for x, e in zip(outputs, empty, strict=True)])  # type: ignore
 
 
-def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
-    """Refuse what the kernels would cast by other scales than those asked for."""
-    is_e8m0 = scale_format in (definition.E8M0, definition.E8M0_FLOOR)
-    if tuple(block) not in CAST_TILES or is_e8m0 != (tuple(block) in (BY_32, SQUARE_32)):
-        raise ValueError(
-            f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
-            f"one of {tuple(CAST_TILES)}, with E8M0 scales for {BY_32} and {SQUARE_32} alone"
-        )
-
-
 def new_scale(
     x: Tensor, shape: tuple[int, int], block: Sequence[int], swizzled: bool = False
 ) -> Tensor:
@@ -174,4 +163,4 @@ def new_scale(
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
-cast_op = register_kernel("cast", kernel=_launch, definition=_definition)
+cast_op = register_kernel("cast", _launch)

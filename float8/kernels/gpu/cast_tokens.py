@@ -45,16 +45,15 @@ from torch import Tensor
 from float8.granularity import ceil_div
 from float8.kernels import cublas, groups
 from float8.kernels.gpu import cast
-from float8.kernels.gpu.launch import BothOrientations, check_device, new_data, register_op
+from float8.kernels.gpu.launch import BothOrientations, new_data, register_op
 from float8.kernels.gpu.tiles import alignment_of, cast_tiles
-from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_128, TENSOR
+from float8.kernels.matrix import BY_32, BY_128, ROW, TENSOR
 
 
 def _launch(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothOrientations:  # fmt: skip
-    check_device("cast_tokens", x, offs=offs, scale=scale)
     block = (block[0], block[1])
     if 0 in (*x.shape, *offs.shape) or not (row_major or transposed):
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
@@ -109,11 +108,6 @@ def _fake(
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothOrientations:  # fmt: skip
     block, (T, K), E = (block[0], block[1]), x.shape, offs.shape[0]
-    cast.check_block("cast_tokens", block, scale_format)
-    if block == SQUARE_128 or (transposed and align not in (alignment_of(block), 128)):
-        raise ValueError(
-            f"float8::cast_tokens: no kernel casts blocks {block} of groups at multiples of {align}"
-        )
     P = groups.padded_tokens(T, E, align)
     if block == BY_32:
         P, across = groups.padded_tokens(T, E, 128), ceil_div(K, 128)

@@ -41,8 +41,6 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 
-DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
-
 
 def register_op(
     schema: str,
@@ -63,14 +61,12 @@ def register_op(
         the op's only overload, for calling it with the least overhead.
     """
     define_op(schema, definition, fake, "CPU")
-    return register_kernel(schema.partition("(")[0], kernel=kernel, definition=definition)
+    return register_kernel(schema.partition("(")[0], kernel)
 
 
-def register_kernel(
-    name: str, *, kernel: Callable[..., Any], definition: Callable[..., Any]
-) -> Any:
+def register_kernel(name: str, kernel: Callable[..., Any]) -> Any:
     """Let an op that is there run a kernel on CUDA tensors; see `register_op`."""
-    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
+    LAUNCHERS[name] = kernel
     LIBRARY.impl(name, kernel, "CUDA")
     return getattr(torch.ops.float8, name).default
 

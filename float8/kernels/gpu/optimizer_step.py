@@ -41,6 +41,7 @@ from float8.kernels.gpu.launch import (
     check_device,
     launch,
     pointer,
+    register_kernel,
 )
 from float8.kernels.gpu.moments import (
     encode_linear,
@@ -51,7 +52,6 @@ from float8.kernels.gpu.moments import (
     store_state,
     values,
 )
-from float8.kernels.registration import LAUNCHERS, LIBRARY
 from float8.kernels.update_rules import AdamWRule, LionRule, MuonMove, unpacked
 
 _ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes
@@ -294,5 +294,4 @@ def _launch(
 
 
 # ``kernels/optimizer_step.py`` defines the op.
-LAUNCHERS["optimizer_step"] = _launch
-LIBRARY.impl("optimizer_step", _launch, "CUDA")
+register_kernel("optimizer_step", _launch)

@@ -58,7 +58,6 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
-    check_device,
     format_constants,
     launch,
     new_data,
@@ -67,7 +66,7 @@ from float8.kernels.gpu.launch import (
     row_major,
     tiles_of,
 )
-from float8.kernels.gpu.swiglu_cast import check_shapes, sigmoid
+from float8.kernels.gpu.swiglu_cast import sigmoid
 from float8.kernels.matrix import BY_128, TENSOR
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
@@ -261,9 +260,6 @@ def _launch(
     joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
     up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    check_shapes("swiglu_gradients", gate, up=up, grad=grad)
-    scales = {"y_scale": y_scale, "gate_scale": gate_scale, "up_scale": up_scale}
-    check_device("swiglu_gradients", gate, **scales, gate_groups=gate_groups, up_groups=up_groups)
     how = y_dtype, dtype, power_of_two, joined, y_cols, cols, finds_amax, gate_groups, up_groups
     if gate.numel() == 0:
         return _definition(grad, gate, up, y_scale, gate_scale, up_scale, *how)

@@ -215,15 +215,7 @@ def test_a_second_device_casts(name):
     check(name, x, E4M3, scale_format, BOTH, "cuda", case)
 
 
-X, META = torch.ones(32, 48), torch.ones((), device="meta")
-REFUSED = [
-    (META, WHOLE, FLOAT32, "scale is on meta and the operand on cpu"),
-    (None, (1, 64), FLOAT32, "no kernel casts .* use one of"),
-    (None, (1, 32), FLOAT32, "no kernel casts .* with E8M0 scales for"),
-]
-
-
-@pytest.mark.parametrize(("scale", "block", "scale_format", "words"), REFUSED)
-def test_what_a_kernel_would_get_wrong_is_refused(scale, block, scale_format, words):
-    with pytest.raises(ValueError, match=f"float8::cast.*{words}"):
-        LAUNCHERS["cast"](X, scale, block, E4M3, scale_format, False, *BOTH)
+def test_a_scale_on_another_device_is_refused():
+    scale = torch.ones((), device="meta")
+    with pytest.raises(ValueError, match="float8::cast: scale is on meta and the operand on cpu"):
+        LAUNCHERS["cast"](torch.ones(32, 48), scale, WHOLE, E4M3, FLOAT32, False, *BOTH)

@@ -15,7 +15,6 @@ from float8.kernels import definition
 from float8.kernels.casts import import_kernels
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
-    DEFINITIONS,
     LIBRARY,
     NO_FUSION,
     launch,
@@ -38,7 +37,6 @@ def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
     assert op is torch.ops.float8.launch_test.default
     assert op(torch.ones(2)).tolist() == [2.0, 2.0]
     assert op(torch.ones(2, device="meta")).device.type == "meta"
-    assert DEFINITIONS.pop("launch_test")(torch.ones(())) == 2
     torch.library.opcheck(op, (torch.ones(2),))
     with pytest.raises(RuntimeError, match="launch_test"):
         LIBRARY.define("launch_test(Tensor x) -> Tensor")
