@@ -21,7 +21,6 @@ after its rounding, so that a checkpoint of the master alone gives the same floa
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,7 +33,7 @@ from float8.kernels.casts import CastSpec, cast
 from float8.kernels.matrix import TENSOR
 from float8.kernels.moments import StateMatrix, part, tiles
 from float8.kernels.products import SUPPORT, architecture
-from float8.kernels.registration import define_op
+from float8.kernels.registration import define_op, load_kernels
 from float8.kernels.update_rules import Number, UpdateRule
 
 LARGEST_GROUP = 2048
@@ -187,8 +186,7 @@ def _no_kernel(device_index: int | None) -> str | None:
     if (arch := architecture(device_index)) not in SUPPORT:
         return f"{arch} is not known to convert float8 ({', '.join(SUPPORT)} are); use fused=False"
     try:
-        for name in ("optimizer_step", "cast"):
-            importlib.import_module(f"float8.kernels.gpu.{name}")
+        load_kernels("optimizer_step", "cast")
     except ModuleNotFoundError:
         return "triton is not installed; `pip install triton`, or use fused=False"
     return None

@@ -18,11 +18,10 @@ from pretend import into_squares
 from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pairs
 
 from float8.kernels import definition
-from float8.kernels.casts import import_kernels
 from float8.kernels.definition import E8M0, E8M0_FLOOR, FLOAT32, scale_format_of
-from float8.kernels.registration import LAUNCHERS
+from float8.kernels.registration import LAUNCHERS, load_kernels
 
-import_kernels(("cast",))
+load_kernels("cast")
 OPS = torch.ops.float8
 E4M3, WHOLE, BY_128 = torch.float8_e4m3fn, (-1, -1), (1, 128)
 POWER_OF_TWO = scale_format_of(True)

@@ -12,7 +12,6 @@ from triton.runtime import driver
 
 from benchmarks.measuring.stubbed_gpu import StubbedDriver
 from float8.kernels import definition
-from float8.kernels.casts import import_kernels
 from float8.kernels.gpu import launch as launch_module
 from float8.kernels.gpu.launch import (
     LIBRARY,
@@ -21,10 +20,10 @@ from float8.kernels.gpu.launch import (
     register_op,
 )
 from float8.kernels.gpu.tiles import cast_tiles
-from float8.kernels.registration import LAUNCHERS
+from float8.kernels.registration import LAUNCHERS, load_kernels
 from scripts.kernel_tools.ptx.launch import compiled
 
-import_kernels(("cast",))
+load_kernels("cast")
 
 
 def test_a_registered_op_runs_its_definition_on_a_cpu_and_its_fake_on_meta():
