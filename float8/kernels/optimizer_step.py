@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,8 +139,8 @@ def cast_master(
     ``amax`` is what `fused_step` recorded, where it wrote the master. With a ``found_inf`` that is
     not 0 it wrote nothing: the weight keeps its scale, by which the master gives the same data.
     """
-    dtype, is_fused = weight.data.dtype, amax is not None
-    places = tiles(weight.data.shape, master.group, LARGE_TILE if is_fused else None)
+    how = CastSpec(TENSOR, weight.data.dtype, kernel=None if amax is None else "cast")
+    places = tiles(weight.data.shape, master.group, LARGE_TILE if how.kernel else None)
     if not places:
         return
     if amax is None:
@@ -151,17 +151,12 @@ def cast_master(
             finite = torch.where(value.isfinite(), value, 0.0)
             amaxes.append(plain.amax(finite, TENSOR))
         amax = torch.stack(amaxes).amax(0)
-    scale = definition.scale_from_amax(amax.view(1, 1), torch.finfo(dtype).max)
+    scale = definition.scale_from_amax(amax.view(1, 1), torch.finfo(how.dtype).max)
     if found_inf is not None:
         scale = torch.where(found_inf.view(1, 1) == 0, scale, weight.scale.view(1, 1))
-    how = CastSpec(TENSOR, dtype, kernel="cast")
     for place in places:
-        value = master.tile(*place).decode()
-        if is_fused:
-            data = cast(value, how, scale).row_major.data  # type: ignore[union-attr]
-        else:
-            data = plain.cast_by_scale(value, scale, TENSOR, dtype)
-        part(weight.data, *place).copy_(data)
+        found: Any = cast(master.tile(*place).decode(), how, scale).row_major
+        part(weight.data, *place).copy_(found.data)
     weight.scale.copy_(scale.view(weight.scale.shape))
 
 
