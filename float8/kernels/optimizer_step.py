@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from float8.kernels import definition, plain, stochastic, update_rules
-from float8.kernels.casts import CastSpec, cast
+from float8.kernels.casts import KERNELS, CastSpec, cast
 from float8.kernels.matrix import TENSOR
 from float8.kernels.moments import StateMatrix, part, tiles
-from float8.kernels.products import SUPPORT, architecture
+from float8.kernels.products import architecture
 from float8.kernels.registration import define_op, load_kernels
 from float8.kernels.update_rules import Number, UpdateRule
 
@@ -176,10 +176,8 @@ def refusal(step: OptimizerStep) -> str | None:
 
 def _no_kernel(device_index: int | None) -> str | None:
     """Why this GPU runs none of the kernels; importing them registers their ops."""
-    if torch.version.hip is not None:
-        return "the kernel is untested on AMD GPUs; use fused=False"
-    if (arch := architecture(device_index)) not in SUPPORT:
-        return f"{arch} is not known to convert float8 ({', '.join(SUPPORT)} are); use fused=False"
+    if (arch := architecture(device_index)) not in KERNELS:
+        return f"{arch} runs no kernels ({', '.join(KERNELS)} do); use fused=False"
     try:
         load_kernels("optimizer_step", "cast")
     except ModuleNotFoundError:

@@ -20,8 +20,7 @@ loaded byte by byte (`scaled_mm` hands over others).
 Tiles: the accumulator and the step's sum both stay in registers, 2 x 128 x 128 / 256 threads = 128
 of each thread's 255, so that is the largest tile that does not spill. Two programs of half that
 tile fill each other's waits, but read 1.5 times as many bytes from the L2 cache. `GEMM_TILES` is
-the whole list. Which of them runs is measured on the device (`fastest_tile`); without, `tile_of` is
-the rule.
+the whole list. Which of them runs is measured on the device (`fastest_tile`).
 """
 
 from __future__ import annotations
@@ -69,21 +68,11 @@ GEMM_TILES = (
 )
 DEEPGEMM = Tile(-1, 0, 0, 0)  # no tile: `deep_gemm`
 GROUP = 8  # tiles along M that share what they read of b: see the order of programs
-_MULTIPROCESSORS = 132  # of an H100; an L40S has 142, a B200 148
 
 
 def tiles_for(M: int, N: int) -> list[Tile]:
     """The tiles that are not half empty."""
     return [tile for tile in GEMM_TILES if tile.M < 2 * M and tile.N < 2 * N] or [GEMM_TILES[-1]]
-
-
-def tile_of(M: int, N: int, products: int = 1) -> Tile:
-    """The largest tile that is not half empty and has enough programs to fill a GPU."""
-    for tile in tiles_for(M, N):
-        programs = products * ceil_div(M, tile.M) * ceil_div(N, tile.N)
-        if programs >= _MULTIPROCESSORS:
-            return tile
-    return GEMM_TILES[-1]
 
 
 @triton.jit
@@ -237,7 +226,7 @@ def _launch(
     if bias is None and deep_gemm.multiplies(a, a_scale, b, a_rows, b_rows, out_dtype):
         others = [DEEPGEMM]
     form = ("blockwise_mm", a_rows, b_rows, a.dtype, b.dtype, out_dtype, bias is None, *others)
-    run(tile or fastest(form, a, (M, N, K), tiles_for(M, N) + others, tile_of(M, N), run))
+    run(tile or fastest(form, a, (M, N, K), tiles_for(M, N) + others, run))
     return out
 
 

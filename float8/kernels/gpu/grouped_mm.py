@@ -68,7 +68,6 @@ from float8.kernels.gpu.blockwise_mm import (
     Tile,
     contract,
     place_of,
-    tile_of,
     tiles_for,
 )
 from float8.kernels.gpu.fastest_tile import fastest
@@ -228,7 +227,6 @@ def _launch(
         kinds = a.dtype, b.dtype, out_dtype, by_torch, by_deep_gemm
         form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, *kinds)
         sizes = (M, N, a.shape[1], experts)
-        by_rule = tile_of(rows, N, experts)
         tiles = tiles_for(rows, N)
         is_near = b.stride(-2) * WIDE.N < 2**31  # its offsets in a tile have 32 bits
         if fast and is_near and N > 128 and rows > 64 and _fits(WIDE, a.device):
@@ -237,7 +235,7 @@ def _launch(
             tiles.append(TORCH_TILE)
         if by_deep_gemm:
             tiles.append(DEEPGEMM)
-        tile = fastest(form, a, sizes, tiles, by_rule, run)
+        tile = fastest(form, a, sizes, tiles, run)
         result.cache_clear()  # a thread allocated it: not where the caller's CUDA graphs want it
     return run(tile)
 

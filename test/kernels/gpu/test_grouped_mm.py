@@ -329,7 +329,7 @@ def test_torch_is_tried_where_rows_start_at_multiples_of_16_bytes(
     """It raises for other operands, and pads the rows of other results: not what `_fake` says."""
     seen = []
 
-    def fastest(form, x, sizes, tiles, by_rule, run):
+    def fastest(form, x, sizes, tiles, run):
         seen.extend(tiles)
         return TILE
 
