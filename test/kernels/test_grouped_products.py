@@ -28,7 +28,6 @@ pytest.importorskip("triton")
 from float8 import grouped_mm
 from float8.config import RECIPES
 from float8.kernels import grouped_products as module
-from float8.kernels.gpu.cast import cast_op as cast_matrices
 from float8.kernels.gpu.cast_tokens import cast_tokens_op
 from float8.kernels.products import PLAIN_PYTORCH, Product
 from float8.linear.plan import USED
@@ -46,6 +45,7 @@ PAIRS = {
 BY_TORCH, BY_TRITON = module.TORCH_MX.name, module.TRITON_GROUPED_GEMM.name
 EVERY_PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
 E, T = 3, 70
+cast_matrices = torch.ops.float8.cast.default
 
 
 class Products(TorchDispatchMode):

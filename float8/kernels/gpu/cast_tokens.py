@@ -44,7 +44,7 @@ from torch import Tensor
 
 from float8.granularity import ceil_div
 from float8.kernels import cublas, groups
-from float8.kernels.gpu import cast
+from float8.kernels.gpu.cast import _launch as cast_matrix
 from float8.kernels.gpu.launch import BothOrientations, new_data, register_op
 from float8.kernels.gpu.tiles import alignment_of, cast_tiles
 from float8.kernels.matrix import BY_32, BY_128, ROW, TENSOR
@@ -59,7 +59,7 @@ def _launch(
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        data, its, *_ = cast.cast_op(x, None, block, dtype, scale_format, False, True, False, False)
+        data, its, *_ = cast_matrix(x, None, block, dtype, scale_format, False, True, False)
         return data, its, x.new_empty((0, 0), dtype=dtype), its.new_empty((0, 0))
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need

@@ -60,15 +60,15 @@ def register_op(
     Returns:
         the op's only overload, for calling it with the least overhead.
     """
-    define_op(schema, definition, fake, "CPU")
-    return register_kernel(schema.partition("(")[0], kernel)
+    op = define_op(schema, definition, fake, "CPU")
+    register_kernel(schema.partition("(")[0], kernel)
+    return op
 
 
-def register_kernel(name: str, kernel: Callable[..., Any]) -> Any:
-    """Let an op that is there run a kernel on CUDA tensors; see `register_op`."""
+def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
+    """Let an op that is defined elsewhere run a kernel on CUDA tensors; see `register_op`."""
     LAUNCHERS[name] = kernel
     LIBRARY.impl(name, kernel, "CUDA")
-    return getattr(torch.ops.float8, name).default
 
 
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.
