@@ -12,6 +12,7 @@ from float8.kernels.gpu.jit import (
     reciprocal,
     scale_from_amax,
     scaled,
+    scaled_4,
     unpack_4,
 )
 from float8.kernels.gpu.launch import NO_FUSION, TRITON_FORMATS
@@ -53,16 +54,16 @@ def _pack(
     x_ptr, ints_ptr, rows_ptr, N: tl.constexpr, FORMAT_MAX: tl.constexpr, FORMAT: tl.constexpr
 ):
     at = tl.arange(0, N)
-    packed = convert_4(
-        scaled(tl.load(x_ptr + at), 1.0, FORMAT_MAX, False),
-        scaled(tl.load(x_ptr + N + at), 1.0, FORMAT_MAX, False),
-        scaled(tl.load(x_ptr + 2 * N + at), 1.0, FORMAT_MAX, False),
-        scaled(tl.load(x_ptr + 3 * N + at), 1.0, FORMAT_MAX, False),
-        FORMAT,
+    xs = (
+        tl.load(x_ptr + at),
+        tl.load(x_ptr + N + at),
+        tl.load(x_ptr + 2 * N + at),
+        tl.load(x_ptr + 3 * N + at),
     )
+    packed = convert_4(scaled_4(xs, 1.0, FORMAT_MAX, False), FORMAT)
     rows = unpack_4(packed)
     tl.store(ints_ptr + at, packed)
-    tl.store(ints_ptr + N + at, pack_4(rows[0], rows[1], rows[2], rows[3]))
+    tl.store(ints_ptr + N + at, pack_4(rows))
     for i in tl.static_range(4):
         tl.store(rows_ptr + i * N + at, rows[i])
 
