@@ -88,18 +88,12 @@ def _swizzled(
     """The scales of 1x32 blocks, group after group; 0 where there are none."""
     rows, columns = (torch.zeros_like(out, dtype=torch.uint8) for out in outputs[1::2])
     for group, (begin, end, start) in enumerate(groups.spans_of(groups.ends_of(offs, tokens), 128)):
-        blocks = start // 32 + group
-        for out, first, found in (
-            (rows, start * rows.shape[1], scales[begin:end]),
-            (
-                columns,
-                start // 32 * len(columns),
-                scales_t[:, blocks : blocks - (begin - end) // 32],
-            ),
-        ):
-            if out.numel() and end > begin:
-                places = cublas.swizzled(found).view(torch.uint8)
-                out.view(-1)[first : first + places.numel()] = places
+        if rows.numel():
+            groups.write_squares(rows, cublas.swizzled(scales[begin:end]), start, False)
+        if columns.numel():
+            first = start // 32 + group
+            its = scales_t[:, first : first - (begin - end) // 32]
+            groups.write_squares(columns, cublas.swizzled(its), start, True)
     return rows.view(torch.float8_e8m0fnu), columns.view(torch.float8_e8m0fnu)
 
 
