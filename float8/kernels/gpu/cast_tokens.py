@@ -38,6 +38,7 @@ the last group, and scales that belong to no block. A group without tokens has s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ def _launch(
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        data, its, *_ = cast_matrix(x, None, block, dtype, scale_format, False, True, False)
+        found: Any = cast_matrix(x, None, block, dtype, scale_format, False, True, False)
+        data, its, *_ = found
         return data, its, x.new_empty((0, 0), dtype=dtype), its.new_empty((0, 0))
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need
