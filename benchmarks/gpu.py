@@ -55,7 +55,7 @@ NVIDIA, BLACKWELL, TWO = ("sm_89", "NVIDIA"), ("sm_100", "NVIDIA"), "2 GPUs"
 # --- the experiments
 
 GPU = "float8/kernels/gpu"
-CASTS = (f"{GPU}/cast.py", f"{GPU}/tiles.py", f"{GPU}/rows.py", f"{GPU}/amax.py", f"{GPU}/jit.py")
+CASTS = (f"{GPU}/cast.py", f"{GPU}/tiles.py", f"{GPU}/amax.py", f"{GPU}/jit.py")
 GEMMS = ("float8/kernels/products.py", "float8/kernels/cublas.py", f"{GPU}/blockwise_mm.py")
 LAYER = (*CASTS, *GEMMS, "float8/kernels/casts.py", "float8/linear/autograd.py")
 GROUPED = ("float8/kernels/grouped_products.py", f"{GPU}/grouped_mm.py", f"{GPU}/cast_tokens.py")

@@ -1,6 +1,6 @@
 """Run a Triton kernel's own source on the CPU, bit for bit: Triton's interpreter, casts mended.
 
-``interpreted("cast").cast_op(x, ...)`` calls the launcher that a CUDA tensor gets, on CPU
+``interpreted("cast")._launch(x, ...)`` calls the launcher that a CUDA tensor gets, on CPU
 tensors, in a child process: Triton decides when it is imported whether it interprets, and the same
 test session also compiles kernels. Tensors keep their strides and offsets on the way, and what the
 kernel wrote into an argument is written into the caller's.
@@ -101,7 +101,7 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a kernel prints must not be taken for an answer
     launch = importlib.import_module(f"{PACKAGE}.launch")
-    launch.register = launch.register_kernel = lambda name, *, kernel, **_: kernel
+    launch.register_op = lambda schema, *, kernel, **_: kernel
     _mend_float8_casts()
     while True:
         try:

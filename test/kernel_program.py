@@ -24,7 +24,7 @@ from float8.kernels import definition
 
 GPU = "float8.kernels.gpu"
 launch = importlib.import_module(f"{GPU}.launch")
-launch.register = launch.register_kernel = lambda name, *, kernel, **_: kernel
+launch.register_op = lambda schema, *, kernel, **_: kernel
 E4M3 = torch.float8_e4m3fn
 WHOLE, BY_128, SQUARE = (-1, -1), (1, 128), (128, 128)
 COLUMNS = 128  # one tile: a program has every column of the last rows
@@ -84,7 +84,7 @@ def check() -> None:
     x[-TAIL:] = end
 
     scale = torch.full((1, 1), 0.01)
-    cast = op("cast", "cast_op")
+    cast = op("cast", "_launch")
     data, _, data_t, *_ = cast(x, scale, WHOLE, E4M3, "float32", False, True, True, False)
     codes = definition.cast_by_scale(end, scale, WHOLE, E4M3)
     same("cast", data[-TAIL:], codes)

@@ -32,8 +32,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from float8 import kernels
 from float8.formats import E4M3, HIGH_PRECISION_DTYPES, ScaleFormat
-from float8.kernels.casts import import_kernels
 from float8.kernels.matrix import BY_128
+from float8.kernels.registration import load_kernels
 from float8.linear.float8_weight import version_of
 
 _GROUP = 128  # elements that share a scale
@@ -80,7 +80,7 @@ def _kernel_for(family: str) -> str | None:
     """The kernel that casts groups of a row; there is one to restore them, too."""
     kernel = kernels.kernel_for(family, BY_128)
     if kernel is not None:
-        import_kernels(("dequantize_groups",))
+        load_kernels("dequantize_groups")
     return kernel
 
 

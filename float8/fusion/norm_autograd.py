@@ -8,7 +8,6 @@ parts of the float8 tensor; `Differentiable` joins them.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from float8 import kernels
 from float8.formats import ScaleFormat
 from float8.granularity import WHOLE
 from float8.kernels import definition
-from float8.kernels.registration import op_on
+from float8.kernels.registration import load_kernels, op_on
 from float8.linear.autograd import as_matrix, refuse_double_backward
 from float8.linear.casts import DelayedState, cast_matrix, known_scale, record
 from float8.linear.plan import LinearPlan
@@ -129,13 +128,5 @@ def runs_kernels(device: torch.device, emulate: bool) -> bool:
     """Whether the fused kernels run on this device; their ops are registered then."""
     if kernels.kernel_for(kernels.family_of(device), (WHOLE, WHOLE), emulate) is None:
         return False
-    _load()
+    load_kernels("norm_cast", "swiglu_cast", "swiglu_gradients")
     return True
-
-
-def _load() -> None:
-    for name in ("norm_cast", "swiglu_cast", "swiglu_gradients"):  # which registers their ops
-        importlib.import_module(f"float8.kernels.gpu.{name}")
-
-
-_load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in kernels/casts.py

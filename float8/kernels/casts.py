@@ -13,7 +13,6 @@ with the op that produced the operand; `compiler_may_cast` says on which devices
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from float8.kernels import cpu, plain
 from float8.kernels.definition import FLOAT32, scale_from_amax
 from float8.kernels.matrix import Float8Matrix
 from float8.kernels.products import CPU, SUPPORT, family_of
-from float8.kernels.registration import op_on
+from float8.kernels.registration import load_kernels, op_on
 
 
 class CastSpec(NamedTuple):
@@ -94,25 +93,12 @@ def kernel_for(family: str, block: Block, emulate: bool = False) -> str | None:
     kernel = KERNELS.get(family, {}).get(block[-2:])
     if kernel is None:
         return None
-    import_kernels(tuple(KERNELS[family].values()))
+    load_kernels(kernel)
     return kernel
 
 
 # For torch.compile: it runs once, while tracing. See `architecture`.
 kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def import_kernels(files: tuple[str, ...]) -> None:
-    """Import files of gpu/, which registers their ops."""
-    for name in files:
-        try:
-            importlib.import_module(f"float8.kernels.gpu.{name}")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "float8 casts on a GPU are Triton kernels, and triton is not installed: "
-                "`pip install triton`, or set emulate=True to run plain PyTorch"
-            ) from error
 
 
 # Older ones (12.8 and 12.9 are in Triton 3.6 to 3.9) lose results of float8 conversions that are

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from float8.granularity import WHOLE, Block, ceil_div, scale_shape
 from float8.kernels.matrix import BY_32, SQUARE_32, Float8Matrix
-from float8.kernels.registration import define_op, op_on
+from float8.kernels.registration import define_op, load_kernels, op_on
 
 ALIGNMENT = 16
 _MX = (BY_32, SQUARE_32)
@@ -133,7 +133,7 @@ def aligned_row_major(x: Tensor) -> Tensor:
         return x
     is_transposed = x.dim() == 2 and x.element_size() == 1 and x.stride(0) == 1
     if is_transposed and torch.version.hip is None and not is_sharded(x):  # AMD: without Triton
-        _load_transpose()
+        load_kernels("transpose")
         return torch.ops.float8.transpose.default(x.t())
     # A clone: Tensor.contiguous() needs a CUDA build even for FakeTensors.
     return x.clone(memory_format=torch.contiguous_format)
@@ -142,14 +142,6 @@ def aligned_row_major(x: Tensor) -> Tensor:
 def is_sharded(x: Tensor) -> bool:
     """Whether x is a DTensor, for which the kernels have no sharding rules: aten has."""
     return hasattr(x, "device_mesh")  # by name: importing DTensor costs most of a second
-
-
-def _load_transpose() -> None:
-    importlib.import_module("float8.kernels.gpu.transpose")
-
-
-# For torch.compile: run once, while tracing. See `float8.kernels.products.architecture`.
-_load_transpose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def pad_codes(data: Tensor, rows: int, cols: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from float8.kernels.products import load_kernel
+from float8.kernels.registration import load_kernels
 
 _OURS, _ATEN = torch.ops.float8, torch.ops.aten
 
@@ -43,7 +43,6 @@ for _op in (_ATEN._grouped_mm, _ATEN._scaled_grouped_mm):
     if _op not in flop_registry:
         register_flop_formula(_op)(of_torch)
 if torch.cuda.is_available() and find_spec("triton") is not None:
-    load_kernel("blockwise_mm")
-    load_kernel("grouped_mm")
+    load_kernels("blockwise_mm", "grouped_mm")
     register_flop_formula(_OURS.blockwise_mm)(of_products)
     register_flop_formula(_OURS.grouped_mm_gpu)(of_groups)

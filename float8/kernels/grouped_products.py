@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from float8.granularity import WHOLE, Block, ceil_div
+from float8.granularity import WHOLE, Block, block_name, ceil_div
 from float8.kernels import cpu
 from float8.kernels.cublas import ALIGNMENT, aligned_row_major, mx_scales, pad_codes
 from float8.kernels.groups import ends_of, padded_sizes, spans_of
@@ -41,11 +41,10 @@ from float8.kernels.products import (
     family_of,
     first_candidate,
     gemm_for,
-    load_kernel,
     product_name,
     reason_against_triton,
 )
-from float8.kernels.registration import define_op
+from float8.kernels.registration import define_op, load_kernels
 
 _EMULATE = "set emulate=True to run it in plain PyTorch"
 
@@ -194,7 +193,7 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any
     by_tokens = b.data.dim() == 2
     if not by_tokens and b.data.shape[-1] % 32:
         return _triton_multiply(a, b, offs, *others)
-    load_kernel("expand_scales")
+    load_kernels("expand_scales")
     expand = torch.ops.float8.expand_scales.default
     a_scale = expand(a.scale, a.block, *a.data.shape, offs, by_tokens)
     if by_tokens:
@@ -212,7 +211,7 @@ def _contiguous(x: Tensor) -> Tensor:
 
 
 def _triton_multiply(a: Float8Matrix, b: Float8Matrix, offs: Tensor, *others: Any) -> Tensor:
-    load_kernel("grouped_mm")
+    load_kernels("grouped_mm")
     run, blocks = torch.ops.float8.grouped_mm_gpu.default, (a.block, b.block)
     operands = aligned_row_major(a.data), a.scale, aligned_row_major(b.data), b.scale
     return run(*operands, offs, *blocks, *others)
@@ -256,6 +255,12 @@ def grouped_gemm_for(
     ``has_power_of_two_scales``: as of `products.gemm_for`. Returns the candidate's name and None;
     or "" and the reason why there is none.
     """
+    for block in (a_block, b_block) if len(b_block) == 2 else (a_block,):
+        if block[0] > 1:
+            return "", (
+                f"tokens in blocks {block_name(block)}: two experts would share a scale; cast "
+                "tokens by Blockwise(1, 128), Rowwise() or Tensorwise()"
+            )
     if family == CPU or emulate:
         return PLAIN_PYTORCH, None
     b_block = b_block[-2:]

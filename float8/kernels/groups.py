@@ -79,6 +79,16 @@ def padded_sizes(offs: Tensor, align: int) -> Tensor:
     return (sizes + (align - 1)) // align * align
 
 
+def write_squares(out: Tensor, scales: Tensor, start: int, by_columns: bool) -> None:
+    """Write the swizzled E8M0 scales of a group among those of all groups, which are bytes.
+
+    ``start`` is the first column of the group where groups are padded to multiples of 128; for the
+    order see ``gpu/cast_tokens.py``. ``by_columns``: the scales of transposed tokens.
+    """
+    first = start // 32 * len(out) if by_columns else start * out.shape[1]
+    out.view(-1)[first : first + scales.numel()] = scales.view(torch.uint8)
+
+
 def cast_groups_definition(
     x_TK: Tensor,
     offs: Tensor,

@@ -21,20 +21,19 @@ after its rounding, so that a checkpoint of the master alone gives the same floa
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from float8.kernels import definition, plain, stochastic, update_rules
-from float8.kernels.casts import CastSpec, cast
+from float8.kernels.casts import KERNELS, CastSpec, cast
 from float8.kernels.matrix import TENSOR
 from float8.kernels.moments import StateMatrix, part, tiles
-from float8.kernels.products import SUPPORT, architecture
-from float8.kernels.registration import define_op
+from float8.kernels.products import architecture
+from float8.kernels.registration import define_op, load_kernels
 from float8.kernels.update_rules import Number, UpdateRule
 
 LARGEST_GROUP = 2048
@@ -140,8 +139,8 @@ def cast_master(
     ``amax`` is what `fused_step` recorded, where it wrote the master. With a ``found_inf`` that is
     not 0 it wrote nothing: the weight keeps its scale, by which the master gives the same data.
     """
-    dtype, is_fused = weight.data.dtype, amax is not None
-    places = tiles(weight.data.shape, master.group, LARGE_TILE if is_fused else None)
+    how = CastSpec(TENSOR, weight.data.dtype, kernel=None if amax is None else "cast")
+    places = tiles(weight.data.shape, master.group, LARGE_TILE if how.kernel else None)
     if not places:
         return
     if amax is None:
@@ -152,17 +151,12 @@ def cast_master(
             finite = torch.where(value.isfinite(), value, 0.0)
             amaxes.append(plain.amax(finite, TENSOR))
         amax = torch.stack(amaxes).amax(0)
-    scale = definition.scale_from_amax(amax.view(1, 1), torch.finfo(dtype).max)
+    scale = definition.scale_from_amax(amax.view(1, 1), torch.finfo(how.dtype).max)
     if found_inf is not None:
         scale = torch.where(found_inf.view(1, 1) == 0, scale, weight.scale.view(1, 1))
-    how = CastSpec(TENSOR, dtype, kernel="cast")
     for place in places:
-        value = master.tile(*place).decode()
-        if is_fused:
-            data = cast(value, how, scale).row_major.data  # type: ignore[union-attr]
-        else:
-            data = plain.cast_by_scale(value, scale, TENSOR, dtype)
-        part(weight.data, *place).copy_(data)
+        found: Any = cast(master.tile(*place).decode(), how, scale).row_major
+        part(weight.data, *place).copy_(found.data)
     weight.scale.copy_(scale.view(weight.scale.shape))
 
 
@@ -182,13 +176,10 @@ def refusal(step: OptimizerStep) -> str | None:
 
 def _no_kernel(device_index: int | None) -> str | None:
     """Why this GPU runs none of the kernels; importing them registers their ops."""
-    if torch.version.hip is not None:
-        return "the kernel is untested on AMD GPUs; use fused=False"
-    if (arch := architecture(device_index)) not in SUPPORT:
-        return f"{arch} is not known to convert float8 ({', '.join(SUPPORT)} are); use fused=False"
+    if (arch := architecture(device_index)) not in KERNELS:
+        return f"{arch} runs no kernels ({', '.join(KERNELS)} do); use fused=False"
     try:
-        for name in ("optimizer_step", "cast"):
-            importlib.import_module(f"float8.kernels.gpu.{name}")
+        load_kernels("optimizer_step", "cast")
     except ModuleNotFoundError:
         return "triton is not installed; `pip install triton`, or use fused=False"
     return None

@@ -32,7 +32,6 @@ precision, or in plain PyTorch, without being asked to. No hardware multiplies E
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ from float8.granularity import Block, block_name
 from float8.kernels import cublas, definition
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.matrix import Float8Matrix
-from float8.kernels.registration import op_on
+from float8.kernels.registration import load_kernels, op_on
 
 TENSORWISE_PRODUCT, ROWWISE_PRODUCT, BLOCKWISE_PRODUCT, MX_PRODUCT = (
     "tensorwise",
@@ -222,7 +221,7 @@ def _triton_multiply(
 
     A contraction that is not a multiple of 16 is padded: without that, loads would be single bytes.
     """
-    load_kernel("blockwise_mm")
+    load_kernels("blockwise_mm")
     a_MK, b_NK = a.data, b.data
     if missing := -a_MK.shape[1] % ALIGNMENT:
         a_MK, b_NK = [cublas.pad_codes(codes, 0, missing) for codes in (a_MK, b_NK)]
@@ -230,14 +229,6 @@ def _triton_multiply(
     return op_on("blockwise_mm", a_MK)(
         a_MK, a.scale, b_NK, b.scale, a.block[0], b.block[0], bias_N, out_dtype
     )
-
-
-def load_kernel(name: str) -> None:
-    """Import a file of gpu/, which registers its op; torch.compile runs this while tracing."""
-    importlib.import_module(f"float8.kernels.gpu.{name}")
-
-
-load_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _reason_against_mx(arch: str, product: str, out_dtype: torch.dtype) -> str | None:
@@ -256,7 +247,7 @@ def _multiply_as_mx(a: Float8Matrix, b: Float8Matrix, *others: Any) -> Tensor:
         if reason := other.reason_against(family_of(a.data.device), product, out_dtype):
             raise ValueError(f"scaled_mm: {other.name} {reason}")
         return other.multiply(a, b, *others)
-    load_kernel("expand_scales")
+    load_kernels("expand_scales")
     expand = op_on("expand_scales", a.scale)
     a, b = [Float8Matrix(x.data, expand(x.scale, x.block, *x.data.shape), (1, 32)) for x in (a, b)]
     return cublas.multiply_by_torch(a, b, bias_N, out_dtype, False)

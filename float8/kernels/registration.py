@@ -1,11 +1,14 @@
 """`define_op`: a function on plain tensors becomes an op, one node to torch.compile.
 
+The ops of ``gpu/`` exist once `load_kernels` has imported their files, which needs Triton.
+
 torch's dispatcher calls what an op runs, which is a fifth of an eager cast's host time on a GPU. So
 eager code asks `op_on` what to call: past the dispatcher where nothing else has to see the op.
 """
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +42,22 @@ def define_op(
     if key != "CPU":
         LAUNCHERS[name] = run
     return getattr(torch.ops.float8, name).default
+
+
+def load_kernels(*files: str) -> None:
+    """Import files of gpu/, which registers their ops; torch.compile runs this while tracing."""
+    for name in files:
+        try:
+            importlib.import_module(f"float8.kernels.gpu.{name}")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                "float8 casts on a GPU are Triton kernels, and triton is not installed: "
+                "`pip install triton`, or set emulate=True to run plain PyTorch"
+            ) from error
+
+
+# The effect of torch.compiler.assume_constant_result, whose import of dynamo would take a second.
+load_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _on_gpu = operator.attrgetter("is_cuda")

@@ -43,7 +43,7 @@ from float8.config import CastConfig, Float8LinearConfig, OperandCast, ScalingTy
 from float8.formats import Format, format_of
 from float8.granularity import scale_shape
 from float8.kernels import Casts, Float8Matrix
-from float8.kernels.casts import import_kernels
+from float8.kernels.registration import load_kernels
 from float8.linear.module import Switchable
 from float8.linear.plan import PAIR, VIEW, Operand, cast_on
 from float8.tensor import Float8Tensor
@@ -311,7 +311,7 @@ def cast_alone(
 ) -> Float8Matrix:
     """Cast x by a cast of a config, outside of any plan; nothing is recorded."""
     how = cast_on(cast, kernels.family_of(x.device), emulate)
-    import_kernels((how.kernel,) if how.kernel else ())
+    load_kernels(*[how.kernel] if how.kernel else [])
     return cast_matrix(x, how, state, scale).row_major  # type: ignore[return-value]
 
 

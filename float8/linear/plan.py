@@ -23,9 +23,10 @@ from float8.config.linear import CONFIGS
 from float8.formats import ScaleFormat, on_family, twin_factor
 from float8.granularity import WHOLE
 from float8.kernels import mxfp4
-from float8.kernels.casts import GROUP_KERNELS, KERNELS, import_kernels
+from float8.kernels.casts import GROUP_KERNELS, KERNELS
 from float8.kernels.cublas import ALIGNMENT
 from float8.kernels.products import CPU, needs_power_of_two_scales
+from float8.kernels.registration import load_kernels
 from float8.tensor import Float8Tensor
 
 TOKENS, EXPERTS = "tokens", "experts"  # the operands of grouped GEMMs
@@ -190,7 +191,7 @@ def _first_use(
     family = kernels.family_of(device)
     plan = plan_for(CONFIGS[key], family, dtype, grouped, compiling)
     casts = [cast for gemm in plan.gemms for cast in (gemm.a, gemm.b)]
-    import_kernels(tuple([cast.kernel for cast in casts if cast is not None and cast.kernel]))
+    load_kernels(*[cast.kernel for cast in casts if cast is not None and cast.kernel])
     USED[key, device, dtype, grouped, compiling] = plan
     return plan
 

@@ -22,7 +22,6 @@ from float8.kernels.gpu import (
     grouped_mm,
     norm_cast,
     optimizer_step,
-    rows,
     swiglu_cast,
     swiglu_gradients,
     transpose,
@@ -88,7 +87,7 @@ def _blockwise_mm_variant(
 
 def _cast(M: int, K: int) -> list[Variant]:
     """The forms that the recipes launch on bfloat16, and enough others to see each flag."""
-    x, long = meta(M, K), meta(M, 2 * rows.LONGEST_ROW)
+    x, long = meta(M, K), meta(M, 2 * cast.LONGEST_ROW)
     scale = meta(1, 1, dtype=F32)
     exact, rounded = definition.FLOAT32, definition.scale_format_of(True)
     up, down = definition.E8M0, definition.E8M0_FLOOR

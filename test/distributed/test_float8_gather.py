@@ -14,8 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from float8 import Float8Linear, sync_float8_amax_and_scale_history
 from float8.config import RECIPES
 from float8.distributed.float8_gather import KnownAmax, amax_of_shard, cast_shard
-from float8.kernels.casts import KERNELS, import_kernels
+from float8.kernels.casts import KERNELS
 from float8.kernels.products import CPU
+from float8.kernels.registration import load_kernels
 
 
 @contextmanager
@@ -75,7 +76,7 @@ def test_shards_are_cast_as_the_whole(case, recipe, with_kernels):
     known = KnownAmax()
     known.remember(functools.reduce(torch.maximum, amaxes), weight, [layer.weight])
     rows = KERNELS["sm_90"] if with_kernels else {}
-    import_kernels(tuple(rows.values()))
+    load_kernels(*rows.values())
     arguments = known, layer, weight.shape, torch.bfloat16
     with mock.patch.dict(KERNELS, {CPU: rows}):
         found = [*by_rank(lambda shard, group: cast_shard(shard, *arguments, group))]

@@ -98,7 +98,7 @@ class Block(nn.Module):
 def by_ops():
     """Take the path of a GPU on the CPU: the ops, which run their references here."""
     pytest.importorskip("triton")
-    norm_autograd._load()
+    norm_autograd.load_kernels("norm_cast", "swiglu_cast", "swiglu_gradients")
     return mock.patch.object(norm_casts, "runs_kernels", lambda device, emulate: not emulate)
 
 
@@ -366,7 +366,7 @@ def test_a_block_compiled_or_recomputed_has_the_bits_of_eager(recipe, how):
     else:
         dynamic = how == "dynamic" or None
         run = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=dynamic)
-    with by_ops() if how == "ops" else mock.patch.object(norm_autograd, "_load"):
+    with by_ops() if how == "ops" else mock.patch.object(norm_autograd, "load_kernels"):
         for step in range(2):
             x, g = torch.randn(16, K), torch.randn(16, K)
             found = grads(run(x), g, *model.parameters())

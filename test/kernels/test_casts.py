@@ -10,17 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from float8.kernels import casts
+from float8.kernels import registration
 from float8.kernels.casts import KERNELS, CastSpec, cast, kernel_for
 
 WHOLE = (-1, -1)
-
-
-@pytest.fixture(autouse=True)
-def no_kernels_yet():
-    casts.import_kernels.cache_clear()
-    yield
-    casts.import_kernels.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -34,7 +27,7 @@ def test_a_gpu_without_float8_is_refused_and_a_missing_triton_is_named(
     arch, error, words, monkeypatch
 ):
     missing = mock.Mock(side_effect=ModuleNotFoundError("No module named triton"))
-    monkeypatch.setattr(casts.importlib, "import_module", missing)
+    monkeypatch.setattr(registration.importlib, "import_module", missing)
     with pytest.raises(error, match=words):
         kernel_for(arch, WHOLE)
 

@@ -28,7 +28,6 @@ pytest.importorskip("triton")
 from float8 import grouped_mm
 from float8.config import RECIPES
 from float8.kernels import grouped_products as module
-from float8.kernels.gpu.cast import cast_op as cast_matrices
 from float8.kernels.gpu.cast_tokens import cast_tokens_op
 from float8.kernels.products import PLAIN_PYTORCH, Product
 from float8.linear.plan import USED
@@ -46,6 +45,7 @@ PAIRS = {
 BY_TORCH, BY_TRITON = module.TORCH_MX.name, module.TRITON_GROUPED_GEMM.name
 EVERY_PAIR = pytest.mark.parametrize("pair", PAIRS.values(), ids=list(PAIRS))
 E, T = 3, 70
+cast_matrices = torch.ops.float8.cast.default
 
 
 class Products(TorchDispatchMode):
@@ -138,7 +138,7 @@ def test_every_product_runs(arch, pair, by_tokens):
     [
         ("gfx94", (ROW, ROW), True, BF16, "the Triton grouped GEMM is for NVIDIA GPUs"),
         ("sm_80", (ONE, ONE), True, BF16, "sm_80 is not known to have float8 tensor cores"),
-        ("sm_90", ((3, 5), ONE), True, BF16, "no hardware multiplies 3x5 by"),
+        ("sm_90", ((1, 5), ONE), True, BF16, "no hardware multiplies 1x5 by"),
         ("sm_90", (MX, MX), True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
         ("sm_103", (MX, MX), True, BF16, "on sm_100 .B200. only: use the recipe blockwise"),
         ("sm_100", (MX, MX), False, BF16, "E4M3 by E4M3 only"),
@@ -152,6 +152,13 @@ def test_refusals_say_why_and_the_way_out(arch, pair, is_e4m3, out_dtype, words)
     for family in (arch, "cpu"):  # emulated, or on a CPU, every product runs
         found = module.grouped_gemm_for(family, *blocks, out_dtype, family != "cpu", is_e4m3)
         assert found == (PLAIN_PYTORCH, None)
+
+
+@pytest.mark.parametrize(("family", "emulate"), [("sm_90", False), ("sm_90", True), ("cpu", False)])
+@pytest.mark.parametrize("blocks", [(SQUARE, (1, 1, 128)), (BY_128, SQUARE), (SQUARE, BY_128)])
+def test_tokens_of_two_experts_share_no_scale(blocks, family, emulate):
+    name, reason = module.grouped_gemm_for(family, *blocks, BF16, emulate)
+    assert name == "" and "tokens in blocks 128x128: two experts would share" in reason, reason
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_103"])

@@ -62,7 +62,7 @@ def test_the_kernel_takes_what_it_can_and_names_what_it_cannot(monkeypatch):
         with pytest.raises(ValueError, match=r"fused=True, .* \(4, 256\): "):
             takes_kernel(True, refused)
     monkeypatch.setattr(optimizer_step, "architecture", lambda index: "sm_80")
-    assert "sm_80 is not known to convert float8" in str(refusal(taken))
+    assert "sm_80 runs no kernels (sm_89, " in str(refusal(taken))
     plain = StateMatrix(torch.ones(2, 4))
     on_cpu = taken._replace(p=plain)
     assert "kernel for CUDA, and the parameter is on cpu" in str(refusal(on_cpu))

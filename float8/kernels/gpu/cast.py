@@ -2,8 +2,11 @@
 
 A float8 GEMM reads each operand with its contraction contiguous, and training contracts both
 dimensions of an operand: x along K for the output, along M for the weight gradient. So a cast
-writes the codes twice, row-major and transposed, from the bfloat16 source (``tiles.py``). Rows
-alone have their scales from one read (``rows.py``).
+writes the codes twice, row-major and transposed, from the bfloat16 source (``tiles.py``).
+
+Rows alone, by a scale for each, take one launch of 2 + 1 bytes per element: a program holds whole
+rows in registers, finds their amaxes and writes float8. Rows that do not fit are read again, from
+cache.
 
 =========== =========================================== =======================================
 block       scale, of ``data`` (M, K)                   scale_t, of ``data_t`` (K, M)
@@ -30,15 +33,91 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, scale_shape
+from float8.granularity import WHOLE, ceil_div, scale_shape
 from float8.kernels import cublas, definition
 from float8.kernels.cpu import CastOutputs
-from float8.kernels.gpu.launch import MOST_FORMS, check_device, new_data, register_kernel
-from float8.kernels.gpu.rows import cast_rows
-from float8.kernels.gpu.tiles import CAST_TILES, cast_tiles
+from float8.kernels.gpu.jit import convert_to_codes, magnitude_bits, reciprocal, scale_from_amax
+from float8.kernels.gpu.launch import (
+    MOST_FORMS,
+    NO_FUSION,
+    Form,
+    check_device,
+    count_of,
+    format_constants,
+    new_data,
+    register_kernel,
+    strides_of,
+)
+from float8.kernels.gpu.tiles import cast_tiles
 from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_32, TENSOR
+
+LONGEST_ROW = 16384  # what 8 warps hold in 90 registers a thread
+_CHUNK = 8192  # of longer rows
+
+
+@triton.jit
+def _rows_kernel(
+    x_ptr,
+    data_ptr,  # uint8 (M, K)
+    scale_ptr,  # (M,)
+    M,
+    K,
+    stride_e,
+    stride_m,
+    stride_k,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # K <= COLS: a row stays in registers
+    FORMAT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    e = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    k = tl.arange(0, COLS).to(tl.int64)
+    row = x_ptr + e * stride_e + m[:, None] * stride_m
+    out = data_ptr + e * M * K + m[:, None] * K
+    x = tl.load(row + k[None, :] * stride_k, (m < M)[:, None] & (k < K)[None, :], 0.0)
+    bits = magnitude_bits(x.to(tl.float32))
+    if not WHOLE_ROWS:
+        for start in range(COLS, K, COLS):
+            n = start + k
+            more = tl.load(row + n[None, :] * stride_k, (m < M)[:, None] & (n < K)[None, :], 0.0)
+            bits = tl.maximum(bits, magnitude_bits(more.to(tl.float32)))
+    amax = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    scale = scale_from_amax(amax, FORMAT_MAX, POWER_OF_TWO)
+    tl.store(scale_ptr + e * M + m, scale, m < M)
+    factor = reciprocal(scale, POWER_OF_TWO)[:, None]
+    if WHOLE_ROWS:
+        codes = convert_to_codes(x.to(tl.float32) * factor, FORMAT)
+        tl.store(out + k[None, :], codes, (m < M)[:, None] & (k < K)[None, :])
+    else:
+        for start in range(0, K, COLS):
+            n = start + k
+            inside = (m < M)[:, None] & (n < K)[None, :]
+            again = tl.load(row + n[None, :] * stride_k, inside, 0.0).to(tl.float32)
+            tl.store(out + n[None, :], convert_to_codes(again * factor, FORMAT), inside)
+
+
+@functools.lru_cache(MOST_FORMS)
+def _rows_form(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, power_of_two: bool
+) -> tuple[tuple[int, int], Form]:
+    """A thread has 32 elements, or 64 of long rows."""
+    M, K = shape[-2:]
+    whole = K <= LONGEST_ROW
+    cols = max(16, triton.next_power_of_2(K)) if whole else _CHUNK
+    rows = max(1, 4096 // cols)
+    form = Form(
+        _rows_kernel, {1: torch.uint8}, M, K, *strides_of(strides),
+        ROWS=rows, COLS=cols, WHOLE_ROWS=whole, **format_constants(dtype, power_of_two),
+        num_warps=4 if cols <= 4096 else 8, **NO_FUSION,
+    )  # fmt: skip
+    return (ceil_div(M, rows), count_of(shape)), form
 
 
 def _launch(
@@ -61,7 +140,8 @@ def _launch(
     if x.stride(-2) == 1 and x.stride(-1) != 1:
         x, data, its, data_t, its_t = x.mT, data_t, its_t, data, its
     if how[0] == ROW and data_t is None:
-        cast_rows(x, data, its, scale_format != definition.FLOAT32)  # type: ignore[arg-type]
+        programs, form = _rows_form(x.shape, x.stride(), dtype, scale_format != definition.FLOAT32)
+        form.launch(programs, x, data, its)
     else:
         cast_tiles(
             x, (data, its, data_t, its_t), how[0], dtype, scale_format, scale=scale, record=record,
@@ -98,7 +178,6 @@ def empty_outputs(
     swizzled: bool, rows: bool, cols: bool, finds_amax: bool = False,
 ) -> CastOutputs:  # fmt: skip
     """Empty results of the cast of x, in the layouts that GEMMs read."""
-    check_block("cast", block, scale_format)
     M, K = x.shape[-2:]
     is_tensor = tuple(block) == TENSOR  # its scale, where it is computed, is that of both
     has_scale, has_scale_t = scale is None if is_tensor else rows, cols and not is_tensor
@@ -149,16 +228,6 @@ def fused_definition(
     return tuple([e if x is None else x for x, e in zip(outputs, empty, strict=True)])  # type: ignore
 
 
-def check_block(op: str, block: Sequence[int], scale_format: str) -> None:
-    """Refuse what the kernels would cast by other scales than those asked for."""
-    is_e8m0 = scale_format in (definition.E8M0, definition.E8M0_FLOOR)
-    if tuple(block) not in CAST_TILES or is_e8m0 != (tuple(block) in (BY_32, SQUARE_32)):
-        raise ValueError(
-            f"float8::{op}: no kernel casts blocks {tuple(block)} by {scale_format} scales; use "
-            f"one of {tuple(CAST_TILES)}, with E8M0 scales for {BY_32} and {SQUARE_32} alone"
-        )
-
-
 def new_scale(
     x: Tensor, shape: tuple[int, int], block: Sequence[int], swizzled: bool = False
 ) -> Tensor:
@@ -174,4 +243,4 @@ def new_scale(
     return torch.empty((*x.shape[:-2], size), dtype=torch.float8_e8m0fnu, device=x.device)
 
 
-cast_op = register_kernel("cast", kernel=_launch, definition=_definition)
+register_kernel("cast", _launch)

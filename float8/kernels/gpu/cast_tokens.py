@@ -38,29 +38,30 @@ the last group, and scales that belong to no block. A group without tokens has s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from float8.granularity import ceil_div
 from float8.kernels import cublas, groups
-from float8.kernels.gpu import cast
-from float8.kernels.gpu.launch import BothOrientations, check_device, new_data, register_op
+from float8.kernels.gpu.cast import _launch as cast_matrix
+from float8.kernels.gpu.launch import BothOrientations, new_data, register_op
 from float8.kernels.gpu.tiles import alignment_of, cast_tiles
-from float8.kernels.matrix import BY_32, BY_128, ROW, SQUARE_128, TENSOR
+from float8.kernels.matrix import BY_32, BY_128, ROW, TENSOR
 
 
 def _launch(
     x: Tensor, offs: Tensor, block: Sequence[int], dtype: torch.dtype, scale_format: str,
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothOrientations:  # fmt: skip
-    check_device("cast_tokens", x, offs=offs, scale=scale)
     block = (block[0], block[1])
     if 0 in (*x.shape, *offs.shape) or not (row_major or transposed):
         offs = torch.zeros(offs.shape, dtype=torch.int32, device="cpu")  # nothing to wait for
         return _definition(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     if not transposed and block in (ROW, BY_128):
-        data, its, *_ = cast.cast_op(x, None, block, dtype, scale_format, False, True, False, False)
+        found: Any = cast_matrix(x, None, block, dtype, scale_format, False, True, False)
+        data, its, *_ = found
         return data, its, x.new_empty((0, 0), dtype=dtype), its.new_empty((0, 0))
     outputs = _fake(x, offs, block, dtype, scale_format, scale, align, row_major, transposed)
     align = max(align, alignment_of(block))  # of rows alone, what their squares need
@@ -89,18 +90,12 @@ def _swizzled(
     """The scales of 1x32 blocks, group after group; 0 where there are none."""
     rows, columns = (torch.zeros_like(out, dtype=torch.uint8) for out in outputs[1::2])
     for group, (begin, end, start) in enumerate(groups.spans_of(groups.ends_of(offs, tokens), 128)):
-        blocks = start // 32 + group
-        for out, first, found in (
-            (rows, start * rows.shape[1], scales[begin:end]),
-            (
-                columns,
-                start // 32 * len(columns),
-                scales_t[:, blocks : blocks - (begin - end) // 32],
-            ),
-        ):
-            if out.numel() and end > begin:
-                places = cublas.swizzled(found).view(torch.uint8)
-                out.view(-1)[first : first + places.numel()] = places
+        if rows.numel():
+            groups.write_squares(rows, cublas.swizzled(scales[begin:end]), start, False)
+        if columns.numel():
+            first = start // 32 + group
+            its = scales_t[:, first : first - (begin - end) // 32]
+            groups.write_squares(columns, cublas.swizzled(its), start, True)
     return rows.view(torch.float8_e8m0fnu), columns.view(torch.float8_e8m0fnu)
 
 
@@ -109,11 +104,6 @@ def _fake(
     scale: Tensor | None, align: int, row_major: bool, transposed: bool,
 ) -> BothOrientations:  # fmt: skip
     block, (T, K), E = (block[0], block[1]), x.shape, offs.shape[0]
-    cast.check_block("cast_tokens", block, scale_format)
-    if block == SQUARE_128 or (transposed and align not in (alignment_of(block), 128)):
-        raise ValueError(
-            f"float8::cast_tokens: no kernel casts blocks {block} of groups at multiples of {align}"
-        )
     P = groups.padded_tokens(T, E, align)
     if block == BY_32:
         P, across = groups.padded_tokens(T, E, 128), ceil_div(K, 128)

@@ -105,7 +105,7 @@ def or_faster(
         return out
 
     ways = {"other": other, "deep_gemm": by_deep_gemm}
-    return ways[fastest(form, a, sizes, list(ways), "other", lambda way: ways[way]())]()
+    return ways[fastest(form, a, sizes, list(ways), lambda way: ways[way]())]()
 
 
 def multiply_tokens(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor) -> Tensor:

@@ -151,9 +151,7 @@ def _definition(
             first = start // 128 + group
             part = scale[group][:, None] if block[1] == WHOLE else scale[:, first : first + across]
         sizes = (rows, across * 128) if by_columns else (end - begin, columns)
-        found = _definition(part, block, *sizes).view(torch.uint8)
-        first = start // 32 * len(out) if by_columns else start * out.shape[1]
-        out.view(-1)[first : first + len(found)] = found
+        groups.write_squares(out, _definition(part, block, *sizes), start, by_columns)
     return out.view(torch.float8_e8m0fnu)
 
 

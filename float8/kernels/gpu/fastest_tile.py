@@ -11,8 +11,8 @@ contraction in the same order. Torch's kernel of `grouped_mm` does so too, and D
 (`deep_gemm`): tests compare their bits on a GPU, where torch's fast sums have not run yet. So ranks
 of a job may choose differently.
 
-Nothing is measured, and the tile is that of a rule, while a CUDA graph is captured, on FakeTensors
-(the op's fake runs instead) and on CPU tensors (which are interpreted). Under torch.compile the ops
+Nothing is measured, and the first tile runs, while a CUDA graph is captured, on FakeTensors (the
+op's fake runs instead) and on CPU tensors (which are interpreted). Under torch.compile the ops
 are opaque, so it is measured where the kernel runs. The first product of a class waits for the GPU,
 and later ones do not. It costs the compilation of up to four forms of the kernel, which Triton
 keeps on disk, and `RUNS` + 1 launches of each. A thread compiles each form: Triton's passes and
@@ -40,23 +40,21 @@ def fastest(
     x: Tensor,
     sizes: Sequence[int],
     tiles: Sequence[_T],
-    by_rule: _T,
     run: Callable[[_T], object],
 ) -> _T:
-    """The fastest of ``tiles`` for a product; the first one where two are equally fast.
+    """The fastest of ``tiles`` for a product; the first one where nothing may be measured.
 
     ``form`` is what else decides which kernel is compiled: its name, the dtypes, the scales. ``x``
-    is an operand, on the device of the product, and ``sizes`` are the product's. ``by_rule`` is
-    returned where nothing may be measured. ``run`` launches the product in a tile. It may be called
-    many times, and by several threads at once.
+    is an operand, on the device of the product, and ``sizes`` are the product's. ``run`` launches
+    the product in a tile. It may be called many times, and by several threads at once.
     """
     if x.device.type != "cuda":
-        return by_rule
+        return tiles[0]
     key = (form, x.device, *(int(size).bit_length() for size in sizes))
     chosen = _CHOSEN.get(key)
     if chosen is None:
         if torch.cuda.is_current_stream_capturing():
-            return by_rule
+            return tiles[0]
         stream = torch.cuda.current_stream(x.device)
 
         def compile_and_run(tile: _T) -> None:

@@ -50,7 +50,6 @@ for many small ones if sums are not fast. So is DeepGEMM, where it is installed 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 from collections.abc import Sequence
 
@@ -59,7 +58,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from float8.granularity import WHOLE, ceil_div, scale_shape
+from float8.granularity import ceil_div
 from float8.kernels.gpu import deep_gemm
 from float8.kernels.gpu.blockwise_mm import (
     DEEPGEMM,
@@ -67,22 +66,18 @@ from float8.kernels.gpu.blockwise_mm import (
     GROUP,
     STEP,
     Tile,
-    check_operands,
     contract,
     place_of,
-    tile_of,
     tiles_for,
 )
 from float8.kernels.gpu.fastest_tile import fastest
 from float8.kernels.gpu.jit import group_of_tile
-from float8.kernels.gpu.launch import check_device, launch, register_op
+from float8.kernels.gpu.launch import launch, register_op
 from float8.kernels.groups import SHORT_SUM, padded_sizes
-from float8.kernels.matrix import BY_128, ROW, SQUARE_128, TENSOR
 from float8.kernels.products import family_of
 
 WIDE = Tile(128, 256, 8, 3)
 TORCH_TILE = Tile(0, 0, 0, 0)  # no tile: torch's kernel
-PAIRS = (*itertools.product((TENSOR, ROW), repeat=2), (BY_128, SQUARE_128), (BY_128, BY_128))
 
 
 @triton.jit(do_not_specialize=["M"])  # T is another in each batch
@@ -184,7 +179,11 @@ def _launch(
     tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch; a test or a benchmark may name the tile."""
-    a_rows, b_rows, blocks = _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
+    if max(a.stride(0), b.stride(-2)) * 128 >= 2**31:  # the kernel's offsets in a tile
+        raise ValueError(
+            f"grouped_mm: rows of 2^24 elements or more: strides {a.stride()} and {b.stride()}"
+        )
+    a_rows, b_rows, blocks = max(a_block[-2], 0), max(b_block[-2], 0), a_block[-1] == 128
     arguments = (a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align, use_fast_accum)
     by_tokens, M, N, experts = b.dim() == 2, a.shape[0], b.shape[-2], offs.shape[0]
     if 0 in (M, N, experts):
@@ -228,7 +227,6 @@ def _launch(
         kinds = a.dtype, b.dtype, out_dtype, by_torch, by_deep_gemm
         form = ("grouped_mm", by_tokens, a_rows, b_rows, blocks, fast, *kinds)
         sizes = (M, N, a.shape[1], experts)
-        by_rule = tile_of(rows, N, experts)
         tiles = tiles_for(rows, N)
         is_near = b.stride(-2) * WIDE.N < 2**31  # its offsets in a tile have 32 bits
         if fast and is_near and N > 128 and rows > 64 and _fits(WIDE, a.device):
@@ -237,7 +235,7 @@ def _launch(
             tiles.append(TORCH_TILE)
         if by_deep_gemm:
             tiles.append(DEEPGEMM)
-        tile = fastest(form, a, sizes, tiles, by_rule, run)
+        tile = fastest(form, a, sizes, tiles, run)
         result.cache_clear()  # a thread allocated it: not where the caller's CUDA graphs want it
     return run(tile)
 
@@ -288,42 +286,10 @@ def _strides(scale: Tensor, by_tokens: bool, blocks: bool) -> tuple[int, int, in
     return (experts if scale.dim() == 3 else 0), scale.stride(-2), scale.stride(-1)
 
 
-def _check(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
-    b_block: Sequence[int], out_dtype: torch.dtype,
-) -> tuple[int, int, bool]:  # fmt: skip
-    """`check_operands`; returns A_ROWS, B_ROWS and BLOCKS of the kernel."""
-    check_device("grouped_mm_gpu", a, a_scale=a_scale, b=b, b_scale=b_scale, offs=offs)
-    pair = (tuple(a_block)[-2:], tuple(b_block)[-2:])
-    E, by_tokens = offs.numel(), b.dim() == 2
-    wrong = None
-    if pair not in PAIRS or (by_tokens and 128 in (pair[0][0], pair[1][0])):
-        wrong = f"scales of {pair[0]} by {pair[1]}"
-    elif max(a.stride(0), b.stride(-2)) * 128 >= 2**31:  # the kernel's offsets in a tile
-        wrong = f"rows of 2^24 elements or more: strides {a.stride()} and {b.stride()}"
-    elif offs.dtype != torch.int32 or offs.dim() != 1 or not (by_tokens or b.shape[0] == E):
-        wrong = f"offs of {offs.dtype} {tuple(offs.shape)} for b {tuple(b.shape)}"
-    if wrong is not None:
-        raise ValueError(f"float8::grouped_mm_gpu: {wrong}")
-    shapes = []
-    for x, block in ((a, pair[0]), (b, pair[1])):
-        expected = scale_shape(x.shape, (1, *block)[-x.dim() :])
-        if by_tokens and block[0] == 1:
-            rows, columns = x.shape
-            expected = (E, rows) if block[1] == WHOLE else (rows, columns // 128 + E)
-        shapes.append([expected, (1, *expected[1:])] if x.dim() == 3 else [expected])
-    check_operands(
-        "grouped_mm_gpu", a, b, out_dtype, a_scale=(a_scale, shapes[0]),
-        b_scale=(b_scale, shapes[1]),
-    )  # fmt: skip
-    return max(pair[0][0], 0), max(pair[1][0], 0), pair[0][1] == 128
-
-
 def _definition(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offs: Tensor, a_block: Sequence[int],
     b_block: Sequence[int], out_dtype: torch.dtype, align: int, use_fast_accum: bool | None,
 ) -> Tensor:  # fmt: skip
-    _check(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype)
     # The op of ``kernels/grouped_products.py``, which imports this file.
     define = torch.ops.float8.grouped_mm.default
     return define(a, a_scale, b, b_scale, offs, a_block, b_block, out_dtype, align)

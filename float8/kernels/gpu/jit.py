@@ -151,31 +151,26 @@ def _convert_each(ys, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def convert_4(y0, y1, y2, y3, FORMAT: tl.constexpr):
-    """`pack_4` of the codes of four tiles."""
+def convert_4(ys, FORMAT: tl.constexpr):
+    """`pack_4` of the codes of 4 float32 tiles."""
     if PTX:
         return tl.inline_asm_elementwise(
             asm=_E4M3 if _is_e4m3(FORMAT) else _E5M2, constraints="=r,f,f,f,f",
-            args=[y0, y1, y2, y3], dtype=tl.int32, is_pure=True, pack=1,
+            args=[ys[0], ys[1], ys[2], ys[3]], dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-    return pack_4(
-        convert_to_codes(y0, FORMAT),
-        convert_to_codes(y1, FORMAT),
-        convert_to_codes(y2, FORMAT),
-        convert_to_codes(y3, FORMAT),
-    )
+    return pack_4(_convert_each(ys, FORMAT))
 
 
 @triton.jit
-def pack_4(codes0, codes1, codes2, codes3):
-    """Four uint8 tiles -> int32, the first in the low byte."""
+def pack_4(codes):
+    """4 uint8 tiles -> int32, the first in the low byte."""
     if PTX:
         return tl.inline_asm_elementwise(
             asm=_TRANSPOSE_4X4, constraints="=r,=r,=r,=r,r,r,r,r",
-            args=[codes0, codes1, codes2, codes3], dtype=tl.int32, is_pure=True, pack=4,
+            args=[codes[0], codes[1], codes[2], codes[3]], dtype=tl.int32, is_pure=True, pack=4,
         )  # fmt: skip
-    low = codes0.to(tl.int32) | (codes1.to(tl.int32) << 8)
-    return low | (codes2.to(tl.int32) << 16) | (codes3.to(tl.int32) << 24)
+    low = codes[0].to(tl.int32) | (codes[1].to(tl.int32) << 8)
+    return low | (codes[2].to(tl.int32) << 16) | (codes[3].to(tl.int32) << 24)
 
 
 @triton.jit
@@ -400,7 +395,7 @@ def write_codes(
     if data_t_ptr is None:
         codes = _convert_each(ys, FORMAT)
     elif data_t_ptr.dtype.element_ty == tl.int32:
-        packed = convert_4(ys[0], ys[1], ys[2], ys[3], FORMAT)
+        packed = convert_4(ys, FORMAT)
         store_packed(data_t_ptr, packed, first_m4, k.to(tl.int64), padded, group_col, K, P)
         codes = unpack_4(packed)
     else:

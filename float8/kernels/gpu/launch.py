@@ -41,8 +41,6 @@ TRITON_DTYPES: dict[torch.dtype, Any] = {
     torch.float16: tl.float16,
 }
 
-DEFINITIONS: dict[str, Callable[..., Any]] = {}  # op -> the same in plain PyTorch
-
 
 def register_op(
     schema: str,
@@ -62,17 +60,15 @@ def register_op(
     Returns:
         the op's only overload, for calling it with the least overhead.
     """
-    define_op(schema, definition, fake, "CPU")
-    return register_kernel(schema.partition("(")[0], kernel=kernel, definition=definition)
+    op = define_op(schema, definition, fake, "CPU")
+    register_kernel(schema.partition("(")[0], kernel)
+    return op
 
 
-def register_kernel(
-    name: str, *, kernel: Callable[..., Any], definition: Callable[..., Any]
-) -> Any:
-    """Let an op that is there run a kernel on CUDA tensors; see `register_op`."""
-    DEFINITIONS[name], LAUNCHERS[name] = definition, kernel
+def register_kernel(name: str, kernel: Callable[..., Any]) -> None:
+    """Let an op that is defined elsewhere run a kernel on CUDA tensors; see `register_op`."""
+    LAUNCHERS[name] = kernel
     LIBRARY.impl(name, kernel, "CUDA")
-    return getattr(torch.ops.float8, name).default
 
 
 # Contracting a * b + c to one rounding would change bits; Triton's own default is about to change.

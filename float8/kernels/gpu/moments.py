@@ -294,9 +294,12 @@ def load_state(codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N):
 @triton.jit
 def store_state(
     x, codes_ptr, scale_ptr, exponent_ptr, at, inside, n, N,
-    index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr,
+    index, seed, offset, NUMBER: tl.constexpr, RANDOM: tl.constexpr, amax_ptr=None,
 ):  # fmt: skip
-    """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds by `chances_of_tile`."""
+    """Write a state, float32 (GROUPS, GROUP), in its form; RANDOM rounds it up or down.
+
+    ``amax_ptr``, int32 bits of a running maximum, records the values that linear codes stand for.
+    """
     if exponent_ptr is not None:
         codes, scale, exponent = encode_expanded_tile(x, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
@@ -307,5 +310,11 @@ def store_state(
         codes, scale = encode_linear(x, TO_FLOAT16, index, seed, offset, NUMBER, RANDOM)
         tl.store(codes_ptr + at, codes, inside)
         tl.store(scale_ptr + n, scale, n < N)
+        if amax_ptr is not None:
+            largest = tl.max(largest_of(values(codes) * scale[:, None]))
+            tl.atomic_max(amax_ptr, magnitude_bits(largest), sem="relaxed")
     else:
-        tl.store(codes_ptr + at, x, inside)
+        DTYPE: tl.constexpr = codes_ptr.dtype.element_ty
+        if RANDOM:
+            x = stochastic_round_tile(x, index, seed, offset, DTYPE)
+        tl.store(codes_ptr + at, x.to(DTYPE), inside)

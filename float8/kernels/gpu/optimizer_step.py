@@ -35,23 +35,14 @@ from torch import Tensor
 
 from float8.granularity import ceil_div
 from float8.kernels import stochastic, update_rules
-from float8.kernels.gpu.jit import magnitude_bits
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     check_device,
     launch,
     pointer,
+    register_kernel,
 )
-from float8.kernels.gpu.moments import (
-    encode_linear,
-    largest_of,
-    load_state,
-    positions,
-    stochastic_round_tile,
-    store_state,
-    values,
-)
-from float8.kernels.registration import LAUNCHERS, LIBRARY
+from float8.kernels.gpu.moments import load_state, positions, store_state
 from float8.kernels.update_rules import AdamWRule, LionRule, MuonMove, unpacked
 
 _ELEMENTS = 2048  # per program: 16 per thread, so that a thread's codes are 16 bytes
@@ -100,28 +91,6 @@ _decayed, _adamw, _sgd_momentum, _lion, _muon_direction, _muon_move = (
         update_rules.muon_move,
     )
 )
-
-
-@triton.jit
-def _store_master(
-    p, p_ptr, scale_ptr, amax_ptr, at, inside, n, N, index, seed, step, RANDOM: tl.constexpr
-):
-    """Write a master in scaled float16, and record the amax of the values written."""
-    codes, scale = encode_linear(p, True, index, seed, step, -1, RANDOM)
-    tl.store(p_ptr + at, codes, inside)
-    tl.store(scale_ptr + n, scale, n < N)
-    if amax_ptr is not None:
-        largest = tl.max(largest_of(values(codes) * scale[:, None]))
-        tl.atomic_max(amax_ptr, magnitude_bits(largest), sem="relaxed")
-
-
-@triton.jit
-def _store_plain(p, p_ptr, at, inside, index, seed, step, RANDOM: tl.constexpr):
-    """Write a parameter in its own dtype."""
-    DTYPE: tl.constexpr = p_ptr.dtype.element_ty
-    if RANDOM:
-        p = stochastic_round_tile(p, index, seed, step, DTYPE)
-    tl.store(p_ptr + at, p.to(DTYPE), inside)
 
 
 @triton.jit(do_not_specialize=["seed", "first"])
@@ -186,10 +155,8 @@ def _step_kernel(
     g = tl.load(g_ptr + g_at, inside, 0.0).to(tl.float32)
     if g_scale_ptr is not None:
         g *= tl.load(g_scale_ptr)
-    if p_scale_ptr is not None:
-        p = load_state(p_ptr, p_scale_ptr, None, at, inside, n, N)
-    elif RULE != "muon_direction":  # which writes p and does not read it
-        p = tl.load(p_ptr + p_at, inside, 0).to(tl.float32)
+    if RULE != "muon_direction":  # which writes p and does not read it
+        p = load_state(p_ptr, p_scale_ptr, None, p_at, inside, n, N)
     if m_ptr is not None:
         m = load_state(m_ptr, m_scale_ptr, m_exponent_ptr, at, inside, n, N)
     if RULE == "adamw":
@@ -222,12 +189,10 @@ def _step_kernel(
     else:
         p = _muon_move(p, g, size if lr_ptr is None else lr * by)
     # First: encoding the moments takes the most registers, and p needs none of them then.
-    if p_scale_ptr is not None:
-        _store_master(
-            p, p_ptr, p_scale_ptr, amax_ptr, at, inside, n, N, index, seed, number, P_RANDOM
-        )
-    else:
-        _store_plain(p, p_ptr, p_at, inside, index, seed, number, P_RANDOM)
+    store_state(
+        p, p_ptr, p_scale_ptr, None, p_at, inside, n, N,
+        index, seed, number, -1, P_RANDOM, amax_ptr,
+    )  # fmt: skip
     if RULE == "adamw":
         store_state(
             v, v_ptr, v_scale_ptr, v_exponent_ptr, at, inside, n, N,
@@ -294,5 +259,4 @@ def _launch(
 
 
 # ``kernels/optimizer_step.py`` defines the op.
-LAUNCHERS["optimizer_step"] = _launch
-LIBRARY.impl("optimizer_step", _launch, "CUDA")
+register_kernel("optimizer_step", _launch)

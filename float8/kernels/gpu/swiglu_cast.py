@@ -37,7 +37,6 @@ from float8.kernels.gpu.jit import (
 )
 from float8.kernels.gpu.launch import (
     NO_FUSION,
-    check_device,
     launch,
     one_scale_arguments,
     register_op,
@@ -164,8 +163,6 @@ def _launch(
     gate: Tensor, up: Tensor, scale: Tensor | None, dtype: torch.dtype, power_of_two: bool,
     finds_amax: bool = False,
 ) -> _Outputs:  # fmt: skip
-    check_shapes("swiglu_cast", gate, up=up)
-    check_device("swiglu_cast", gate, scale=scale)
     if gate.numel() == 0:
         return _definition(gate, up, scale, dtype, power_of_two, finds_amax)
     gate, up = row_major(gate), row_major(up)
@@ -197,16 +194,6 @@ def _fake(
 ) -> _Outputs:  # fmt: skip
     data, _, found, amax = fused_fake(gate, dtype, power_of_two, False, finds_amax)
     return data, found, amax
-
-
-def check_shapes(op: str, gate: Tensor, **others: Tensor) -> None:
-    """Refuse tensors of other shapes than gate's, by which a kernel addresses all of them."""
-    check_device(op, gate, **others)
-    for name, other in others.items():
-        if other.shape != gate.shape:
-            raise ValueError(
-                f"float8::{op}: {name} has shape {tuple(other.shape)} and gate {tuple(gate.shape)}"
-            )
 
 
 swiglu_cast = register_op(

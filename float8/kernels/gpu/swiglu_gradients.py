@@ -58,7 +58,6 @@ from float8.kernels.gpu.jit import (
 from float8.kernels.gpu.launch import (
     NO_FUSION,
     TRITON_FORMATS,
-    check_device,
     format_constants,
     launch,
     new_data,
@@ -67,7 +66,7 @@ from float8.kernels.gpu.launch import (
     row_major,
     tiles_of,
 )
-from float8.kernels.gpu.swiglu_cast import check_shapes, sigmoid
+from float8.kernels.gpu.swiglu_cast import sigmoid
 from float8.kernels.matrix import BY_128, TENSOR
 
 _AMAX_TILE, _MAX_PARTIALS = {"ROWS": 8, "COLS": 128}, 1024
@@ -91,19 +90,19 @@ def _in_float32(ptr, scale_ptr, m, k, M, K, stride):
 
 
 @triton.jit
-def _gradients_of_tile(
-    grad_ptr, gate_ptr, up_ptr, gate_scale_ptr, up_scale_ptr, m, k, M, K,
-    stride_grad, stride_gate, stride_up,
-):  # fmt: skip
-    """Tiles of y and of the gradients of gate and up, rounded, in float32; 0 outside."""
-    grad = _in_float32(grad_ptr, None, m, k, M, K, stride_grad)
-    gate = _in_float32(gate_ptr, gate_scale_ptr, m, k, M, K, stride_gate)
-    up = _in_float32(up_ptr, up_scale_ptr, m, k, M, K, stride_up)
+def _gradients_of_tile(pointers, strides, m, k, M, K):
+    """Tiles of y and of the gradients of gate and up, rounded, in float32; 0 outside.
+
+    ``pointers`` are those of grad, gate and up, and of the scales of gate and up.
+    """
+    grad = _in_float32(pointers[0], None, m, k, M, K, strides[0])
+    gate = _in_float32(pointers[1], pointers[3], m, k, M, K, strides[1])
+    up = _in_float32(pointers[2], pointers[4], m, k, M, K, strides[2])
     s = sigmoid(gate)
     y = gate * s * up
     grad_gate = grad * up * (s * (1.0 + gate * (1.0 - s)))
     grad_up = grad * (gate * s)
-    DTYPE: tl.constexpr = grad_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = pointers[0].dtype.element_ty
     return (
         y.to(DTYPE).to(tl.float32),
         grad_gate.to(DTYPE).to(tl.float32),
@@ -129,6 +128,8 @@ def _amax_kernel(
     PARTIALS: tl.constexpr,
 ):
     """partials[i] = bits of the amax of tiles i, i + PARTIALS, ...; 0 where there is none."""
+    pointers = grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr
+    strides = stride_grad, stride_gate, stride_up
     tiles_k = tl.cdiv(K, COLS)
     tiles = tl.cdiv(M, ROWS) * tiles_k
     gate_bits = tl.zeros((ROWS, COLS), tl.int32)
@@ -136,10 +137,7 @@ def _amax_kernel(
     for tile in range(tl.program_id(0), tiles, PARTIALS):
         m = (tile // tiles_k).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         k = (tile % tiles_k).to(tl.int64) * COLS + tl.arange(0, COLS)
-        _, gate, up = _gradients_of_tile(
-            grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
-            stride_grad, stride_gate, stride_up,
-        )  # fmt: skip
+        _, gate, up = _gradients_of_tile(pointers, strides, m, k, M, K)
         gate_bits = tl.maximum(gate_bits, magnitude_bits(gate))
         up_bits = tl.maximum(up_bits, magnitude_bits(up))
     tl.store(partials_ptr + tl.program_id(0), tl.max(gate_bits))
@@ -193,23 +191,13 @@ def _cast_kernel(
             up_given_ptr, scale_ptr + 1, partials_ptr, up_record_ptr,
             FORMAT_MAX, POWER_OF_TWO, PARTIALS,
         )  # fmt: skip
+    pointers = grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr
+    strides = stride_grad, stride_gate, stride_up
     # All loads before the first store, which none of them may overtake.
-    y0, gate0, up0 = _gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m, k, M, K,
-        stride_grad, stride_gate, stride_up,
-    )  # fmt: skip
-    y1, gate1, up1 = _gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 1, k, M, K,
-        stride_grad, stride_gate, stride_up,
-    )  # fmt: skip
-    y2, gate2, up2 = _gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 2, k, M, K,
-        stride_grad, stride_gate, stride_up,
-    )  # fmt: skip
-    y3, gate3, up3 = _gradients_of_tile(
-        grad_ptr, gate_ptr, up_ptr, gate_groups_ptr, up_groups_ptr, m + 3, k, M, K,
-        stride_grad, stride_gate, stride_up,
-    )  # fmt: skip
+    y0, gate0, up0 = _gradients_of_tile(pointers, strides, m, k, M, K)
+    y1, gate1, up1 = _gradients_of_tile(pointers, strides, m + 1, k, M, K)
+    y2, gate2, up2 = _gradients_of_tile(pointers, strides, m + 2, k, M, K)
+    y3, gate3, up3 = _gradients_of_tile(pointers, strides, m + 3, k, M, K)
     if y_t_ptr is not None:
         factor = reciprocal(tl.load(y_scale_ptr))
         ys = scaled_4((y0, y1, y2, y3), factor, Y_FORMAT_MAX, False)
@@ -261,9 +249,6 @@ def _launch(
     joined: bool, y_cols: bool, cols: bool, finds_amax: bool, gate_groups: Tensor | None = None,
     up_groups: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    check_shapes("swiglu_gradients", gate, up=up, grad=grad)
-    scales = {"y_scale": y_scale, "gate_scale": gate_scale, "up_scale": up_scale}
-    check_device("swiglu_gradients", gate, **scales, gate_groups=gate_groups, up_groups=up_groups)
     how = y_dtype, dtype, power_of_two, joined, y_cols, cols, finds_amax, gate_groups, up_groups
     if gate.numel() == 0:
         return _definition(grad, gate, up, y_scale, gate_scale, up_scale, *how)

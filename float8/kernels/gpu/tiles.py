@@ -317,16 +317,15 @@ def _tiles_kernel(
                     bits, scale_ptr, i, group_col + tile_row, tile_k, M, K,
                     LARGEST, CARRY, SWIZZLED,
                 )  # fmt: skip
-            elif BLOCK == "1x128":
-                factor = _factors_of_lines(
-                    tl.max(bits, 1), scale_ptr, tile_k * M + group_row + m + i, m + i < size, 1,
-                    FORMAT_MAX, POWER_OF_TWO,
-                )[:, None]  # fmt: skip
-            else:  # the first tile of a row writes its scale
-                amax = tl.load(amax_ptr + matrix * M + group_row + m + i, m + i < size, 0)
+            else:
+                if BLOCK == "1x128":
+                    amax = tl.max(bits, 1)
+                else:  # the first tile of a row writes its scale
+                    amax = tl.load(amax_ptr + matrix * M + group_row + m + i, m + i < size, 0)
                 factor = _factors_of_lines(
                     amax, scale_ptr, tile_k * M + group_row + m + i,
-                    m + i < tl.where(tile_k == 0, size, 0), 1, FORMAT_MAX, POWER_OF_TWO,
+                    m + i < (size if BLOCK == "1x128" else tl.where(tile_k == 0, size, 0)), 1,
+                    FORMAT_MAX, POWER_OF_TWO,
                 )[:, None]  # fmt: skip
             codes = convert_to_codes(scaled(x32, factor, FORMAT_MAX, FITS), FORMAT)
             inside = (m + i < size)[:, None] & (k < K)[None, :]
@@ -354,18 +353,17 @@ def _tiles_kernel(
                 amax_bits, scale_t_ptr + group_col // 32 * (tiles_k * COLS), tile_row, tile_k,
                 K, padded, LARGEST, CARRY, SWIZZLED,
             )  # fmt: skip
-        elif BLOCK == "1x128":
-            column = tile_row // ROWS + (group_col // ROWS + group if GROUPS else 0)
+        else:
+            if BLOCK == "1x128":
+                column = tile_row // ROWS + (group_col // ROWS + group if GROUPS else 0)
+                amax = tl.max(amax_bits, 0)
+            else:  # the first tile of a column writes its scale
+                column = group if GROUPS else 0
+                amax = tl.load(amax_t_ptr + group * K + k, k < K, 0)
             factor = _factors_of_lines(
-                tl.max(amax_bits, 0), scale_t_ptr, column * K + k, k < K, size if GROUPS else 1,
-                FORMAT_MAX, POWER_OF_TWO,
-            )[None, :]  # fmt: skip
-        else:  # the first tile of a column writes its scale
-            amax = tl.load(amax_t_ptr + group * K + k, k < K, 0)
-            factor = _factors_of_lines(
-                amax, scale_t_ptr, (group if GROUPS else 0) * K + k,
-                k < tl.where(tile_row == 0, K, 0), size if GROUPS else 1,
-                FORMAT_MAX, POWER_OF_TWO,
+                amax, scale_t_ptr, column * K + k,
+                k < (K if BLOCK == "1x128" else tl.where(tile_row == 0, K, 0)),
+                size if GROUPS else 1, FORMAT_MAX, POWER_OF_TWO,
             )[None, :]  # fmt: skip
         write_codes(
             scaled_4(to_float32(xs), factor, FORMAT_MAX, FITS), data_ptr if IS_SHARED else None,

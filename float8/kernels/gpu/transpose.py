@@ -41,7 +41,7 @@ def _transpose_kernel(
     first_m4, m, k = place_of_tile(tile, K, ROWS_BY_4, COLS)
     codes = load_4_rows(data_ptr, m, k, M, K, stride_m, stride_k)
     if data_t_ptr.dtype.element_ty == tl.int32:
-        packed = pack_4(codes[0], codes[1], codes[2], codes[3])
+        packed = pack_4(codes)
         store_packed(data_t_ptr, packed, first_m4, k, M, 0, K, M)
     else:
         for i in tl.static_range(4):

@@ -21,7 +21,6 @@ from shapes import DEVICES, FORMATS, HIGH_PRECISION, LAYOUTS, SPECIALS, Case, pa
 
 from float8.kernels import definition, groups
 from float8.kernels.gpu import cast_tokens
-from float8.kernels.gpu.launch import DEFINITIONS
 from float8.kernels.gpu.tiles import alignment_of
 
 E4M3 = torch.float8_e4m3fn
@@ -45,7 +44,7 @@ EVERY_WAY = pytest.mark.parametrize("device", [*DEVICES, "definition"])
 def run(device, x, offs, block, *arguments):
     """The op on a device, interpreted around guarded memory, or its definition."""
     if device == "definition":
-        return DEFINITIONS["cast_tokens"](x, offs, block, *arguments)
+        return cast_tokens._definition(x, offs, block, *arguments)
     if device == "cpu" and not executed.is_active():
         return interpreted("probe_tokens").launch(x, offs, block, *arguments)
     return launcher("cast_tokens", "_launch", device)(x, offs, block, *arguments)
@@ -168,21 +167,6 @@ def test_wrong_offsets_write_nowhere_else(offs, block):
     """Their values are on the GPU and not checked; only the outputs are written."""
     x, offs = torch.randn(70, 20), torch.tensor(offs, dtype=torch.int32)
     run("cpu", x, offs, block, E4M3, POWER_OF_TWO, None, ALIGNMENT[block], True, True)
-
-
-@pytest.mark.parametrize(
-    "cast",
-    [
-        ((128, 128), FLOAT32, None, 16),
-        (ROW, FLOAT32, None, 8),
-        (MX, FLOAT32, None, 128),
-        (MX, E8M0, None, 16),
-    ],
-)
-def test_other_casts_are_refused(cast):
-    (x, offs), (block, *others) = tokens((3,), 0, 16), cast
-    with pytest.raises(ValueError, match=r"float8::cast_tokens: no kernel casts "):
-        cast_tokens.cast_tokens_op(x, offs, block, E4M3, *others, True, True)
 
 
 @pytest.mark.parametrize("device", DEVICES)

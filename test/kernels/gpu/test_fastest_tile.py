@@ -47,7 +47,7 @@ def current(stream):
 
 def choose(sizes=(100, 200), form="a", x=None, run=lambda tile: None) -> str:
     x = torch.empty(1).as_subclass(PretendCuda) if x is None else x
-    return fastest(form, x, sizes, list(TIMES), "by rule", run)
+    return fastest(form, x, sizes, list(TIMES), run)
 
 
 def test_the_fastest_tile_is_measured_once_per_class(measured):
@@ -86,7 +86,7 @@ def _refuse(tile):
 def test_a_capture_measures_nothing_and_remembers_nothing(measured, monkeypatch):
     with monkeypatch.context() as captured:
         captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        assert choose() == "by rule"
+        assert choose() == "large"
     assert measured == []
     assert choose() == "quick"
     with monkeypatch.context() as captured:
@@ -96,7 +96,7 @@ def test_a_capture_measures_nothing_and_remembers_nothing(measured, monkeypatch)
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_other_devices_measure_nothing(measured, device):
-    assert choose(x=torch.empty(1, device=device)) == "by rule"
+    assert choose(x=torch.empty(1, device=device)) == "large"
     assert measured == []
 
 
@@ -109,7 +109,7 @@ def test_the_tiles_of_a_grouped_product_share_a_result_that_the_caller_does_not_
         allocated.append(threading.current_thread())
         return arguments[0].new_zeros(32, 48, dtype=torch.bfloat16)
 
-    def measure(form, x, sizes, tiles, by_rule, run):
+    def measure(form, x, sizes, tiles, run):
         threads = [threading.Thread(target=run, args=(tiles[0],)) for _ in range(3)]
         for thread in threads:
             thread.start()
