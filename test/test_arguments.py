@@ -80,7 +80,7 @@ CONFIG_FIELDS = [
     *(f"cast_config_{operand}" for operand in ("input", "weight", "grad_output")),
     *(f"gemm_config_{gemm}" for gemm in ("output", "grad_input", "grad_weight")),
     *("delayed_scaling", "enable_fsdp_float8_all_gather", "smooth_input", "pad_inner_dim"),
-    *("emulate", "enable_amax_init"),
+    *("emulate", "enable_amax_init", "enable_pre_and_post_forward"),
     "cast_config_input_for_grad_weight:?",
     "cast_config_weight_for_grad_input:?",
     "cast_config_grad_output_for_grad_weight:?",

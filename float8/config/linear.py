@@ -68,6 +68,8 @@ class Float8LinearConfig:
         enable_amax_init: delayed casts use dynamic scales in the first 16 steps, or ``history_len``
             if that is less: amaxes grow fastest at the start of a training. False starts from a
             scale of 1, as TransformerEngine does.
+        enable_pre_and_post_forward: check dtype, shape and device support at each call; False
+            leaves bad input to the kernels' own errors, for the least Python overhead.
 
     Attributes:
         gemms, key: for the library itself: the three GEMMs and their casts, and a string that is
@@ -103,6 +105,7 @@ class Float8LinearConfig:
     pad_inner_dim: bool = False
     emulate: bool = False
     enable_amax_init: bool = True
+    enable_pre_and_post_forward: bool = True
     # Constructors from other libraries' configs, which `float8.integrations` adds: from_te_recipe
     # of transformer_engine.py, from_torchao of torchao.py.
     from_te_recipe: ClassVar[Callable[..., Float8LinearConfig]]

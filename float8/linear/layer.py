@@ -202,8 +202,13 @@ class Float8Linear(CastsWeights, nn.Linear):
             self.switch.note_call(traced=True)
         else:
             self.switch.was_on = True
-        if (error := error_of_call(input, weight, plan)) is not None:
-            raise type(error)(f"{self._name}: {error}")
+        # A Float8Tensor that does not fit, or blocks that cross the parts of a DTensor, would be
+        # multiplied by scales of other elements.
+        is_risky = isinstance(input, Float8Tensor) or plan.is_tiled
+        if self.config.enable_pre_and_post_forward or is_risky:
+            error = error_of_call(input, weight, plan)
+            if error is not None:
+                raise type(error)(f"{self._name}: {error}")
         is_cast = self.cached_weights or isinstance(weight, Float8Tensor)
         cast = float8_weight(self, plan) if is_cast else None
         states = self.states if plan.has_delayed else STATELESS

@@ -2,6 +2,7 @@
 
 import importlib
 import re
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -79,17 +80,20 @@ def test_what_a_device_takes_and_what_it_refuses_with_a_way_out(recipe, how, wor
 
 
 @pytest.mark.parametrize(
-    ("family", "recipe", "words"),
+    ("family", "recipe", "checks", "words"),
     [
-        ("sm_80", "tensorwise", r"head: output: sm_80 is not known.*emulate=True"),
-        ("sm_120", "rowwise", "head: output: sm_120 does not run a rowwise product"),
+        ("sm_80", "tensorwise", True, r"head: output: sm_80 is not known.*emulate=True"),
+        ("sm_120", "rowwise", False, "sm_120 does not run a rowwise product"),
     ],
 )
-def test_a_gpu_that_does_not_run_a_product_is_refused(family, recipe, words, monkeypatch):
+def test_a_gpu_that_does_not_run_a_product_is_refused_with_or_without_the_layers_checks(
+    family, recipe, checks, words, monkeypatch
+):
     pytest.importorskip("triton")
     for name in ("float8.kernels", "float8.kernels.casts", "float8.kernels.products"):
         monkeypatch.setattr(importlib.import_module(name), "family_of", lambda device: family)
-    layer = Float8Linear.from_float(nn.Linear(32, 32), RECIPES[recipe], fqn="head")
+    config = replace(RECIPES[recipe], enable_pre_and_post_forward=checks)
+    layer = Float8Linear.from_float(nn.Linear(32, 32), config, fqn="head")
     own_plans = mock.patch.dict("float8.linear.plan.USED", clear=True)
     with own_plans, pytest.raises(ValueError, match=words):
         layer(torch.randn(16, 32))
@@ -114,6 +118,10 @@ SQUARE = Float8LinearConfig(
 def _x8_of_batches():
     """Blocks of 8 rows end within each matrix of 12 rows."""
     return Float8Tensor.from_high_precision(torch.randn(2, 12, 32), E4M3, Blockwise(8, 8))
+
+
+def _unchecked(recipe):
+    return _layer(replace(RECIPES[recipe], enable_pre_and_post_forward=False))
 
 
 def _with_weight(config, kind=lambda w: w):
@@ -154,9 +162,11 @@ REFUSED = [
     (lambda: _layer(NO_CAST)(_x8()), ValueError, "keeps inputs in high precision"),
     (lambda: _with_weight(NO_WEIGHT_CAST)(X), ValueError, "up.w1: .*dequantize"),
     (lambda: _in_autocast(_with_weight(None, _gathered), X), ValueError, "up.w1: .*Mixed"),
+    (lambda: _unchecked("rowwise")(_x8(E4M3, Rowwise())), ValueError, "freeze the weight"),
     (lambda: _layer(SQUARE)(_x8_of_batches()), ValueError, "up.w1: .*as a matrix"),
     # tensors on several devices, of which an op would return memory that nothing has written
     (lambda: _layer()(X.to("meta")), ValueError, "are on meta, meta, cpu"),
+    (lambda: _unchecked("tensorwise")(X.to("meta")), ValueError, "are on meta, meta, cpu"),
     (
         lambda: float8_linear(X, W, torch.ones(32, device="meta")),
         ValueError,
