@@ -101,7 +101,7 @@ def _compare(options: argparse.Namespace) -> Result:
     """How far the weights of B are from those of A, by value."""
     first, second = Source(options.a), Source(options.b)
     found: list[tuple[float, str, str, str]] = []
-    for key in first.weights.keys() | second.weights.keys():
+    for key in sorted(first.weights.keys() | second.weights.keys()):
         x, y = (source.read(key) if key in source.weights else None for source in (first, second))
         found.append((_sqnr(x, y), key, _stored(x), _stored(y)))
     found.sort()  # the worst first

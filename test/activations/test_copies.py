@@ -62,6 +62,7 @@ def leaf(*shape):
 def test_two_ops_that_read_one_tensor_share_its_copy():
     x = leaf()
     assert bytes_of(lambda: F.silu(x) + torch.tanh(x) + F.rms_norm(x, (128,)) + x * x) == COPY
+    assert bytes_of(lambda: F.silu(x).sum() + torch.tanh(x.view(8, 8, 128)).sum()) == COPY
 
 
 def test_other_elements_and_other_groups_have_copies_of_their_own():
@@ -77,6 +78,22 @@ def test_swiglu_saves_gate_and_up_only():
     assert bytes_of(lambda: F.silu(gate) * up) == 2 * COPY
     assert bytes_of(lambda: up * F.gelu(gate, approximate="tanh")) == 2 * COPY
     assert bytes_of(lambda: gate * torch.sigmoid(gate)) == COPY
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.tanh(x).sum() + F.silu(x.view(8, 8, 128)).sum(),  # one copy of two shapes
+        lambda x: (F.silu(F.gelu(x)) * x.flip(0)).sum(),  # the product has a copy of silu's result
+    ],
+)
+def test_a_shared_copy_has_the_gradient_of_its_tensor(function):
+    x = leaf()
+    with saved_activations():
+        out = function(x)
+    (found,) = torch.autograd.grad(out, x)
+    (exact,) = torch.autograd.grad(function(x), x)
+    assert float((found - exact).norm()) < 0.05 * float(exact.norm())
 
 
 def test_a_negated_view_is_another_tensor():
