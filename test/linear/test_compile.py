@@ -149,7 +149,7 @@ def keep_all(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
 
 
-@pytest.mark.parametrize("policy", [keep_products, keep_all])
+@pytest.mark.parametrize("policy", [pytest.param(keep_products, marks=pytest.mark.slow), keep_all])
 def test_amaxes_are_recorded_where_checkpointing_keeps_results(policy):
     """What is saved is not what a compiled delayed layer writes its amaxes to."""
     model = nn.Sequential(*(Float8Linear(64, 64, config="delayed") for _ in range(2))).bfloat16()
@@ -225,7 +225,8 @@ UNDER_AUTOCAST = {
     ("name", "dtype", "region"),
     [
         *((name, torch.bfloat16, "none") for name in UNDER_AUTOCAST),
-        *(("tensorwise", torch.float16, region) for region in ("none", "whole")),
+        pytest.param("tensorwise", torch.float16, "none", marks=pytest.mark.slow),
+        ("tensorwise", torch.float16, "whole"),
     ],
 )
 def test_autocast_compiles(name, dtype, region):

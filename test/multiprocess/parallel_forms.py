@@ -31,7 +31,7 @@ import float8
 from float8 import after_step, sync_float8_amax_and_scale_history
 
 WORLD, BF16, F32 = 2, torch.bfloat16, torch.float32
-MICROBATCHES = (2, 2, 2)  # of each step
+MICROBATCHES = (2, 1, 2)  # of each step
 in_bf16 = functools.partial(torch.autocast, "cpu", BF16)
 
 
