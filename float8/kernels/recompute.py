@@ -7,7 +7,7 @@ does with ops of its own, wherever that keeps fewer bytes::
     torch.compile(model, options={"custom_partitioner_fn": RecomputeCasts()})
 
 Two compiled blocks of Llama-3-8B keep 2,950 MiB and not 3,782. The casts, and what is recomputed
-for them, take 3 % of a step (predicted: ``python benchmarks/bench_model.py --traced``). Scales are
+for them, take 4 % of a step (predicted: ``python benchmarks/bench_model.py --traced``). Scales are
 kept. The recomputed operand may have other bits where inductor fuses its ops in another way.
 
 Inductor takes the partitioner as a setting, and its caches know it. Which ops may be recomputed is
@@ -16,9 +16,8 @@ a private table of PyTorch, seen in torch 2.11, 2.13, 2.14 and 2.15.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._functorch import partitioners
@@ -28,16 +27,6 @@ from torch.fx import GraphModule
 __all__ = ["RecomputeCasts"]
 
 TABLE = "get_default_op_list"
-
-
-class Orientation(NamedTuple):
-    """Of `cast`: data and scale among its results, and the argument that asks for them."""
-
-    results: tuple[int, int]
-    argument: int
-
-
-ORIENTATIONS = Orientation((0, 1), 6), Orientation((2, 3), 7)
 
 
 class RecomputeCasts(CustomPartitionerFn):
@@ -64,27 +53,10 @@ class RecomputeCasts(CustomPartitionerFn):
             ops.update({torch.ops.float8.cast, torch.ops.float8.amax})
         setattr(partitioners, TABLE, lambda: table)
         try:
-            parts = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finally:
             setattr(partitioners, TABLE, table_of)
-        for part in parts:
-            drop_unread(part)
-        return parts
 
     def uuid(self) -> Any:
         """The name in keys of inductor's caches."""
         return "float8.RecomputeCasts 1"
-
-
-def drop_unread(graph: GraphModule) -> None:
-    """Let casts write only the orientations that this graph reads."""
-    for node in graph.graph.find_nodes(op="call_function", target=torch.ops.float8.cast.default):
-        read = {user.args[1] for user in node.users if user.target is operator.getitem}
-        unread = [each for each in ORIENTATIONS if not read.intersection(each.results)]
-        for each in unread if len(unread) == 1 else ():
-            node.update_arg(each.argument, False)
-            values = list(node.meta["val"])
-            for result in each.results:
-                values[result] = None
-            node.meta["val"] = tuple(values)
-    graph.recompile()
