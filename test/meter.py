@@ -106,7 +106,9 @@ class CastMeter(PlainOps):
     def _is_free(self, func: Any, name: str) -> bool:
         is_question = name.startswith(("prim::", "profiler::"))
         is_view = func.is_view and name != "aten::to"  # by its schema it may be one
-        return is_view or is_question or name in ("aten::empty", "aten::detach")
+        return (
+            is_view or is_question or name in ("aten::empty", "aten::detach", "aten::_unsafe_view")
+        )
 
     def _reads(self, name: str, args: Any) -> int:
         """How often the kernel reads its matrix from device memory, as its docstring says."""
