@@ -129,11 +129,15 @@ def convert_from_float8_training(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``module`` is no module.
+        ValueError: the ``forward`` of a converted module was replaced after the conversion; nothing
+            has been changed then.
     """
     check_module(module, "convert_from_float8_training", "module")
+    plain = {m: m.to_float() for m in module.modules() if isinstance(m, Float8Module)}
     unwrap_weights(module)
     make_plain(module)
-    plain = {m: m.to_float() for m in module.modules() if isinstance(m, Float8Module)}
+    for old, new in plain.items():
+        new._parameters.update(old._parameters)
     module = replace_children(module, plain)  # type: ignore[arg-type]
     module.__dict__.pop("float8_conversion", None)
     return module

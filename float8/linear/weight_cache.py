@@ -240,7 +240,7 @@ def _error_of(layer: CastsWeights, is_gathered: bool) -> RuntimeError | TypeErro
         if not may_wait and type(weight) not in (torch.Tensor, nn.Parameter):
             return TypeError(
                 f"{name}: {key} is a {type(weight).__name__}; cached_weights casts plain weights, "
-                "and those that fully_shard shards. Leave tensor-parallel layers out of the scope"
+                "and those that fully_shard has sharded before. Leave tensor-parallel layers out"
             )
     return None
 

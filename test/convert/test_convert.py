@@ -12,6 +12,7 @@ from torch import nn
 import float8.unit_scaling as uu
 from float8 import (
     Float8Linear,
+    Float8LinearConfig,
     convert_from_float8_training,
     convert_to_float8_inference,
     convert_to_float8_training,
@@ -155,6 +156,28 @@ def test_converting_back_gives_the_plain_model(recipe):
     assert list(model.state_dict()) == keys
     assert torch.equal(model(x), reference(x))
     assert not hasattr(model, "float8_conversion")
+
+
+@pytest.mark.parametrize("kind", ["gathered in float8", "stored in float8"])
+def test_converting_back_refuses_a_replaced_forward_and_changes_nothing(kind):
+    model = _mlp()
+    if kind == "stored in float8":
+        convert_to_float8_inference(model)
+    else:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        convert_to_float8_training(model, config=config)
+    parameters, modules = list(model.parameters()), list(model.modules())
+    model[2].forward = model[2].forward  # as a wrapper leaves it, which calls the float8 layer
+    with pytest.raises(ValueError, match="2: its forward was replaced after the conversion"):
+        convert_from_float8_training(model)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.modules()) == modules
+    del model[2].forward
+    weights = [model[0].weight, model[2].weight]
+    convert_from_float8_training(model)
+    for plain, before in zip([model[0].weight, model[2].weight], weights, strict=True):
+        assert type(plain) is nn.Parameter and type(plain.data) is torch.Tensor
+        assert torch.equal(plain, before.dequantize())
 
 
 def test_high_precision_runs_the_plain_layer_and_saves_plain_keys():

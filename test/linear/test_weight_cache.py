@@ -318,6 +318,11 @@ def sharded():
     return layer
 
 
+def not_yet_sharded():
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    return convert_to_float8_training(nn.Linear(32, 16), config=config)
+
+
 def twice(recipe):
     net = model(recipe)
     with cached_weights(net):
@@ -331,6 +336,7 @@ def enter(net):
 
 REFUSED = [
     (lambda: enter(sharded()), TypeError, "TwoTensor"),
+    (lambda: enter(not_yet_sharded()), TypeError, "fully_shard has sharded before"),
     (lambda: twice("tensorwise"), RuntimeError, "0: .*another"),
     (lambda: cached_weights(model(), dtype=torch.int8).__enter__(), TypeError, "int8"),
     (lambda: enter(nn.Sequential(nn.Linear(16, 16))), UserWarning, "no float8 layer"),
