@@ -218,7 +218,7 @@ _TABLE: tuple[CopyOp | MaskOp, ...] = (
         torch.mul, _mul_gradient, _saves_factors,
     ),
     CopyOp(
-        "pow", _read_by(_pow, torch.pow, Tensor.pow, Tensor.__pow__, torch.square, Tensor.square),
+        "pow", _read_by(_pow, torch.pow, Tensor.pow, torch.square, Tensor.square),
         torch.pow, _elementwise(lambda g, x, exponent: g * (exponent * x.pow(exponent - 1))),
     ),
     MaskOp("relu", _read_by(_one, F.relu, torch.relu, Tensor.relu), _relu),

@@ -84,9 +84,11 @@ class _Mode(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_op = func in self.ops and kwargs.get("out") is None
+        # Dynamo finds the method of x ** y in no dictionary (seen in torch 2.13).
+        known = torch.pow if func is Tensor.__pow__ else func
+        is_op = known in self.ops and kwargs.get("out") is None
         if is_op and torch.is_grad_enabled() and not _is_transformed():
-            op, reader = self.ops[func]
+            op, reader = self.ops[known]
             found = reader(*args, **{k: v for k, v in kwargs.items() if k != "out"})
             if found is not None and _is_supported(found[0]):
                 out = op.call(self.cache, *found)

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     add("--device", default="H100", help=f"{known}, or a file of Device.save; default H100")
     add("--recipes", nargs="+", choices=list(RECIPES), default=["tensorwise", "rowwise"])
     add("--forward", action="store_true", help="forward alone, not a training step")
-    shared = "microbatches that share a cast of each weight"
+    shared = "microbatches that share a cast of each weight; default 0, no cache"
     add("--cached-microbatches", type=int, default=0, metavar="N", help=shared)
     add("--fast-sums", action="store_true", help="sum all three products of experts fast")
     options = parser.parse_args(argv)

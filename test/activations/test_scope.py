@@ -197,6 +197,21 @@ def test_a_compiled_forward_may_unflatten():
     assert torch.equal(compiled(x), forward(x))
 
 
+def test_a_compiled_power_saves_a_copy():
+    x = torch.randn(64, 256, requires_grad=True)
+
+    def forward(x):
+        return (x + 1) ** 3
+
+    with saved_activations():
+        compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x)
+        (expected,) = torch.autograd.grad(forward(x).sum(), x)
+    (exact,) = torch.autograd.grad(forward(x).sum(), x)
+    assert not torch.equal(expected, exact)
+    assert torch.equal(gradient, expected)
+
+
 @pytest.mark.slow
 def test_inductor():
     a, b = (torch.randn(64, 128, requires_grad=True) for _ in range(2))

@@ -175,6 +175,25 @@ def test_compiled_codes_are_the_eager_ones():
     torch.testing.assert_close(v2[2], v1[2], rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow
+def test_compiled_expanded_codes_of_a_short_last_group_are_the_eager_ones():
+    def step(codes, scale, exponent):
+        return moments.encode_expanded(
+            moments.decode_expanded(codes, scale, exponent, 64) * 0.99, 64
+        )
+
+    v = torch.randn(3, 70, generator=torch.Generator().manual_seed(9)).square() * 1e-3
+    v[:, 64:] *= 1e-9  # a range of its own
+    v[1, 3] = v[2, 66] = math.nan
+    state = moments.encode_expanded(v, 64)
+    expected, found = step(*state), torch.compile(step, fullgraph=True)(*state)
+    assert torch.equal(found[0].float().isnan(), v.isnan())
+    apart = found[0].view(torch.uint8).int() - expected[0].view(torch.uint8).int()
+    assert apart.abs().max() <= 1
+    for compiled, eager in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=0)
+
+
 def test_an_element_that_float16_would_lose_keeps_its_sign():
     x = torch.tensor([[1.0, 1e-20, -1e-20, 0.0]])
     codes, scale = moments.encode_groups(x, 4, torch.float16)
