@@ -85,7 +85,7 @@ def cast_tokens(
     given = None if scale is None else torch.tensor([[scale]])
     formats = {test_cast_tokens.TENSOR: definition.FLOAT32, test_cast_tokens.MX: definition.E8M0}
     scale_format = formats.get(block, definition.scale_format_of(True))
-    rest = ("cpu", block, given, None, align)
+    rest = ("cpu", block, given, align)
     test_cast_tokens.check(x, offs, block, dtype, scale_format, wanted, *rest)
 
 
